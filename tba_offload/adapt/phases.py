@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tba_offload.adapt.needs import Needs
     from tba_offload.adapt.task import Case, Task
     from tba_offload.plan.bandwidth import Bandwidth
-    from tba_offload.plan.model import Limits, Plan
+    from tba_offload.plan.model import Plan
     from tba_offload.plan.sizes import StepSize
     from tba_offload.plan.tuning import Tuning
 
@@ -299,7 +299,7 @@ class Settled(Phase):
         if bandwidth is None:
             return None
         if self.is_overdue:
-            return _other_budget(moment.task.limits)
+            return f"{readable_size(moment.task.limits.budget or 0)} are left for activations now"
         expected, then, tuning = moment.plan.prediction, self.planned_for, moment.tuning
         if expected is None:
             return "nothing was predicted of the one before"
@@ -600,10 +600,6 @@ def _as_policy(moment: Moment, case: Case, plan: Plan) -> Plan:
     # Where memory was never measured, it is not known what it holds beside activations of layers.
     found = case.play(plan).prediction if moment.needs.knows_rest else None
     return dataclasses.replace(plan, prediction=found)
-
-
-def _other_budget(limits: Limits) -> str:
-    return f"{readable_size(limits.budget or 0)} are left for activations now"
 
 
 def _broken_budget(peak: int, budget: int | None) -> str | None:
