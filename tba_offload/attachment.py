@@ -13,7 +13,7 @@ from tba_offload import effects
 from tba_offload.config import ConfigLike, Paths, read_config, with_directories
 from tba_offload.errors import ConfigError, NoEffectWarning, warn
 from tba_offload.formatting import quoted
-from tba_offload.layers.stack import LayerStack, explicit_layers, find_layers
+from tba_offload.layers.stack import LayerStack, chunks_of, explicit_layers, find_layers
 from tba_offload.session import Session
 from tba_offload.session.notices import tell
 
@@ -89,7 +89,7 @@ def attach(
         NoEffectWarning: A setting does not do what it seems to.
     """
     try:
-        chunks = list(model) if isinstance(model, Sequence) else [model]
+        chunks = chunks_of(model)
         stack = _find(chunks) if layers is None else _named(chunks, layers)
         if stack.left_out:
             tell(f"{', '.join(map(str, stack.left_out))}: {_LEFT_OUT}")
