@@ -39,7 +39,7 @@ from tba_offload.session.states_choice import StatesChoice
 from tba_offload.session.steps import Steps
 from tba_offload.session.tokens import Tokens, token_counter
 from tba_offload.session.world import World
-from tba_offload.states import OptimizerStates, offload_optimizer
+from tba_offload.states import offload_optimizer
 from tba_offload.store import exit_status
 from tba_offload.store.base import close_after
 from tba_offload.weights import FrozenWeights
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from tba_offload.session.parts import Parts
     from tba_offload.session.step import Step
     from tba_offload.session.tokens import TokenCounter
-    from tba_offload.states import StatesRecord
+    from tba_offload.states import OptimizerStates, StatesRecord
     from tba_offload.store.base import ActivationStore
     from tba_offload.transfer.offloader import Offloader
 
@@ -92,7 +92,6 @@ class Session:
         trace_steps: Numbers of the steps that are recorded over time.
 
     Attributes:
-        states: Of each of these, the states.
         weights: The frozen weights of the layers, if the policy has them offloaded.
 
     Raises:
@@ -159,7 +158,6 @@ class Session:
         resize.watch(self.capture)
         transforms.watch(self.capture)
         _open_sessions.add(self)
-        self.states: tuple[OptimizerStates, ...] = ()
         self.weights: FrozenWeights | None = None
         try:
             for number, optimizer in enumerate(optimizers):
@@ -167,7 +165,6 @@ class Session:
                 parts.states.append(
                     offload_optimizer(optimizer, config, model=modules, masters=masters, updated=updated)
                 )
-                self.states = tuple(parts.states)
             if choice is not None:
                 choice.begin(self.states)
             if config.frozen_percent:
@@ -179,6 +176,11 @@ class Session:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def states(self) -> tuple[OptimizerStates, ...]:
+        """The states of each optimizer whose states are offloaded."""
+        return tuple(self._parts.states)
 
     @property
     def store(self) -> ActivationStore:
@@ -322,16 +324,13 @@ class Session:
         resize.unwatch(self.capture)
         transforms.unwatch(self.capture)
         if not self._ongoing.is_inert:
-            self._shut_down()
+            self.planning.close()
+            try:
+                self.store.close()
+            finally:
+                self._parts.meters.close()
+                self._journal.close()
         _open_sessions.discard(self)
-
-    def _shut_down(self) -> None:
-        self.planning.close()
-        try:
-            self.store.close()
-        finally:
-            self._parts.meters.close()
-            self._journal.close()
 
     def __repr__(self) -> str:
         placed = layers_by_placement(
