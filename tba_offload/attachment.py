@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from torch.nn.parameter import is_lazy
 
 from tba_offload import effects
-from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
+from tba_offload.config import ConfigLike, Paths, read_config, with_directories
 from tba_offload.errors import ConfigError, NoEffectWarning, warn
 from tba_offload.formatting import quoted
-from tba_offload.layers.stack import LayerStack, explicit_layers, find_layers
+from tba_offload.layers.stack import LayerStack, chunks_of, explicit_layers, find_layers
 from tba_offload.session import Session
 from tba_offload.session.notices import tell
 
@@ -89,12 +89,12 @@ def attach(
         NoEffectWarning: A setting does not do what it seems to.
     """
     try:
-        chunks = list(model) if isinstance(model, Sequence) else [model]
+        chunks = chunks_of(model)
         stack = _find(chunks) if layers is None else _named(chunks, layers)
         if stack.left_out:
             tell(f"{', '.join(map(str, stack.left_out))}: {_LEFT_OUT}")
-        chosen = _configured(config, directories, stack)
         ids = [layer.id for layer in stack.layers]
+        chosen = with_directories(read_config(config, layers=ids), directories)
         effects.warn_of_doubts(chosen, ids, on_cpu=_is_on_cpu(chunks))
         optimizers = _several(optimizer)
         if chosen.states is not None and not optimizers:
@@ -128,11 +128,6 @@ def _named(chunks: list[nn.Module], layers: Sequence[nn.Module]) -> LayerStack:
     if not layers:
         raise ConfigError("layers=[] names no layer; name some, or leave layers out to have them found")
     return explicit_layers(chunks, layers)
-
-
-def _configured(config: ConfigLike, directories: Paths | None, stack: LayerStack) -> OffloadConfig:
-    """The configuration, judged by the layers that it is for, with other directories if there are any."""
-    return with_directories(read_config(config, layers=[layer.id for layer in stack.layers]), directories)
 
 
 def _about(chunks: Sequence[nn.Module]) -> dict[str, object]:

@@ -20,7 +20,7 @@ from tba_offload.plan.profile import StepProfile
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.states_share import StatesLoad, choose, in_words
-from tba_offload.plan.what_if import frontier, peak_of_keep, stretched
+from tba_offload.plan.what_if import Choice, peak_of_keep, stretched
 from tba_offload.plan.writes import writes_of
 from tba_offload.report.log_reader import read_run_log
 from tba_offload.report.plans import HostUse, PlannedStep, PlanReport, Tier, advice, title_of
@@ -36,12 +36,14 @@ if TYPE_CHECKING:
     from tba_offload.plan.model import Prediction
     from tba_offload.plan.simulate import Outcome
     from tba_offload.plan.states_share import Expected
-    from tba_offload.plan.what_if import Choice
     from tba_offload.plan.writes import Writes
     from tba_offload.report.run_log import StepRecord
 
 _MOST_SCOPES = 200_000
 """Executions of layers in a step that is planned: some minutes of work."""
+
+FRONTIER = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05)
+"""Budgets of the frontier, as shares of the peak of keep."""
 
 _HOST_TIER = "host"
 """Name of host memory beside the drives in run logs."""
@@ -268,17 +270,17 @@ class Situation:
 
     def frontier(self, objective: Objective | None = None) -> list[Choice]:
         """The best plans from a tenth of what keep needs up to all of it; by default the fastest."""
-        return frontier(
-            self.profile.without_gradients(),
-            self.bandwidth,
-            self._policy,
-            window=self.window,
-            objective=objective,
-            not_recomputed=self.not_recomputed,
-            written_per_day=self.config.store.write_bytes_per_day,
-        )
+        others, whole = of_activations(self), self.peak_of_keep
+        choices: list[Choice] = []
+        for budget in (int(share * whole) for share in FRONTIER):
+            # What is good for less memory is good for more; the search is not perfect.
+            known = [choices[-1].plan] if choices else []
+            choices.append(Choice(budget, others.plan(budget, objective, known)))
+        return choices
 
-    def plan(self, budget: int | None, objective: Objective | None = None) -> Plan:
+    def plan(
+        self, budget: int | None, objective: Objective | None = None, known: Sequence[Plan] = ()
+    ) -> Plan:
         """The best plan for a budget in bytes; without one the lowest peak that takes no longer than keep."""
         return make_plan(
             self.profile,
@@ -287,6 +289,7 @@ class Situation:
             policy=self._policy,
             objective=objective,
             not_recomputed=self.not_recomputed,
+            known=known,
         )
 
     def _limits(self, budget: int | None) -> Limits:

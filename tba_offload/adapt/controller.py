@@ -24,7 +24,6 @@ from tba_offload.adapt.thinking import AtOnce
 from tba_offload.config.policy import Placement
 from tba_offload.errors import warn
 from tba_offload.plan.describe import describe_plan
-from tba_offload.plan.simulate import simulate
 from tba_offload.plan.writes import writes_of
 
 if TYPE_CHECKING:
@@ -177,16 +176,15 @@ class Controller:
             peak=peak,
             size=known.size,
             skips=known.skips,
-            not_recomputed=observation.not_recomputed,
             needs=copy.copy(known.needs),
             pace=copy.copy(known.pace),
         )
 
     def _look(self, observation: StepObservation, moment: Moment) -> None:
         """Begins to think about a step."""
-        known, bandwidth = self.knowledge, moment.bandwidth
-        profile = known.understand(observation, self._phase, bandwidth)
-        if profile is None or bandwidth is None:
+        known = self.knowledge
+        case = known.understand(observation, self._phase)
+        if case is None:
             return
         moment = dataclasses.replace(
             moment,
@@ -195,7 +193,7 @@ class Controller:
             needs=copy.copy(known.needs),
             pace=copy.copy(known.pace),
         )
-        self._thinking = self._think(partial(self._phase.decide, moment, profile, bandwidth)), moment
+        self._thinking = self._think(partial(self._phase.decide, moment, case)), moment
 
     def _repredicted(self, observation: StepObservation, moment: Moment) -> Plan:
         """The plan in force while another one is thought about, with the times of steps as they are now.
@@ -207,10 +205,10 @@ class Controller:
         if settled is None or settled is not self._phase:
             return plan
         try:
-            profile = self.knowledge.understand(observation, settled, moment.bandwidth)
-            if profile is None or moment.bandwidth is None:
+            case = self.knowledge.understand(observation, settled)
+            if case is None:
                 return plan
-            self._phase = settled.repredicted(profile, moment.bandwidth, self.knowledge.needs)
+            self._phase = settled.repredicted(case, self.knowledge.needs)
         except Exception as error:  # noqa: BLE001 - a plan is advice: training goes on with the one it has
             self._warn(_failed(error, moment.step))
             return plan
@@ -275,14 +273,14 @@ class Controller:
 
     def need_of(self, proposed: Plan) -> Need:
         """How far this rank would be over its budget, and how long its step, if nothing were recomputed."""
-        profile, bandwidth = self.knowledge.profile, self.knowledge.rates.bandwidth()
-        if self._phase.settled is None or profile is None or bandwidth is None:
+        case = self.knowledge.case
+        if self._phase.settled is None or case is None:
             return 0.0, 0.0
         without = tuple(
             Placement.OFFLOAD if mine.recomputes and wanted is Placement.AUTO else mine
             for mine, wanted in zip(proposed.placements, self.task.policy, strict=True)
         )
-        found = simulate(profile, dataclasses.replace(proposed, placements=without), bandwidth)
+        found = case.play(dataclasses.replace(proposed, placements=without))
         return max(found.peak_bytes - self.task.limits.planned, 0.0), found.seconds
 
     def bind(self, wanted: Sequence[Placement], proposed: Plan) -> Plan:
@@ -312,7 +310,7 @@ class Controller:
             for agreed, mine, placement in zip(wanted, proposed.placements, self.task.policy, strict=True)
         ]
         try:
-            plan = _best_with(placements, self.task, self._phase, self.knowledge)
+            plan = _best_with(placements, self._phase, self.knowledge)
         except Exception as error:  # noqa: BLE001 - the other ranks have agreed and go on
             self._warn(f"no plan could be made of what the ranks agreed on: {error!r}")
             plan = None
@@ -326,15 +324,17 @@ class Controller:
         return dataclasses.replace(proposed, placements=tuple(kept), prediction=None)
 
 
-def _best_with(placements: Sequence[Placement], task: Task, phase: Phase, known: Knowledge) -> Plan | None:
+def _best_with(placements: Sequence[Placement], phase: Phase, known: Knowledge) -> Plan | None:
     """The best plan that recomputes no layer but those placed so; ``None`` before there is one."""
-    settled, profile, bandwidth = phase.settled, known.profile, known.rates.bandwidth()
-    if settled is None or profile is None or bandwidth is None:
+    settled, case = phase.settled, known.case
+    if settled is None or case is None:
         return None
-    careful, every = bandwidth.scaled(settled.caution), frozenset(range(len(placements)))
-    bound = dataclasses.replace(task, policy=tuple(placements))
-    plan = best_plan(bound, profile, careful, not_recomputed=every)
-    return known.needs.with_prediction(plan, profile, bandwidth)
+    bound = dataclasses.replace(
+        case.counting_on(settled.caution),
+        task=dataclasses.replace(case.task, policy=tuple(placements)),
+        not_recomputed=frozenset(range(len(placements))),
+    )
+    return known.needs.with_prediction(case, best_plan(bound))
 
 
 def _failed(error: Exception, step: int) -> str:

@@ -12,6 +12,7 @@ from tba_offload.adapt.pace import Pace
 from tba_offload.adapt.phases import Excursion
 from tba_offload.adapt.profiler import profile_of
 from tba_offload.adapt.rates import Rates
+from tba_offload.adapt.task import Case
 from tba_offload.plan.sizes import Sizes, StepSize
 from tba_offload.plan.skipped import with_skipped
 
@@ -83,6 +84,14 @@ class Knowledge:
         """What plans are made from; ``None`` before a step was understood."""
         return self._profile
 
+    @property
+    def case(self) -> Case | None:
+        """All that plans are made from now; ``None`` if too little is known."""
+        profile, bandwidth = self._profile, self.rates.bandwidth()
+        if profile is None or bandwidth is None:
+            return None
+        return Case(self._task, profile, bandwidth, self.not_recomputed)
+
     def end_step(self, observation: StepObservation) -> None:
         """Counts a step, and finds out how large it was.
 
@@ -141,9 +150,7 @@ class Knowledge:
         """Whether all earlier times say nothing: memory and files grew, caches were cold."""
         return self._steps == self._task.tuning.warm_up + 1
 
-    def understand(
-        self, observation: StepObservation, phase: Phase, bandwidth: Bandwidth | None
-    ) -> StepProfile | None:
+    def understand(self, observation: StepObservation, phase: Phase) -> Case | None:
         """Looks at a step closely, and waits for a device that runs behind the host.
 
         Returns:
@@ -169,10 +176,11 @@ class Knowledge:
             else None,
             tuning=self._task.tuning,
         )
+        bandwidth = self.rates.bandwidth()
         if profile is None or bandwidth is None:
             return None
         self._profile = self._of_largest(profile, observation, bandwidth, is_first=phase.settled is None)
-        return self._profile
+        return self.case
 
     def _known_before(self) -> StepProfile | None:
         """What the last step adds to."""

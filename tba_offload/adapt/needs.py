@@ -10,7 +10,7 @@ from tba_offload.adapt.proposals import bare, offloads_all
 from tba_offload.plan.simulate import simulate
 
 if TYPE_CHECKING:
-    from tba_offload.adapt.task import Task
+    from tba_offload.adapt.task import Case, Task
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.model import Limits, Plan
     from tba_offload.plan.profile import StepProfile
@@ -99,12 +99,12 @@ class Needs:
         """The most of the budget that a plan was seen to take, in bytes; 0 if it was not measured."""
         return self._peaks.get(bare(plan), Peaks()).most
 
-    def with_prediction(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
+    def with_prediction(self, case: Case, plan: Plan) -> Plan:
         """A plan with what it does on a drive; its peaks are those that were measured last, if they were.
 
         What other plans needed beyond all that is known of them is none of its needs then.
         """
-        found = simulate(profile, plan, bandwidth).prediction
+        found = case.play(plan).prediction
         seen = self._peaks.get(bare(plan), Peaks())
         if seen.last:
             found = dataclasses.replace(found, peak_bytes=seen.last, activation_bytes=seen.activations)

@@ -36,16 +36,14 @@ from tba_offload.adapt.rates import differ, differ_in_room, drifted, in_words
 from tba_offload.config.policy import Objective
 from tba_offload.formatting import readable_size, significant
 from tba_offload.plan.search import is_better
-from tba_offload.plan.simulate import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tba_offload.adapt.needs import Needs
-    from tba_offload.adapt.task import Task
+    from tba_offload.adapt.task import Case, Task
     from tba_offload.plan.bandwidth import Bandwidth
-    from tba_offload.plan.model import Limits, Plan
-    from tba_offload.plan.profile import StepProfile
+    from tba_offload.plan.model import Plan
     from tba_offload.plan.sizes import StepSize
     from tba_offload.plan.tuning import Tuning
 
@@ -67,7 +65,6 @@ class Moment:
         peak: The peak of the step in bytes; ``None`` if it was not measured, or is that of no plan.
         size: How large the step was.
         skips: Whether there were steps without layers that plans must hold for.
-        not_recomputed: Layers that must not be recomputed unless the policy says so.
         needs: What steps were seen to need of memory by then.
         pace: How long steps took until then.
         usual: The rates of the drives in the last few steps; ``None`` if those were never told apart.
@@ -84,7 +81,6 @@ class Moment:
     peak: int | None
     size: StepSize
     skips: bool
-    not_recomputed: frozenset[int]
     needs: Needs
     pace: Pace
     seconds: float = 0.0
@@ -107,21 +103,14 @@ class Moment:
         is_free = self.task.has_budget and self.task.objective is Objective.TIME and not self.task.is_shared
         return is_free and (self.peak or 0) <= (self.task.limits.budget or 0)
 
-    def best_plan(self, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
-        """The best plan that is found, for a drive that may be slower than the one that was measured."""
-        return best_plan(self.task, profile, bandwidth, not_recomputed=self.not_recomputed)
-
-    def within_budget(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
+    def within_budget(self, case: Case, plan: Plan) -> Plan:
         """A plan, or one that was seen to need less if this one is expected or known to break the budget."""
         known = self.needs.instead_of(plan)
-        return plan if known is None else self.needs.with_prediction(known, profile, bandwidth)
+        return plan if known is None else self.needs.with_prediction(case, known)
 
-    def check_limits(self, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> None:
+    def check_limits(self, case: Case, plan: Plan) -> None:
         """Says it if the lowest peak that was found is over the budget, or too much is written."""
-        for told in (
-            over_budget(self.task, plan, profile, self.room),
-            over_writes(self.task, plan, profile, bandwidth),
-        ):
+        for told in (over_budget(self.task, plan, case.profile, self.room), over_writes(case, plan)):
             if told is not None:
                 self.warnings.append(told)
 
@@ -174,13 +163,12 @@ class Phase(ABC):
         return True
 
     @abstractmethod
-    def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
+    def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
         """The phase and the plan of the next step, after one that was looked at closely.
 
         Args:
             moment: The step.
-            profile: What plans are made from.
-            bandwidth: How fast offloaded bytes travel.
+            case: What plans are made from.
         """
 
 
@@ -192,9 +180,9 @@ class WarmUp(Phase):
         """It ends by itself."""
         return self if step <= tuning.warm_up else Probe(is_first=True)
 
-    def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
+    def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
         """Has the next step show what is not known."""
-        return self, _probe(moment, profile, bandwidth, has_warmed_up=False)
+        return self, _probe(moment, case, has_warmed_up=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +199,11 @@ class Probe(Phase):
         """Only one step is the first."""
         return Probe()
 
-    def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
+    def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
         """Goes on, or makes the first plan."""
         if moment.step < moment.tuning.learning:
-            return self, _probe(moment, profile, bandwidth, has_warmed_up=self.is_first)
-        settled = _first_plan(moment, profile, bandwidth, f"{moment.step} steps were measured")
+            return self, _probe(moment, case, has_warmed_up=self.is_first)
+        settled = _first_plan(moment, case, f"{moment.step} steps were measured")
         return settled, settled.plan
 
 
@@ -272,11 +260,11 @@ class Settled(Phase):
         """Now it is known what the plan needs."""
         return dataclasses.replace(self, is_measured=True)
 
-    def repredicted(self, profile: StepProfile, bandwidth: Bandwidth, needs: Needs) -> Settled:
+    def repredicted(self, case: Case, needs: Needs) -> Settled:
         """The same plan, with what it does in steps as they are now."""
         if self.plan.prediction is None:
             return self
-        return dataclasses.replace(self, plan=needs.with_prediction(self.plan, profile, bandwidth))
+        return dataclasses.replace(self, plan=needs.with_prediction(case, self.plan))
 
     def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:
         """The agreed plan is in force."""
@@ -303,12 +291,15 @@ class Settled(Phase):
             return True
         if moment.needs.retreat(moment.plan) is not None:
             return True
-        return moment.bandwidth is not None and self.doubt(moment, moment.bandwidth) is not None
+        return self.doubt(moment) is not None
 
-    def doubt(self, moment: Moment, bandwidth: Bandwidth) -> str | None:
+    def doubt(self, moment: Moment) -> str | None:
         """Why the plan may not be the best any longer; ``None`` if nothing speaks against it."""
+        bandwidth = moment.bandwidth
+        if bandwidth is None:
+            return None
         if self.is_overdue:
-            return _other_budget(moment.task.limits)
+            return f"{readable_size(moment.task.limits.budget or 0)} are left for activations now"
         expected, then, tuning = moment.plan.prediction, self.planned_for, moment.tuning
         if expected is None:
             return "nothing was predicted of the one before"
@@ -339,41 +330,38 @@ class Settled(Phase):
             return False
         return moment.pace.has_waited(moment.tuning.waits)
 
-    def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
+    def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
         """Answers to what has become larger, to a broken budget and to doubts, or tries something else."""
         refining = moment.tuning.worth_refining
         if moment.size.has_grown:
             why = "a layer was given more, or found more gradients, than the plan was made for"
-            return self.replanned(moment, profile, bandwidth, bare(moment.plan), why, worth=refining)
+            return self.replanned(moment, case, bare(moment.plan), why, worth=refining)
         retreat = moment.needs.retreat(moment.plan)
         if retreat is not None:
-            known = moment.needs.with_prediction(retreat, profile, bandwidth)
-            return self._retreated(moment, known, profile)
-        doubt = self.doubt(moment, bandwidth)
+            return self._retreated(moment, case, retreat)
+        doubt = self.doubt(moment)
         is_due = moment.task.has_budget and self.is_measured and not self.is_refined
         is_time = is_due or has_excursion(moment.step, moment.tuning, self.looked)
-        plain = self._plain(moment, profile, bandwidth, adopts=doubt is not None or is_due, compares=is_time)
+        plain = self._plain(moment, case, adopts=doubt is not None or is_due, compares=is_time)
         if plain is not None:
             return plain
         if doubt is not None:
-            return self.replanned(moment, profile, bandwidth, self.plan, doubt)
+            return self.replanned(moment, case, self.plan, doubt)
         if is_due and not self._compares_soon(moment):
             why = "a step under the plan was measured"
             refined = dataclasses.replace(self, is_refined=True)
-            return refined.replanned(moment, profile, bandwidth, self.plan, why, worth=refining)
-        if self._has_more_room(moment, profile):
-            beside = profile.beside_bytes(self.plan.placements)
+            return refined.replanned(moment, case, self.plan, why, worth=refining)
+        beside = case.profile.beside_bytes(self.plan.placements)
+        if self._has_more_room(moment, beside):
             why = f"memory holds {readable_size(beside)} beside the layers now"
-            return self.replanned(moment, profile, bandwidth, self.plan, why, worth=refining)
-        if writes_too_much(moment.task, moment.plan, profile, bandwidth):
-            return self.replanned(moment, profile, bandwidth, self.plan, _TOO_MUCH)
-        confirmed = dataclasses.replace(
-            self, plan=moment.needs.with_prediction(moment.plan, profile, bandwidth)
-        )
-        return confirmed._gone_on(moment, profile, bandwidth)
+            return self.replanned(moment, case, self.plan, why, worth=refining)
+        if writes_too_much(case, moment.plan):
+            return self.replanned(moment, case, self.plan, _TOO_MUCH)
+        confirmed = dataclasses.replace(self, plan=moment.needs.with_prediction(case, moment.plan))
+        return confirmed._gone_on(moment, case)
 
     def _plain(
-        self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth, *, adopts: bool, compares: bool
+        self, moment: Moment, case: Case, *, adopts: bool, compares: bool
     ) -> tuple[Phase, Plan] | None:
         """With all layers placed alike, if that is faster by what is known now, or may be.
 
@@ -382,8 +370,7 @@ class Settled(Phase):
 
         Args:
             moment: The step.
-            profile: What plans are made from.
-            bandwidth: How fast offloaded bytes travel.
+            case: What plans are made from.
             adopts: Whether a plan that is faster is in force from now on.
             compares: Whether a step tries one that may be.
         """
@@ -391,10 +378,10 @@ class Settled(Phase):
         compares = compares and not self.is_compared and moment.pace.usual is not None
         if self.is_overdue or not moment.may_compare or not (adopts or compares):
             return None
-        plain = rival(moment.task, profile, bandwidth, self.plan, not_recomputed=moment.not_recomputed)
+        plain = rival(case, self.plan)
         if plain is None or plain.prediction is None:
             return None
-        now, then = plain.prediction.seconds, simulate(profile, self.plan, bandwidth).seconds
+        now, then = plain.prediction.seconds, case.play(self.plan).seconds
         if adopts and now < then * (1 - moment.tuning.worth_it):
             moment.forgets.append(Pace.forget_seconds)
             adopted = dataclasses.replace(
@@ -402,12 +389,12 @@ class Settled(Phase):
                 plan=plain,
                 why="by what was measured a step under it takes "
                 f"{significant(now)} s instead of {significant(then)} s",
-                planned_for=bandwidth,
+                planned_for=case.bandwidth,
                 is_measured=False,
                 is_refined=False,
                 is_compared=False,
                 favoured=0.0,
-                beside_bytes=profile.beside_bytes(plain.placements),
+                beside_bytes=case.profile.beside_bytes(plain.placements),
             )
             return adopted, plain
         if compares and now < then * (1 + moment.tuning.rival):
@@ -418,67 +405,60 @@ class Settled(Phase):
         """Whether a search, which takes many steps, would be in the way of the comparison in the next one."""
         return moment.may_compare and not self.is_compared and moment.pace.usual is None
 
-    def _has_more_room(self, moment: Moment, profile: StepProfile) -> bool:
+    def _has_more_room(self, moment: Moment, beside: int) -> bool:
         """Whether layers have more room than when the plan was made, by more than plans leave free."""
-        freed = self.beside_bytes - profile.beside_bytes(self.plan.placements)
-        return freed > moment.tuning.unmeasured * (moment.task.limits.budget or math.inf)
+        return self.beside_bytes - beside > moment.tuning.unmeasured * (moment.task.limits.budget or math.inf)
 
-    def _retreated(self, moment: Moment, plan: Plan, profile: StepProfile) -> tuple[Phase, Plan]:
+    def _retreated(self, moment: Moment, case: Case, known: Plan) -> tuple[Phase, Plan]:
         """A plan that is known to keep to the budget, or to come closer to it."""
         why = _broken_budget(moment.needs.peak_of(moment.plan), moment.task.limits.budget) or self.why
         moment.forgets.append(Pace.forget_seconds)
+        plan = moment.needs.with_prediction(case, known)
         now = dataclasses.replace(
             self,
             plan=plan,
             why=why,
             is_measured=False,
             is_overdue=False,
-            beside_bytes=profile.beside_bytes(plan.placements),
+            beside_bytes=case.profile.beside_bytes(plan.placements),
         )
         return now, plan
 
-    def _gone_on(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
+    def _gone_on(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
         """What comes after a step that was as planned."""
         tuning = moment.tuning
         if self.caution < 1.0 and moment.step % tuning.excursions[-1] == 0:
             # A slow hour ends some time.
             bolder = dataclasses.replace(self, caution=min(self.caution / tuning.caution, 1.0))
-            return bolder.replanned(moment, profile, bandwidth, self.plan, "the drives may have recovered")
+            return bolder.replanned(moment, case, self.plan, "the drives may have recovered")
         # Ranks that share layers try something else in the same step; others when they come to it.
         since = moment.step - 1 if moment.task.is_shared else self.looked
         if not has_excursion(moment.step, tuning, since):
             return self, self.plan
         now = dataclasses.replace(self, looked=moment.step)
-        look = excursion(moment.task, profile, bandwidth, self.plan, not_recomputed=moment.not_recomputed)
+        look = excursion(case, self.plan)
         return (now, self.plan) if look is None else (Excursion(now), look)
 
     def replanned(
-        self,
-        moment: Moment,
-        profile: StepProfile,
-        bandwidth: Bandwidth,
-        old: Plan,
-        why: str,
-        *,
-        worth: float | None = None,
+        self, moment: Moment, case: Case, old: Plan, why: str, *, worth: float | None = None
     ) -> tuple[Settled, Plan]:
         """A new plan if it is clearly better than the old one; if not, the next doubt has to wait longer."""
         task, tuning = moment.task, moment.tuning
         now = dataclasses.replace(
             self,
-            planned_for=bandwidth,
-            caution=self._new_caution(moment, bandwidth),
+            planned_for=case.bandwidth,
+            caution=self._new_caution(moment, case.bandwidth),
             is_overdue=False,
         )
         moment.forgets.append(Pace.forget_waits)
         if not task.decides:
-            now = dataclasses.replace(now, plan=_as_policy(moment, old, profile, bandwidth), why=why)
+            now = dataclasses.replace(now, plan=_as_policy(moment, case, old), why=why)
             return now, now.plan
-        careful = bandwidth.scaled(now.caution)
-        new = moment.best_plan(profile, careful)
+        careful = case.counting_on(now.caution)
+        new = best_plan(careful)
         if self.is_overdue or is_better(
-            profile,
-            careful,
+            case.profile,
+            careful.bandwidth,
             task.limits,
             new,
             old,
@@ -496,10 +476,10 @@ class Settled(Phase):
             quiet_steps = min(2 * self.quiet_steps, tuning.excursions[-1])
             now = dataclasses.replace(now, quiet_steps=quiet_steps, quiet_until=moment.step + quiet_steps)
         if new is old or now.caution < 1.0:
-            new = moment.needs.with_prediction(new, profile, bandwidth)
-        new = moment.within_budget(new, profile, bandwidth)
-        now = dataclasses.replace(now, plan=new, beside_bytes=profile.beside_bytes(new.placements))
-        moment.check_limits(now.plan, profile, bandwidth)
+            new = moment.needs.with_prediction(case, new)
+        new = moment.within_budget(case, new)
+        now = dataclasses.replace(now, plan=new, beside_bytes=case.profile.beside_bytes(new.placements))
+        moment.check_limits(case, now.plan)
         return now, now.plan
 
     def _new_caution(self, moment: Moment, bandwidth: Bandwidth) -> float:
@@ -543,11 +523,9 @@ class Excursion(Phase):
         """It goes on, unless ranks want something else."""
         return self.left.agreed(plan, is_changed=True) if is_changed else self
 
-    def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
+    def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
         """Comes back with what was learned."""
-        return self.left.replanned(
-            moment, profile, bandwidth, self.left.plan, "a step tried other placements"
-        )
+        return self.left.replanned(moment, case, self.left.plan, "a step tried other placements")
 
 
 class Comparison(Excursion):
@@ -555,21 +533,21 @@ class Comparison(Excursion):
 
     __slots__ = ()
 
-    def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
+    def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
         """Keeps what was faster."""
         left, tuning, plain = self.left, moment.tuning, moment.plan
         usual, expected = moment.pace.usual, left.plan.prediction
         budget = moment.task.limits.budget or 0
         if usual is None or expected is None or plain.prediction is None or (moment.peak or 0) > budget:
-            return super().decide(moment, profile, bandwidth)
+            return super().decide(moment, case)
         needed = max(tuning.worth_it, tuning.deviation(moment.pace.deviation / usual))
         if moment.seconds >= (1 - needed) * usual:
-            return super().decide(moment, profile, bandwidth)
+            return super().decide(moment, case)
         said = plain.prediction.seconds / expected.seconds  # and this was found:
         favoured = max(said * usual / moment.seconds - 1, 0.0)
         moment.forgets.append(Pace.forget_seconds)
         why = f"a step under it took {significant(moment.seconds)} s instead of {significant(usual)} s"
-        plain = moment.needs.with_prediction(plain, profile, bandwidth)
+        plain = moment.needs.with_prediction(case, plain)
         won = dataclasses.replace(left, plan=plain, why=why, is_measured=False, favoured=favoured)
         return won, plain
 
@@ -592,43 +570,36 @@ def is_time_to_talk(step: int, tuning: Tuning) -> bool:
     return step <= tuning.learning + 1 or step % tuning.turn == 0 or is_soon
 
 
-def _probe(moment: Moment, profile: StepProfile, bandwidth: Bandwidth, *, has_warmed_up: bool) -> Plan:
+def _probe(moment: Moment, case: Case, *, has_warmed_up: bool) -> Plan:
     """The plan of a step that shows what is not known."""
     task = moment.task
     if not task.decides:
         return moment.plan
-    has_room = bandwidth.capacity is None or not simulate(profile, task.first(), bandwidth).fallback_bytes
+    has_room = case.bandwidth.capacity is None or not case.play(task.first()).fallback_bytes
     if task.has_budget and (has_warmed_up or not has_room):
-        found = moment.within_budget(moment.best_plan(profile, bandwidth), profile, bandwidth)
+        found = moment.within_budget(case, best_plan(case))
         if has_warmed_up:  # the first step needs much that others do not
-            moment.check_limits(found, profile, bandwidth)
+            moment.check_limits(case, found)
         if not has_room:
             return found
-    return probing_plan(task, profile, bandwidth, step=moment.step, not_recomputed=moment.not_recomputed)
+    return probing_plan(case, step=moment.step)
 
 
-def _first_plan(moment: Moment, profile: StepProfile, bandwidth: Bandwidth, why: str) -> Settled:
+def _first_plan(moment: Moment, case: Case, why: str) -> Settled:
     moment.forgets.append(Pace.forget_waits)
     if not moment.task.decides:
-        return Settled(_as_policy(moment, moment.plan, profile, bandwidth), why, bandwidth)
-    plan = moment.best_plan(profile, bandwidth)
+        return Settled(_as_policy(moment, case, moment.plan), why, case.bandwidth)
     moment.forgets.append(Pace.forget_seconds)
-    first = moment.within_budget(plan, profile, bandwidth)
-    beside = profile.beside_bytes(first.placements)
-    settled = Settled(first, why, bandwidth, beside_bytes=beside)
-    moment.check_limits(settled.plan, profile, bandwidth)
-    return settled
+    first = moment.within_budget(case, best_plan(case))
+    moment.check_limits(case, first)
+    return Settled(first, why, case.bandwidth, beside_bytes=case.profile.beside_bytes(first.placements))
 
 
-def _as_policy(moment: Moment, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
+def _as_policy(moment: Moment, case: Case, plan: Plan) -> Plan:
     """The plan of a policy that leaves nothing to decide, with what it does if that is known."""
     # Where memory was never measured, it is not known what it holds beside activations of layers.
-    found = simulate(profile, plan, bandwidth).prediction if moment.needs.knows_rest else None
+    found = case.play(plan).prediction if moment.needs.knows_rest else None
     return dataclasses.replace(plan, prediction=found)
-
-
-def _other_budget(limits: Limits) -> str:
-    return f"{readable_size(limits.budget or 0)} are left for activations now"
 
 
 def _broken_budget(peak: int, budget: int | None) -> str | None:

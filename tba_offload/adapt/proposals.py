@@ -17,15 +17,13 @@ from tba_offload.plan.goals import GOALS
 from tba_offload.plan.model import Plan
 from tba_offload.plan.profile import computed_as
 from tba_offload.plan.search import make_plan
-from tba_offload.plan.simulate import simulate
 from tba_offload.plan.terms import Freedom
 from tba_offload.plan.what_if import peak_of_keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from tba_offload.adapt.task import Task
-    from tba_offload.plan.bandwidth import Bandwidth
+    from tba_offload.adapt.task import Case, Task
     from tba_offload.plan.model import Limits
     from tba_offload.plan.profile import StepProfile
     from tba_offload.plan.simulate import Outcome
@@ -52,38 +50,26 @@ def offloads_all(plan: Plan) -> bool:
     return {Placement.AUTO, Placement.OFFLOAD}.issuperset(plan.placements)
 
 
-def predicted(plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> Plan:
+def predicted(case: Case, plan: Plan) -> Plan:
     """A plan with what it does on a drive."""
-    return dataclasses.replace(plan, prediction=simulate(profile, plan, bandwidth).prediction)
+    return dataclasses.replace(plan, prediction=case.play(plan).prediction)
 
 
 # The best plan
 
 
-def best_plan(
-    task: Task,
-    profile: StepProfile,
-    bandwidth: Bandwidth,
-    *,
-    not_recomputed: frozenset[int],
-) -> Plan:
-    """The best plan that leaves free what was never measured, or if there is none, that keeps to the budget.
-
-    Args:
-        task: What is wanted.
-        profile: The step.
-        bandwidth: How fast offloaded bytes travel.
-        not_recomputed: Layers that must not be recomputed unless the policy says so.
-    """
+def best_plan(case: Case) -> Plan:
+    """The best plan that leaves free what was never measured, or if none does, that keeps to the budget."""
+    task = case.task
 
     def within(limits: Limits) -> Plan:
         return make_plan(
-            profile,
-            bandwidth,
+            case.profile,
+            case.bandwidth,
             limits,
             policy=task.policy,
             objective=task.objective,
-            not_recomputed=not_recomputed,
+            not_recomputed=case.not_recomputed,
             tuning=task.tuning,
         )
 
@@ -91,63 +77,61 @@ def best_plan(
     peak = plan.prediction.peak_bytes if plan.prediction is not None else 0
     if task.careful_limits.planned < peak <= task.limits.planned:
         plan = within(task.limits)
-    return _sound(task, plan, within, profile, bandwidth)
+    return _sound(case, plan, within)
 
 
-def _sound(
-    task: Task, plan: Plan, within: Callable[[Limits], Plan], profile: StepProfile, bandwidth: Bandwidth
-) -> Plan:
+def _sound(case: Case, plan: Plan, within: Callable[[Limits], Plan]) -> Plan:
     """A plan that keeps to the budget however slow the drive is, if there is one.
 
     With a slow drive too, the plan leaves free what was never measured, if it can: the peak is at another
     moment then, and more may lie beside the layers than at the one that was measured.
     """
-    if task.limits.budget is None:
+    budget = case.task.limits.budget
+    if budget is None:
         return plan
-    careful, found = task.careful_limits.budget or 0, []
-    for each, peak in _for_ever_less(task, plan, within, profile, bandwidth):
-        sound = _narrowed(each, peak - careful, profile, bandwidth)
+    careful, found = case.task.careful_limits.budget or 0, []
+    for each, peak in _for_ever_less(case, plan, within):
+        sound = _narrowed(case, each, peak - careful)
         if sound is not None:
             return sound
         found.append((each, peak))
-    narrowed = (_narrowed(each, peak - task.limits.budget, profile, bandwidth) for each, peak in found)
+    narrowed = (_narrowed(case, each, peak - budget) for each, peak in found)
     lowest, _ = min(found, key=itemgetter(1))
     return next((each for each in narrowed if each is not None), lowest)
 
 
-def _for_ever_less(
-    task: Task, plan: Plan, within: Callable[[Limits], Plan], profile: StepProfile, bandwidth: Bandwidth
-) -> Iterator[tuple[Plan, int]]:
+def _for_ever_less(case: Case, plan: Plan, within: Callable[[Limits], Plan]) -> Iterator[tuple[Plan, int]]:
     """A plan, then others that keep less, with the worst peak of each: as much less as that was too high."""
+    task = case.task
     careful = budget = task.careful_limits.budget or 0
-    yield plan, (peak := worst_peak(profile, plan, bandwidth))
+    yield plan, (peak := worst_peak(case, plan))
     for _ in range(task.tuning.most_narrowed):
         budget -= peak - careful
         if budget <= 0:
             return
         plan = within(dataclasses.replace(task.limits, budget=budget))
-        yield plan, (peak := worst_peak(profile, plan, bandwidth))
+        yield plan, (peak := worst_peak(case, plan))
 
 
-def _narrowed(plan: Plan, excess: int, profile: StepProfile, bandwidth: Bandwidth) -> Plan | None:
+def _narrowed(case: Case, plan: Plan, excess: int) -> Plan | None:
     """The plan, with a window that is smaller by the bytes by which its worst peak is too high.
 
     ``None`` if the largest activation would not fit into that window.
     """
     if excess <= 0:
         return plan
-    if plan.window is None or plan.window - excess < profile.largest_bytes:
+    if plan.window is None or plan.window - excess < case.profile.largest_bytes:
         return None
-    return predicted(dataclasses.replace(plan, window=plan.window - excess), profile, bandwidth)
+    return predicted(case, dataclasses.replace(plan, window=plan.window - excess))
 
 
-def worst_peak(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> int:
+def worst_peak(case: Case, plan: Plan) -> int:
     """The peak in bytes if the window is full when most is held: drives have their moods."""
-    found = simulate(profile, plan, bandwidth)
+    found = case.play(plan)
     if plan.window is None:
         return found.peak_bytes
-    full = found.held_bytes + plan.window + profile.rest_bytes
-    return max(found.peak_bytes, min(full, peak_of_keep(profile, bandwidth)))
+    full = found.held_bytes + plan.window + case.profile.rest_bytes
+    return max(found.peak_bytes, min(full, peak_of_keep(case.profile, case.bandwidth)))
 
 
 # Plain plans
@@ -159,32 +143,18 @@ def is_plain(plan: Plan, policy: Sequence[Placement]) -> bool:
     return len({placed for placed, wanted in pairs if wanted is Placement.AUTO}) == 1
 
 
-def rival(
-    task: Task,
-    profile: StepProfile,
-    bandwidth: Bandwidth,
-    plan: Plan,
-    *,
-    not_recomputed: frozenset[int],
-) -> Plan | None:
-    """The fastest other plan that gives all layers one placement; ``None`` if none keeps to the limits.
-
-    Args:
-        task: What is wanted.
-        profile: The step.
-        bandwidth: How fast offloaded bytes travel.
-        plan: The plan in force.
-        not_recomputed: Layers that must not be recomputed unless the policy says so.
-    """
-    freedom = Freedom.all_of(profile, task.policy, not_recomputed)
+def rival(case: Case, plan: Plan) -> Plan | None:
+    """The fastest other plan that gives all layers one placement; ``None`` if none keeps to the limits."""
+    task = case.task
+    freedom = Freedom.all_of(case.profile, task.policy, case.not_recomputed)
     found, least = None, math.inf
     for placement in GOALS[task.objective].choices:
         other = Plan(freedom.uniform(placement), window=plan.window)
-        if bare(other) == bare(plan) or worst_peak(profile, other, bandwidth) > task.careful_limits.planned:
+        if bare(other) == bare(plan) or worst_peak(case, other) > task.careful_limits.planned:
             continue
-        if writes_too_much(task, other, profile, bandwidth):
+        if writes_too_much(case, other):
             continue
-        other = predicted(other, profile, bandwidth)
+        other = predicted(case, other)
         if other.prediction is not None and other.prediction.seconds < least:
             found, least = other, other.prediction.seconds
     return found
@@ -193,55 +163,41 @@ def rival(
 # Plans that show what is not known
 
 
-def probing_plan(
-    task: Task, profile: StepProfile, bandwidth: Bandwidth, *, step: int, not_recomputed: frozenset[int]
-) -> Plan:
+def probing_plan(case: Case, *, step: int) -> Plan:
     """Some layers of each kind kept, recomputed and rebuilt, as many as the budget allows."""
-    first = task.first()
+    task, first = case.task, case.task.first()
     fewest = 3 if task.objective is Objective.MEMORY else 4  # one offloads beside each that is a choice
     for parts, keeps in ((fewest, True), (fewest, False), (6, True), (12, True), (len(task.policy), True)):
-        placements = _mixed(
-            task, profile, max(parts, 2), step=step, keeps=keeps, not_recomputed=not_recomputed
-        )
-        plan = dataclasses.replace(first, placements=placements)
-        if worst_peak(profile, plan, bandwidth) <= task.careful_limits.planned:
+        plan = dataclasses.replace(first, placements=_mixed(case, max(parts, 2), step=step, keeps=keeps))
+        if worst_peak(case, plan) <= task.careful_limits.planned:
             return plan
     return first
 
 
-def _mixed(
-    task: Task,
-    profile: StepProfile,
-    parts: int,
-    *,
-    step: int,
-    keeps: bool,
-    not_recomputed: frozenset[int],
-) -> tuple[Placement, ...]:
+def _mixed(case: Case, parts: int, *, step: int, keeps: bool) -> tuple[Placement, ...]:
     """One layer of a kind in each group gets each placement that is a choice, the others offload.
 
     Where a layer of each kind that keeps is too much, one that is recomputed may fit: that is what keeps to
     tight budgets.
     """
+    task, profile = case.task, case.profile
     placements = list(task.policy)
     is_last = step + 1 >= task.tuning.learning  # before there is a plan
     for kind in set(profile.layers):
         spares = is_last and keeps and profile.kinds[kind].may_spare_attention
         again = Placement.RECOMPUTE_EXCEPT_ATTENTION if spares else Placement.RECOMPUTE
         turns = (*([Placement.KEEP] if keeps else []), again, Placement.OFFLOAD_REMAT)
-        free = _free_layers(task, profile, kind)
+        free = _free_layers(case, kind)
         if len(free) < 3:  # it is measured by the others
             continue
         for place, layer in enumerate(reversed(free)):
             turn = (place + step * keeps) % parts
-            if turn < len(turns) and _may_try(task, profile, layer, turns[turn], not_recomputed):
+            if turn < len(turns) and _may_try(case, layer, turns[turn]):
                 placements[layer] = turns[turn]
     return tuple(placements)
 
 
-def excursion(
-    task: Task, profile: StepProfile, bandwidth: Bandwidth, plan: Plan, *, not_recomputed: frozenset[int]
-) -> Plan | None:
+def excursion(case: Case, plan: Plan) -> Plan | None:
     """The plan, but with one layer of each kind under a placement that has none now; ``None`` if none fits.
 
     What a placement costs was measured when memory and files still grew, or on another drive. Without a look
@@ -249,45 +205,44 @@ def excursion(
     anyway is known. Where several ranks share layers, what is recomputed is not tried: that would have to be
     agreed on.
     """
+    task, profile = case.task, case.profile
     begin = look = dataclasses.replace(plan, prediction=None)
-    now = simulate(profile, begin, bandwidth)
+    now = case.play(begin)
     drive_is_known = now.written_bytes > 0
-    for layer, placement in _untried(task, profile, plan, not_recomputed):
+    for layer, placement in _untried(case, plan):
         placements = list(look.placements)
         placements[layer] = placement
         wider = dataclasses.replace(look, placements=tuple(placements))
-        then = simulate(profile, wider, bandwidth)
+        then = case.play(wider)
         waits = then.stall_seconds - now.stall_seconds > task.tuning.waits * now.seconds
         is_known = drive_is_known and placement in profile.timings[profile.layers[layer]]
-        fits = worst_peak(profile, wider, bandwidth) <= task.careful_limits.planned
-        if fits and not (is_known and waits) and not writes_too_much(task, wider, profile, bandwidth):
+        fits = worst_peak(case, wider) <= task.careful_limits.planned
+        if fits and not (is_known and waits) and not writes_too_much(case, wider):
             look = wider
     return None if look is begin else look
 
 
-def writes_too_much(task: Task, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> bool:
+def writes_too_much(case: Case, plan: Plan) -> bool:
     """Whether a step under a plan may write more than its share of a day."""
-    return _that_writes_too_much(task, plan, profile, bandwidth) is not None
+    return _that_writes_too_much(case, plan) is not None
 
 
-def _that_writes_too_much(
-    task: Task, plan: Plan, profile: StepProfile, bandwidth: Bandwidth
-) -> Outcome | None:
+def _that_writes_too_much(case: Case, plan: Plan) -> Outcome | None:
     """What comes of such a plan; ``None`` of others."""
-    if task.limits.written_per_day is None:
+    limits = case.task.limits
+    if limits.written_per_day is None:
         return None  # a step with many activations takes long to play
-    found = simulate(profile, plan, bandwidth)
-    return found if found.sent_bytes > task.limits.written_in(found.seconds) else None
+    found = case.play(plan)
+    return found if found.sent_bytes > limits.written_in(found.seconds) else None
 
 
-def _untried(
-    task: Task, profile: StepProfile, plan: Plan, not_recomputed: frozenset[int]
-) -> Iterator[tuple[int, Placement]]:
+def _untried(case: Case, plan: Plan) -> Iterator[tuple[int, Placement]]:
     """One layer of each kind for each placement that the plan has none of."""
+    task, profile = case.task, case.profile
     for kind in set(profile.layers):
         free = [
             layer
-            for layer in _free_layers(task, profile, kind)
+            for layer in _free_layers(case, kind)
             if not (task.is_shared and plan.placements[layer].recomputes)
         ]
         measured = {computed_as(plan.placements[layer], layer) for layer in free}
@@ -299,7 +254,7 @@ def _untried(
         # What was never seen comes first: there may be fewer layers than placements.
         missing.sort(key=lambda placement: placement in profile.timings[kind])
         for placement in missing:
-            allowed = (layer for layer in free if _may_try(task, profile, layer, placement, not_recomputed))
+            allowed = (layer for layer in free if _may_try(case, layer, placement))
             # One that is recomputed already has the memory to be recomputed in another way.
             layer = min(allowed, key=lambda layer: _changes(plan, layer, placement), default=None)
             if layer is not None:
@@ -312,25 +267,20 @@ def _changes(plan: Plan, layer: int, placement: Placement) -> bool:
     return plan.placements[layer].recomputes != placement.recomputes
 
 
-def _free_layers(task: Task, profile: StepProfile, kind: int) -> list[int]:
+def _free_layers(case: Case, kind: int) -> list[int]:
     """The layers of a kind that the planner decides on."""
-    return [
-        layer
-        for layer, wanted in enumerate(task.policy)
-        if wanted is Placement.AUTO and profile.layers[layer] == kind
-    ]
+    pairs = enumerate(zip(case.task.policy, case.profile.layers, strict=True))
+    return [layer for layer, (wanted, its) in pairs if wanted is Placement.AUTO and its == kind]
 
 
-def _may_try(
-    task: Task, profile: StepProfile, layer: int, placement: Placement, not_recomputed: frozenset[int]
-) -> bool:
+def _may_try(case: Case, layer: int, placement: Placement) -> bool:
     """Whether the planner may have a layer run so, and there is something to learn from it."""
-    if placement is Placement.RECOMPUTE_EXCEPT_ATTENTION and not profile.kind_of(layer).may_spare_attention:
+    kind = case.profile.kind_of(layer)
+    if placement is Placement.RECOMPUTE_EXCEPT_ATTENTION and not kind.may_spare_attention:
         return False
     if placement.recomputes:
-        return task.objective is not Objective.MEMORY and layer not in not_recomputed
+        return case.task.objective is not Objective.MEMORY and layer not in case.not_recomputed
     if placement is Placement.OFFLOAD_REMAT:
-        kind = profile.kind_of(layer)
         return kind.rebuilt_bytes > 0 or not kind.knows_rebuilt
     return True
 
@@ -338,23 +288,16 @@ def _may_try(
 # What is wrong with a plan
 
 
-def over_writes(task: Task, plan: Plan, profile: StepProfile, bandwidth: Bandwidth) -> str | None:
-    """That the plan that was found writes more than its share of a day; ``None`` if it does not.
-
-    Args:
-        task: Has the limit.
-        plan: The best plan that was found.
-        profile: The step.
-        bandwidth: How fast offloaded bytes travel.
-    """
-    found, limit = _that_writes_too_much(task, plan, profile, bandwidth), task.limits.written_per_day
+def over_writes(case: Case, plan: Plan) -> str | None:
+    """That the best plan that was found writes more than its share of a day; ``None`` if it does not."""
+    found, limit = _that_writes_too_much(case, plan), case.task.limits.written_per_day
     if found is None or limit is None:
         return None
     day = bytes_per_day(found.sent_bytes, found.seconds)
     return (
         f"store.write_bytes_per_day of {readable_size(limit)} cannot be met: the plan with the fewest bytes "
         f"that was found writes up to {readable_size(day)} a day; raise it, place more layers auto, or raise "
-        f"{task.limits.setting}"
+        f"{case.task.limits.setting}"
     )
 
 

@@ -6,7 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from tba_offload.adapt.proposals import best_plan
-from tba_offload.plan.simulate import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,15 +19,13 @@ def prospects(controller: Controller) -> Callable[[Limits], Prediction] | None:
 
     What it goes by is fixed now, so that it may be asked while training goes on.
     """
-    settled, known, task = controller.phase.settled, controller.knowledge, controller.task
-    profile, bandwidth, never = known.profile, known.rates.bandwidth(), known.not_recomputed
-    if settled is None or profile is None or bandwidth is None:
+    settled, case = controller.phase.settled, controller.knowledge.case
+    if settled is None or case is None:
         return None
-    careful = bandwidth.scaled(settled.caution)
+    careful = case.counting_on(settled.caution)
 
     def prospect(limits: Limits) -> Prediction:
-        wanted = dataclasses.replace(task, limits=limits)
-        plan = best_plan(wanted, profile, careful, not_recomputed=never)
-        return simulate(profile, plan, bandwidth).prediction
+        wanted = dataclasses.replace(careful, task=dataclasses.replace(case.task, limits=limits))
+        return case.play(best_plan(wanted)).prediction
 
     return prospect

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tba_offload.config.policy import Placement
 from tba_offload.plan.goals import GOALS
 from tba_offload.plan.model import Plan
+from tba_offload.plan.simulate import simulate
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
 
     from tba_offload.adapt.profiler import LayerKey
     from tba_offload.config.policy import Objective
+    from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.model import Limits
+    from tba_offload.plan.profile import StepProfile
+    from tba_offload.plan.simulate import Outcome
     from tba_offload.plan.tuning import Tuning
 
 
@@ -78,3 +82,28 @@ class Task:
         if budget is not None and self.has_budget:
             window = min(budget // self.tuning.first_window, budget if window is None else window)
         return Plan(self.policy, window=window)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A task with all that plans for it are made from.
+
+    Attributes:
+        task: What is wanted.
+        profile: The step.
+        bandwidth: How fast offloaded bytes travel.
+        not_recomputed: Layers that must not be recomputed unless the policy says so.
+    """
+
+    task: Task
+    profile: StepProfile
+    bandwidth: Bandwidth
+    not_recomputed: frozenset[int]
+
+    def play(self, plan: Plan) -> Outcome:
+        """What comes of a step under a plan."""
+        return simulate(self.profile, plan, self.bandwidth)
+
+    def counting_on(self, share: float) -> Case:
+        """The same with drives that have only a share of their rates."""
+        return replace(self, bandwidth=self.bandwidth.scaled(share))

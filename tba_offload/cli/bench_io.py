@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 
-from tba_offload.cli.shared import say, size
+from tba_offload.cli.shared import JSON, say, size
 from tba_offload.formatting import readable_rate, readable_size, significant, visible
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _sizes(context: click.Context, parameter: click.Parameter, values: tuple[str
     "--kind", type=click.Choice(["file", "gds"]), default="file", show_default=True, help="Kind of store."
 )
 @click.option("--no-checksum", is_flag=True, help="Measure as with store.checksum: false.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@JSON
 def bench_io(
     directories: tuple[Path, ...],
     blocks: tuple[int, ...],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import click
 
+from tba_offload.cli.shared import JSON
 from tba_offload.errors import ConfigError
 from tba_offload.formatting import quoted, visible
 
@@ -56,7 +57,7 @@ def _stacks(
     callback=_stacks,
     help="How many layers the model has; of several stacks each: --layers encoder:12 --layers decoder:12.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@JSON
 def check(policy: Path, stacks: tuple[tuple[str | None, int], ...], *, as_json: bool) -> None:
     """Say what a policy does with a model of N layers, or everything that is wrong with it.
 

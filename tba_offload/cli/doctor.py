@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tba_offload.cli.shared import say, size
+from tba_offload.cli.shared import JSON, say, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +72,7 @@ def _parameters(_context: click.Context, _parameter: click.Parameter, text: str 
     metavar="COUNT",
     help="Say what optimizer states on these drives cost for that number of trained parameters, such as 7B.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@JSON
 def doctor(
     directories: tuple[Path, ...],
     run: Path | None,

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from tba_offload.cli.shared import PICTURE, say, size, spare_logs, writing
+from tba_offload.cli.shared import JSON, PICTURE, say, size, spare_logs, writing
 from tba_offload.writing import write_regular
 
 
@@ -68,7 +68,7 @@ def _finite(_context: click.Context, _parameter: click.Parameter, number: float)
 )
 @click.option("--layers", type=click.IntRange(min=1), help="What if there were this many layers.")
 @click.option("--micro-batches", type=click.IntRange(min=1), help="What if there were this many.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@JSON
 def plan(
     run: Path,
     budget: int | None,

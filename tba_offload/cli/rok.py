@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tba_offload.cli.shared import PICTURE, say, spare_logs, writing
+from tba_offload.cli.shared import JSON, PICTURE, say, spare_logs, writing
 from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     help="Draw the curve: .svg or .png; may be given several times.",
 )
 @click.option("--csv", "csv_file", metavar="FILE|-", help="Write the points as CSV; - prints nothing else.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@JSON
 @click.option(
     "--memory",
     type=click.Choice(("activations", "device")),

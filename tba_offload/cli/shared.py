@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+"""An option for programs."""
+
+
 class Output(click.Path):
     """A file to write, whose suffix is checked before any work is done.
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from tba_offload.cli.shared import say
+from tba_offload.cli.shared import JSON, say
 
 
 @click.command()
 @click.argument("run", metavar="RUN.jsonl", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@JSON
 def why(run: Path, *, as_json: bool) -> None:
     """Say why memory is where it is, and the one change that would help most.
 

@@ -397,6 +397,11 @@ class OffloadConfig:
         """The rules, ready to be matched against the layers of a model."""
         return Policy(self.default, self.layers, self.file)
 
+    @property
+    def frozen_percent(self) -> int:
+        """Percent of the bytes of frozen weights that travel."""
+        return 0 if self.weights is None else self.weights.percent
+
     @classmethod
     def from_yaml(
         cls, text: str, *, file: str | None = None, layers: Sequence[LayerId] | None = None
@@ -459,29 +464,20 @@ class OffloadConfig:
             "default": self.default.value,
             "layers": [{"match": rule.match, "placement": rule.placement.value} for rule in self.layers],
             "budget": {
-                "activation_bytes": _size_word(self.budget.activation_bytes),
-                "device_bytes": _size_word(self.budget.device_bytes),
-                "in_flight_bytes": _size_word(self.budget.in_flight_bytes),
+                **_sizes(self.budget, "activation_bytes", "device_bytes", "in_flight_bytes"),
                 "objective": self.budget.objective.value if self.budget.objective else None,
             },
             "store": {
-                "kind": self.store.kind,
+                **asdict(self.store),
+                **_sizes(self.store, "capacity", "host_capacity", "write_bytes_per_day"),
                 "directories": [str(directory) for directory in self.store.directories],
-                "capacity": _size_word(self.store.capacity),
-                "host_capacity": _size_word(self.store.host_capacity),
-                "write_bytes_per_day": _size_word(self.store.write_bytes_per_day),
-                "checksum": self.store.checksum,
-                "stall_seconds": self.store.stall_seconds,
-                "readers": self.store.readers,
-                "writers": self.store.writers,
             },
             "on_full": self.on_full,
             "on_slow": self.on_slow,
-            "min_tensor_bytes": _size_word(self.min_tensor_bytes) or 0,
+            "min_tensor_bytes": format_size(self.min_tensor_bytes) if self.min_tensor_bytes else 0,
         }
         if self.states is not None:
-            sub_group = _size_word(self.states.sub_group_bytes)
-            document["states"] = asdict(self.states) | {"sub_group_bytes": sub_group}
+            document["states"] = asdict(self.states) | _sizes(self.states, "sub_group_bytes")
         if self.weights is not None:
             document["weights"] = {"frozen": self.weights.frozen}
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
@@ -563,9 +559,9 @@ def load_config(path: str | Path, *, layers: Sequence[LayerId] | None = None) ->
     return OffloadConfig.from_yaml(text, file=file, layers=layers)
 
 
-def _size_word(size: int | None) -> str | None:
-    """A size in YAML; null where there is no limit."""
-    return format_size(size) if size else None
+def _sizes(section: object, *names: str) -> dict[str, str | None]:
+    """Some sizes of a section in YAML; null where there is no limit."""
+    return {name: format_size(size) if (size := getattr(section, name)) else None for name in names}
 
 
 # ------------------------------------------------------------------------ from a document to a config

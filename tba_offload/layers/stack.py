@@ -82,6 +82,11 @@ class LayerStack:
     left_out: tuple[LeftOut, ...] = ()
 
 
+def chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The chunks of a model: those that are given, or the model itself."""
+    return list(model) if isinstance(model, Sequence) else [model]
+
+
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     """Finds the decoder or encoder layers of a model.
 
@@ -98,7 +103,7 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     Raises:
         UnsupportedError: No such list; the layers have to be named.
     """
-    chunks = list(model) if isinstance(model, Sequence) else [model]
+    chunks = chunks_of(model)
     if not chunks:
         raise UnsupportedError("there is no model to attach to: the list of its chunks is empty")
     found = [(chunk, name, blocks) for chunk, part in enumerate(chunks) for name, blocks in _stacks(part)]
@@ -157,7 +162,7 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
     Raises:
         UnsupportedError: One of them is not part of the model, or lies in another one.
     """
-    chunks = list(model) if isinstance(model, Sequence) else [model]
+    chunks = chunks_of(model)
     names = {
         module: (chunk, name) for chunk, part in enumerate(chunks) for name, module in part.named_modules()
     }

@@ -15,7 +15,7 @@ from tba_offload.capture.hooks import set_aside
 from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
 from tba_offload.layers.randomness import Generator, generators_of
-from tba_offload.layers.stack import Layer, LayerStack
+from tba_offload.layers.stack import Layer, LayerStack, chunks_of
 from tba_offload.megatron.recipes import fused_functions
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
     megatron-core is not imported for the answer: where it was not imported, nothing is Megatron's.
     """
     layer_types = _layer_types()
-    return any(isinstance(module, layer_types) for chunk in _chunks(model) for module in chunk.modules())
+    return any(isinstance(module, layer_types) for chunk in chunks_of(model) for module in chunk.modules())
 
 
 def find_stack(
@@ -133,7 +133,7 @@ def _identified(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
     layer_types = _layer_types()
     return [
         Layer(_identify(name, module), module, index)
-        for index, chunk in enumerate(_chunks(model))
+        for index, chunk in enumerate(chunks_of(model))
         for name, module in _outermost(chunk, layer_types)
     ]
 
@@ -254,10 +254,6 @@ def _is_real(value: Any) -> bool:
 
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
-    return [model] if isinstance(model, nn.Module) else model
 
 
 _LAYER_TYPES = {

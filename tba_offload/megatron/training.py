@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import socket
 import uuid
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from tba_offload.config import OffloadConfig, read_config
 from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.formatting import grouped
+from tba_offload.layers.stack import chunks_of
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
 from tba_offload.megatron.loss import report_loss
@@ -40,7 +40,7 @@ from tba_offload.store import exit_status
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -85,7 +85,7 @@ def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) 
     from megatron.training.global_vars import get_args
 
     global _session, _chunks
-    arguments, chunks = get_args(), _as_list(model)
+    arguments, chunks = get_args(), chunks_of(model)
     if not is_on(arguments) or (_session is not None and _chunks == chunks):
         return
     if _session is not None:  # training was started anew in this process
@@ -164,8 +164,7 @@ def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def can_be_loaded_into(config: OffloadConfig) -> bool:
     """Whether only states are away; a checkpoint of the model comes before weights are."""
-    keeps_weights = config.weights is None or not config.weights.percent
-    return config.states is not None and keeps_weights
+    return config.states is not None and not config.frozen_percent
 
 
 def _wrap(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
@@ -189,7 +188,7 @@ def open_session(
         TbaError: It failed on another rank, which the message names.
         StoreError: A directory cannot be used.
     """
-    chunks = _as_list(model)
+    chunks = chunks_of(model)
     with _failing_together():
         config = config_of(arguments)
         find_stack(chunks)  # before other ranks wait for what this one finds
@@ -229,10 +228,6 @@ def open_session(
 
 def _is_on_gpu(chunks: Sequence[nn.Module]) -> bool:
     return any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
-
-
-def _as_list(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    return list(model) if isinstance(model, Sequence) else [model]
 
 
 # What the ranks share

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.model import Plan
     from tba_offload.plan.profile import LayerKind, Slot, StepProfile
-    from tba_offload.plan.traffic import Item
+    from tba_offload.plan.traffic import Item, Scope
 
 
 def _go_on() -> None:
@@ -133,6 +133,8 @@ class _Event(NamedTuple):
 class _Run:
     """Plays the slots of a step: what layers take, and what they leave in memory.
 
+    To the placement of a layer it is the ways that the layer can go in the slot that is played.
+
     Args:
         profile: The step.
         plan: A placement for each of its layers, and the window.
@@ -144,6 +146,7 @@ class _Run:
         self._plan = plan
         self._traffic = Traffic(profile, plan, bandwidth)
         self._rebuild_seconds = 0.0
+        self._slot: Slot  # that is played
         # Of each layer, looked up once: there are many more slots than layers.
         self._kinds = [profile.kinds[kind] for kind in profile.layers]
         in_all = [kind.nbytes + kind.small_bytes for kind in profile.kinds]
@@ -176,12 +179,11 @@ class _Run:
         traffic, placements, pause = self._traffic, self._plan.placements, pausing.get()
         for place, slot in enumerate(self._profile.slots):
             pause()
-            timing, beside = self._timings[slot.layer], self._beside[slot.layer]
-            traffic.begin(place, slot, beside[slot.backward])
-            seconds = timing[slot.backward]
+            self._slot = slot
+            traffic.begin(place, slot, self._beside[slot.layer][slot.backward])
             if slot.backward:
                 traffic.read_ahead()
-            placements[slot.layer].take(_Stretch(self, slot, self._kinds[slot.layer], seconds))
+            placements[slot.layer].take(self)
         traffic.compute(self._profile.tail)
         return self._outcome()
 
@@ -206,27 +208,49 @@ class _Run:
             activation_bytes=traffic.memory.activations + self._profile.rest_bytes,
         )
 
+    # ---- the slot that is played -----------------------------------------------------------------
+
+    @property
+    def layer(self) -> int:
+        return self._slot.layer
+
+    @property
+    def _scope(self) -> Scope:
+        return self._slot.layer, self._slot.micro_batch
+
+    @property
+    def _kind(self) -> LayerKind:
+        return self._kinds[self._slot.layer]
+
+    @property
+    def _seconds(self) -> float:
+        return self._timings[self._slot.layer][self._slot.backward]
+
     # ---- layers that stay ------------------------------------------------------------------------
 
-    def stays(self, slot: Slot, seconds: float) -> None:
-        """A layer keeps what it saves."""
-        self._traffic.compute(seconds)
-        nbytes = self._nbytes[slot.layer]
-        if slot.backward:
+    def keep(self) -> None:
+        """The layer keeps what it saves."""
+        self._traffic.compute(self._seconds)
+        nbytes = self._nbytes[self.layer]
+        if self._slot.backward:
             self._traffic.memory.let_go(nbytes)
         else:
             self._traffic.hold(nbytes)
 
-    def recomputed(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
-        """A layer keeps its inputs, and runs again in backward."""
-        self._traffic.compute(seconds)
-        if slot.backward:
-            self._recompute(kind)
+    def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> None:
+        """The layer keeps its inputs, unless they travel, and runs again in backward."""
+        if inputs_travel or attention_travels:
+            self._recompute_from_store(attention_travels=attention_travels)
+            return
+        kind = self._kind
+        self._traffic.compute(self._seconds)
+        if self._slot.backward:
+            self._run_again(kind)
             self._traffic.memory.let_go(kind.input_bytes)
         else:
             self._traffic.hold(kind.input_bytes)
 
-    def _recompute(self, kind: LayerKind, there: int = 0) -> None:
+    def _run_again(self, kind: LayerKind, there: int = 0) -> None:
         """What a second forward saves comes into memory, but for what is there, and goes."""
         nbytes = max(kind.recomputed_bytes - there, 0)
         self._traffic.hold(nbytes)
@@ -234,30 +258,36 @@ class _Run:
 
     # ---- layers that travel ----------------------------------------------------------------------
 
-    def recomputed_from_store(
-        self, slot: Slot, kind: LayerKind, seconds: float, *, attention_travels: bool
-    ) -> None:
+    def _recompute_from_store(self, *, attention_travels: bool) -> None:
         """The inputs of such a layer travel, and what attention puts out that is not computed again."""
+        kind, scope, traffic = self._kind, self._scope, self._traffic
         attention = kind.attention_bytes or 0 if attention_travels else 0
-        scope, traffic = (slot.layer, slot.micro_batch), self._traffic
-        if slot.backward:
+        if self._slot.backward:
             used = 0
             for item in traffic.begin_backward(scope):
                 traffic.use(item)
                 used += item.goes
                 traffic.read_ahead()
             traffic.end_backward(scope)
-            traffic.compute(seconds)
-            self._recompute(kind, attention)
+            traffic.compute(self._seconds)
+            self._run_again(kind, attention)
             traffic.memory.free(used)
         else:
             items = [traffic.save(nbytes, 0.0) for nbytes in (kind.input_bytes, attention) if nbytes]
-            traffic.compute(seconds)
+            traffic.compute(self._seconds)
             traffic.end_forward(scope, items)
 
-    def offloaded_forward(self, slot: Slot, kind: LayerKind, seconds: float, *, rebuilds: bool) -> None:
-        """What a layer saves travels, but for what it keeps and what it can rebuild."""
-        traffic, kept = self._traffic, self._staying[slot.layer]
+    def offload(self, *, rebuilds: bool = False, percent: int = 100) -> None:  # noqa: ARG002 - the plan has it
+        """What the layer saves travels, but for what it keeps and what it can rebuild."""
+        if not self._slot.backward:
+            self._offload_forward(rebuilds=rebuilds)
+        elif rebuilds:
+            self._rebuild_backward()
+        else:
+            self._offload_backward()
+
+    def _offload_forward(self, *, rebuilds: bool) -> None:
+        traffic, kind, kept, seconds = self._traffic, self._kind, self._staying[self.layer], self._seconds
         items: list[Item] = []
         passed = 0.0
         traffic.hold(kind.small_bytes)
@@ -272,27 +302,27 @@ class _Run:
                 until = saved.fetched if rebuilds else saved.until
                 items.append(traffic.save(saved.nbytes, until, after))
         traffic.compute((1.0 - passed) * seconds)
-        traffic.end_forward((slot.layer, slot.micro_batch), items)
+        traffic.end_forward(self._scope, items)
 
-    def offloaded_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
-        """It comes back when it is used."""
-        traffic = self._traffic
+    def _offload_backward(self) -> None:
+        """What travelled comes back when it is used."""
+        traffic, seconds = self._traffic, self._seconds
         passed, used = 0.0, 0
-        for item in traffic.begin_backward((slot.layer, slot.micro_batch)):
+        for item in traffic.begin_backward(self._scope):
             traffic.memory.free(used)  # the activation before was used up
             traffic.use(item, (item.until - passed) * seconds)
             passed = item.until
             used = item.goes
             traffic.read_ahead()
         traffic.compute((1.0 - passed) * seconds)
-        self._end_backward(slot, kind, used)
+        self._end_backward(used)
 
-    def rebuilding_backward(self, slot: Slot, kind: LayerKind, seconds: float) -> None:
+    def _rebuild_backward(self) -> None:
         """What is rebuilt comes into being when it is used; what it is made of stays until its own use."""
-        traffic = self._traffic
+        traffic, seconds = self._traffic, self._seconds
         passed, used = 0.0, 0
-        self._rebuild_seconds += self._rebuilding[slot.layer]
-        for event in self._remat_events(slot, kind):
+        self._rebuild_seconds += self._rebuilding[self.layer]
+        for event in self._remat_events():
             traffic.compute((event.at - passed) * seconds)
             passed = event.at
             if event.uses:
@@ -305,14 +335,14 @@ class _Run:
             if event.uses:
                 used = event.nbytes if event.item is None else event.item.goes
         traffic.compute((1.0 - passed) * seconds)
-        self._end_backward(slot, kind, used)
+        self._end_backward(used)
 
-    def _remat_events(self, slot: Slot, kind: LayerKind) -> list[_Event]:
+    def _remat_events(self) -> list[_Event]:
         """Backward of a layer of which some activations are rebuilt, in its order."""
-        every = kind.activations
+        every = self._kind.activations
         events = [_Event(saved.until, saved.nbytes, rebuilds=True) for saved in every if saved.rebuilt]
         travelled = sorted((saved for saved in every if not saved.rebuilt), key=lambda saved: saved.fetched)
-        items = self._traffic.begin_backward((slot.layer, slot.micro_batch))
+        items = self._traffic.begin_backward(self._scope)
         for saved, item in zip(travelled, items, strict=True):
             is_last = saved.fetched == saved.until
             events.append(_Event(saved.fetched, saved.nbytes, item, needs=True, uses=is_last))
@@ -320,40 +350,8 @@ class _Run:
                 events.append(_Event(saved.until, saved.nbytes, item))
         return sorted(events, key=lambda event: event.at)
 
-    def _end_backward(self, slot: Slot, kind: LayerKind, used: int) -> None:
-        """A layer has gone backward: nothing of it is left, neither what was used last."""
-        self._traffic.end_backward((slot.layer, slot.micro_batch))
+    def _end_backward(self, used: int) -> None:
+        """The layer has gone backward: nothing of it is left, neither what was used last."""
+        self._traffic.end_backward(self._scope)
         self._traffic.memory.free(used)
-        self._traffic.memory.let_go(self._kept_bytes[slot.layer] + kind.small_bytes)
-
-
-class _Stretch(NamedTuple):
-    """A slot that is about to be played: the ways that its layer can go."""
-
-    run: _Run
-    slot: Slot
-    kind: LayerKind
-    seconds: float
-
-    @property
-    def layer(self) -> int:
-        return self.slot.layer
-
-    def keep(self) -> None:
-        self.run.stays(self.slot, self.seconds)
-
-    def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> None:
-        if not (inputs_travel or attention_travels):
-            self.run.recomputed(self.slot, self.kind, self.seconds)
-            return
-        self.run.recomputed_from_store(
-            self.slot, self.kind, self.seconds, attention_travels=attention_travels
-        )
-
-    def offload(self, *, rebuilds: bool = False, percent: int = 100) -> None:  # noqa: ARG002 - the plan has it
-        if not self.slot.backward:
-            self.run.offloaded_forward(self.slot, self.kind, self.seconds, rebuilds=rebuilds)
-        elif rebuilds:
-            self.run.rebuilding_backward(self.slot, self.kind, self.seconds)
-        else:
-            self.run.offloaded_backward(self.slot, self.kind, self.seconds)
+        self._traffic.memory.let_go(self._kept_bytes[self.layer] + self._kind.small_bytes)

@@ -1,4 +1,4 @@
-"""Other steps than the one that was measured: more layers, more micro-batches; and all budgets at once."""
+"""Other steps than the one that was measured: more layers, more micro-batches; and other budgets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tba_offload.config.policy import Objective, Placement
-from tba_offload.plan.model import Limits, Plan
+from tba_offload.config.policy import Placement
+from tba_offload.plan.model import Plan
 from tba_offload.plan.profile import Slot
-from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 
 if TYPE_CHECKING:
@@ -128,45 +127,3 @@ def peak_of_keep(profile: StepProfile, bandwidth: Bandwidth) -> int:
     """The activation peak if every layer keeps its activations, bytes."""
     plan = Plan((Placement.KEEP,) * len(profile.layers))
     return simulate(profile, plan, bandwidth).peak_bytes
-
-
-def frontier(
-    profile: StepProfile,
-    bandwidth: Bandwidth,
-    policy: Sequence[Placement],
-    *,
-    window: int | None,
-    objective: Objective | None = None,
-    shares: Sequence[float] = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05),
-    not_recomputed: frozenset[int] = frozenset(),
-    written_per_day: int | None = None,
-) -> list[Choice]:
-    """The best plans for budgets from a tenth of what keep needs up to all of it.
-
-    Args:
-        profile: The step.
-        bandwidth: How fast offloaded bytes travel.
-        policy: For each layer, what the user wants; the planner decides on ``auto``.
-        window: Most bytes in flight.
-        objective: What is wanted; by default the least time.
-        shares: Budgets, as shares of the peak of keep.
-        not_recomputed: Layers that must not be recomputed unless the policy says so.
-        written_per_day: Most bytes that may be written to the drives in a day; ``None`` for no limit.
-    """
-    whole = peak_of_keep(profile, bandwidth)
-    choices: list[Choice] = []
-    for budget in sorted(int(share * whole) for share in shares):
-        # What is good for less memory is good for more; the search is not perfect.
-        known = [choices[-1].plan] if choices else []
-        limits = Limits(budget, window, written_per_day)
-        plan = make_plan(
-            profile,
-            bandwidth,
-            limits,
-            policy=policy,
-            objective=objective,
-            not_recomputed=not_recomputed,
-            known=known,
-        )
-        choices.append(Choice(budget, plan))
-    return choices

@@ -394,11 +394,12 @@ def _beside(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _gradients(evidence: Evidence) -> Iterator[Finding]:
+    most = max(phase.of("gradients") for phase in evidence.phases)
     born = evidence.step.gradient_bytes or 0
     how = "are allocated in backward, beside the activations" if born else "are there in every phase"
     what = (
-        f"gradients take {readable_size(max(phase.of('gradients') for phase in evidence.phases))} and {how}: "
-        "they grow with the model, and no placement of a layer makes them fewer"
+        f"gradients take {readable_size(most)} and {how}: they grow with the model, and no placement of a "
+        "layer makes them fewer"
     )
     if _accumulates(evidence):
         yield Finding(
@@ -408,7 +409,7 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
             "shard them over ranks (FSDP2, ZeRO-2), or have parameters, and with them gradients, in 16 bits",
         )
     elif not any(whole(update.get("in_backward")) for update in _updates(evidence)):
-        size, told = _sub_group(evidence, max(phase.of("gradients") for phase in evidence.phases))
+        size, told = _sub_group(evidence, most)
 
         def freed(phase: Phase) -> int:
             """Slots take the place of states, and where there are few of these more than that."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HeldBytes(BaseModel):
-    """Bytes by what held them at one moment; see :class:`tba_offload.session.memory_watch.Held`."""
+    """Bytes by what held them at one moment; see :class:`tba_offload.session.memory_seen.Held`."""
 
     in_flight: Bytes
     read_ahead: Bytes
@@ -26,7 +26,7 @@ class HeldBytes(BaseModel):
 
 
 class PhasePeak(BaseModel):
-    """The peak of one phase; see :class:`tba_offload.session.memory_watch.Peak`."""
+    """The peak of one phase; see :class:`tba_offload.session.memory_seen.Peak`."""
 
     nbytes: Bytes
     layer: Number

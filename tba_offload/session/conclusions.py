@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from tba_offload.report.run_log import StepRecord
     from tba_offload.session.figures import Times
+    from tba_offload.session.journal import Journal
     from tba_offload.session.parts import Parts
     from tba_offload.session.step import Step
     from tba_offload.store.base import DriveLoad
@@ -42,26 +43,19 @@ class Conclusions:
 
     Args:
         parts: What worked in them.
-        recorded: Is given the record of each, and what it is to be completed by if its device lags.
-        planned: Is given what there is to tell of a new plan, for the run log.
-        looked: Is given what was seen of a step that was looked at, for the run log: the event, and what it
-            holds.
+        journal: Is given the record of each, and what else there is to tell of it.
         learned: Is given the record of each step that gradients came of, when the next one is planned.
     """
 
     def __init__(
         self,
         parts: Parts,
+        journal: Journal,
         *,
-        recorded: Callable[[StepRecord, LateFigures | None], object],
-        planned: Callable[[dict[str, object]], object],
-        looked: Callable[[str, dict[str, object]], object],
         learned: Callable[[StepRecord], object],
     ) -> None:
         self._parts = parts
-        self._recorded = recorded
-        self._planned = planned
-        self._looked = looked
+        self._journal = journal
         self._learned = learned
 
     def draw(self, step: Step, times: Times, number: int) -> StepRecord:
@@ -81,7 +75,7 @@ class Conclusions:
         loss, late = self._figures_of(step, times)
         weights = parts.weights.take()
         record = record_of(step, times, number, loads, weights, parts, loss=loss)
-        self._recorded(record, late)
+        self._journal.record(record, late)
         self._look_at_memory(number)
         self._look_at_times(step, number, [] if weights is None else weights.waits)
         if record.gradient_bytes and not (record.scopes or record.left_alone_scopes):
@@ -100,7 +94,7 @@ class Conclusions:
             return
         device, plan = parts.device.torch_device, parts.planning.plan
         layers = [site.layer.module for site in parts.sites]
-        self._looked(
+        self._journal.note_look(
             MEMORY,
             {
                 "step": number,
@@ -131,7 +125,7 @@ class Conclusions:
         if found is not None:
             figures: dict[str, object] = {"step": number, **found}
             step.timeline.tell(figures)
-            self._looked(TIMELINE, figures)
+            self._journal.note_look(TIMELINE, figures)
 
     def _figures_of(self, step: Step, times: Times) -> tuple[float | None, LateFigures | None]:
         """The loss if it is known by now, and what is not."""
@@ -200,7 +194,7 @@ class Conclusions:
             return
         if controller.has_planned and parts.world.rank == 0:
             tell(f"plan after step {record.step}: {news['summary']}")
-        self._planned({"step": record.step, **news})
+        self._journal.note_plan({"step": record.step, **news})
 
 
 def warn_of_no_layer(parts: Parts, number: int) -> None:

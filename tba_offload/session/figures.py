@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from tba_offload.adapt.beside import SeenBeside
-from tba_offload.session.memory_watch import UPDATE
+from tba_offload.session.memory_seen import UPDATE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -78,7 +78,7 @@ class LateFigures:
         self,
         loss: LateValue[float | None] | None,
         marks: StepMarks | None,
-        skipped: LateValue[bool] | None = None,
+        skipped: LateValue[bool] | None,
     ) -> None:
         self._loss = loss
         self._marks = marks

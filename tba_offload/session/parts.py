@@ -13,6 +13,7 @@ from tba_offload.capture.rematerialize import Rebuilds
 from tba_offload.capture.site import Site
 from tba_offload.device.streams import device_of_model, devices_of
 from tba_offload.errors import UnsupportedError
+from tba_offload.plan.model import Plan
 from tba_offload.recompute.verdicts import Verifier
 from tba_offload.session.budget import Budget, Watched, limits_of
 from tba_offload.session.memory_watch import MemoryWatch, Sources
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
     from tba_offload.config import OffloadConfig
     from tba_offload.device.streams import Device
-    from tba_offload.layers.stack import LayerStack, LeftOut
-    from tba_offload.plan.model import Plan
+    from tba_offload.layers.stack import Layer, LayerStack, LeftOut
+    from tba_offload.plan.model import Limits
     from tba_offload.session.ongoing import Ongoing
     from tba_offload.session.world import World
     from tba_offload.states import OptimizerStates
@@ -85,7 +86,6 @@ def make_parts(
     modules: Sequence[nn.Module],
     config: OffloadConfig,
     *,
-    plan: Plan,
     world: World,
     ongoing: Ongoing,
     measure_memory: bool,
@@ -96,15 +96,16 @@ def make_parts(
         stack: The layers.
         modules: The model or its chunks.
         config: What the user wanted.
-        plan: That of the policy.
         world: The other ranks.
         ongoing: Where it is noted which step is open.
         measure_memory: Whether to measure the memory of steps that do not say so themselves.
 
     Raises:
+        ConfigError: A rule of the policy takes no effect.
         StoreError: The store cannot be opened.
     """
     notices, limits = Notices(), limits_of(config)
+    plan = plan_of(config, stack.layers, world, limits)
     device = device_of_model(modules)
     gradients = Gradients(modules, device.torch_device, ongoing.look_at_memory)
     store = open_store(config.store.options(), device=device)
@@ -170,6 +171,12 @@ def make_parts(
             static=lambda: static_bytes(modules, optimizers, states, device.torch_device),
         ),
     )
+
+
+def plan_of(config: OffloadConfig, layers: Sequence[Layer], world: World, limits: Limits) -> Plan:
+    """The plan of a policy."""
+    ids = [layer.id for layer in layers]
+    return Plan.from_policy(config.policy, ids, world.layers, window=limits.window)
 
 
 def _check_measured(meters: Meters) -> None:

@@ -118,9 +118,8 @@ def label_of(config: OffloadConfig, world: World, modules: Sequence[nn.Module], 
         modules: The model; its frozen weights travel if the policy says so.
         has_states: Whether states of optimizers are.
     """
-    travels = config.weights is not None and config.weights.percent > 0
     frozen = any(not each.requires_grad for module in modules for each in module.parameters())
-    others = {"states": has_states, "weights": travels and frozen}
+    others = {"states": has_states, "weights": frozen and config.frozen_percent > 0}
     first = Plan.from_policy(config.policy, world.layers).strategy
     return " + ".join([first, *(name for name, is_offloaded in others.items() if is_offloaded)])
 

@@ -28,19 +28,18 @@ from tba_offload.plan.model import Plan
 from tba_offload.report.why import Diagnosis
 from tba_offload.session.backward import BackwardWatch, TailWatch
 from tba_offload.session.boundaries import Boundaries
-from tba_offload.session.budget import limits_of
 from tba_offload.session.conclusions import Conclusions
 from tba_offload.session.journal import Journal
 from tba_offload.session.layer_runs import LayerRuns
 from tba_offload.session.notices import tell
 from tba_offload.session.ongoing import Ongoing
-from tba_offload.session.parts import make_parts
+from tba_offload.session.parts import make_parts, plan_of
 from tba_offload.session.recording import header_of, label_of
 from tba_offload.session.states_choice import StatesChoice
 from tba_offload.session.steps import Steps
 from tba_offload.session.tokens import Tokens, token_counter
 from tba_offload.session.world import World
-from tba_offload.states import OptimizerStates, offload_optimizer
+from tba_offload.states import offload_optimizer
 from tba_offload.store import exit_status
 from tba_offload.store.base import close_after
 from tba_offload.weights import FrozenWeights
@@ -55,13 +54,11 @@ if TYPE_CHECKING:
     from tba_offload.adapt.planning import Planning
     from tba_offload.capture.gradients import Gradients
     from tba_offload.capture.hooks import Capture
-    from tba_offload.layers.stack import Layer
-    from tba_offload.plan.model import Limits
     from tba_offload.report.run_log import StepRecord
     from tba_offload.session.parts import Parts
     from tba_offload.session.step import Step
     from tba_offload.session.tokens import TokenCounter
-    from tba_offload.states import StatesRecord
+    from tba_offload.states import OptimizerStates, StatesRecord
     from tba_offload.store.base import ActivationStore
     from tba_offload.transfer.offloader import Offloader
 
@@ -95,7 +92,6 @@ class Session:
         trace_steps: Numbers of the steps that are recorded over time.
 
     Attributes:
-        states: Of each of these, the states.
         weights: The frozen weights of the layers, if the policy has them offloaded.
 
     Raises:
@@ -131,13 +127,10 @@ class Session:
         self.layers = stack.layers
         self._world = world or World(layers=tuple(layer.id for layer in stack.layers))
         self._ongoing = Ongoing()
-        limits = limits_of(config)
-        plan = _plan_of(config, self.layers, self._world, limits)
-        parts = make_parts(
+        parts = self._parts = make_parts(
             stack,
             modules,
             config,
-            plan=plan,
             world=self._world,
             ongoing=self._ongoing,
             measure_memory=measure_memory,
@@ -146,22 +139,15 @@ class Session:
             strategy = strategy or label_of(config, self._world, modules, has_states=bool(optimizers))
             header = header_of(config, strategy, model_info, parts)
             self._journal = Journal(run_log, header, tells=status, on_step=on_step)
-            parts.planning.start(plan, self._controller_of(config, plan, limits), self._world.agree)
+            self._start_planning(config)
         except BaseException:
             parts.meters.close()
             parts.store.close()
             raise
-        self._parts = parts
         parts.optimizers.update(updated_by)
         journal = self._journal
         choice = self._choice = _states_choice(config, parts, journal)
-        conclusions = Conclusions(
-            parts,
-            recorded=journal.record,
-            planned=journal.note_plan,
-            looked=journal.note_look,
-            learned=_nothing if choice is None else choice.step_ended,
-        )
+        conclusions = Conclusions(parts, journal, learned=_nothing if choice is None else choice.step_ended)
         self._steps = Steps(self._ongoing, parts, conclusions, traced=frozenset(trace_steps))
         self._boundaries = None if steps_by_hand else _boundaries_of(self._steps, parts, count_tokens)
         backward_ended = _nothing if self._boundaries is None else self._boundaries.backward_ended
@@ -172,7 +158,6 @@ class Session:
         resize.watch(self.capture)
         transforms.watch(self.capture)
         _open_sessions.add(self)
-        self.states: tuple[OptimizerStates, ...] = ()
         self.weights: FrozenWeights | None = None
         try:
             for number, optimizer in enumerate(optimizers):
@@ -180,10 +165,9 @@ class Session:
                 parts.states.append(
                     offload_optimizer(optimizer, config, model=modules, masters=masters, updated=updated)
                 )
-                self.states = tuple(parts.states)
             if choice is not None:
                 choice.begin(self.states)
-            if config.weights is not None and config.weights.percent:
+            if config.frozen_percent:
                 blocks = [layer.module for layer in self.layers]
                 live = parts.gradients.live
                 self.weights = FrozenWeights(
@@ -192,6 +176,11 @@ class Session:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def states(self) -> tuple[OptimizerStates, ...]:
+        """The states of each optimizer whose states are offloaded."""
+        return tuple(self._parts.states)
 
     @property
     def store(self) -> ActivationStore:
@@ -275,11 +264,8 @@ class Session:
                 "store and budget are those that the session was opened with; close it and attach anew",
                 file=wanted.file,
             )
-        limits = self._parts.budget.limits
-        plan = _plan_of(wanted, self.layers, self._world, limits)
-        controller = self._controller_of(wanted, plan, limits)
+        self._start_planning(wanted)
         self.config = wanted
-        self.planning.start(plan, controller, self._world.agree)
         self._runs.configure(wanted)
         self.capture.configure(min_tensor_bytes=wanted.min_tensor_bytes)
         self.offloader.failures.resolve(keep_when_full=wanted.on_full == "keep")
@@ -338,16 +324,13 @@ class Session:
         resize.unwatch(self.capture)
         transforms.unwatch(self.capture)
         if not self._ongoing.is_inert:
-            self._shut_down()
+            self.planning.close()
+            try:
+                self.store.close()
+            finally:
+                self._parts.meters.close()
+                self._journal.close()
         _open_sessions.discard(self)
-
-    def _shut_down(self) -> None:
-        self.planning.close()
-        try:
-            self.store.close()
-        finally:
-            self._parts.meters.close()
-            self._journal.close()
 
     def __repr__(self) -> str:
         placed = layers_by_placement(
@@ -383,30 +366,26 @@ class Session:
 
     # ---- the plan --------------------------------------------------------------------------------
 
-    def _controller_of(self, config: OffloadConfig, plan: Plan, limits: Limits) -> Controller | None:
-        """Learns what steps are like, and decides on the layers that are placed ``auto``.
+    def _start_planning(self, config: OffloadConfig) -> None:
+        """Starts with the plan of a policy, and with what learns from steps and decides where that is open.
 
-        Without such layers it is of use for the run log only.
+        Without a layer that is placed ``auto`` it is of use for the run log only.
         """
-        everywhere = Plan.from_policy(config.policy, self._world.layers).placements
-        is_auto = Placement.AUTO in everywhere
-        if not is_auto and not self._journal.is_written:
-            return None
-        task = Task(
-            plan.placements,
-            tuple((layer.chunk, layer.id.name) for layer in self.layers),
-            limits,
-            config.budget.objective or default_objective(limits),
-            host_capacity=config.store.host_capacity,
-            drives=_drives_of(config),
-            is_shared=is_auto and self._world.agree is not None,
-        )
-        return Controller(task, think=InSlices)
-
-
-def _plan_of(config: OffloadConfig, layers: Sequence[Layer], world: World, limits: Limits) -> Plan:
-    ids = [layer.id for layer in layers]
-    return Plan.from_policy(config.policy, ids, world.layers, window=limits.window)
+        limits, controller = self._parts.budget.limits, None
+        plan = plan_of(config, self.layers, self._world, limits)
+        is_auto = Placement.AUTO in Plan.from_policy(config.policy, self._world.layers).placements
+        if is_auto or self._journal.is_written:
+            task = Task(
+                plan.placements,
+                tuple((layer.chunk, layer.id.name) for layer in self.layers),
+                limits,
+                config.budget.objective or default_objective(limits),
+                host_capacity=config.store.host_capacity,
+                drives=_drives_of(config),
+                is_shared=is_auto and self._world.agree is not None,
+            )
+            controller = Controller(task, think=InSlices)
+        self.planning.start(plan, controller, self._world.agree)
 
 
 def _boundaries_of(steps: Steps, parts: Parts, count_tokens: TokenCounter) -> Boundaries:

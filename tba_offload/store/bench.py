@@ -118,8 +118,7 @@ def bench(
             checksum=checksum,
             stall_seconds=TRANSFER_SECONDS,
         )
-        make = partial(STORES[kind], directory, device=device, options=options)
-        with on_trial(make, directory, device, TRANSFER_SECONDS) as store:
+        with on_trial(STORES[kind], directory, device, options, TRANSFER_SECONDS) as store:
             for block in sorted(blocks):
                 try:
                     for cell in _Blocks(store, device, block, count).measured(seconds):

@@ -15,20 +15,17 @@ from tba_offload.errors import MissingDependencyError, StoreError
 from tba_offload.formatting import readable_rate, visible
 from tba_offload.store import gds
 from tba_offload.store.checksums import Checksums
-from tba_offload.store.file import FileStore
-from tba_offload.store.gds import GdsStore
 from tba_offload.store.hanging import ask
 from tba_offload.store.location import Finding, location_of
 from tba_offload.store.probe import TRANSFER_SECONDS, choose, measure, on_trial
 from tba_offload.store.tested import TESTED, numbers_of
-from tba_offload.store.thread_count import threads_that_pay
+from tba_offload.store.thread_count import STORES, threads_that_pay
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tba_offload.device import Device
-    from tba_offload.store.engine import QueuedStore
 
 Findings = dict[str, Any]
 
@@ -123,10 +120,8 @@ def _examine_directory(directory: str, device: Device) -> Findings:
     except OSError as error:
         ways = {"file": {"error": _said(error)}}
         return found | {"location": None, "ways": ways, "auto": None, "findings": [], "advice": []}
-    makers: dict[str, Callable[[], QueuedStore]] = {"file": partial(FileStore, directory, device=device)}
-    if device.pins_memory:  # elsewhere there is no memory but the host's
-        makers["gds"] = partial(GdsStore, directory, device=device)
-    ways = {kind: _try(make, directory, device) for kind, make in makers.items()}
+    kinds = STORES if device.pins_memory else ("file",)  # elsewhere there is no memory but the host's
+    ways = {kind: _try(kind, directory, device) for kind in kinds}
     if "error" in ways.get("gds", {}):
         ways["gds"].setdefault("remedy", _NO_GDS)
     told = [*_of_ways(ways), *location.findings()]
@@ -153,10 +148,10 @@ def _of_ways(ways: dict[str, Findings]) -> Iterator[Finding]:
             yield Finding(way["error"], way["remedy"])
 
 
-def _try(make: Callable[[], QueuedStore], directory: str, device: Device) -> Findings:
+def _try(kind: str, directory: str, device: Device) -> Findings:
     """One way to a directory: its path and why, and what it moves."""
     try:
-        with on_trial(make, directory, device, TRANSFER_SECONDS) as store:
+        with on_trial(STORES[kind], directory, device, None, TRANSFER_SECONDS) as store:
             told = store.description
             rates = measure(store, device)
     except MissingDependencyError as error:

@@ -28,7 +28,8 @@ from tba_offload.device.staging import StagingRing
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
 from tba_offload.store.engine import QueuedStore
-from tba_offload.store.extents import BLOCK
+from tba_offload.store.extents import BLOCK, round_up
+from tba_offload.store.file_systems import Place, file_system_of
 from tba_offload.store.late import LateErrors
 from tba_offload.store.run_file import FULL, RunFile, short_transfer
 from tba_offload.store.run_file_backend import RunFileBackend
@@ -174,7 +175,7 @@ class FileBackend(RunFileBackend):
 
     def _span(self, extent: Extent) -> int:
         """Bytes of the extent that are moved: lead, payload and padding up to the alignment."""
-        return -(-(extent.lead + extent.nbytes) // self.block) * self.block
+        return round_up(extent.lead + extent.nbytes, self.block)
 
     def _is_in_place(self, extent: Extent, memory: ByteRange, *, padded: bool) -> bool:
         """Whether a system call can move the bytes of an extent from, or to, where they lie.
@@ -346,9 +347,9 @@ def _choose_path(file: RunFile) -> tuple[int, str | None]:
 
 
 def _direct_path(file: RunFile) -> tuple[int, str | None]:
-    magic = posix.file_system_magic(file.fd)
-    if magic in posix.MEMORY_FILE_SYSTEMS:
-        return 1, f"{posix.MEMORY_FILE_SYSTEMS[magic]} lies in memory"
+    system = file_system_of(file.fd)
+    if system.place is Place.MEMORY:
+        return 1, f"{system.name} lies in memory"
     told = posix.direct_alignment(file.fd)
     alignment = _UNKNOWN_ALIGNMENT if told is None else told
     if alignment == 0:

@@ -72,7 +72,9 @@ def _network(name: str, *, keeps_names: bool = True) -> FileSystem:
 
 
 FILE_SYSTEMS = {
-    **{magic: FileSystem(name, Place.MEMORY) for magic, name in posix.MEMORY_FILE_SYSTEMS.items()},
+    0x01021994: FileSystem("tmpfs", Place.MEMORY),
+    0x858458F6: FileSystem("ramfs", Place.MEMORY),
+    0x958458F6: FileSystem("hugetlbfs", Place.MEMORY),
     0xEF53: FileSystem("ext4", Place.DRIVE),
     0x58465342: FileSystem("xfs", Place.DRIVE),
     posix.BTRFS: FileSystem("btrfs", Place.DRIVE),
@@ -126,11 +128,16 @@ def file_system_of(fd: int) -> FileSystem:
     return FILE_SYSTEMS.get(posix.file_system_magic(fd), UNKNOWN)
 
 
+def mount_id_of(fd: int) -> str:
+    """The kernel's number of the mount of an open file; unlike the device it also tells bind mounts apart."""
+    lines = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
+
+
 def mount_of(fd: int) -> Mount | None:
     """How the file system of an open file or directory is mounted; ``None`` if the system does not tell."""
     try:
-        told = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
-        number = next(line.split()[1] for line in told if line.startswith("mnt_id:"))
+        number = mount_id_of(fd)
         mounts = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
     except (OSError, StopIteration):
         return None

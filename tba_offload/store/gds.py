@@ -40,6 +40,7 @@ from tba_offload.store import posix
 from tba_offload.store.cufile import CuFile
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK
+from tba_offload.store.file_systems import Place, file_system_of
 from tba_offload.store.run_file import FULL, RunFile, short_transfer
 from tba_offload.store.run_file_backend import RunFileBackend
 
@@ -290,9 +291,9 @@ def driver_versions() -> dict[str, str | None]:
 
 def _refusal(kvikio: Any, fd: int) -> str | None:
     """Why cuFile does not take a file, as far as it can be known beforehand."""
-    magic = posix.file_system_magic(fd)
-    if magic in posix.MEMORY_FILE_SYSTEMS:
-        return f"{posix.MEMORY_FILE_SYSTEMS[magic]} lies in memory and has no direct I/O, which cuFile needs"
+    system = file_system_of(fd)
+    if system.place is Place.MEMORY:
+        return f"{system.name} lies in memory and has no direct I/O, which cuFile needs"
     if posix.direct_alignment(fd) == 0:
         return "the file system does not offer direct I/O, which cuFile needs"
     if not kvikio.defaults.is_compat_mode_preferred():

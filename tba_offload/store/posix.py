@@ -22,9 +22,6 @@ MAX_TRANSFER = 0x7FFFF000
 MOST_PARTS = 1024
 """Linux takes at most this many pieces of memory in one call, its ``IOV_MAX``."""
 
-MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
-"""Magic numbers of file systems that lie in memory."""
-
 Call = Callable[[int, int, int, int], int]
 """Type of :func:`pwrite` and :func:`pread`: descriptor, address, bytes, offset to bytes moved.
 
@@ -85,16 +82,19 @@ def _last_error() -> OSError:
     return OSError(number, os.strerror(number))
 
 
+def _checked(moved: int) -> int:
+    if moved < 0:
+        raise _last_error()
+    return moved
+
+
 def pwrite(fd: int, address: int, nbytes: int, offset: int) -> int:
     """Writes bytes at an address to a file; returns how many went.
 
     Raises:
         OSError: The call failed; ``InterruptedError`` for a signal.
     """
-    moved: int = _pwrite(fd, address, nbytes, offset)
-    if moved < 0:
-        raise _last_error()
-    return moved
+    return _checked(_pwrite(fd, address, nbytes, offset))
 
 
 def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
@@ -103,10 +103,7 @@ def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
     Raises:
         OSError: The call failed; ``InterruptedError`` for a signal.
     """
-    moved: int = _pread(fd, address, nbytes, offset)
-    if moved < 0:
-        raise _last_error()
-    return moved
+    return _checked(_pread(fd, address, nbytes, offset))
 
 
 def pwritev(fd: int, address: int, parts: int, offset: int) -> int:
@@ -121,10 +118,7 @@ def pwritev(fd: int, address: int, parts: int, offset: int) -> int:
     Raises:
         OSError: The call failed.
     """
-    moved: int = _pwritev(fd, address, parts, offset)
-    if moved < 0:
-        raise _last_error()
-    return moved
+    return _checked(_pwritev(fd, address, parts, offset))
 
 
 def preadv(fd: int, address: int, parts: int, offset: int) -> int:
@@ -133,10 +127,7 @@ def preadv(fd: int, address: int, parts: int, offset: int) -> int:
     Raises:
         OSError: The call failed.
     """
-    moved: int = _preadv(fd, address, parts, offset)
-    if moved < 0:
-        raise _last_error()
-    return moved
+    return _checked(_preadv(fd, address, parts, offset))
 
 
 def transfer_together(call: Call, fd: int, parts: Sequence[tuple[int, int]], offset: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -25,7 +25,7 @@ from tba_offload.store.gds import GdsStore, import_kvikio
 from tba_offload.store.hanging import opened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from tba_offload.device import Device
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
@@ -238,16 +238,11 @@ def choose(directory: str | os.PathLike[str], device: Device, options: StoreOpti
     options = for_trial(options, EXTENTS)
     transfer_seconds = options.stall_seconds or TRANSFER_SECONDS
     place, hangs = os.fspath(directory), True
-
-    def trial(kind: type[FileStore | GdsStore]) -> AbstractContextManager[QueuedStore]:
-        make = partial(kind, place, device=device, options=options)
-        return on_trial(make, place, device, transfer_seconds)
-
     try:
         import_kvikio()
-        with trial(FileStore) as file:
+        with on_trial(FileStore, place, device, options, transfer_seconds) as file:
             hangs = False
-            with trial(GdsStore) as direct:
+            with on_trial(GdsStore, place, device, options, transfer_seconds) as direct:
                 rates = in_turn({"file": file, "gds": direct}, device, transfer_seconds)
                 path = direct.description["path"]
     except MissingDependencyError as error:
@@ -271,12 +266,17 @@ def choose(directory: str | os.PathLike[str], device: Device, options: StoreOpti
 
 @contextmanager
 def on_trial(
-    make: Callable[[], QueuedStore], place: str, device: Device, limit: float | None
+    kind: type[FileStore | GdsStore],
+    place: str,
+    device: Device,
+    options: StoreOptions | None,
+    limit: float | None,
 ) -> Iterator[QueuedStore]:
     """Around the trial of a store: opens it as :func:`opened` does, and closes it after whatever exception.
 
     One with transfers that hang is given up.
     """
+    make = partial(kind, place, device=device, options=options)
     store, hangs = opened(make, place, device, limit), False
     try:
         yield store

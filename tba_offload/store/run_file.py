@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
 from tba_offload.store.extents import round_up
-from tba_offload.store.file_systems import UNKNOWN, file_system_of
+from tba_offload.store.file_systems import UNKNOWN, Place, file_system_of, mount_id_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -301,7 +301,7 @@ def lies_in_memory(path: str) -> bool:
     except OSError:
         return False  # what is wrong with it, opening the store says
     try:
-        return posix.file_system_magic(fd) in posix.MEMORY_FILE_SYSTEMS
+        return file_system_of(fd).place is Place.MEMORY
     finally:
         os.close(fd)
 
@@ -440,15 +440,9 @@ def _is_mount_point(directory: int) -> bool:
     """Whether a file system other than that of the directory above begins here; never true of the root."""
     above = os.open("..", _SEARCH, dir_fd=directory)
     try:
-        return _mount_of(directory) != _mount_of(above)
+        return mount_id_of(directory) != mount_id_of(above)
     finally:
         os.close(above)
-
-
-def _mount_of(fd: int) -> str:
-    """The kernel's number of a mount; unlike the device it also tells bind mounts apart."""
-    lines = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
-    return next(line for line in lines if line.startswith("mnt_id:"))
 
 
 def _read_link(here: int, name: str, path: str, links: int) -> str:

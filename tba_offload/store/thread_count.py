@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.errors import HangingError
@@ -102,6 +101,5 @@ def _rates(
         stores: dict[int, QueuedStore] = {}
         for count in counts:
             chosen = replace(options, readers=count, writers=count)
-            make = partial(STORES[kind], path, device=device, options=chosen)
-            stores[count] = stack.enter_context(on_trial(make, path, device, limit))
+            stores[count] = stack.enter_context(on_trial(STORES[kind], path, device, chosen, limit))
         return in_turn(stores, device, limit, extents=max(counts))

@@ -268,8 +268,6 @@ class Faults:
         self._faults = tuple(faults)
         self._lock = threading.Lock()
         self._begin_anew()
-        self._pwrite, self._pread, self._fallocate = posix.pwrite, posix.pread, posix.fallocate
-        self._pwritev, self._preadv = posix.pwritev, posix.preadv
 
     def start(self) -> Self:
         """Puts the faults below the stores of this process; for scripts that shall never be healthy again.
@@ -280,8 +278,6 @@ class Faults:
         injected = isinstance(getattr(posix.pwrite, "__self__", None), Faults)
         if injected:
             raise RuntimeError("faults are injected already; name them all in one call of inject()")
-        self._pwrite, self._pread, self._fallocate = posix.pwrite, posix.pread, posix.fallocate
-        self._pwritev, self._preadv = posix.pwritev, posix.preadv
         self._begin_anew()
         posix.pwrite, posix.pread, posix.fallocate = self._write, self._read, self._grow
         posix.pwritev, posix.preadv = self._write_joined, self._read_joined
@@ -293,6 +289,8 @@ class Faults:
         self._released = threading.Event()
         self._triggers: dict[tuple[int, int], _Trigger] = {}
         self._began = time.monotonic()
+        self._pwrite, self._pread, self._fallocate = posix.pwrite, posix.pread, posix.fallocate
+        self._pwritev, self._preadv = posix.pwritev, posix.preadv
 
     def stop(self) -> None:
         """Takes the faults away, and lets go of what hangs."""

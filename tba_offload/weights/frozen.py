@@ -178,7 +178,7 @@ class FrozenWeights:
     def _take_over(
         self, chunks: Sequence[nn.Module], config: OffloadConfig, homes: Homes, tell: Callable[[str], object]
     ) -> None:
-        percent = (config.weights.percent if config.weights is not None else 0) or 100
+        percent = config.frozen_percent or 100
         share = Staying(percent)
         could_travel = False
         device = homes.device.torch_device

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tba_offload.adapt.controller import Controller
-    from tba_offload.plan.bandwidth import Bandwidth
-    from tba_offload.plan.profile import StepProfile
+    from tba_offload.adapt.task import Case
 
 SEED = 1234
 STEPS = 3
@@ -505,21 +504,21 @@ def at_odds_with_others(controller: Controller) -> Controller:
     )
     turns = itertools.count(dist.get_rank())
 
-    def decided(moment: Moment, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
+    def decided(moment: Moment, case: Case) -> tuple[Phase, Plan]:
         turn = next(turns)
         layers = range(len(moment.task.policy))
         placements = tuple(choices[(turn + layer) % len(choices)] for layer in layers)
         expected = Prediction(1.0, stall_seconds=0.0, peak_bytes=0, written_bytes=0)
         plan = Plan(placements, window=moment.plan.window, prediction=expected)
-        return Decided(plan, "", planned_for=bandwidth), plan
+        return Decided(plan, "", planned_for=case.bandwidth), plan
 
     class Decided(Settled):
-        def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
-            return decided(moment, bandwidth)
+        def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
+            return decided(moment, case)
 
     class Undecided(Phase):
-        def decide(self, moment: Moment, profile: StepProfile, bandwidth: Bandwidth) -> tuple[Phase, Plan]:
-            return decided(moment, bandwidth)
+        def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
+            return decided(moment, case)
 
     class AtOdds(Controller):
         def __init__(self) -> None:

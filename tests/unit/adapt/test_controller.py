@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -30,7 +29,7 @@ from tba_offload.adapt.phases import Comparison, Excursion, Moment, Settled
 from tba_offload.adapt.profiler import ComputeClock, profile_of
 from tba_offload.adapt.proposals import bare, best_plan, excursion, probing_plan, worst_peak
 from tba_offload.adapt.rates import Rates, drifted
-from tba_offload.adapt.task import Task
+from tba_offload.adapt.task import Case, Task
 from tba_offload.capture.scope import ActivationKey, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTrace, Treatment
 from tba_offload.cli import main
@@ -46,11 +45,11 @@ from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.sizes import Sizes, StepSize
 from tba_offload.plan.tuning import TUNING, Tuning
-from tba_offload.plan.what_if import Block, frontier, one_f_one_b, peak_of_keep, stretched
+from tba_offload.plan.what_if import Block, one_f_one_b, peak_of_keep, stretched
 from tba_offload.report.log_reader import read_run_log
 from tba_offload.report.run_log import StepRecord
 from tba_offload.store.base import DriveLoad, Load
-from tba_offload.what_if import Situation, composition
+from tba_offload.what_if import FRONTIER, Situation, composition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -275,23 +274,22 @@ def test_what_memory_holds_beside_layers_is_found_with_the_simulator_or_the_book
 
 
 def test_what_other_plans_needed_beyond_what_is_known_is_not_foretold_of_one_that_was_measured() -> None:
-    needs, bandwidth = Needs(task_of(2, budget=2000)), Bandwidth(100, 100)
     profile = dataclasses.replace(profile_by_hand(OFFLOAD, OFFLOAD), rest_bytes=700)
+    case = case_of(task_of(2, budget=2000), profile)
+    needs = Needs(case.task)
     measured, other = Plan((OFFLOAD, OFFLOAD), window=200), Plan((OFFLOAD, KEEP), window=200)
     for peak, activations in ((290, 350), (310, 320), (300, 340)):
         needs.note_peak(measured, peak, activations, is_largest=True)
-    told, of_other = (
-        needs.with_prediction(plan, profile, bandwidth).prediction for plan in (measured, other)
-    )
+    told, of_other = (needs.with_prediction(case, plan).prediction for plan in (measured, other))
     assert told is not None
     assert (told.peak_bytes, told.activation_peak) == (300, 340)
     assert needs.peak_of(measured) == 310
     needs.note_peak(measured, 2500, 2500, is_largest=False)  # of a smaller step, which broke the budget
     assert needs.peak_of(measured) == 2500
-    assert needs.with_prediction(measured, profile, bandwidth).prediction == told
-    assert told.seconds == simulate(profile, measured, bandwidth).seconds
+    assert needs.with_prediction(case, measured).prediction == told
+    assert told.seconds == case.play(measured).seconds
     assert of_other is not None
-    assert of_other.peak_bytes == simulate(profile, other, bandwidth).peak_bytes > 700
+    assert of_other.peak_bytes == case.play(other).peak_bytes > 700
 
 
 def test_what_a_process_allocates_once_in_its_first_step_is_none_of_what_lies_beside_layers() -> None:
@@ -404,14 +402,23 @@ def task_of(count: int, **options: Any) -> Task:
     return Task((AUTO,) * count, layers, limits, objective, **options)
 
 
+def case_of(
+    task: Task,
+    profile: StepProfile,
+    bandwidth: Bandwidth = Bandwidth(100, 100),  # noqa: B008 - never changes
+    *,
+    not_recomputed: Iterable[int] = (),
+) -> Case:
+    return Case(task, profile, bandwidth, frozenset(not_recomputed))
+
+
 def test_each_way_is_tried_once_while_the_planner_learns() -> None:
     plan = probing(task_of(8))
     assert set(plan.placements) == {AUTO, KEEP, RECOMPUTE, OFFLOAD_REMAT}
 
 
 def probing(task: Task) -> Plan:
-    profile = profile_by_hand(*(OFFLOAD,) * 8)
-    return probing_plan(task, profile, Bandwidth(100, 100), step=1, not_recomputed=frozenset())
+    return probing_plan(case_of(task, profile_by_hand(*(OFFLOAD,) * 8)), step=1)
 
 
 def test_under_a_tight_budget_layers_are_recomputed_to_learn_and_none_is_kept() -> None:
@@ -457,7 +464,7 @@ def tried_instead_of(
 ) -> tuple[Placement, ...] | None:
     """The placements of an excursion from a plan."""
     task, bandwidth = task_of(len(plan.placements)), Bandwidth(rate, rate)
-    look = excursion(task, profile, bandwidth, plan, not_recomputed=frozenset(not_recomputed))
+    look = excursion(case_of(task, profile, bandwidth, not_recomputed=not_recomputed), plan)
     return None if look is None else look.placements
 
 
@@ -575,9 +582,7 @@ def doubt_of(task: Task, steps: Iterable[tuple[float, float]], **seen: Any) -> s
     for seconds, waited in steps:
         record = StepRecord(step=9, seconds=seconds, stall_seconds=waited * seconds)
         pace.note(record, None, is_planned=True)
-    moment = moment_of(task, plan, pace, **seen)
-    bandwidth = Bandwidth(1e9, 1e9)
-    return Settled(plan, "", planned_for=bandwidth).doubt(moment, moment.bandwidth or bandwidth)
+    return Settled(plan, "", planned_for=Bandwidth(1e9, 1e9)).doubt(moment_of(task, plan, pace, **seen))
 
 
 QUIET = (0.236, 0.242, 0.233, 0.238, 0.235, 0.240, 0.237, 0.236, 0.239, 0.234, 0.236, 0.238)
@@ -592,7 +597,7 @@ def doubts_about(times: Sequence[float], expected: float = 0.236) -> list[int]:
     for number, seconds in enumerate(times):
         pace.note(StepRecord(step=number, seconds=seconds), None, is_planned=True)
         moment = moment_of(task, plan, pace)
-        if Settled(plan, "", planned_for=HALF).doubt(moment, HALF) is not None:
+        if Settled(plan, "", planned_for=HALF).doubt(moment) is not None:
             doubted.append(number)
     return doubted
 
@@ -619,7 +624,6 @@ def moment_of(task: Task, plan: Plan, pace: Pace, **seen: Any) -> Moment:
     return Moment(
         **{"task": task, "plan": plan, **usual, **seen},
         size=StepSize(),
-        not_recomputed=frozenset(),
         needs=Needs(task),
         pace=pace,
     )
@@ -644,8 +648,10 @@ def test_a_drive_is_another_one_if_it_is_so_for_longer_than_a_step(
         found.note([DriveLoad(load, load)], fell_back=False)
     bandwidth = found.bandwidth()
     assert bandwidth is not None
-    moment = moment_of(task, plan, Pace(task.tuning), usual=found.usual(), deviation=found.deviation())
-    doubt = Settled(plan, "", planned_for=Bandwidth(1e9, 1e9)).doubt(moment, bandwidth)
+    seen = {"bandwidth": bandwidth, "usual": found.usual(), "deviation": found.deviation()}
+    doubt = Settled(plan, "", planned_for=Bandwidth(1e9, 1e9)).doubt(
+        moment_of(task, plan, Pace(task.tuning), **seen)
+    )
     assert (doubt is not None) is is_doubted
 
 
@@ -654,21 +660,22 @@ def test_another_budget_is_a_reason_to_plan_at_once(budget: int) -> None:
     """And the plan that is made for it is taken, whatever it gains."""
     profile, drive = profile_by_hand(*(OFFLOAD,) * 4), Bandwidth(100, 100)
     before = task_of(4, budget=700)
-    plan = best_plan(before, profile, drive, not_recomputed=frozenset())
+    plan = best_plan(case_of(before, profile, drive))
     settled = Settled(plan, "", planned_for=drive, is_measured=True, is_refined=True)
     steady = moment_of(before, plan, Pace(before.tuning), bandwidth=drive)
-    assert (settled.doubt(steady, drive), settled.is_pressing(steady)) == (None, False)
+    assert (settled.doubt(steady), settled.is_pressing(steady)) == (None, False)
     task = task_of(4, budget=budget)
     moment = moment_of(task, plan, Pace(task.tuning), bandwidth=drive)
     limited = settled.limited(task)
     assert isinstance(limited, Settled)
     assert limited.is_pressing(moment)
     assert limited.is_turn(moment)
-    assert limited.doubt(moment, drive) == f"{budget} B are left for activations now"
-    decided, new = limited.decide(moment, profile, drive)
+    assert limited.doubt(moment) == f"{budget} B are left for activations now"
+    case = case_of(task, profile, drive)
+    decided, new = limited.decide(moment, case)
     assert decided.settled is not None
     assert not decided.settled.is_overdue
-    assert bare(new) == bare(best_plan(task, profile, drive, not_recomputed=frozenset()))
+    assert bare(new) == bare(best_plan(case))
     assert bare(new) != bare(plan)
     assert isinstance(Excursion(settled).limited(task), Settled)
 
@@ -771,7 +778,7 @@ def test_a_plan_takes_the_whole_budget_where_nothing_smaller_fits() -> None:
     lowest = make_plan(profile, bandwidth, Limits(1, 1), policy=(AUTO,) * 8).prediction
     assert lowest is not None
     task = task_of(8, budget=int(lowest.peak_bytes / (1 - TUNING.margin)) + 1, window=1)
-    plan = best_plan(task, profile, bandwidth, not_recomputed=frozenset())
+    plan = best_plan(case_of(task, profile, bandwidth))
     assert plan.prediction is not None
     planned = task.limits.planned
     assert (1 - TUNING.unmeasured) * planned < plan.prediction.peak_bytes <= planned
@@ -782,9 +789,10 @@ def test_plans_leave_free_what_was_never_measured_with_a_full_window_too(share: 
     """Where there is such a plan: the drive may become slower at any time."""
     profile = steady_profile()
     task = task_of(LAYERS, budget=int(share * peak_of_keep(profile, HALF)))
-    plan = best_plan(task, profile, HALF, not_recomputed=frozenset())
+    case = case_of(task, profile, HALF)
+    plan = best_plan(case)
     assert OFFLOAD in plan.placements or OFFLOAD_REMAT in plan.placements
-    assert worst_peak(profile, plan, HALF) <= (task.careful_limits.budget or 0)
+    assert worst_peak(case, plan) <= (task.careful_limits.budget or 0)
 
 
 def steady_profile(layers: int = LAYERS) -> StepProfile:
@@ -1108,8 +1116,7 @@ def run_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def invoke_plan(*arguments: object, whole_sweep: bool = False) -> Any:
     """What the command prints; of the budgets of its sweep two, unless the test is about the sweep."""
-    sweep = frontier if whole_sweep else functools.partial(frontier, shares=(0.25, 1.05))
-    with mock.patch("tba_offload.what_if.frontier", sweep):
+    with mock.patch("tba_offload.what_if.FRONTIER", FRONTIER if whole_sweep else (0.25, 1.05)):
         return CliRunner().invoke(main, ["plan", *map(str, arguments)])
 
 
@@ -1965,11 +1972,10 @@ def test_a_plain_plan_that_a_step_shows_to_be_faster_stays(*, is_behind: bool) -
     assert plain.recomputes
     settled = settled_in(machine)
     assert settled.favoured > 0.05
-    task = machine.controller.task
-    again = best_plan(task, steady_profile(), HALF.scaled(0.5), not_recomputed=NONE)
+    case = case_of(machine.controller.task, steady_profile(), HALF.scaled(0.5))
+    again = best_plan(case)
     assert again.prediction is not None
-    kept = simulate(steady_profile(), machine.plan, HALF.scaled(0.5))
-    assert again.prediction.seconds < kept.seconds
+    assert again.prediction.seconds < case.play(machine.plan).seconds
 
 
 @pytest.mark.parametrize("is_behind", [False, True])

@@ -14,7 +14,8 @@ from tba_offload.capture.registry import Registry
 from tba_offload.capture.scope import ScopeKey
 from tba_offload.device.memory import MemoryMeter
 from tba_offload.plan.beside import Beside
-from tba_offload.session.memory_watch import BETWEEN, EMBEDDINGS, MemoryWatch, Sources
+from tba_offload.session.memory_seen import BETWEEN, EMBEDDINGS
+from tba_offload.session.memory_watch import MemoryWatch, Sources
 from tba_offload.session.outputs import Outputs
 from tba_offload.session.static_memory import ModuleTensors, frozen_bytes, head_bytes, static_bytes
 
