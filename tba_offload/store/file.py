@@ -28,7 +28,7 @@ from tba_offload.device.staging import StagingRing
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
 from tba_offload.store.engine import QueuedStore
-from tba_offload.store.extents import BLOCK, round_up
+from tba_offload.store.extents import BLOCK
 from tba_offload.store.file_systems import Place, file_system_of
 from tba_offload.store.late import LateErrors
 from tba_offload.store.run_file import FULL, RunFile, short_transfer
@@ -175,7 +175,7 @@ class FileBackend(RunFileBackend):
 
     def _span(self, extent: Extent) -> int:
         """Bytes of the extent that are moved: lead, payload and padding up to the alignment."""
-        return round_up(extent.lead + extent.nbytes, self.block)
+        return -(-(extent.lead + extent.nbytes) // self.block) * self.block
 
     def _is_in_place(self, extent: Extent, memory: ByteRange, *, padded: bool) -> bool:
         """Whether a system call can move the bytes of an extent from, or to, where they lie.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tba_offload.errors import StoreFullError
 from tba_offload.store.base import Extent
-from tba_offload.store.extents import BLOCK, ExtentAllocator, round_up
+from tba_offload.store.extents import BLOCK, ExtentAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -127,7 +127,7 @@ class Leases:
             SessionError: The store is closed.
         """
         extents: list[Extent] = []
-        lengths = [round_up(lead + nbytes, BLOCK) for nbytes, lead in places]
+        lengths = [-(-(lead + nbytes) // BLOCK) * BLOCK for nbytes, lead in places]
         try:
             with self.lock:
                 self._life.check_open()
