@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -33,6 +34,7 @@ class AwayTensor(torch.Tensor):
     """
 
     _name: str
+    _origin: tuple[weakref.ref[torch.Tensor], str] | None = None
 
     @staticmethod
     def __new__(
@@ -49,6 +51,24 @@ class AwayTensor(torch.Tensor):
         )
         made._name = name
         return made
+
+    def stands_for(self, parameter: torch.Tensor, key: str) -> Self:
+        """Says which state it is: that of a parameter, by its name; returns itself."""
+        self._origin = weakref.ref(parameter), key
+        return self
+
+    @property
+    def origin(self) -> tuple[torch.Tensor | None, str]:
+        """The parameter whose state it is, if there is that yet, and the name of the state."""
+        return (None, "") if self._origin is None else (self._origin[0](), self._origin[1])
+
+    def refused(self, use: str) -> StatesAwayError:
+        """The error of a use of it.
+
+        Args:
+            use: What was done.
+        """
+        return self._error(self._name, use)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch declares what is switched off by default
@@ -81,6 +101,24 @@ class AwayTensor(torch.Tensor):
     def tolist(self) -> NoReturn:
         """Likewise."""
         raise self._error(self._name, "tolist() was called")
+
+    def share_memory_(self) -> NoReturn:
+        """Likewise."""
+        raise self._error(self._name, "share_memory_() was called")
+
+    def apply_(self, *_: object) -> NoReturn:
+        """Likewise."""
+        raise self._error(self._name, "apply_() was called")
+
+    @property
+    def data(self) -> NoReturn:
+        """Likewise."""
+        raise self._error(self._name, "its data was asked for")
+
+    @data.setter
+    def data(self, _: object) -> NoReturn:
+        """Likewise: other bytes would not be those that come to the next update."""
+        raise self._error(self._name, "its data was set")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise self._error(self._name, "it was pickled")

@@ -50,7 +50,8 @@ class ByParameter:
             return entry
         if parameter not in self._copies:  # others of its sub-group are likely to be asked for next
             self._copies = self._on_host({parameter})
-        return entry | self._copies.pop(parameter)
+        copies = self._copies.pop(parameter)
+        return {key: copies.get(key, value) if is_away(value) else value for key, value in entry.items()}
 
     def take(self, parameter: torch.Tensor) -> None:
         """Takes states that were put into ``optimizer.state[parameter]``, once there are enough of them.

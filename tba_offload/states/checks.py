@@ -73,6 +73,11 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
             "of them, set states.trust to true"
         )
     for group in optimizer.param_groups:
+        if len(set(group["params"])) < len(group["params"]):
+            raise UnsupportedError(
+                f"a parameter stands twice in one group of this {name}, so that a step would update it "
+                "twice; give it once"
+            )
         if isinstance(optimizer, torch.optim.Adafactor) and _takes_eps_from_the_first(group):
             raise UnsupportedError(
                 "Adafactor with parameters of several data types in one group cannot be updated in parts; "
@@ -119,6 +124,13 @@ def _check_backward(
     if has_masters:
         raise UnsupportedError("masters get their gradients after backward; set states.when to step")
     parameters = parameters_of(optimizer)
+    others = set(parameters).difference(*(module.parameters() for module in modules))
+    if others:
+        raise UnsupportedError(
+            f"{len(others)} parameters of this {type(optimizer).__name__} are not of the model, whose "
+            "forwards tell that they are about to be read; give offload_optimizer() all modules, or set "
+            "states.when to step"
+        )
     if has_peers() and not is_fully_sharded(modules, parameters):
         raise UnsupportedError(
             "with several processes gradients are final only when they are reduced, which is after backward "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -16,6 +16,7 @@ from tba_offload.states.slots import SLOTS, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from tba_offload.states.home import Homes
     from tba_offload.states.layout import Place
@@ -125,6 +126,35 @@ class Exchange:
             for key, value in self._optimizer.state.get(piece.parameter, {}).items()
         )
 
+    def read_moved(self, with_any: Callable[[set[torch.Tensor]], Iterable[SubGroup]]) -> None:
+        """Reads states that a program has given to another parameter, as to one in the place of the first.
+
+        Args:
+            with_any: The sub-groups of parameters.
+
+        Raises:
+            TransferError: They cannot be read.
+            StatesAwayError: There are no such states any more.
+        """
+        moved = [
+            (entry, key, value)
+            for parameter, entry in self._optimizer.state.items()
+            if isinstance(entry, dict)
+            for key, value in entry.items()
+            if type(value) is AwayTensor and not _is_of(value, parameter, key)
+        ]
+        if not moved:
+            return
+        owners = {owner for _, _, value in moved if (owner := value.origin[0]) is not None}
+        found = self.on_host(owners, with_any(owners))
+        for entry, key, value in moved:
+            owner, name = value.origin
+            shown = None if owner is None else self._optimizer.state.get(owner, {}).get(name)
+            has_another = owner is not None and _is_of(shown, owner, name) and shown is not value
+            if owner is None or has_another or name not in found.get(owner, {}):
+                raise value.refused("another parameter was given it when there was no such state any more")
+            entry[key] = found[owner][name].to(value.device, copy=True)
+
     def take_shown(self, groups: Iterable[SubGroup]) -> None:
         """Takes the states that ``optimizer.state`` shows, and forgets those that it shows no more.
 
@@ -141,16 +171,22 @@ class Exchange:
             each: self._masters.with_states(each, self._optimizer.state.get(each, {}))
             for each in _parameters_of(groups)
         }
+        of_slices: list[tuple[SubGroup, Piece, Entry]] = []
         for group in groups:
-            self._take_shown(group, shown)
+            of_slices += self._take_shown(group, shown)
             self.slots.write(group)
+        for group, piece, entry in of_slices:  # which are away when all of them are taken
+            self._show(group, piece, entry)
         for place in (place for group in groups for place in group.places):
             if place.key == MASTER:  # of slices, all of which are taken now
                 master = place.piece.parameter
                 self._masters.send_away(master, self._name_of(master))
         self.end()
 
-    def _take_shown(self, group: SubGroup, shown: dict[torch.Tensor, Entry]) -> None:
+    def _take_shown(
+        self, group: SubGroup, shown: dict[torch.Tensor, Entry]
+    ) -> list[tuple[SubGroup, Piece, Entry]]:
+        """Takes those of a sub-group; returns what is to be shown of slices, without the bytes."""
         entries = {
             piece: {key: _of_piece(piece, value) for key, value in shown[piece.parameter].items()}
             for piece in group.pieces
@@ -162,7 +198,13 @@ class Exchange:
                 del shown[piece.parameter]  # so that its memory is free before the next one's is taken
         self._lay_out(group, bound, entries)
         for piece, entry in entries.items():
-            self._show(group, piece, entry)
+            if piece.is_whole:
+                self._show(group, piece, entry)
+        return [
+            (group, piece, {key: _without_bytes(value) for key, value in entry.items()})
+            for piece, entry in entries.items()
+            if not piece.is_whole
+        ]
 
     def _bound(
         self, group: SubGroup, entries: Mapping[Piece, Entry]
@@ -218,12 +260,14 @@ class Exchange:
                 self.slots.drop(group)
 
     def on_host(
-        self, groups: Iterable[SubGroup], *, masters: bool = False
+        self, parameters: AbstractSet[torch.Tensor], groups: Iterable[SubGroup], *, masters: bool = False
     ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Copies of states in host memory, read sub-group by sub-group.
 
         Args:
-            groups: The sub-groups.
+            parameters: Those whose states are wanted; what comes with them is copied too, but for slices of
+                others, which are not all there.
+            groups: The sub-groups that hold any of them.
             masters: Whether copies of master copies are wanted too.
 
         Raises:
@@ -231,10 +275,13 @@ class Exchange:
         """
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for group in groups:
+            if group.layout is None:
+                continue
             slot = self._held(group)
             flat = group.home.on_host(group.nbytes) if slot is None else slot.lend()
             for place in group.places:
-                if masters or place.key != MASTER:
+                is_all = place.piece.is_whole or place.piece.parameter in parameters
+                if is_all and (masters or place.key != MASTER):
                     _copy_to_host(place, place.view(flat), found)
         return found
 
@@ -255,7 +302,8 @@ class Exchange:
         """Whether ``optimizer.state`` shows that a state is away, or the master itself that it is."""
         if place.key == MASTER:
             return is_away(place.piece.parameter)
-        return is_away(self._optimizer.state.get(place.piece.parameter, {}).get(place.key))
+        parameter = place.piece.parameter
+        return _is_of(self._optimizer.state.get(parameter, {}).get(place.key), parameter, place.key)
 
     def _lay_out(
         self,
@@ -284,7 +332,7 @@ class Exchange:
         if MASTER in away and piece.is_whole:
             self._masters.send_away(piece.parameter, self._name_of(piece.parameter))
         entry = {key: value for key, value in entry.items() if key != MASTER}
-        if not entry:
+        if not entry and not self._optimizer.state.get(piece.parameter):
             return
         known = self._optimizer.state[piece.parameter]
         if piece.is_whole:
@@ -301,10 +349,19 @@ class Exchange:
     def _show_away(self, known: Entry, piece: Piece, key: str, value: torch.Tensor) -> None:
         like = value if piece.is_whole else piece.parameter
         shown = known.get(key)
-        if isinstance(shown, AwayTensor) and shown.shape == like.shape and shown.dtype == value.dtype:
+        if _is_of(shown, piece.parameter, key) and shown.shape == like.shape and shown.dtype == value.dtype:
             return
         name = f"{key!r} of {self._name_of(piece.parameter)}"
-        known[key] = AwayTensor(like.shape, like.stride(), value.dtype, value.device, name)
+        away = AwayTensor(like.shape, like.stride(), value.dtype, value.device, name)
+        known[key] = away.stands_for(piece.parameter, key)
+
+
+def _is_of(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[AwayTensor]:
+    """Whether a value is what stands for a state of a parameter."""
+    if type(value) is not AwayTensor:
+        return False
+    owner, name = value.origin
+    return owner is parameter and name == key
 
 
 def _copy_to_host(
@@ -371,6 +428,10 @@ def _part(piece: Piece, value: torch.Tensor) -> torch.Tensor:
 
 def _parameters_of(groups: Iterable[SubGroup]) -> set[torch.Tensor]:
     return {piece.parameter for group in groups for piece in group.pieces}
+
+
+def _without_bytes(value: Any) -> Any:
+    return value.new_empty(0) if isinstance(value, torch.Tensor) and value.numel() > 1 else value
 
 
 def _copy(value: Any) -> Any:

@@ -97,11 +97,11 @@ class Journal(NoJournal):
             slot.write()
             slot.settle()
         undo = self._undo.setdefault(group, _Undo(group))
-        self._count += 1
-        undo.begin(self._count)
         held = self._buffers.of(undo)
         if held is not None:  # since its last update
             held.clear()
+        self._count += 1
+        undo.begin(self._count)
         buffer = self._buffers.take(undo.nbytes, _Undo.age, most=_BUFFERS)
         buffer.give_to(undo)
         undo.save(buffer.lend())
@@ -210,14 +210,15 @@ class _Undo:
 
     def __init__(self, group: SubGroup) -> None:
         self.home = group.home.another("old values")
+        self._pieces = group.pieces
         self._number = 0
-        starts, end = side_by_side(piece.nbytes for piece in group.pieces)
-        self._places = list(zip(group.pieces, starts, strict=True))
-        self.nbytes = max(round_up(end, BLOCK), BLOCK)
 
     def begin(self, number: int) -> None:
-        """An update begins, whose number is greater than those before."""
+        """An update begins, whose number is greater than those before; data types may be others by now."""
         self._number = number
+        starts, end = side_by_side(piece.nbytes for piece in self._pieces)
+        self._places = list(zip(self._pieces, starts, strict=True))
+        self.nbytes = max(round_up(end, BLOCK), BLOCK)
 
     def age(self) -> int:
         """The greater, the older."""

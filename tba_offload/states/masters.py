@@ -56,6 +56,10 @@ class Masters:
         """Whether a parameter of the optimizer is a master that travels."""
         return parameter in self._copies
 
+    def can_be_cut(self, parameter: torch.Tensor) -> bool:
+        """Whether slices of what a parameter is copied to, if it is a master, are views of that."""
+        return parameter not in self._copies or self._copies[parameter].is_contiguous()
+
     def with_states(self, parameter: torch.Tensor, entry: Entry) -> Entry:
         """States of a parameter, and the master where it is one, as a plain tensor unless it is away."""
         return {**entry, MASTER: parameter.detach()} if parameter in self._copies else dict(entry)

@@ -15,6 +15,7 @@ import torch
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
 from tba_offload.config.options import StatesConfig
 from tba_offload.device import device_of
+from tba_offload.interrupts import put_off
 from tba_offload.states.by_parameter import ByParameter
 from tba_offload.states.checkpoints import Checkpoints
 from tba_offload.states.checks import check, device_of_parameters, innermost
@@ -97,7 +98,11 @@ class OptimizerStates:
             self._early = Early(
                 optimizer, self._stream, self._roster, modules, frees=frees, device=homes.device
             )
-        self._follow()
+        try:
+            self._follow()
+        except BaseException:  # no room, or an interrupt: the optimizer is to go on without this
+            self._give_back_taken()
+            raise
         on_host = partial(_on_host, self._roster, self._stream.exchange)
         with_masters = partial(on_host, masters=True)
         self._by_parameter = ByParameter(optimizer, with_masters, own_masters, self._stream.follow, most)
@@ -239,19 +244,26 @@ class OptimizerStates:
         if self._early is not None:
             self._early.follow()
 
+    def _give_back_taken(self) -> None:
+        if self._early is not None:
+            self._early.close()
+        self._stream.give_back_taken()
+
     def _take_back(self, reason: str) -> None:
         if self._early is not None and self._is_open:
             self._early.take_back(reason)
 
     def _is_saved(self) -> None:
         self._take_back("a checkpoint of the optimizer")
-        self._stream.follow()
+        with put_off(self):
+            self._stream.follow()
 
     def _loaded(self) -> None:
         self._by_parameter.forget()
         self._store.resume()  # a drive that has failed may have been seen to
-        self._stream.forgive()
-        self._follow()
+        with put_off(self):
+            self._stream.forgive()
+            self._follow()
 
     def __enter__(self) -> Self:
         return self
@@ -273,7 +285,7 @@ def _on_host(
     roster: Roster, exchange: Exchange, parameters: set[torch.Tensor], *, masters: bool = False
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """Copies of states of parameters in host memory, and of others that travel with them."""
-    return exchange.on_host(roster.with_any(parameters), masters=masters)
+    return exchange.on_host(parameters, roster.with_any(parameters), masters=masters)
 
 
 def offload_optimizer(

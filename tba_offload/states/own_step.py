@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tba_offload.states.pieces import is_of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-
 Entry = dict[str, Any]
 """The states of one parameter by their names, as in ``optimizer.state[parameter]``."""
 
-_APART = ("param_groups", "state")
+_APART = ("params", "param_groups", "state")
 
 
 class OwnStep:
     """Runs the update of an optimizer on a twin of it that has only some parameters and their states.
 
     The twin starts with the attributes that the optimizer has, each time: a count of steps that an optimizer
-    keeps in itself or in a parameter group goes up by one in a step, however many twins there are. The
-    optimizer itself is changed once, by :meth:`commit`.
+    keeps in itself, in a parameter group or in its state by a name goes up by one in a step, however many
+    twins there are. The optimizer itself is changed once, by :meth:`commit`.
 
     Args:
         optimizer: The optimizer.
@@ -36,8 +39,10 @@ class OwnStep:
         self._optimizer = optimizer
         self.kind = kind
         self._update = _beneath_hooks(kind)
-        self._groups: dict[int, dict[str, Any]] = {}
-        self._attributes: dict[str, Any] = {}
+        self._has_named = not is_of_torch(optimizer)  # PyTorch's have states of parameters only
+        self._named: dict[str, Any] = {}
+        self._groups: dict[int, _Loan] = {}
+        self._attributes = _Loan({}, {})
         self.states: dict[torch.Tensor, Entry] = {}
 
     @property
@@ -55,12 +60,14 @@ class OwnStep:
             entries: Parameters, or views of slices, and their states; an empty entry where there are none.
             options: Further arguments of the optimizer's ``step``.
         """
+        if self._has_named and not self._groups:  # once a step
+            self._named = _named_in(self._optimizer.state)
         twin: Any = object.__new__(self.kind)
-        group = {**self._settings(number, entries), "params": list(entries)}
-        states: defaultdict[torch.Tensor, Entry] = defaultdict(dict)
+        group = _Loan(self._settings(number, entries) | {"params": list(entries)}, {})
+        states: defaultdict[Any, Any] = defaultdict(dict, deepcopy(self._named))
         states.update({tensor: entry for tensor, entry in entries.items() if entry})
-        vars(twin).update({**self._own_attributes(), "param_groups": [group], "state": states})
-        self.states, self._groups[number], self._attributes = states, group, vars(twin)
+        own = self._own_attributes() | {"param_groups": [group.taken], "state": states}
+        self.states, self._groups[number], self._attributes = states, group, _Loan(own, vars(twin))
         self._update(twin, **options)
         self.states = twin.state
 
@@ -79,15 +86,54 @@ class OwnStep:
     def commit(self) -> None:
         """Gives the optimizer what its update changed in itself and in its parameter groups."""
         for number, group in self._groups.items():
-            changed = {key: value for key, value in group.items() if key != "params"}
-            self._optimizer.param_groups[number].update(changed)
-        changed = {name: value for name, value in self._attributes.items() if name not in _APART}
-        vars(self._optimizer).update(changed)
+            group.give_back(self._optimizer.param_groups[number])
+        self._attributes.give_back(vars(self._optimizer))
+        if self._has_named:
+            vars(self._optimizer)["state"].update(_named_in(self.states))  # whose type has none of names
         self.discard()
 
     def discard(self) -> None:
         """Forgets what the update changed there."""
-        self._groups, self._attributes, self.states = {}, {}, {}
+        self._named, self._groups, self._attributes, self.states = {}, {}, _Loan({}, {}), {}
+
+
+class _Loan:
+    """Values of an optimizer that a twin takes: what it changes of them, the optimizer gets.
+
+    A number in a tensor is copied, since an update may count in it, in place.
+
+    Args:
+        values: The values by their names.
+        taken: Where the twin has them.
+
+    Attributes:
+        taken: As given.
+    """
+
+    def __init__(self, values: Mapping[str, Any], taken: dict[str, Any]) -> None:
+        self._numbers = {name: value for name, value in values.items() if _is_number(value)}
+        self._given = {**values, **{name: each.detach().clone() for name, each in self._numbers.items()}}
+        self.taken = taken
+        taken.update(self._given)
+
+    def give_back(self, own: dict[str, Any]) -> None:
+        """Changes the optimizer's own values where the twin has; others may have been changed meanwhile."""
+        for name, value in self.taken.items():
+            if name in _APART:
+                continue
+            if value is not self._given.get(name, self):  # which is no value of any
+                own[name] = value
+            elif name in self._numbers and value._version:
+                self._numbers[name].copy_(value)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is torch.Tensor and value.numel() == 1
+
+
+def _named_in(states: Mapping[Any, Any]) -> dict[str, Any]:
+    """States that an optimizer keeps by a name: they are of no parameter."""
+    return {key: value for key, value in states.items() if not isinstance(key, torch.Tensor)}
 
 
 def _beneath_hooks(kind: type[torch.optim.Optimizer]) -> Any:

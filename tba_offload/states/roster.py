@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from tba_offload.states.home import Home
 from tba_offload.states.incoming import Incoming
 from tba_offload.states.layout import travels
@@ -22,8 +24,6 @@ from tba_offload.states.subgroup import USUAL, SubGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-    import torch
 
     from tba_offload.states.home import Homes
     from tba_offload.states.masters import Masters
@@ -72,7 +72,7 @@ class Roster:
             piece.parameter
             for group in self.groups
             for piece in group.pieces
-            if not piece.is_whole and not can_be_cut(piece.parameter)
+            if not (piece.is_whole or self._can_be_cut(piece.parameter))
         }
         if not gone:
             return []
@@ -150,7 +150,11 @@ class Roster:
         """
         usual = USUAL + any(each in self._masters for each in parameters)
         most = max(int(self._most / self._ratios.get(number, usual)), 1)
-        pieces = [piece for each in parameters for piece in pieces_of(each, most, sliced=self._sliced)]
+        pieces = [
+            piece
+            for each in parameters
+            for piece in pieces_of(each, most, sliced=self._sliced and self._can_be_cut(each))
+        ]
         made = [
             SubGroup(number, some, Home(self._homes, self._name(some))) for some in gathered(pieces, most)
         ]
@@ -182,6 +186,15 @@ class Roster:
         states += sum(each.nbytes for each in having if each in self._masters)
         self._ratios[number] = max(states / nbytes, 1 / 16)
 
+    def _can_be_cut(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter, what it is copied to and its states can be cut alike."""
+        states = self._optimizer.state.get(parameter, {}).values()
+        return (
+            can_be_cut(parameter)
+            and self._masters.can_be_cut(parameter)
+            and all(_is_cut_alike(value, parameter) for value in states)
+        )
+
     def _now(self) -> dict[torch.Tensor, tuple[int, int]]:
         return {
             parameter: (number, parameter.numel())
@@ -197,3 +210,9 @@ class Roster:
         numbers = self._numbers
         first, last = numbers.get(pieces[0].parameter), numbers.get(pieces[-1].parameter)
         return f"parameter {first}" if first == last else f"parameters {first} to {last}"
+
+
+def _is_cut_alike(state: object, parameter: torch.Tensor) -> bool:
+    """Whether the elements of a state are those of its parameter, or it is none that travels."""
+    value = state.value if isinstance(state, Incoming) else state
+    return not isinstance(value, torch.Tensor) or value.numel() <= 1 or value.shape == parameter.shape

@@ -8,14 +8,14 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+import torch
+
 from tba_offload.device import READY
 from tba_offload.errors import TransferError
 from tba_offload.states.home import page_aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from tba_offload.device import ByteRange
     from tba_offload.states.home import Home, Homes
@@ -137,6 +137,7 @@ class Slot(Generic[T]):
             del self.memory, self._bytes  # before there is more
             self._allocate(nbytes)
 
+    @torch.inference_mode(mode=False)  # or the memory could be changed in an evaluation only
     def _allocate(self, nbytes: int) -> None:
         self.memory: ByteRange = page_aligned(nbytes, self._homes.device, self._homes.store.alignment)
         self._bytes: torch.Tensor = self.memory.tensor()

@@ -18,6 +18,7 @@ from tba_offload.states.slots import SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     import torch
 
@@ -92,6 +93,7 @@ class Stream:
             finally:
                 self._own.commit()
                 self.exchange.end()
+                self._forget_halves()
         sizes = self._sizes() | {"in_backward": len(early)}
         return self._tally.record(sizes, predicted=self._host.predicted_seconds)
 
@@ -146,6 +148,7 @@ class Stream:
             TransferError: States cannot be read.
         """
         outdated = self._roster.outdated()
+        self.exchange.read_moved(self._roster.with_any)
         self.exchange.give_back(outdated)
         self._remove(outdated)
         stale = [group for group in self._roster.groups if not self.exchange.is_current(group)]
@@ -183,8 +186,18 @@ class Stream:
         Raises:
             TransferError: They cannot be read.
         """
+        try:
+            self.follow()
+        finally:
+            self.give_back_taken()
+
+    def give_back_taken(self) -> None:
+        """Likewise, but for states that were put there since by others: they stay as they are.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
         self._host.close()
-        self.follow()
         groups = list(self._roster.groups)
         self.exchange.give_back(groups)
         self._remove(groups)
@@ -202,6 +215,17 @@ class Stream:
         self.line.remove(groups)
         self._host.forget(groups)
         self.journal.forget(groups)
+
+    def _forget_halves(self) -> None:
+        """Forgets states that not all slices of a parameter have: their first update ended between them."""
+        keys: dict[torch.Tensor, set[AbstractSet[str]]] = {}
+        for group in self._roster.groups:
+            for piece in group.pieces:
+                if not piece.is_whole:
+                    keys.setdefault(piece.parameter, set()).add(frozenset(group.keys_of(piece)))
+        for parameter, found in keys.items():
+            if len(found) > 1:
+                self._optimizer.state.pop(parameter, None)
 
     # ---- all or nothing --------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ def _travels(tensor: torch.Tensor) -> bool:
         and not tensor.requires_grad
         and tensor.layout is torch.strided
         and not tensor.is_complex()
+        and tensor.dtype is not torch.bool  # of which each value is one that a weight may have
         and tensor.numel() > 0
     )
 

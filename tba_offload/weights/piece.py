@@ -47,8 +47,9 @@ class Look(NamedTuple):
             parameter.dtype,
         )
 
+    @torch.inference_mode(mode=False)
     def at(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor that looks like it at a storage."""
+        """A tensor that looks like it at a storage; no one of inference, which tells no changes in place."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
@@ -253,6 +254,7 @@ class Piece:
             )
 
 
+@torch.inference_mode(mode=False)
 def _nothing_of(parameter: torch.Tensor) -> torch.Tensor:
     """One element that no weight has."""
     value = float("nan") if parameter.is_floating_point() else torch.iinfo(parameter.dtype).max

@@ -682,6 +682,13 @@ def test_without_a_model_it_is_refused(tmp_path: Path) -> None:
         tba.offload_optimizer(found.optimizer, settings(tmp_path))
 
 
+def test_without_some_of_the_modules_it_is_refused(tmp_path: Path) -> None:
+    """A forward of theirs would not be seen, and compute with what the next step has updated."""
+    found, _ = pair("adamw")
+    with pytest.raises(UnsupportedError, match=r"7 parameters of this AdamW are not of the model"):
+        tba.offload_optimizer(found.optimizer, settings(tmp_path), model=found.model.layers)
+
+
 def test_with_several_processes_it_is_refused(tmp_path: Path) -> None:
     found, _ = pair("adamw")
     with (

@@ -110,6 +110,37 @@ def test_freed_gradients_that_are_cleared_are_an_error(of: str, tmp_path: Path) 
         assert_same(found, expected)
 
 
+def test_attributes_that_are_set_before_the_step_stay_so(tmp_path: Path) -> None:
+    found, _ = pair("adamw")
+    optimizer: Any = found.optimizer
+    optimizer.number = optimizer.removed = 0
+    with offloaded(found, tmp_path) as states:
+        for seed in range(3):
+            optimizer.zero_grad()
+            found.backward(seed)
+            optimizer.number = seed
+            if seed == 2:
+                del optimizer.removed
+            optimizer.step()
+            assert optimizer.number == seed
+        assert states.records[-1].in_backward > 0
+        assert not hasattr(optimizer, "removed")
+
+
+def test_a_model_that_gets_another_data_type(tmp_path: Path) -> None:
+    """Its old values take twice the bytes."""
+    found, expected = pair("sgd")
+    with offloaded(found, tmp_path) as states:
+        for seed in range(5):
+            for training in (found, expected):
+                if seed == 2:
+                    training.model.double()
+                    training.dtype = torch.float64
+                clipped(training, seed, LOWERED if seed == 4 else NO_LIMIT)
+            assert_same(found, expected)
+        assert states.records[-1].taken_back > 0
+
+
 # ---- what reads parameters and states ------------------------------------------------------------
 
 

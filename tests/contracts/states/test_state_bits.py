@@ -14,6 +14,7 @@ from optimizers import MAKERS, Training, assert_same, assert_same_state_dicts, p
 from torch import nn, optim
 
 import tba_offload as tba
+from tba_offload.errors import StatesAwayError
 from tba_offload.states.pieces import SLICE
 
 if TYPE_CHECKING:
@@ -274,6 +275,82 @@ def test_an_optimizer_of_a_user(tmp_path: Path) -> None:
     assert found.optimizer.param_groups[0]["steps"] == 6
 
 
+class CountingInPlace(optim.Optimizer):
+    """It counts steps in tensors: in itself, in its groups, and, as MADGRAD, in its state by a name."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": torch.tensor(1e-2)})
+        self.steps = torch.zeros(())
+        for group in self.param_groups:
+            group["steps"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        state: Any = self.state  # as of names too
+        if "k" not in state:
+            state["k"] = torch.tensor([0])
+        state["all"]["steps"] = state["all"].get("steps", 0) + 1
+        self.steps += 1
+        for group in self.param_groups:
+            group["steps"] += 1
+            rate = group["lr"] * (state["k"].item() + group["steps"] + self.steps + state["all"]["steps"])
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    parameter -= rate * mean.mul_(0.9).add_(parameter.grad)
+        state["k"] += 1
+
+
+def test_counts_in_tensors_go_up_once_a_step(tmp_path: Path) -> None:
+    found, expected = pair(CountingInPlace)
+    settings = policy(tmp_path)
+    settings["states"]["trust"] = True
+    rate, steps = found.optimizer.param_groups[0]["lr"], found.optimizer.steps
+    with tba.offload_optimizer(found.optimizer, settings) as states:
+        for seed in range(4):
+            for training in (found, expected):
+                training.step(seed)
+                training.optimizer.param_groups[0]["lr"].mul_(0.9)
+        assert states.records[-1].sub_groups > 3
+        for training in (found, expected):
+            named: Any = training.optimizer.state
+            assert (named.pop("k").item(), named.pop("all")) == (4, {"steps": 4})
+        assert_same(found, expected)
+    assert found.optimizer.param_groups[0]["lr"] is rate
+    assert found.optimizer.steps is steps
+    assert steps.item() == 4
+
+
+class Forgetful(optim.SGD):
+    """In every third step it has no state any more."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["mean"] = parameter.grad + 0.9 * state.get("mean", torch.zeros_like(parameter))
+                parameter -= 1e-2 * state["mean"]
+                if self.steps % 3 == 0:
+                    state.clear()
+
+
+def test_an_update_that_leaves_no_state(tmp_path: Path) -> None:
+    found, expected = pair(Forgetful)
+    settings = policy(tmp_path)
+    settings["states"]["trust"] = True
+    with tba.offload_optimizer(found.optimizer, settings):
+        for seed in range(7):
+            found.step(seed)
+            expected.step(seed)
+            assert_same(found, expected)
+
+
 class Around(optim.Optimizer):
     """Has another optimizer make its updates, of all parameters at once, as ZeroRedundancyOptimizer does."""
 
@@ -406,6 +483,69 @@ def test_sparse_gradients(sparse_from: int, tmp_path: Path) -> None:
                 training.model.embed.sparse = seed >= sparse_from
                 training.step(seed)
         assert_same(found, expected)
+
+
+def in_place_of(training: Training, weight: nn.Parameter) -> nn.Parameter:
+    """A new parameter where another one was, with the states of that."""
+    new, optimizer = nn.Parameter(weight.detach().clone()), training.optimizer
+    for module in training.model.modules():
+        if getattr(module, "weight", None) is weight:
+            module.weight = new
+    for group in optimizer.param_groups:
+        group["params"] = [new if each is weight else each for each in group["params"]]
+    optimizer.state[new] = optimizer.state.pop(weight)
+    return new
+
+
+def test_states_that_go_to_another_parameter(tmp_path: Path) -> None:
+    """To one that is new and takes the place of another, and to one that had states of its own."""
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
+        for seed in range(6):
+            for training in (found, expected):
+                state, layers = training.optimizer.state, training.model.layers
+                if seed == 2:
+                    new = in_place_of(training, training.model.embed.weight)
+                    in_place_of(training, layers[4].weight)
+                    if training is found:
+                        with pytest.raises(StatesAwayError, match="exp_avg"):
+                            state[new]["exp_avg"].sum()
+                if seed == 4:
+                    first, second = layers[0].weight, layers[1].weight
+                    state[first], state[second] = state[second], state[first]
+                training.step(seed)
+            assert_same(found, expected)
+        assert states.records[-1].states_bytes == states.records[1].states_bytes
+
+
+def test_states_of_another_shape_than_their_parameter(tmp_path: Path) -> None:
+    """A program may keep what it likes there; a parameter that has such a state is not cut."""
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
+        for seed in range(5):
+            for training in (found, expected):
+                if seed in (1, 3):
+                    for parameter in (training.model.embed.weight, training.model.layers[0].bias):
+                        training.optimizer.state[parameter]["mine"] = torch.arange(100.0 * seed)
+                training.step(seed)
+            assert_same(found, expected)
+        mine = states.read(found.model.embed.weight)["mine"]
+        assert same_bits(mine, torch.arange(300.0))
+    assert_same(found, expected)
+
+
+def test_states_that_are_no_more_are_named_where_they_are_given(tmp_path: Path) -> None:
+    found, _ = pair("adamw")
+    state, layers = found.optimizer.state, found.model.layers
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        found.step(0)
+        gone = state.pop(layers[0].weight)
+        found.step(1)
+        state[layers[1].weight] = gone
+        with pytest.raises(StatesAwayError, match=r"state 'exp_avg' of parameter \d+ .* given it"):
+            found.step(2)
+        del state[layers[1].weight]
+        found.step(2)
 
 
 @pytest.mark.parametrize("then", ["leaves", "moves"])

@@ -70,6 +70,30 @@ def test_a_full_drive_is_an_error_where_the_policy_says_so(tmp_path: Path) -> No
         found.step(0)
 
 
+@pytest.mark.parametrize("when", ["step", "backward"])
+@pytest.mark.parametrize("fault", ["full", "interrupt"])
+def test_an_optimizer_whose_states_cannot_be_taken_is_as_it_was(
+    fault: str, when: str, tmp_path: Path
+) -> None:
+    found, expected = pair("adamw")
+    settings = policy(tmp_path, store={"capacity": "64KiB"} if fault == "full" else {}, on_full="error")
+    settings["states"] |= {"when": when}
+    for training in (found, expected):
+        training.step(0)
+    with (
+        interrupted_at(3) if fault == "interrupt" else pytest.raises(TransferError, match="cannot be written")
+    ):
+        tba.offload_optimizer(found.optimizer, settings, model=found.model)
+    for training in (found, expected):
+        training.step(1)
+    assert_same(found, expected)
+    settings["store"].pop("capacity", None)
+    with tba.offload_optimizer(found.optimizer, settings, model=found.model):
+        for training in (found, expected):
+            training.step(2)
+        assert_same(found, expected)
+
+
 def test_a_checkpoint_is_loaded_after_writes_that_failed(tmp_path: Path) -> None:
     found, expected = pair("adamw")
     with tba.offload_optimizer(found.optimizer, policy(tmp_path, on_full="error")):
@@ -205,6 +229,57 @@ def test_an_interrupt_inside_the_loading_of_a_checkpoint(tmp_path: Path) -> None
         found.step(1)
         expected.step(1)
         assert_same(found, expected)
+
+
+@contextmanager
+def interrupted_at(which: int) -> Iterator[None]:
+    """An interrupt when a sub-group is about to get its states, which comes out of the block."""
+    fill, filled = SubGroup.fill, 0
+
+    def interrupted(*arguments: Any) -> None:
+        nonlocal filled
+        filled += 1
+        if filled == which:
+            raise KeyboardInterrupt
+        fill(*arguments)
+
+    with mock.patch.object(SubGroup, "fill", interrupted), pytest.raises(KeyboardInterrupt):
+        yield
+
+
+@pytest.mark.parametrize("which", [2, 5, 9])
+def test_an_interrupt_between_slices_of_a_checkpoint(which: int, tmp_path: Path) -> None:
+    """Those of before it are of the checkpoint, and so are those of after it."""
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        found.step(0)
+        expected.step(0)
+        found.step(1)
+        with interrupted_at(which):
+            found.optimizer.load_state_dict(copy.deepcopy(expected.optimizer.state_dict()))
+        found.model.load_state_dict(expected.model.state_dict())
+        for seed in (1, 2):
+            found.step(seed)
+            expected.step(seed)
+            assert_same(found, expected)
+
+
+@pytest.mark.parametrize("which", [2, 5])
+def test_an_interrupt_between_slices_of_a_first_update(which: int, tmp_path: Path) -> None:
+    """The parameter has no state then, instead of a part of one."""
+    found, _ = pair("adamw")
+    weight = found.model.embed.weight
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
+        with interrupted_at(which):
+            found.step(0)
+        assert not states.read(weight)
+        found.step(1)
+        assert {key: value.shape for key, value in states.read(weight).items()} == {
+            "step": (),
+            "exp_avg": weight.shape,
+            "exp_avg_sq": weight.shape,
+        }
+        assert found.optimizer.state[weight]["step"] == 1
 
 
 def test_states_that_an_interrupt_lost_are_an_error_with_a_name(tmp_path: Path) -> None:

@@ -98,6 +98,20 @@ def test_parameters_masters_and_states_have_the_bits_of_plain_training(make: str
     assert_same(found, expected)
 
 
+def test_parameters_whose_memory_gets_another_order_are_set(tmp_path: Path) -> None:
+    """Slices of them are views no more: what is copied to those would be lost."""
+    found, expected = Mixed("adamw"), Mixed("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path), masters=found.masters):
+        for seed in range(4):
+            for training in (found, expected):
+                if seed == 2:
+                    weight = training.model.embed.weight
+                    weight.data = weight.data.t().contiguous().t()
+                training.step(seed, copies=training is expected)
+            assert_same(found, expected)
+    assert all(map(same_bits, found.masters, expected.masters))
+
+
 # ---- memory ------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,10 @@ USES: dict[str, Callable[[Any], object]] = {
     "save": lambda state: torch.save(state, io.BytesIO()),
     "numpy": lambda state: state.numpy(),
     "list": lambda state: state.tolist(),
+    "share": lambda state: state.share_memory_(),
+    "apply": lambda state: state.apply_(abs),
+    "data": lambda state: state.data,
+    "other data": lambda state: setattr(state, "data", torch.zeros(301, 48)),
     "compare": lambda state: torch.equal(state, torch.zeros(301, 48)),
 }
 
@@ -74,6 +78,35 @@ def test_states_are_read_by_name(tmp_path: Path) -> None:
             assert entry.keys() == expected.optimizer.state[b].keys()
             for key, value in expected.optimizer.state[b].items():
                 assert same_bits(entry[key], value)
+
+
+def test_slices_are_read_with_all_others_of_their_parameter(tmp_path: Path) -> None:
+    """Some come with the states of other parameters, and are in the same sub-group as those."""
+    found, expected = pair("adam-foreach")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
+        for seed in range(2):
+            found.step(seed)
+            expected.step(seed)
+        both = zip(found.model.parameters(), expected.model.parameters(), strict=True)
+        for mine, its in [*both][::-1]:
+            entry = states.read(mine)
+            assert all(same_bits(entry[key], value) for key, value in expected.optimizer.state[its].items())
+
+
+def test_what_a_program_has_set_is_read(tmp_path: Path) -> None:
+    """Beside what is away of the same parameter, and after others that travel together with it were read."""
+    made = Training(optim.AdamW)
+    weight, bias = made.model.layers[1].weight, made.model.layers[1].bias
+    with tba.offload_optimizer(made.optimizer, policy(tmp_path)) as states:
+        made.step(0)
+        away = states.read(weight)["exp_avg_sq"]
+        for parameter in (weight, bias):
+            new = torch.full_like(parameter, 0.25, requires_grad=False)
+            made.optimizer.state[parameter]["exp_avg"] = new
+            assert states.read(parameter)["exp_avg"] is new
+        del made.optimizer.state[weight]["exp_avg"]
+        assert states.read(weight).keys() == {"step", "exp_avg_sq"}
+        assert same_bits(states.read(weight)["exp_avg_sq"], away)
 
 
 WAYS_TO_COPY: dict[str, Callable[[Any], Any]] = {
@@ -157,6 +190,14 @@ def test_what_cannot_be_updated_in_parts_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UnsupportedError, match=why):
             tba.offload_optimizer(optimizer, policy(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_stands_twice_in_a_group_is_refused(tmp_path: Path) -> None:
+    """As tied weights do that a program has collected by their names: each step updates them twice."""
+    weight = nn.Parameter(torch.ones(8))
+    with pytest.raises(UnsupportedError, match="stands twice in one group of this AdamW"):
+        tba.offload_optimizer(optim.AdamW([weight, weight]), policy(tmp_path))
 
 
 def test_an_adafactor_whose_parts_would_differ_is_refused(tmp_path: Path) -> None:

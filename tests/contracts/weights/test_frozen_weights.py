@@ -547,6 +547,17 @@ def test_where_no_weight_can_travel_that_is_an_error(tmp_path: Path) -> None:
     assert_same(list(frozen(model).values()), list(before.values()))
 
 
+def test_frozen_masks_stay(tmp_path: Path) -> None:
+    """No boolean is one that a weight cannot have, so that none would tell that it is away."""
+    model = Model()
+    for layer in model.layers:
+        layer.mask = nn.Parameter(torch.eye(WIDTH) > 0, requires_grad=False)
+    with offloaded(model, tmp_path) as weights:
+        assert weights.nbytes == LAYERS * WEIGHTS
+        assert all(bool(layer.mask.diagonal().all()) for layer in model.layers)
+        assert_same(trained(model), trained(Model()))
+
+
 def test_what_is_too_small_to_travel_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     quantize(model, ("one", "two"))

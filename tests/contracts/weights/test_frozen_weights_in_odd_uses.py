@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -199,6 +199,32 @@ def test_after_an_interrupt_training_goes_on(at_backward: bool, tmp_path: Path) 
     assert_same(*([p.grad for p in each.parameters() if p.grad is not None] for each in (model, other)))
 
 
+def interrupted_evaluation(model: Model, number: int) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.layers[number].two.register_forward_pre_hook(interrupt)
+    with torch.inference_mode(), pytest.raises(KeyboardInterrupt):
+        model(rows())
+    handle.remove()
+
+
+def test_what_is_done_in_inference_mode_leaves_weights_to_train_with(tmp_path: Path) -> None:
+    model, other = Model().eval(), Model().eval()
+    with torch.inference_mode():
+        weights = offloaded(model, tmp_path)
+        model(rows())
+    for number in (0, 1, LAYERS - 1):
+        interrupted_evaluation(model, number)
+        for each in (model, other):
+            each(rows()).sum().backward()
+    with torch.inference_mode():
+        weights.close()
+    for each in (model, other):
+        each(rows()).sum().backward()
+    assert_same(*([p.grad for p in each.parameters() if p.grad is not None] for each in (model, other)))
+
+
 def test_an_interrupt_while_weights_come_or_go_loses_none(tmp_path: Path) -> None:
     model = Model().eval()
     with torch.no_grad():
@@ -242,6 +268,19 @@ def test_a_part_of_a_layer_is_saved_loaded_and_not_copied(tmp_path: Path) -> Non
         with pytest.raises(SessionError, match="close them first"):
             copy.deepcopy(model.layers[0].one.base)
     assert_same(list(model.layers[0].one.parameters()), list(other.layers[0].one.parameters()))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_values_that_are_loaded_are_kept(mode: Callable[[], Any], tmp_path: Path) -> None:
+    model, other = Model().eval(), Model().eval()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    with offloaded(model, tmp_path):
+        with mode():
+            model.load_state_dict(other.state_dict())
+        assert_same(list(model.state_dict().values()), list(other.state_dict().values()))
+    assert_same(list(model.parameters()), list(other.parameters()))
 
 
 def test_parameters_that_are_assigned_are_those_that_count(tmp_path: Path) -> None:
