@@ -25,6 +25,7 @@ import torch
 from tba_offload.capture.identity import (
     StaticStorages,
     View,
+    is_nothing,
     is_understood,
     local_of,
     restore,
@@ -165,7 +166,7 @@ class Capture:
 
     def borrow(self, tensor: torch.Tensor) -> Kept | Borrowed | None:
         """A hold that keeps no memory that counts; ``None`` of what is not understood."""
-        if tensor.is_inference() or not is_understood(tensor, tensor.device):
+        if not is_understood(tensor, tensor.device):
             return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < self.min_tensor_bytes or storage in self.static:
@@ -462,7 +463,7 @@ class LayerHooks:
         storage: torch.UntypedStorage,
         found: Entry,
         witness: torch.Tensor,
-    ) -> Packed:
+    ) -> Kept | Packed:
         """Another view of a storage that has a record: only what it lacks is written."""
         record, trace, view, footprint = found.record, found.trace, found.view, found.footprint
         if record.state is State.WAITS:
@@ -475,6 +476,8 @@ class LayerHooks:
         if type(tensor) is not torch.Tensor or witness.dtype is not tensor.dtype:  # else it serves both
             witness = version_witness(tensor)
         handle = Handle(record, lo, hi, self.capture.offloader.drops)
+        if record.state is State.RELEASED:  # by another thread, until this handle was counted
+            return self._pack_new(tensor, storage, (view, footprint))
         packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
         for span in record.spans:
             if span.lo <= lo and hi <= span.hi:
@@ -521,6 +524,8 @@ class LayerHooks:
 
     def _keep_odd(self, tensor: torch.Tensor) -> Kept:
         """Keeps what is not understood; a parameter of such a kind is no activation."""
+        if is_nothing(tensor):
+            return self._keep_small(tensor, View.of(tensor), 0)  # or it would keep what it is a view of
         if not (tensor.is_leaf and tensor.requires_grad):
             self.capture.trace.kept_bytes += tensor.numel() * tensor.itemsize
         return Kept(tensor)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import sys
 import weakref
+from functools import partial
 from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,12 +49,13 @@ class View(NamedTuple):
             repeats counted once.
         """
         dtype, shape, stride, offset = self
-        reach, count = 0, 1
+        reach, count, itemsize = 0, 1, dtype.itemsize
         for size, step in zip(shape, stride, strict=True):
+            if not size:
+                return offset * itemsize, offset * itemsize, 0
             if step:
                 reach += (size - 1) * step
                 count *= size
-        itemsize = dtype.itemsize
         return offset * itemsize, (offset + reach + 1) * itemsize, count * itemsize
 
     def distinct(self) -> View:
@@ -124,16 +127,24 @@ def shares_version(witness: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether two tensors have one version counter, so that a change of one is seen at the other.
 
     Tensors that share a storage need not share the counter: ``.data`` and ``from_numpy`` give a new one.
-    PyTorch offers no question for that, so the counter is moved and moved back.
+    PyTorch offers no question for that, so the counter is moved and moved back. No line of Python is run in
+    between, where another thread might take the tensor for one that was changed.
     """
     version = witness._version
     if tensor._version != version:
         return False
-    torch._C._autograd._unsafe_set_version_counter((witness,), (version + 1,))
-    try:
-        return tensor._version != version
-    finally:
-        torch._C._autograd._unsafe_set_version_counter((witness,), (version,))
+    move = torch._C._autograd._unsafe_set_version_counter
+    _, found, _ = map(_call, (
+        partial(move, (witness,), (version + 1,)),
+        partial(_version_of, tensor),
+        partial(move, (witness,), (version,)),
+    ))  # fmt: skip
+    return bool(found != version)
+
+
+_call = methodcaller("__call__")
+
+_version_of = attrgetter("_version")
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
@@ -179,6 +190,16 @@ def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
         return False
     # Where restored bytes can be: tensors of implicit zeros are nowhere.
     return address != 0 and address % tensor.itemsize == 0
+
+
+def is_nothing(tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor is a plain one without elements; it may be a view of a large storage."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.numel() == 0
+    )
 
 
 class StaticStorages:

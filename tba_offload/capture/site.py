@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from tba_offload import compiling
 from tba_offload.capture.scope import ScopeKey
-from tba_offload.errors import SessionError
+from tba_offload.errors import SessionError, warn
 from tba_offload.layers.checkpoint import is_recomputation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import nn
+    from types import FrameType
 
     from tba_offload.layers.stack import Layer
+
+_CALLS = nn.Module._call_impl.__code__.co_filename
+"""File of the function that calls the forward of a module."""
+
+_COPIES = (
+    "copies of layers that share their attributes, as nn.DataParallel makes them, run as they are: nothing "
+    "of them travels. to train on several devices use DistributedDataParallel, one process for each"
+)
 
 
 Run = Callable[["Site", tuple[object, ...], dict[str, object]], object]
@@ -120,7 +130,9 @@ class _AttachedForward:
     """Stands in front of a layer's forward.
 
     A callable rather than module hooks, because its ``finally`` also runs on KeyboardInterrupt. Copies and
-    pickles of the layer get the layer's own forward: a session belongs to one model.
+    pickles of the layer get the layer's own forward: a session belongs to one model. A copy that shares the
+    layer's attributes, as ``nn.DataParallel`` and meta-learning make them, has this object too, and only its
+    caller tells.
     """
 
     def __init__(self, run: Run, site: Site) -> None:
@@ -130,13 +142,28 @@ class _AttachedForward:
 
     @compiling.not_traced
     def __call__(self, /, *args: object, **kwargs: object) -> object:
-        tracer = compiling.switch(None)
+        tracer, site = compiling.switch(None), self._site
         try:
-            if tracer is not self._site.tracer:
-                self._site.called_by(tracer)
-            return self._run(self._site, args, kwargs)
+            copied = _copy_of(site.layer.module, sys._getframe(1))
+            if copied is not None and site.is_method:
+                return self._run_copy(copied, tracer, args, kwargs)
+            if tracer is not site.tracer:
+                site.called_by(tracer)
+            return self._run(site, args, kwargs)
         finally:
             compiling.switch(tracer)
+
+    def _run_copy(
+        self,
+        copied: nn.Module,
+        tracer: compiling.Tracer,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        """Runs a copy of the layer, with its own parameters, as it would run without a session."""
+        warn(_COPIES)
+        compiling.switch(tracer)
+        return type(copied).forward(copied, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> object:
         if not self._site.is_method:
@@ -146,6 +173,14 @@ class _AttachedForward:
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return getattr, (self._site.layer.module, "forward")
+
+
+def _copy_of(module: nn.Module, frame: FrameType) -> nn.Module | None:
+    """The copy of a module whose forward is called from a frame; ``None`` if that is none, or unknown."""
+    if frame.f_code.co_filename != _CALLS:
+        return None
+    called = frame.f_locals.get("self")
+    return called if called is not module and type(called) is type(module) else None
 
 
 def check_unattached(layers: Sequence[Layer]) -> None:

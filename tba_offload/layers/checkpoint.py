@@ -39,7 +39,8 @@ def torch_checkpoint(forward: Callable[..., Any], /, *args: object, **kwargs: ob
     """Runs ``forward`` so that backward runs it again instead of keeping its activations.
 
     Tensors among the arguments, by position or name, alone or in tuples, are saved as an operation saves its
-    inputs, so that saved-tensor hooks see them. All else stays as it is, tensors in lists or objects too.
+    inputs, so that saved-tensor hooks see them. All else stays as it is, tensors in lists or objects too, and
+    those of inference mode, which cannot be saved.
     That it draws the same random numbers again is up to ``forward``: see :mod:`tba_offload.recompute.run`.
     """
     tensors: list[torch.Tensor] = []
@@ -92,8 +93,8 @@ class _FirstRun:
 
 
 def without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The same with places for its tensors, which are appended to a list."""
-    if isinstance(value, torch.Tensor):
+    """The same with places for its tensors that can be saved, which are appended to a list."""
+    if isinstance(value, torch.Tensor) and not value.is_inference():
         tensors.append(value)
         return _Place(len(tensors) - 1)
     return tuple(without_tensors(part, tensors) for part in value) if type(value) is tuple else value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import warnings
 import weakref
 from typing import TYPE_CHECKING
@@ -333,3 +335,25 @@ def test_which_tensors_share_a_version() -> None:
     for other in (tensor.data, torch.from_numpy(tensor.numpy()), torch.zeros(4)):
         assert not shares_version(witness, other)
     assert tensor._version == witness._version == 0
+
+
+def test_a_thread_that_asks_shows_others_no_other_version() -> None:
+    """Threads that take turns all the time; one that asks moves the version, and moves it back."""
+    tensor = torch.zeros(4)
+    witness, seen, interval = version_witness(tensor), set[int](), sys.getswitchinterval()
+
+    def ask() -> None:
+        for _ in range(2000):
+            shares_version(witness, tensor)
+            seen.add(tensor._version)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen == {0}

@@ -754,6 +754,37 @@ def test_11c_a_small_view_does_not_keep_a_large_storage(step: int, threshold: in
         assert_all_given_back(session)
 
 
+class Routed(nn.Module):
+    """Has an expert for some rows of one large tensor, and one that is given none; shows the large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.expert = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.large: weakref.ref[torch.UntypedStorage] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        self.large = weakref.ref(h.untyped_storage())
+        return (
+            x + torch.cat([self.expert(rows) for rows in h.split([0, ROWS])]) + h.detach()[:, :0].cos().sum()
+        )
+
+
+def test_11c_a_view_of_nothing_does_not_keep_a_large_storage() -> None:
+    with attached(Routed) as (net, session):
+        for number, expected in enumerate(plain(block=Routed, steps=2)):
+            with session.step():
+                x = make_input(number)
+                torch.manual_seed(number)
+                loss = net(x).pow(2).mean()
+                session.offloader.quiesce()
+                assert [layer.large() for layer in net.layers] == [None] * 3  # type: ignore[union-attr,operator]
+                loss.backward()
+            assert_same([[loss.detach(), x.grad, *gradients(net)]], [expected])  # type: ignore[list-item]
+        del loss
+        assert_all_given_back(session)
+
+
 @pytest.mark.filterwarnings("ignore:layer . .* runs inside saved-tensor hooks:UserWarning")
 @pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev", "functional_call"])
 def test_11d_a_transform_of_attached_layers_passes_through(transform: str) -> None:

@@ -267,6 +267,32 @@ def test_the_checkpoint_gives_a_layer_what_it_was_given() -> None:
         assert (given["b"], set(given)) == (2.5, {"cache", "table", "b"})
 
 
+class Shifted(Block):
+    """Is given what inference mode has made, and only adds it: no operation may save it."""
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        assert shift is not None
+        return super().forward(x + shift)
+
+
+def shifted(net: Net, number: int) -> list[Tensor]:
+    x = y = make_input(number)
+    with torch.inference_mode():
+        shift = torch.linspace(-1, 1, WIDTH)
+    for layer in net.layers:
+        y = layer(y, shift)
+    loss = y.pow(2).mean()
+    loss.backward()
+    assert x.grad is not None
+    return [loss.detach(), x.grad]
+
+
+@pytest.mark.parametrize("placement", [*RECOMPUTED, tba.Placement.AUTO])
+def test_what_inference_mode_has_made_is_given_again(placement: tba.Placement) -> None:
+    settings: dict[str, Any] = {"activation": 1024 * KIB} if placement is tba.Placement.AUTO else {}
+    assert_transparent(shifted, Shifted, default=placement, settled=False, **settings)
+
+
 # Graphs and schedules
 
 

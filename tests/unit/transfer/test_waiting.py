@@ -290,6 +290,31 @@ def test_two_threads_save_one_storage_at_once() -> None:
         assert_all_given_back(session)
 
 
+def test_one_thread_saves_a_storage_that_another_one_has_done_with() -> None:
+    """The last handle of its record goes, and is taken note of, just before the new one is made."""
+    layers, leaf = [Square(), Square()], torch.randn(256, 64, requires_grad=True)
+    first: list[Tensor] = []
+
+    def new_handle(*arguments: Any, **options: Any) -> Handle:
+        if first:
+            first.clear()
+            in_time(session.offloader.drain)
+        return Handle(*arguments, **options)
+
+    with session_for(layers, layers=layers, in_flight=64 * SIZE) as session, session.step():
+        hidden = [leaf * 1]
+        first.append(layers[0](hidden[0]))
+        session.offloader.quiesce()
+        with mock.patch.object(hooks, "Handle", new_handle):
+            second = layers[1](hidden.pop())
+        session.offloader.quiesce()
+        second.sum().backward()
+        assert leaf.grad is not None
+        assert same_bits(leaf.grad, 2 * leaf.detach())
+        del second
+        assert_all_given_back(session)
+
+
 class Remembering(nn.Module):
     """Its operations save what it has computed, one of them in vain; knows the memory of that."""
 
