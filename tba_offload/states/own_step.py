@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import torch
 
@@ -30,6 +30,8 @@ class OwnStep:
     Attributes:
         kind: As given.
         states: What the last run has left.
+        changes_gradients: Whether a run has changed gradients in place, as SGD's ``foreach`` with Nesterov
+            momentum does.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
@@ -39,6 +41,7 @@ class OwnStep:
         self._groups: dict[int, dict[str, Any]] = {}
         self._attributes: dict[str, Any] = {}
         self.states: dict[torch.Tensor, Entry] = {}
+        self.changes_gradients = False
 
     @property
     def ran_for(self) -> set[int]:
@@ -61,8 +64,10 @@ class OwnStep:
         states.update({tensor: entry for tensor, entry in entries.items() if entry})
         vars(twin).update({**self._own_attributes(), "param_groups": [group], "state": states})
         self.states, self._groups[number], self._attributes = states, group, vars(twin)
+        before = _versions_of_gradients(entries)
         self._update(twin, **options)
         self.states = twin.state
+        self.changes_gradients |= _versions_of_gradients(entries) != before
 
     def _settings(
         self,
@@ -88,6 +93,11 @@ class OwnStep:
     def discard(self) -> None:
         """Forgets what the update changed there."""
         self._groups, self._attributes, self.states = {}, {}, {}
+
+
+def _versions_of_gradients(parameters: Iterable[torch.Tensor]) -> list[int]:
+    gradients = (each.grad for each in parameters)
+    return [each._version for each in gradients if each is not None and not each.is_inference()]
 
 
 def _beneath_hooks(kind: type[torch.optim.Optimizer]) -> Any:
