@@ -95,7 +95,7 @@ class Program:
     tensor_rate: bool = among(False, True, often=0.05)
     # The policy.
     attached: str = among("session", "optimizer alone", often=0.08)
-    found: bool = among(False, True, often=0.2)
+    found: bool = among(False, True, often=0.1)
     min_tensor_bytes: int = among(0, 512, 4096, often=0.4)
     window: int = among(0, 4096, 16384, 65536, 2**20, often=0.7)
     budget: str | None = among(
@@ -144,8 +144,24 @@ DENIED: dict[str, Callable[[Program], bool]] = {
             or p.accumulate_hook
         )
     ),
-    "updates in backward are seen by what reads parameters before the forward of another micro-batch": lambda p: (
+    "a penalty that reads parameters before a forward may find them updated in backward": lambda p: (
         (p.states or "").startswith("backward") and (p.penalty == "weights" or p.functional)
+    ),
+    "the guide: more forwards than in the step before come before updates in backward": lambda p: (
+        (p.states or "").startswith("backward")
+        and len(set(p.micro_batches)) > 1
+        and (p.order == "forwards first" or p.penalty != "none")
+    ),
+    "PyTorch: a tensor as learning rate is not for all implementations": lambda p: (
+        p.tensor_rate and p.implementation == "foreach"
+    ),
+    "PyTorch: a graph of gradients stays where its backward fails": lambda p: (
+        p.penalty in {"input", "parameters"} and any(layer.kind == "distances" for layer in p.layers)
+    ),
+    "what a second run makes anew was not changed": lambda p: any(
+        layer.kind == "changes what was saved"
+        and ("recompute" in layer.placement or layer.placement == "auto")
+        for layer in p.layers
     ),
     "graphs that never go backward stay with recomputed layers": lambda p: (
         p.evaluation == "forgotten" and any("recompute" in each or each == "auto" for each in p.placements)

@@ -158,7 +158,11 @@ def left_over(directory: Path) -> list[str]:
     deadline = time.monotonic() + PATIENCE
     while (names := own_threads()) and time.monotonic() < deadline:
         time.sleep(0.005)
-    files = [str(path.name) for path in directory.rglob("*") if path.name not in {"a", "b", "run.jsonl"}]
+    files = [
+        str(path.name)
+        for path in directory.rglob("*")
+        if path.name not in {"a", "b"} and path.suffix != ".jsonl"
+    ]
     return names + files
 
 

@@ -69,6 +69,7 @@ class Training:
             self.guarded("close", self.close, always=True)
         self.guarded("step after the end", self.step, steps)
         self.guarded("end", self.note_end)
+        self.model.zero_grad()  # after an error there are as many as backward has come to
         return self.history
 
     def guarded(self, where: str, work: Any, *args: Any, always: bool = False) -> None:
@@ -100,7 +101,7 @@ class Training:
                 layers=None if program.found else list(self.model.layers),
                 optimizer=optimizers,
                 measure_memory=program.measures_memory,
-                run_log=self.directory / "run.jsonl" if program.run_log else None,
+                run_log=self.directory / f"run{self.micro_batch}.jsonl" if program.run_log else None,
                 trace_steps=(2,) if program.traced else (),
             )
         )
