@@ -132,11 +132,23 @@ class Early:
             _at_the_end_of_the_pass(self._pass_ends)
 
     def _update(self, group: SubGroup) -> None:
-        """Updates a sub-group whose gradients are final; at rest it only notes what that would use."""
-        rests = sum(self._vain) > _VAIN
+        """Updates a sub-group whose gradients are final; at rest it only notes what that would use.
+
+        Raises:
+            SessionError: The optimizer has begun to change gradients that are kept.
+        """
+        keeps_changed = (
+            not self._frees and self._stream.changes_gradients
+        )  # the loop is to see those of backward
+        rests = sum(self._vain) > _VAIN or keeps_changed
         self._watch.forwards()
         if not rests:
             self._stream.update_in_backward(group)
+            if not self._frees and self._stream.changes_gradients:
+                raise SessionError(
+                    "the optimizer's update changes gradients with its present settings, which it did not "
+                    "before; call optimizer.zero_grad() and repeat the step"
+                )
         done = self._waiting.is_done(group)
         freed = done if self._frees and not rests else set()
         self._basis.note(group, freed)

@@ -11,7 +11,7 @@ import torch
 from tba_offload.states.pieces import is_of_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 Entry = dict[str, Any]
 """The states of one parameter by their names, as in ``optimizer.state[parameter]``."""
@@ -33,6 +33,8 @@ class OwnStep:
     Attributes:
         kind: As given.
         states: What the last run has left.
+        changes_gradients: Whether a run has changed gradients in place, as SGD's ``foreach`` with Nesterov
+            momentum does.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
@@ -44,6 +46,7 @@ class OwnStep:
         self._groups: dict[int, _Loan] = {}
         self._attributes = _Loan({}, {})
         self.states: dict[torch.Tensor, Entry] = {}
+        self.changes_gradients = False
 
     @property
     def ran_for(self) -> set[int]:
@@ -68,8 +71,10 @@ class OwnStep:
         states.update({tensor: entry for tensor, entry in entries.items() if entry})
         own = self._own_attributes() | {"param_groups": [group.taken], "state": states}
         self.states, self._groups[number], self._attributes = states, group, _Loan(own, vars(twin))
+        before = _versions_of_gradients(entries)
         self._update(twin, **options)
         self.states = twin.state
+        self.changes_gradients |= _versions_of_gradients(entries) != before
 
     def _settings(
         self,
@@ -134,6 +139,11 @@ def _is_number(value: object) -> bool:
 def _named_in(states: Mapping[Any, Any]) -> dict[str, Any]:
     """States that an optimizer keeps by a name: they are of no parameter."""
     return {key: value for key, value in states.items() if not isinstance(key, torch.Tensor)}
+
+
+def _versions_of_gradients(parameters: Iterable[torch.Tensor]) -> list[int]:
+    gradients = (each.grad for each in parameters)
+    return [each._version for each in gradients if each is not None and not each.is_inference()]
 
 
 def _beneath_hooks(kind: type[torch.optim.Optimizer]) -> Any:

@@ -137,6 +137,11 @@ class Stream:
     # ---- between updates -------------------------------------------------------------------------
 
     @property
+    def changes_gradients(self) -> bool:
+        """Whether the optimizer's update changes gradients in place."""
+        return self._own.changes_gradients
+
+    @property
     def is_current(self) -> bool:
         """Whether ``optimizer.state`` shows what is away, and nothing that others have put there."""
         return all(map(self.exchange.is_current, self._roster.groups))

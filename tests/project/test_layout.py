@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from places import SUPPORT, TESTS
 
-HOMES = {"benchmarks", "contracts", "gpu", "lab", "megatron", "project", "support", "unit"}
+HOMES = {"benchmarks", "contracts", "fuzz", "gpu", "lab", "megatron", "project", "support", "unit"}
 
 
 def test_no_test_lies_in_the_flat_folder() -> None:

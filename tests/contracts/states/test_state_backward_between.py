@@ -93,6 +93,54 @@ def test_any_element_of_a_parameter_that_data_changes_is_an_error(tmp_path: Path
             found.optimizer.step()
 
 
+# ---- an optimizer that changes gradients ---------------------------------------------------------
+
+
+def nesterov(parameters: Any, *, uses: bool = True) -> optim.Optimizer:
+    """One whose update changes gradients, as on GPUs by default."""
+    return optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=uses, foreach=True)
+
+
+@pytest.mark.parametrize("most", [1e9, 1e-3])
+def test_gradients_that_an_update_changes_are_those_of_backward_until_then(
+    most: float, tmp_path: Path
+) -> None:
+    found, expected = pair(nesterov)
+    with offloaded(found, tmp_path):
+        for seed in range(4):
+            norms = both(
+                found, expected, seed, lambda t: nn.utils.clip_grad_norm_(t.model.parameters(), most)
+            )
+            assert norms[0] == norms[1]
+            assert_same(found, expected)
+
+
+def test_gradients_that_are_freed_may_be_changed(tmp_path: Path) -> None:
+    found, expected = pair(nesterov)
+    with offloaded(found, tmp_path, "free") as states:
+        for seed in range(3):
+            found.step(seed)
+            expected.step(seed)
+            assert_same(found, expected)
+        assert states.records[-1].in_backward > 0
+
+
+def test_an_optimizer_that_begins_to_change_gradients_is_an_error_once(tmp_path: Path) -> None:
+    found, expected = pair(lambda parameters: nesterov(parameters, uses=False))
+    with offloaded(found, tmp_path):
+        found.step(0)
+        expected.step(0)
+        for training in (found, expected):
+            training.optimizer.param_groups[0]["nesterov"] = True
+        found.optimizer.zero_grad()
+        with pytest.raises(SessionError, match="changes gradients with its present settings"):
+            found.backward(1)
+        for seed in range(1, 3):
+            found.step(seed)
+            expected.step(seed)
+            assert_same(found, expected)
+
+
 @pytest.mark.parametrize("of", ["all", "one"])
 def test_freed_gradients_that_are_cleared_are_an_error(of: str, tmp_path: Path) -> None:
     found, expected = pair("adamw")

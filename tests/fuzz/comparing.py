@@ -1,0 +1,170 @@
+"""A program plain and with offloading: the same bits, the same errors, and nothing left."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+import tba_offload as tba
+
+from .looping import Training
+
+if TYPE_CHECKING:
+    from .choices import Program
+    from .history import History
+
+REFUSALS = (
+    tba.ConfigError,
+    tba.UnsupportedError,
+    tba.RecomputationError,
+    tba.SessionError,
+    tba.StatesAwayError,
+)
+"""Errors by which the package says that it does not go together with a program."""
+
+OWN = {
+    "FrozenWeights",
+    "Handle",
+    "LayerHooks",
+    "OptimizerStates",
+    "Record",
+    "Session",
+    "Slot",
+    "Span",
+    "Step",
+}
+"""Classes of which nothing is left when a session is closed and its model is gone."""
+
+PATIENCE = 30.0
+"""Seconds for threads to end."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a program.
+
+    Attributes:
+        kind: ``same``, ``same error``, ``refused``, ``unsteady`` (plain training differs from itself), or a
+            fault: ``differs``, ``error``, ``other error``, ``left``.
+        text: What differs, or is left.
+    """
+
+    kind: str
+    text: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        return self.kind in {"differs", "error", "other error", "left"}
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}" if self.text else self.kind
+
+
+def judge(program: Program) -> Verdict:
+    """Runs a program twice."""
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as name:
+        warnings.simplefilter("ignore")
+        expected, plain_left = trained(program, None)
+        before = own_objects()
+        directory = Path(name)
+        for drive in ("a", "b"):
+            (directory / drive).mkdir()
+        descriptors = open_files()
+        found, left = trained(program, directory)
+        verdict = compared(found, expected)
+        if verdict.kind == "differs" and trained(program, None)[0].first_difference(expected) is not None:
+            return Verdict("unsteady", verdict.text)
+        if verdict.is_fault:
+            return verdict
+        remains = [*left_over(directory), *more(own_objects(), before)]
+        if open_files() > descriptors:
+            remains.append(f"{open_files() - descriptors} descriptors")
+        if left > plain_left and trained(program, None)[1] == plain_left:
+            remains.append(f"(count, bytes) of storages: {left} in place of {plain_left}")
+        return Verdict("left", ", ".join(remains)) if remains else verdict
+
+
+def trained(program: Program, directory: Path | None) -> tuple[History, tuple[int, int]]:
+    """What a training has computed, and how many storages of how many bytes it has left beside the model."""
+    training = Training(program, directory)
+    history = training.run()
+    return history, alive()
+
+
+def compared(found: History, expected: History) -> Verdict:
+    if difference := found.first_difference(expected):
+        return Verdict("differs", difference)
+    error, plain = found.failed, expected.failed
+    if found.failed_closing is not None:
+        return Verdict("error", f"{found.failed_closing} after {error}\n{found.failed_closing.trace}")
+    if error is not None and plain is None:
+        return Verdict("refused" if issubclass(error.kind, REFUSALS) else "error", f"{error}\n{error.trace}")
+    if error is None and plain is not None:
+        return Verdict("other error", f"none in place of {plain}")
+    if error is None or plain is None:
+        return Verdict("same")
+    if error.where == plain.where and (
+        issubclass(error.kind, plain.kind) or issubclass(error.kind, REFUSALS)
+    ):
+        return Verdict("same error", str(plain))
+    return Verdict("other error", f"{error} in place of {plain}\n{error.trace}")
+
+
+def alive() -> tuple[int, int]:
+    """Storages of tensors, and their bytes."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor) and thing.layout == torch.strided:
+            try:
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+            except (RuntimeError, NotImplementedError):
+                continue
+    return len(storages), sum(storages.values())
+
+
+def own_objects() -> Counter[str]:
+    """How many of each class of what moves and plans are alive."""
+    gc.collect()
+    kinds = (type(thing) for thing in gc.get_objects())
+    return Counter(kind.__name__ for kind in kinds if kind.__name__ in OWN and is_own(kind))
+
+
+def is_own(kind: type) -> bool:
+    return str(kind.__module__).startswith("tba_offload.")
+
+
+def more(after: Counter[str], before: Counter[str]) -> list[str]:
+    return [f"{count} {name}" for name, count in (after - before).items()]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def left_over(directory: Path) -> list[str]:
+    """Threads and files."""
+    deadline = time.monotonic() + PATIENCE
+    while (names := own_threads()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    files = [
+        str(path.name)
+        for path in directory.rglob("*")
+        if path.name not in {"a", "b"} and path.suffix != ".jsonl"
+    ]
+    return names + files
+
+
+def own_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("tba-")]
