@@ -126,35 +126,6 @@ class Exchange:
             for key, value in self._optimizer.state.get(piece.parameter, {}).items()
         )
 
-    def read_moved(self, with_any: Callable[[set[torch.Tensor]], Iterable[SubGroup]]) -> None:
-        """Reads states that a program has given to another parameter, as to one in the place of the first.
-
-        Args:
-            with_any: The sub-groups of parameters.
-
-        Raises:
-            TransferError: They cannot be read.
-            StatesAwayError: There are no such states any more.
-        """
-        moved = [
-            (entry, key, value)
-            for parameter, entry in self._optimizer.state.items()
-            if isinstance(entry, dict)
-            for key, value in entry.items()
-            if type(value) is AwayTensor and not _is_of(value, parameter, key)
-        ]
-        if not moved:
-            return
-        owners = {owner for _, _, value in moved if (owner := value.origin[0]) is not None}
-        found = self.on_host(owners, with_any(owners))
-        for entry, key, value in moved:
-            owner, name = value.origin
-            shown = None if owner is None else self._optimizer.state.get(owner, {}).get(name)
-            has_another = owner is not None and _is_of(shown, owner, name) and shown is not value
-            if owner is None or has_another or name not in found.get(owner, {}):
-                raise value.refused("another parameter was given it when there was no such state any more")
-            entry[key] = found[owner][name].to(value.device, copy=True)
-
     def take_shown(self, groups: Iterable[SubGroup]) -> None:
         """Takes the states that ``optimizer.state`` shows, and forgets those that it shows no more.
 
@@ -354,6 +325,42 @@ class Exchange:
         name = f"{key!r} of {self._name_of(piece.parameter)}"
         away = AwayTensor(like.shape, like.stride(), value.dtype, value.device, name)
         known[key] = away.stands_for(piece.parameter, key)
+
+
+def read_moved(
+    optimizer: torch.optim.Optimizer,
+    exchange: Exchange,
+    with_any: Callable[[set[torch.Tensor]], Iterable[SubGroup]],
+) -> None:
+    """Reads states that a program has given to another parameter, as to one in the place of the first.
+
+    Args:
+        optimizer: The optimizer.
+        exchange: Reads them.
+        with_any: The sub-groups of parameters.
+
+    Raises:
+        TransferError: They cannot be read.
+        StatesAwayError: There are no such states any more.
+    """
+    moved = [
+        (entry, key, value)
+        for parameter, entry in optimizer.state.items()
+        if isinstance(entry, dict)
+        for key, value in entry.items()
+        if type(value) is AwayTensor and not _is_of(value, parameter, key)
+    ]
+    if not moved:
+        return
+    owners = {owner for _, _, value in moved if (owner := value.origin[0]) is not None}
+    found = exchange.on_host(owners, with_any(owners))
+    for entry, key, value in moved:
+        owner, name = value.origin
+        shown = None if owner is None else optimizer.state.get(owner, {}).get(name)
+        has_another = owner is not None and _is_of(shown, owner, name) and shown is not value
+        if owner is None or has_another or name not in found.get(owner, {}):
+            raise value.refused("another parameter was given it when there was no such state any more")
+        entry[key] = found[owner][name].to(value.device, copy=True)
 
 
 def _is_of(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[AwayTensor]:

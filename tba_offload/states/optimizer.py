@@ -101,7 +101,9 @@ class OptimizerStates:
         try:
             self._follow()
         except BaseException:  # no room, or an interrupt: the optimizer is to go on without this
-            self._give_back_taken()
+            if self._early is not None:
+                self._early.close()
+            self._stream.give_back(follows=False)
             raise
         on_host = partial(_on_host, self._roster, self._stream.exchange)
         with_masters = partial(on_host, masters=True)
@@ -243,11 +245,6 @@ class OptimizerStates:
         self._stream.follow()
         if self._early is not None:
             self._early.follow()
-
-    def _give_back_taken(self) -> None:
-        if self._early is not None:
-            self._early.close()
-        self._stream.give_back_taken()
 
     def _take_back(self, reason: str) -> None:
         if self._early is not None and self._is_open:

@@ -98,6 +98,15 @@ class Roster:
                 return [group for group in self.groups if group in found]
             found |= more
 
+    def halves(self) -> list[torch.Tensor]:
+        """Parameters of which some slices have states and others none: a first update ended between them."""
+        keys: dict[torch.Tensor, set[frozenset[str]]] = {}
+        for group in self.groups:
+            for piece in group.pieces:
+                if not piece.is_whole:
+                    keys.setdefault(piece.parameter, set()).add(frozenset(group.keys_of(piece)))
+        return [parameter for parameter, found in keys.items() if len(found) > 1]
+
     def remove(self, groups: Iterable[SubGroup]) -> None:
         """Forgets sub-groups whose states are back in memory; their parameters count as new ones."""
         for group in groups:

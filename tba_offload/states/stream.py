@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import SessionError, TransferError
 from tba_offload.interrupts import put_off
-from tba_offload.states.exchange import Exchange
+from tba_offload.states.exchange import Exchange, read_moved
 from tba_offload.states.figures import Tally
 from tba_offload.states.host_lane import HostLane, NoHostLane
 from tba_offload.states.journal import Journal, NoJournal
@@ -18,7 +18,6 @@ from tba_offload.states.slots import SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
 
     import torch
 
@@ -93,7 +92,8 @@ class Stream:
             finally:
                 self._own.commit()
                 self.exchange.end()
-                self._forget_halves()
+                for parameter in self._roster.halves():
+                    self._optimizer.state.pop(parameter, None)
         sizes = self._sizes() | {"in_backward": len(early)}
         return self._tally.record(sizes, predicted=self._host.predicted_seconds)
 
@@ -153,7 +153,7 @@ class Stream:
             TransferError: States cannot be read.
         """
         outdated = self._roster.outdated()
-        self.exchange.read_moved(self._roster.with_any)
+        read_moved(self._optimizer, self.exchange, self._roster.with_any)
         self.exchange.give_back(outdated)
         self._remove(outdated)
         stale = [group for group in self._roster.groups if not self.exchange.is_current(group)]
@@ -185,24 +185,18 @@ class Stream:
             if all(map(slots.stays, groups)):
                 slots.clear()
 
-    def give_back(self) -> None:
+    def give_back(self, *, follows: bool = True) -> None:
         """Puts all states back into ``optimizer.state``, and frees slots and extents.
 
-        Raises:
-            TransferError: They cannot be read.
-        """
-        try:
-            self.follow()
-        finally:
-            self.give_back_taken()
-
-    def give_back_taken(self) -> None:
-        """Likewise, but for states that were put there since by others: they stay as they are.
+        Args:
+            follows: Whether states that others have put there are taken first.
 
         Raises:
             TransferError: They cannot be read.
         """
         self._host.close()
+        if follows:
+            self.follow()
         groups = list(self._roster.groups)
         self.exchange.give_back(groups)
         self._remove(groups)
@@ -220,17 +214,6 @@ class Stream:
         self.line.remove(groups)
         self._host.forget(groups)
         self.journal.forget(groups)
-
-    def _forget_halves(self) -> None:
-        """Forgets states that not all slices of a parameter have: their first update ended between them."""
-        keys: dict[torch.Tensor, set[AbstractSet[str]]] = {}
-        for group in self._roster.groups:
-            for piece in group.pieces:
-                if not piece.is_whole:
-                    keys.setdefault(piece.parameter, set()).add(frozenset(group.keys_of(piece)))
-        for parameter, found in keys.items():
-            if len(found) > 1:
-                self._optimizer.state.pop(parameter, None)
 
     # ---- all or nothing --------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class Look(NamedTuple):
 
     @torch.inference_mode(mode=False)
     def at(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor that looks like it at a storage; no one of inference, which tells no changes in place."""
+        """A tensor that looks like it at a storage; an inference tensor could not be trained with later."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
