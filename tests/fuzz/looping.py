@@ -101,7 +101,7 @@ class Training:
                 layers=None if program.found else list(self.model.layers),
                 optimizer=optimizers,
                 measure_memory=program.measures_memory,
-                run_log=self.directory / f"run{self.micro_batch}.jsonl" if program.run_log else None,
+                run_log=self.directory / f"{random.Random().random()}.jsonl" if program.run_log else None,
                 trace_steps=(2,) if program.traced else (),
             )
         )

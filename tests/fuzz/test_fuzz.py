@@ -10,6 +10,7 @@ import pytest
 import torch
 from covering import of_which
 
+import tba_offload as tba
 from fuzz.choices import DENIED, Layer, Program, choices_of, draw, simpler
 from fuzz.comparing import judge
 from fuzz.shrinking import shrunk
@@ -95,13 +96,21 @@ def shifted(restore: Any) -> Any:
 
 def test_what_is_left_is_found() -> None:
     held: list[object] = []
-    with mock.patch.object(hooks, "restore", lambda *args: held.append(torch.ones(9)) or restore(*args)):
+    with mock.patch.object(hooks, "restore", holding(hooks.restore, held)):
         verdict = judge(MOVED)
     assert verdict.kind == "left"
     assert "storages" in verdict.text
 
 
-restore = hooks.restore
+def holding(restore: Any, held: list[object]) -> Any:
+    """A way to restore that keeps a tensor each time."""
+
+    def restored(*args: Any, **kwargs: Any) -> Tensor:
+        held.append(torch.ones(9))
+        found: Tensor = restore(*args, **kwargs)
+        return found
+
+    return restored
 
 
 def test_a_refusal_is_no_fault() -> None:
@@ -124,9 +133,19 @@ def test_shrinking_leaves_what_the_fault_needs() -> None:
 
 
 def test_a_planted_fault_is_shrunk() -> None:
-    with inject("flip-read"):
-        smallest = shrunk(MOVED, lambda program: judge(program).kind == "differs")
-    assert len(smallest.layers) == 1
-    assert smallest.layers[0].placement == "offload"
-    assert (smallest.store, smallest.checksum) == ("file", False)
-    assert (smallest.clip, smallest.scheduler, smallest.optimizer) == ("none", "none", "sgd")
+    program = replace(MOVED, checksum=True, window=0, width=8, length=4, steps=1)
+    with mock.patch.object(tba, "attach", spoiling(tba.attach)):
+        smallest = shrunk(program, lambda other: judge(other).kind == "differs")
+    assert smallest == Program(store="file")
+
+
+def spoiling(attach: Any) -> Any:
+    """A way to attach that changes a parameter where there is a file."""
+
+    def attached(model: Any, policy: Any, **options: Any) -> tba.Session:
+        if policy["store"]["kind"] == "file":
+            model.head.bias.data += 1
+        session: tba.Session = attach(model, policy, **options)
+        return session
+
+    return attached
