@@ -226,11 +226,18 @@ class LayerRuns:
         return Placement.OFFLOAD if is_recomputed else placement
 
     def _notice_outer_checkpoint(self, site: Site) -> None:
-        """A reentrant checkpoint around a layer records no graph of it before backward."""
-        is_first_run = site.runs == 0 and is_recomputation() and self._ongoing.step is not None
+        """A reentrant checkpoint around a layer records no graph of it before backward.
+
+        Nor does a loss that caches gradients, and there no step has opened either.
+        """
         is_placed = self._parts.planning.plan.placements[site.index] is not Placement.KEEP
-        if is_first_run and is_placed and not self._ongoing.is_inert:
-            self._leave_alone(site)
+        if self._ongoing.is_inert or not is_placed or not is_recomputation():
+            return
+        if self._ongoing.step is not None:
+            if site.runs == 0:
+                self._leave_alone(site)
+        elif torch.is_grad_enabled():
+            self._parts.notices.runs_in_backward(site.layer)
 
     def _leave_alone(self, site: Site) -> None:
         self._parts.capture.trace.leave_alone()

@@ -155,6 +155,16 @@ class Notices:
             "left_alone_scopes",
         )
 
+    def runs_in_backward(self, layer: Layer) -> None:
+        """A layer runs first in a backward pass, before which no step has opened."""
+        self.warn_once(
+            "runs in backward",
+            f"{layer.id} runs forward with a graph only within a backward pass, as in losses that cache "
+            "gradients (sentence-transformers' CachedMultipleNegativesRankingLoss): it is neither offloaded "
+            "nor recomputed, and no step is recorded. such a loss bounds activations by the size of its "
+            "mini-batches; to have them offloaded take the one without a cache",
+        )
+
     def full(self, nbytes: int, step: int, beyond: int) -> None:
         """The store was full.
 

@@ -147,7 +147,10 @@ def _check_backward(
             "gradients of distributed parameters cannot be freed in backward; set states.gradients to keep"
         )
     if not is_known(optimizer):
-        raise UnsupportedError(f"whether {type(optimizer).__name__} can be updated in any order is not known")
+        raise UnsupportedError(
+            f"whether {type(optimizer).__name__} can be updated in any order is not known, and states.trust "
+            "does not speak of that; set states.when to step"
+        )
 
 
 def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tba_offload.errors import UnsupportedError
+from tba_offload.formatting import quoted
 from tba_offload.states.pieces import is_of_torch
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ class OwnStep:
         self._has_named = not is_of_torch(optimizer)  # PyTorch's have states of parameters only
         self._named: dict[str, Any] = {}
         self._groups: dict[int, _Loan] = {}
+        self._left: dict[int, dict[str, Any]] = {}
         self._attributes = _Loan({}, {})
         self.states: dict[torch.Tensor, Entry] = {}
         self.changes_gradients = False
@@ -62,6 +66,9 @@ class OwnStep:
             number: The number of the parameter group.
             entries: Parameters, or views of slices, and their states; an empty entry where there are none.
             options: Further arguments of the optimizer's ``step``.
+
+        Raises:
+            UnsupportedError: What it leaves in the parameter group, or in states of no parameter, does.
         """
         if self._has_named and not self._groups:  # once a step
             self._named = _named_in(self._optimizer.state)
@@ -75,6 +82,22 @@ class OwnStep:
         self._update(twin, **options)
         self.states = twin.state
         self.changes_gradients |= _versions_of_gradients(entries) != before
+        self._check(number)
+
+    def _check(self, number: int) -> None:
+        """Checks that parameters are updated each by itself, as far as what updates have left tells."""
+        left = {
+            f"{key} in its parameter group": value for key, value in self._groups[number].changes().items()
+        }
+        if self._has_named:
+            left |= {f"state[{quoted(key)}]": value for key, value in _named_in(self.states).items()}
+        first = self._left.setdefault(number, left)
+        for name in {**first, **left}:
+            if not _are_same(left.get(name), first.get(name)):
+                raise UnsupportedError(
+                    f"{self.kind.__name__} does not update each parameter by itself, since it makes {name} of "
+                    "several of them, and would update wrongly in parts; do not offload its states"
+                )
 
     def _settings(
         self,
@@ -99,7 +122,8 @@ class OwnStep:
 
     def discard(self) -> None:
         """Forgets what the update changed there."""
-        self._named, self._groups, self._attributes, self.states = {}, {}, _Loan({}, {}), {}
+        self._named, self._groups, self._left, self.states = {}, {}, {}, {}
+        self._attributes = _Loan({}, {})
 
 
 class _Loan:
@@ -121,15 +145,24 @@ class _Loan:
         self.taken = taken
         taken.update(self._given)
 
+    def changes(self) -> dict[str, Any]:
+        """What the twin has changed: other values, and numbers in tensors that it has written to."""
+        return {
+            name: value
+            for name, value in self.taken.items()
+            if name not in _APART and (not self._is_given(name) or (name in self._numbers and value._version))
+        }
+
     def give_back(self, own: dict[str, Any]) -> None:
         """Changes the optimizer's own values where the twin has; others may have been changed meanwhile."""
-        for name, value in self.taken.items():
-            if name in _APART:
-                continue
-            if value is not self._given.get(name, self):  # which is no value of any
+        for name, value in self.changes().items():
+            if self._is_given(name):
+                self._numbers[name].copy_(value)  # others may hold it, as schedulers do
+            else:
                 own[name] = value
-            elif name in self._numbers and value._version:
-                self._numbers[name].copy_(value)
+
+    def _is_given(self, name: str) -> bool:
+        return name in self._given and self.taken[name] is self._given[name]
 
 
 def _is_number(value: object) -> bool:
@@ -139,6 +172,17 @@ def _is_number(value: object) -> bool:
 def _named_in(states: Mapping[Any, Any]) -> dict[str, Any]:
     """States that an optimizer keeps by a name: they are of no parameter."""
     return {key: value for key, value in states.items() if not isinstance(key, torch.Tensor)}
+
+
+def _are_same(one: object, other: object) -> bool:
+    """Whether two values are the same, as far as they are numbers, alone or in dictionaries."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(_are_same(one.get(key), other.get(key)) for key in {**one, **other})
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return one == other or (math.isnan(one) and math.isnan(other))
+    return (one is None) is (other is None)
 
 
 def _versions_of_gradients(parameters: Iterable[torch.Tensor]) -> list[int]:

@@ -351,6 +351,73 @@ def test_an_update_that_leaves_no_state(tmp_path: Path) -> None:
             assert_same(found, expected)
 
 
+def test_a_trusted_optimizer_is_not_updated_in_backward_and_told_what_to_set(tmp_path: Path) -> None:
+    found, _ = pair(Counting)
+    settings = policy(tmp_path)
+    settings["states"] |= {"trust": True, "when": "backward"}
+    with pytest.raises(tba.UnsupportedError, match=r"Counting can be updated .* set states.when to step"):
+        tba.offload_optimizer(found.optimizer, settings, model=found.model)
+
+
+class CountingInTensors(Counting):
+    """Counts the steps of a group in a tensor that it changes in place."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        for group in self.param_groups:
+            group["steps"] = torch.zeros((), dtype=torch.int64)
+
+
+def test_a_count_in_a_tensor_of_a_group_goes_up_once_a_step(tmp_path: Path) -> None:
+    found, expected = pair(CountingInTensors)
+    settings = policy(tmp_path)
+    settings["states"]["trust"] = True
+    count = found.optimizer.param_groups[0]["steps"]
+    with tba.offload_optimizer(found.optimizer, settings) as states:
+        for seed in range(4):
+            found.step(seed)
+            expected.step(seed)
+        assert states.records[-1].sub_groups > 1
+        assert_same(found, expected)
+    assert found.optimizer.param_groups[0]["steps"] is count
+    assert count == expected.optimizer.param_groups[0]["steps"] == 4
+
+
+class Estimating(optim.SGD):
+    """Estimates something over all parameters, as D-Adaptation, Prodigy and AvaGrad do."""
+
+    def __init__(self, parameters: Any, where: str) -> None:
+        super().__init__(parameters, lr=1e-2, momentum=0.9)
+        self.where = where
+        for group in self.param_groups:
+            group["d"] = torch.zeros(()) if where == "a tensor of the group" else 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            norm = sum(each.grad.pow(2).sum() for each in group["params"] if each.grad is not None)
+            if self.where == "a number of the group":
+                group["d"] = float(norm)
+            elif self.where == "a tensor of the group":
+                group["d"] += norm
+            else:
+                self.state["estimate"]["d"] = float(norm)  # type: ignore[index]
+        super().step(closure)
+
+
+@pytest.mark.parametrize("where", ["a number of the group", "a tensor of the group", "the state"])
+def test_an_optimizer_that_estimates_over_all_parameters_is_found_out(where: str, tmp_path: Path) -> None:
+    found, _ = pair(lambda parameters: Estimating(parameters, where))
+    settings = policy(tmp_path)
+    settings["states"]["trust"] = True
+    with tba.offload_optimizer(found.optimizer, settings):
+        what = r"state\['estimate'\]" if where == "the state" else "d in its parameter group"
+        with pytest.raises(
+            tba.UnsupportedError, match=f"Estimating does not update .* makes {what} of several"
+        ):
+            found.step(0)
+
+
 class Around(optim.Optimizer):
     """Has another optimizer make its updates, of all parameters at once, as ZeroRedundancyOptimizer does."""
 

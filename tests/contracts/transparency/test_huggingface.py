@@ -266,6 +266,41 @@ def test_layers_inside_of_checkpoints_are_told(use_reentrant: bool) -> None:
     assert step.record.left_alone_scopes == 3
 
 
+@pytest.mark.parametrize("default", [Placement.OFFLOAD, Placement.RECOMPUTE])
+def test_a_loss_that_caches_gradients_is_told(default: Placement) -> None:
+    """It runs a batch without a graph, and in the backward pass of its loss once more, in mini-batches."""
+
+    def gradients_of(model: nn.Module) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+        with torch.no_grad():
+            cache = model(x)
+        cache.requires_grad_()
+        loss = cache.pow(2).sum()
+        (cached,) = torch.autograd.grad(loss, cache)
+
+        def run_again(_: Tensor) -> None:
+            with torch.enable_grad():
+                for part, gradient in zip(x.chunk(2), cached.chunk(2), strict=True):
+                    (model(part) * gradient).sum().backward()
+
+        again = loss.detach().requires_grad_()
+        again.register_hook(run_again)
+        again.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    expected = [gradient.clone() for gradient in gradients_of(model)]
+    model.zero_grad()
+    with session_for(model, default=default) as session:
+        with pytest.warns(UserWarning, match="only within a backward pass") as told:
+            found = gradients_of(model)
+        assert session.report() == []
+    assert len(told) == 1
+    assert all(map(torch.equal, found, expected))
+    assert len(found) == 6
+
+
 def test_evaluation_in_a_step_is_not_taken_for_a_checkpoint() -> None:
     model = Checkpointed(use_reentrant=True)
     with session_for(model, default=Placement.RECOMPUTE) as session, session.step() as step:
