@@ -137,14 +137,13 @@ class Early:
         Raises:
             SessionError: The optimizer has begun to change gradients that are kept.
         """
-        keeps_changed = (
-            not self._frees and self._stream.changes_gradients
-        )  # the loop is to see those of backward
-        rests = sum(self._vain) > _VAIN or keeps_changed
+        own, keeps = self._stream.own, not self._frees
+        # Gradients that are kept are those of backward: the loop is to see, and clip, these.
+        rests = sum(self._vain) > _VAIN or (keeps and own.changes_gradients)
         self._watch.forwards()
         if not rests:
             self._stream.update_in_backward(group)
-            if not self._frees and self._stream.changes_gradients:
+            if keeps and own.changes_gradients:
                 raise SessionError(
                     "the optimizer's update changes gradients with its present settings, which it did not "
                     "before; call optimizer.zero_grad() and repeat the step"

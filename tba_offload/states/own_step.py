@@ -95,8 +95,8 @@ class OwnStep:
         for name in {**first, **left}:
             if not _are_same(left.get(name), first.get(name)):
                 raise UnsupportedError(
-                    f"{self.kind.__name__} does not update each parameter by itself, since it makes {name} of "
-                    "several of them, and would update wrongly in parts; do not offload its states"
+                    f"{self.kind.__name__} does not update each parameter by itself, since it makes {name} "
+                    "of several of them, and would update wrongly in parts; do not offload its states"
                 )
 
     def _settings(

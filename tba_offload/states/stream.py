@@ -41,6 +41,9 @@ class Stream:
         masters: The master copies among its parameters.
         in_backward: Whether sub-groups may be updated before the step; then an update is all or nothing.
         share: How many the processor updates; ``None`` if all are updated on the device.
+
+    Attributes:
+        own: As given.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Stream:
         share: HostShare | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._own = own
+        self.own = own
         self._roster = roster
         self._is_elementwise = is_elementwise(optimizer)
         self.line = Line(turns=self._is_elementwise and not in_backward)
@@ -86,11 +89,11 @@ class Stream:
                 with self._tally.counted(), self._whole():
                     self.follow()
                     self._update_all(early, options)
-                    self._own.commit()
+                    self.own.commit()
                     self.exchange.end()
                     self.journal.accept()  # the last: from here on nothing can be taken back
             finally:
-                self._own.commit()
+                self.own.commit()
                 self.exchange.end()
                 for parameter in self._roster.halves():
                     self._optimizer.state.pop(parameter, None)
@@ -131,15 +134,10 @@ class Stream:
             self._failure = error
             raise
         finally:
-            self._own.discard()
+            self.own.discard()
             self.exchange.forget()
 
     # ---- between updates -------------------------------------------------------------------------
-
-    @property
-    def changes_gradients(self) -> bool:
-        """Whether the optimizer's update changes gradients in place."""
-        return self._own.changes_gradients
 
     @property
     def is_current(self) -> bool:
@@ -267,8 +265,8 @@ class Stream:
 
     def _update_empty(self, options: Mapping[str, Any]) -> None:
         """Runs the update for parameter groups without gradients: it may count steps all the same."""
-        for number in set(range(len(self._optimizer.param_groups))) - self._own.ran_for:
-            self._own.run(number, {}, options)
+        for number in set(range(len(self._optimizer.param_groups))) - self.own.ran_for:
+            self.own.run(number, {}, options)
 
     def _update(self, group: SubGroup, options: Mapping[str, Any]) -> None:
         slot = self.exchange.load(group)
@@ -280,11 +278,11 @@ class Stream:
         if slot is not None:
             slot.touch()
         try:
-            self._own.run(group.number, {tensors[piece]: entries[piece] for piece in tensors}, options)
+            self.own.run(group.number, {tensors[piece]: entries[piece] for piece in tensors}, options)
             for piece, master in masters.items():
                 self._masters.copy(piece, master)
         finally:
-            states = self._own.states
+            states = self.own.states
             now = {piece: states.get(tensor, entries[piece]) for piece, tensor in tensors.items()}
             for piece, master in masters.items():
                 now[piece] = {**now[piece], MASTER: master}
