@@ -60,7 +60,8 @@ class OwnStep:
     def run(self, number: int, entries: Mapping[torch.Tensor, Entry], options: Mapping[str, Any]) -> None:
         """Updates some parameters of one parameter group; ``states`` holds their states afterwards.
 
-        After an error it holds what there is of them.
+        After an error it holds what there is of them. What the update leaves in the parameter group, and in
+        states of no parameter, must not depend on which parameters of the group were updated.
 
         Args:
             number: The number of the parameter group.
@@ -68,7 +69,7 @@ class OwnStep:
             options: Further arguments of the optimizer's ``step``.
 
         Raises:
-            UnsupportedError: What it leaves in the parameter group, or in states of no parameter, does.
+            UnsupportedError: It does.
         """
         if self._has_named and not self._groups:  # once a step
             self._named = _named_in(self._optimizer.state)
