@@ -144,8 +144,8 @@ class _AttachedForward:
     def __call__(self, /, *args: object, **kwargs: object) -> object:
         tracer, site = compiling.switch(None), self._site
         try:
-            copied = _copy_of(site.layer.module, sys._getframe(1))
-            if copied is not None and site.is_method:
+            copied = _copy_of(site.layer.module, sys._getframe(1)) if site.is_method else None
+            if copied is not None:
                 return self._run_copy(copied, tracer, args, kwargs)
             if tracer is not site.tracer:
                 site.called_by(tracer)

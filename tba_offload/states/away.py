@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
 
 import torch
 
@@ -34,7 +33,7 @@ class AwayTensor(torch.Tensor):
     """
 
     _name: str
-    _origin: tuple[weakref.ref[torch.Tensor], str] | None = None
+    _origin: tuple[torch.Tensor | None, str] = None, ""
 
     @staticmethod
     def __new__(
@@ -54,13 +53,13 @@ class AwayTensor(torch.Tensor):
 
     def stands_for(self, parameter: torch.Tensor, key: str) -> Self:
         """Says which state it is: that of a parameter, by its name; returns itself."""
-        self._origin = weakref.ref(parameter), key
+        self._origin = parameter, key  # no weak reference: PyTorch swaps no tensors that have one
         return self
 
     @property
     def origin(self) -> tuple[torch.Tensor | None, str]:
-        """The parameter whose state it is, if there is that yet, and the name of the state."""
-        return (None, "") if self._origin is None else (self._origin[0](), self._origin[1])
+        """The parameter whose state it is, if it was said, and the name of the state."""
+        return self._origin
 
     def refused(self, use: str) -> StatesAwayError:
         """The error of a use of it.
@@ -219,6 +218,14 @@ class AwayMaster(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # untyped there
         return f"<master {self._tba_offload_name}, away: {tuple(self.shape)}, {self.dtype}>"
+
+
+def stands_for(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[AwayTensor]:
+    """Whether a value is what stands for a state of a parameter."""
+    if type(value) is not AwayTensor:
+        return False
+    owner, name = value.origin
+    return owner is parameter and name == key
 
 
 def is_away(value: object) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.states.away import AwayTensor, is_away
+from tba_offload.states.away import AwayTensor, is_away, stands_for
 from tba_offload.states.incoming import Incoming
 from tba_offload.states.layout import travels
 from tba_offload.states.masters import MASTER
@@ -157,7 +157,7 @@ class Exchange:
     def _take_shown(
         self, group: SubGroup, shown: dict[torch.Tensor, Entry]
     ) -> list[tuple[SubGroup, Piece, Entry]]:
-        """Takes those of a sub-group; returns what is to be shown of slices, without the bytes."""
+        """Takes those of a sub-group; returns what is to be shown of slices, whose bytes slots have then."""
         entries = {
             piece: {key: _of_piece(piece, value) for key, value in shown[piece.parameter].items()}
             for piece in group.pieces
@@ -274,7 +274,7 @@ class Exchange:
         if place.key == MASTER:
             return is_away(place.piece.parameter)
         parameter = place.piece.parameter
-        return _is_of(self._optimizer.state.get(parameter, {}).get(place.key), parameter, place.key)
+        return stands_for(self._optimizer.state.get(parameter, {}).get(place.key), parameter, place.key)
 
     def _lay_out(
         self,
@@ -320,7 +320,11 @@ class Exchange:
     def _show_away(self, known: Entry, piece: Piece, key: str, value: torch.Tensor) -> None:
         like = value if piece.is_whole else piece.parameter
         shown = known.get(key)
-        if _is_of(shown, piece.parameter, key) and shown.shape == like.shape and shown.dtype == value.dtype:
+        if (
+            stands_for(shown, piece.parameter, key)
+            and shown.shape == like.shape
+            and shown.dtype == value.dtype
+        ):
             return
         name = f"{key!r} of {self._name_of(piece.parameter)}"
         away = AwayTensor(like.shape, like.stride(), value.dtype, value.device, name)
@@ -348,7 +352,7 @@ def read_moved(
         for parameter, entry in optimizer.state.items()
         if isinstance(entry, dict)
         for key, value in entry.items()
-        if type(value) is AwayTensor and not _is_of(value, parameter, key)
+        if type(value) is AwayTensor and not stands_for(value, parameter, key)
     ]
     if not moved:
         return
@@ -357,18 +361,10 @@ def read_moved(
     for entry, key, value in moved:
         owner, name = value.origin
         shown = None if owner is None else optimizer.state.get(owner, {}).get(name)
-        has_another = owner is not None and _is_of(shown, owner, name) and shown is not value
+        has_another = owner is not None and stands_for(shown, owner, name) and shown is not value
         if owner is None or has_another or name not in found.get(owner, {}):
             raise value.refused("another parameter was given it when there was no such state any more")
         entry[key] = found[owner][name].to(value.device, copy=True)
-
-
-def _is_of(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[AwayTensor]:
-    """Whether a value is what stands for a state of a parameter."""
-    if type(value) is not AwayTensor:
-        return False
-    owner, name = value.origin
-    return owner is parameter and name == key
 
 
 def _copy_to_host(

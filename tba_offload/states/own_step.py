@@ -11,7 +11,7 @@ import torch
 
 from tba_offload.errors import UnsupportedError
 from tba_offload.formatting import quoted
-from tba_offload.states.pieces import is_of_torch
+from tba_offload.states.pieces import is_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -20,6 +20,8 @@ Entry = dict[str, Any]
 """The states of one parameter by their names, as in ``optimizer.state[parameter]``."""
 
 _APART = ("params", "param_groups", "state")
+
+_OF_NO_GROUP = -1
 
 
 class OwnStep:
@@ -44,7 +46,8 @@ class OwnStep:
         self._optimizer = optimizer
         self.kind = kind
         self._update = _beneath_hooks(kind)
-        self._has_named = not is_of_torch(optimizer)  # PyTorch's have states of parameters only
+        self._is_known = is_known(optimizer)
+        self._has_named = not self._is_known  # those have states of parameters only
         self._named: dict[str, Any] = {}
         self._groups: dict[int, _Loan] = {}
         self._left: dict[int, dict[str, Any]] = {}
@@ -87,18 +90,15 @@ class OwnStep:
 
     def _check(self, number: int) -> None:
         """Checks that parameters are updated each by itself, as far as what updates have left tells."""
-        left = {
-            f"{key} in its parameter group": value for key, value in self._groups[number].changes().items()
-        }
-        if self._has_named:
-            left |= {f"state[{quoted(key)}]": value for key, value in _named_in(self.states).items()}
-        first = self._left.setdefault(number, left)
-        for name in {**first, **left}:
-            if not _are_same(left.get(name), first.get(name)):
-                raise UnsupportedError(
-                    f"{self.kind.__name__} does not update each parameter by itself, since it makes {name} "
-                    "of several of them, and would update wrongly in parts; do not offload its states"
-                )
+        if self._is_known:
+            return
+        left = {f"{key} in its parameter group": each for key, each in self._groups[number].changes().items()}
+        named = {f"state[{quoted(key)}]": each for key, each in _named_in(self.states).items()}
+        for group, now in ((number, left), (_OF_NO_GROUP, named)):
+            first = self._left.setdefault(group, now)
+            for name in () if first is now else {**first, **now}:
+                if not _are_same(now.get(name), first.get(name)):
+                    raise UnsupportedError(_of_all(self.kind.__name__, name))
 
     def _settings(
         self,
@@ -118,7 +118,7 @@ class OwnStep:
             group.give_back(self._optimizer.param_groups[number])
         self._attributes.give_back(vars(self._optimizer))
         if self._has_named:
-            vars(self._optimizer)["state"].update(_named_in(self.states))  # whose type has none of names
+            vars(self._optimizer)["state"].update(_named_in(self.states))  # typed as having parameters only
         self.discard()
 
     def discard(self) -> None:
@@ -142,7 +142,9 @@ class _Loan:
 
     def __init__(self, values: Mapping[str, Any], taken: dict[str, Any]) -> None:
         self._numbers = {name: value for name, value in values.items() if _is_number(value)}
-        self._given = {**values, **{name: each.detach().clone() for name, each in self._numbers.items()}}
+        with torch.inference_mode(mode=False):  # whose tensors do not tell that they are changed
+            copies = {name: each.detach().clone() for name, each in self._numbers.items()}
+        self._given = {**values, **copies}
         self.taken = taken
         taken.update(self._given)
 
@@ -164,6 +166,13 @@ class _Loan:
 
     def _is_given(self, name: str) -> bool:
         return name in self._given and self.taken[name] is self._given[name]
+
+
+def _of_all(optimizer: str, what: str) -> str:
+    return (
+        f"{optimizer} does not update each parameter by itself, since it makes {what} of several of them, "
+        "and updates wrongly in parts; load a checkpoint, and do not offload its states"
+    )
 
 
 def _is_number(value: object) -> bool:

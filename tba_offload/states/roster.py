@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tba_offload.states.away import is_away
 from tba_offload.states.home import Home
 from tba_offload.states.incoming import Incoming
 from tba_offload.states.layout import travels
@@ -68,12 +69,8 @@ class Roster:
         now = self._now()
         self._numbers = {each: number for number, each in enumerate(parameters_of(self._optimizer))}
         gone = {each for each, place in self._members.items() if now.get(each) != place}
-        gone |= {
-            piece.parameter
-            for group in self.groups
-            for piece in group.pieces
-            if not (piece.is_whole or self._can_be_cut(piece.parameter))
-        }
+        cut = {piece.parameter for group in self.groups for piece in group.pieces if not piece.is_whole}
+        gone |= {parameter for parameter in cut if not self._can_be_cut(parameter)}
         if not gone:
             return []
         return self.with_slices(
@@ -222,6 +219,9 @@ class Roster:
 
 
 def _is_cut_alike(state: object, parameter: torch.Tensor) -> bool:
-    """Whether the elements of a state are those of its parameter, or it is none that travels."""
+    """Whether a state is cut with its parameter, or is a number, of which each slice has a copy."""
     value = state.value if isinstance(state, Incoming) else state
-    return not isinstance(value, torch.Tensor) or value.numel() <= 1 or value.shape == parameter.shape
+    if not isinstance(value, torch.Tensor) or value.numel() <= 1:
+        return True
+    is_taken = isinstance(state, Incoming) or is_away(value) or travels(value, parameter)
+    return is_taken and value.shape == parameter.shape

@@ -83,11 +83,12 @@ class Stream:
                 error inside any optimizer; none are where updates are all or nothing.
         """
         self._refuse_after_failure()
-        early = self.journal.noted
+        early, is_followed = self.journal.noted, False
         with put_off(self):
             try:
                 with self._tally.counted(), self._whole():
                     self.follow()
+                    is_followed = True
                     self._update_all(early, options)
                     self.own.commit()
                     self.exchange.end()
@@ -95,8 +96,9 @@ class Stream:
             finally:
                 self.own.commit()
                 self.exchange.end()
-                for parameter in self._roster.halves():
-                    self._optimizer.state.pop(parameter, None)
+                if is_followed:  # before that, what slices lack may lie in memory still
+                    for parameter in self._roster.halves():
+                        self._optimizer.state.pop(parameter, None)
         sizes = self._sizes() | {"in_backward": len(early)}
         return self._tally.record(sizes, predicted=self._host.predicted_seconds)
 
