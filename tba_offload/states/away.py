@@ -33,7 +33,8 @@ class AwayTensor(torch.Tensor):
     """
 
     _name: str
-    _origin: tuple[torch.Tensor | None, str] = None, ""
+    origin: tuple[torch.Tensor | None, str] = None, ""
+    """The parameter whose state it is, if it was said, and the name of the state."""
 
     @staticmethod
     def __new__(
@@ -53,13 +54,8 @@ class AwayTensor(torch.Tensor):
 
     def stands_for(self, parameter: torch.Tensor, key: str) -> Self:
         """Says which state it is: that of a parameter, by its name; returns itself."""
-        self._origin = parameter, key  # no weak reference: PyTorch swaps no tensors that have one
+        self.origin = parameter, key  # no weak reference: PyTorch swaps no tensors that have one
         return self
-
-    @property
-    def origin(self) -> tuple[torch.Tensor | None, str]:
-        """The parameter whose state it is, if it was said, and the name of the state."""
-        return self._origin
 
     def refused(self, use: str) -> StatesAwayError:
         """The error of a use of it.
@@ -226,6 +222,11 @@ def stands_for(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[Aw
         return False
     owner, name = value.origin
     return owner is parameter and name == key
+
+
+def has_moved(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[AwayTensor]:
+    """Whether a value that a parameter has under a name stands for another state."""
+    return type(value) is AwayTensor and not stands_for(value, parameter, key)
 
 
 def is_away(value: object) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.states.away import AwayTensor, is_away, stands_for
+from tba_offload.states.away import AwayTensor, has_moved, is_away
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,9 +46,7 @@ class ByParameter:
     def read(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The states of a parameter, and the master if it is one; those that are away as host copies."""
         shown = self._optimizer.state.get(parameter, {})
-        if any(
-            type(each) is AwayTensor and not stands_for(each, parameter, key) for key, each in shown.items()
-        ):
+        if any(has_moved(each, parameter, key) for key, each in shown.items()):
             self.forget()
             self._follow()
         entry = self._masters.with_states(parameter, self._optimizer.state.get(parameter, {}))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.states.away import AwayTensor, is_away, stands_for
+from tba_offload.states.away import AwayTensor, has_moved, is_away, stands_for
 from tba_offload.states.incoming import Incoming
 from tba_offload.states.layout import travels
 from tba_offload.states.masters import MASTER
@@ -352,7 +352,7 @@ def read_moved(
         for parameter, entry in optimizer.state.items()
         if isinstance(entry, dict)
         for key, value in entry.items()
-        if type(value) is AwayTensor and not stands_for(value, parameter, key)
+        if has_moved(value, parameter, key)
     ]
     if not moved:
         return

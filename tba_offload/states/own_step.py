@@ -46,8 +46,7 @@ class OwnStep:
         self._optimizer = optimizer
         self.kind = kind
         self._update = _beneath_hooks(kind)
-        self._is_known = is_known(optimizer)
-        self._has_named = not self._is_known  # those have states of parameters only
+        self._is_known = is_known(optimizer)  # each parameter by itself, and no states but theirs
         self._named: dict[str, Any] = {}
         self._groups: dict[int, _Loan] = {}
         self._left: dict[int, dict[str, Any]] = {}
@@ -74,7 +73,7 @@ class OwnStep:
         Raises:
             UnsupportedError: It does.
         """
-        if self._has_named and not self._groups:  # once a step
+        if not (self._is_known or self._groups):  # once a step
             self._named = _named_in(self._optimizer.state)
         twin: Any = object.__new__(self.kind)
         group = _Loan(self._settings(number, entries) | {"params": list(entries)}, {})
@@ -117,7 +116,7 @@ class OwnStep:
         for number, group in self._groups.items():
             group.give_back(self._optimizer.param_groups[number])
         self._attributes.give_back(vars(self._optimizer))
-        if self._has_named:
+        if not self._is_known:
             vars(self._optimizer)["state"].update(_named_in(self.states))  # typed as having parameters only
         self.discard()
 
