@@ -104,6 +104,7 @@ def _settings(
     budget: str | None,
     device_budget: str | None,
     dtype: str,
+    layers: int | None,
     hidden: int | None,
     heads: int | None,
     sequence: int | None,
@@ -120,7 +121,7 @@ def _settings(
 ) -> DemoSettings:
     """The job that the options, and where they say nothing the machine, ask for."""
     from tba_lab.demo.dtype import choose_dtype
-    from tba_lab.demo.fit import TARGET_SECONDS, Wish, heads_for
+    from tba_lab.demo.fit import TARGET_SECONDS, Wish, heads_for, layers_for, sizes_for
     from tba_lab.demo.run import DemoSettings, read_policy, refuse_budgets, refuse_run_logs, strategies_of
     from tba_lab.demo.sizing import fitted
     from tba_lab.megatron_cpu import training_device
@@ -131,17 +132,15 @@ def _settings(
     in_flight_bytes = None if window is None else parse_size(window)
     peak, on_device = (None if each is None else _budget(each) for each in (budget, device_budget))
     refuse_budgets(policy, peak, on_device, fewest_states=states == "auto")
-    read_policy(policy, model["layers"])
+    strategies = strategies_of(policy, states=states != "keep", control=control)
+    layers, sizes = layers or layers_for(strategies), tuple(sorted(set(batch_sizes))) or sizes_for(strategies)
+    read_policy(policy, layers)
     refuse_run_logs(output)
     chosen = choose_dtype(dtype, device=training_device())
     say(str(chosen))
-    sizes, strategies = (
-        tuple(sorted(set(batch_sizes))),
-        strategies_of(policy, states=states != "keep", control=control),
-    )
-    model |= {"heads": heads or heads_for(hidden), "dtype": chosen.dtype}
+    model |= {"layers": layers, "heads": heads or heads_for(hidden), "dtype": chosen.dtype}
     wish = Wish(hidden, sequence, steps, sizes, strategies, model)
-    seconds = min(TARGET_SECONDS, progress.time_limit)
+    seconds = min(TARGET_SECONDS * len(strategies), progress.time_limit)
     found = fitted(wish, directories or (output,), seconds=seconds, threads=threads, watch=progress)
     say(str(found))
     return DemoSettings(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_lab.demo.fit import MEMORY_SHARE, TARGET_SECONDS, Fit, Limits, Probe, Wish, check_room, fit
+from tba_lab.demo.fit import MEMORY_SHARE, Fit, Limits, Probe, Wish, check_room, fit
 from tba_lab.demo.race import Entrant, Watch, race
 from tba_lab.gpt import GptShape, build_gpt, gpt_loss, model_flops, random_batch
 from tba_lab.megatron_cpu import single_process, training_device
@@ -33,7 +33,7 @@ def fitted(
     wish: Wish,
     directories: Sequence[Path],
     *,
-    seconds: float = TARGET_SECONDS,
+    seconds: float,
     threads: int | None,
     watch: Watch,
 ) -> Fit:

@@ -24,7 +24,9 @@ from tba_lab.demo.fit import (
     check_room,
     fit,
     heads_for,
+    layers_for,
     parameters_of,
+    sizes_for,
 )
 from tba_lab.demo.race import Watch
 from tba_lab.gpt import GptShape, model_flops
@@ -166,6 +168,16 @@ def test_first_steps_then_sequence_then_width() -> None:
     assert seen[-1][0] < HIDDEN
 
 
+def test_where_states_travel_a_slow_machine_gets_a_narrower_model_for_as_many_tokens() -> None:
+    strategies = ("keep", "recompute", "offload", "states")
+    wished = wish(layers=layers_for(strategies), batch_sizes=sizes_for(strategies), strategies=strategies)
+    for rate in (1e6, 560, 100, 20):
+        found = fitted(wished, PLENTY, probe(rate)).job
+        assert found.batch_sizes[0] * found.shape.sequence == 16 * SEQUENCES[0]
+    assert found.shape.hidden < HIDDEN
+    assert found.seconds([probe(20)]) <= PLENTY.seconds
+
+
 def test_little_memory_makes_the_model_narrower_and_says_so() -> None:
     found = fitted(wish(dtype="fp32"), Limits(240.0, 12 * GIB, 40 * GIB), probe(1e6))
     assert found.job.shape.hidden < HIDDEN
@@ -295,7 +307,7 @@ def test_a_complete_wish_is_not_timed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sizing, "race", lambda *_, **__: pytest.fail("timed"))
     monkeypatch.setattr(sizing, "available_bytes", lambda _: 100 * GIB)
     wished = wish(hidden=96, sequence=16, steps=5)
-    found = sizing.fitted(wished, [tmp_path / "not" / "yet"], threads=None, watch=Watch())
+    found = sizing.fitted(wished, [tmp_path / "not" / "yet"], seconds=240.0, threads=None, watch=Watch())
     assert measures(found.job) == (96, 16, 5)
 
 
@@ -303,11 +315,11 @@ def test_limits_are_shares_of_what_there_is(tmp_path: Path, monkeypatch: pytest.
     probes = [dataclasses.asdict(probe(1e6))]
     monkeypatch.setattr(sizing, "race", lambda *_, **__: {"sizing": [{"probes": probes}]})
     monkeypatch.setattr(sizing, "available_bytes", lambda _: 10 * GIB)
-    found = sizing.fitted(wish(), [tmp_path], threads=None, watch=Watch())
+    found = sizing.fitted(wish(), [tmp_path], seconds=240.0, threads=None, watch=Watch())
     assert found.job.shape.hidden < HIDDEN
     assert found.job.memory_bytes <= 6 * GIB
     with pytest.raises(DoesNotFitError):
-        sizing.fitted(wish(hidden=6144), [tmp_path], threads=None, watch=Watch())
+        sizing.fitted(wish(hidden=6144), [tmp_path], seconds=240.0, threads=None, watch=Watch())
 
 
 def test_room_on_the_drive_is_that_of_the_directory_that_is_going_to_be_made(tmp_path: Path) -> None:
