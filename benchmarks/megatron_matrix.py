@@ -31,7 +31,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -713,6 +713,9 @@ def _bytes_of_states(log: RunLog) -> int:
 @click.option("--iterations", type=click.IntRange(min=FIRST_PART + 1), default=5, show_default=True)
 @click.option("--door", type=click.Choice([*DOORS, "both"]), default="both", show_default=True)
 @click.option("--states", is_flag=True, help="Offload the states of the optimizer too.")
+@click.option(
+    "--flags", default="", help="More flags of Megatron's for each layout, as --use-distributed-optimizer."
+)
 @click.option("--resume", is_flag=True, help="Resume trainings in another process, in the other mode.")
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds for each run.")
 @click.option(
@@ -725,6 +728,7 @@ def main(
     iterations: int,
     door: str,
     states: bool,
+    flags: str,
     resume: bool,
     timeout: float,
     markdown_file: Path | None,
@@ -735,6 +739,7 @@ def main(
         raise click.BadParameter(f"{checkout} has no pretrain_gpt.py", param_hint="CHECKOUT")
     doors = DOORS if door == "both" else (door,)
     wanted = [layout for layout in (*LAYOUTS, *LARGE) if layout.name in names] or list(LAYOUTS)
+    wanted = [replace(layout, flags=f"{layout.flags} {flags}") for layout in wanted]
     with tempfile.TemporaryDirectory(prefix="tba-matrix-") as place:
         matrix = Matrix(checkout, Path(place), iterations=iterations, timeout=timeout, states=states)
         try:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # pretrain_gpt.py of a Megatron-LM checkout, with and without offloading, in many layouts: the same training?
-#     bash benchmarks/megatron_matrix.sh CHECKOUT [--layout NAME]... [--door launch|patch|both] [--states] [--markdown FILE]
+#     bash benchmarks/megatron_matrix.sh CHECKOUT [--layout NAME]... [--door launch|patch|both] [--states]
+#         [--flags FLAGS] [--markdown FILE]
 # $PYTHON chooses the interpreter, which needs tba-offload[scripts]: pip install -e '.[scripts]'
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
