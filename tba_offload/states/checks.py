@@ -58,6 +58,10 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
         UnsupportedError: It cannot, or is not known and not trusted to.
     """
     name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedError(
+            f"{name} is no torch.optim.Optimizer; give the optimizers that it has, one by one"
+        )
     if is_taken(optimizer):
         raise UnsupportedError(f"the states of this {name} are offloaded already; close those first")
     if (attribute := _attribute_with_optimizers(optimizer)) is not None:
@@ -67,11 +71,8 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS updates all parameters as one vector, so that nothing can be away")
-    if not trusted and not is_known(optimizer):
-        raise UnsupportedError(
-            f"whether {name} updates each parameter by itself is not known; if it computes nothing over all "
-            "of them, set states.trust to true"
-        )
+    if not is_known(optimizer):
+        _check_stranger(optimizer, trusted=trusted)
     for group in optimizer.param_groups:
         if len(set(group["params"])) < len(group["params"]):
             raise UnsupportedError(
@@ -88,6 +89,43 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
                 raise UnsupportedError(
                     f"{name} with {setting}=True cannot be updated in parts; set it to False"
                 )
+
+
+def _check_stranger(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
+    """Checks an optimizer of another package.
+
+    Raises:
+        UnsupportedError: It is not trusted, or shows that it should not be.
+    """
+    name = type(optimizer).__name__
+    if not trusted:
+        raise UnsupportedError(
+            f"whether {name} updates each parameter by itself is not known; if it computes nothing over all "
+            "of them, set states.trust to true"
+        )
+    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
+        raise UnsupportedError(
+            f"{name} changes parameters between training and evaluation by states that would be away then"
+        )
+    if any(group.get("max_grad_norm") for group in optimizer.param_groups):
+        raise UnsupportedError(
+            f"{name} with max_grad_norm divides by the norm of all gradients, which no part of them has; set "
+            "it to None, and clip before the step"
+        )
+    if _goes_by_position(optimizer):
+        raise UnsupportedError(
+            f"{name} has settings for some parameters by their position, which is another one in a part; "
+            "give these parameters a group or an optimizer of their own"
+        )
+
+
+def _goes_by_position(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer of bitsandbytes has settings by numbers of groups and parameters.
+
+    Its manager is one for the process. Those of a module become such in the first step.
+    """
+    manager = getattr(optimizer, "mng", None)
+    return any(getattr(manager, name, None) for name in ("index2config", "module_weight_config_triple"))
 
 
 def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -443,6 +445,64 @@ def test_an_optimizer_around_another_is_refused_whatever_is_trusted(tmp_path: Pa
         assert states.records[-1].states_bytes > 0
     for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
         assert same_bits(one, other)
+
+
+class Stranger(optim.AdamW):
+    """As one of another package."""
+
+
+class Switching(Stranger):
+    """As schedule-free optimizers, whose parameters are others in an evaluation."""
+
+    def train(self) -> None:
+        """Makes parameters those of training."""
+
+    def eval(self) -> None:
+        """Makes parameters those of an evaluation."""
+
+
+class Overriding(Stranger):
+    """As optimizers of bitsandbytes: settings of embeddings are known by numbers of groups and parameters."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.mng = SimpleNamespace(index2config={(0, 0): {"optim_bits": 32}}, module_weight_config_triple=[])
+
+
+class Clipping(Stranger):
+    """As LAMB."""
+
+    def __init__(self, parameters: Iterable[Tensor], max_grad_norm: float | None = 1.0) -> None:
+        super().__init__(parameters)
+        for group in self.param_groups:
+            group["max_grad_norm"] = max_grad_norm
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Switching, "changes parameters between training and evaluation"),
+        (Overriding, "has settings for some parameters by their position"),
+        (Clipping, "with max_grad_norm divides by the norm of all gradients"),
+    ],
+)
+def test_what_shows_that_it_should_not_be_trusted_is_refused(make: Any, message: str, tmp_path: Path) -> None:
+    found = Training(make)
+    settings = policy(tmp_path)
+    settings["states"]["trust"] = True
+    with pytest.raises(tba.UnsupportedError, match=message):
+        tba.offload_optimizer(found.optimizer, settings)
+    for allowed in (Stranger, partial(Clipping, max_grad_norm=None)):
+        with tba.offload_optimizer(Training(allowed).optimizer, settings):
+            pass
+
+
+def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
+    wrapper: Any = SimpleNamespace(optim_map={"weight": optim.SGD([torch.ones(1, requires_grad=True)])})
+    with pytest.raises(
+        tba.UnsupportedError, match=r"is no torch\.optim\.Optimizer; give"
+    ):
+        tba.offload_optimizer(wrapper, policy(tmp_path))
 
 
 @pytest.mark.parametrize("name", of_which(MAKERS, "adamw-foreach", "adafactor", "sgd-momentum"))
