@@ -296,8 +296,6 @@ class Session:
         Raises:
             SessionError: A step is open.
         """
-        if self not in _open_sessions:
-            return
         if not self._ongoing.is_closed:
             self._steps.finish()
             if self._steps.open_step() is not None:
@@ -310,7 +308,8 @@ class Session:
                 at_last.callback(self._choice.close)
             if self.weights is not None:
                 at_last.callback(self.weights.close)
-            self._let_go()
+            if self in _open_sessions:
+                self._let_go()
 
     def _let_go(self) -> None:
         for site in self._parts.sites:

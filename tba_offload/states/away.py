@@ -187,13 +187,17 @@ class AwayMaster(torch.Tensor):
         storage.resize_(0)
 
     @classmethod
-    def end(cls, master: torch.Tensor) -> None:
-        """Gives it its class, and memory, whose contents are undefined, again."""
+    def allocate(cls, master: torch.Tensor) -> None:
+        """Gives it memory, whose contents are undefined, unless it has some again."""
         nbytes = master.nbytes
-        kind = vars(master)["_tba_offload_class"]
         with torch._C.DisableTorchFunctionSubclass():
             master.untyped_storage().resize_(nbytes)
-        master.__class__ = kind
+
+    @classmethod
+    def end(cls, master: torch.Tensor) -> None:
+        """Gives it its class again, and memory, unless it has some."""
+        cls.allocate(master)
+        master.__class__ = vars(master)["_tba_offload_class"]
         del vars(master)["_tba_offload_name"], vars(master)["_tba_offload_class"]
 
     @classmethod

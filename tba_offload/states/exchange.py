@@ -196,33 +196,52 @@ class Exchange:
             TransferError: They cannot be read.
         """
         away = {place for group in groups for place in group.places if self._is_away(place)}
+        wholes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+        of_slices: list[SubGroup] = []
         for group in groups:
             places = [place for place in group.places if place in away]
             slot = self._held(group)
             if slot is None and places:
                 slot = self.load(group)
             if slot is not None:
-                self._put_back(places, slot)
+                self._put_back(places, slot, wholes)
+                if not all(piece.is_whole for piece in group.pieces):
+                    of_slices.append(group)
+                    continue
                 self.slots.empty(group)
                 self.host_slots.empty(group)
+        for (parameter, key), whole in wholes.items():  # until all slices are there, all are away
+            if key == MASTER:
+                self._masters.bring_back(parameter)
+            else:
+                self._optimizer.state[parameter][key] = whole
+        for group in of_slices:
+            self.slots.empty(group)
+            self.host_slots.empty(group)
 
-    def _put_back(self, places: Iterable[Place], slot: Slot[SubGroup]) -> None:
+    def _put_back(
+        self,
+        places: Iterable[Place],
+        slot: Slot[SubGroup],
+        wholes: dict[tuple[torch.Tensor, str], torch.Tensor],
+    ) -> None:
+        """Puts states back that are whole; of others the slices into ``wholes``."""
         for place in places:
-            view = place.view(slot.lend())
+            parameter, view = place.piece.parameter, place.view(slot.lend())
             if place.key == MASTER:
-                self._masters.put_back(place.piece, view)
+                self._masters.fill(place.piece, view)
+                if place.piece.is_whole:
+                    self._masters.bring_back(parameter)
+                else:
+                    wholes[parameter, MASTER] = parameter
                 continue
-            known = self._optimizer.state[place.piece.parameter]
+            known = self._optimizer.state[parameter]
             if place.piece.is_whole:
-                parameter = place.piece.parameter
                 known[place.key] = place.wrapped(view.to(local(parameter).device, copy=True))
                 continue
-            shown = known[place.key]
-            if isinstance(shown, AwayTensor):
-                known[place.key] = torch.empty_strided(
-                    shown.shape, shown.stride(), dtype=shown.dtype, device=shown.device
-                )
-            place.piece.part_of(known[place.key]).copy_(view)
+            if (parameter, place.key) not in wholes:
+                wholes[parameter, place.key] = _memory_like(known[place.key])
+            place.piece.part_of(wholes[parameter, place.key]).copy_(view)
 
     def drop_replaced(self, groups: Iterable[SubGroup]) -> None:
         """Gives up what travels of sub-groups whose states were all replaced, written or not."""
@@ -439,3 +458,8 @@ def _without_bytes(value: Any) -> Any:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _memory_like(value: torch.Tensor) -> torch.Tensor:
+    """Memory for what an away tensor stands for, with undefined contents."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import AwayMaster
 from tba_offload.states.layout import travels
@@ -11,8 +13,6 @@ from tba_offload.states.pieces import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from tba_offload.states.own_step import Entry
     from tba_offload.states.pieces import Piece
@@ -94,14 +94,16 @@ class Masters:
             AwayMaster.begin(master, self._names[master])
 
     def bring_back(self, master: torch.Tensor) -> None:
-        """Gives it memory, which the caller fills."""
+        """It is in memory, with the bytes of :meth:`fill`, or with undefined ones."""
         if type(master) is AwayMaster:
             AwayMaster.end(master)
 
-    def put_back(self, piece: Piece, value: torch.Tensor) -> None:
-        """Gives a piece of a master its bytes back."""
-        self.bring_back(piece.parameter)
-        piece.own(piece.parameter).copy_(value)
+    def fill(self, piece: Piece, value: torch.Tensor) -> None:
+        """Sets the bytes of a piece of a master, which counts as away until :meth:`bring_back`."""
+        if type(piece.parameter) is AwayMaster:
+            AwayMaster.allocate(piece.parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            piece.own(piece.parameter).copy_(value)
 
 
 def travels_as(master: torch.Tensor) -> bool:

@@ -196,6 +196,8 @@ class OptimizerStates:
     def close(self, *, bring_back: bool = True) -> None:
         """Brings the states back into memory: the optimizer is as it was. May be called twice.
 
+        What a call that was interrupted has left is done by the next one.
+
         Args:
             bring_back: Whether they are; without, the optimizer cannot be used any more.
 
@@ -206,7 +208,7 @@ class OptimizerStates:
         """
         if not self._is_open:
             return
-        self._is_open = False
+        ends = True
         try:
             try:
                 if self._early is not None and bring_back:
@@ -216,13 +218,18 @@ class OptimizerStates:
             finally:
                 if bring_back:
                     self._stream.give_back()
+        except KeyboardInterrupt:
+            ends = False  # what is still away, the next call brings back
+            raise
         finally:
-            if self._early is not None:
-                self._early.close()
-            self._checkpoints.remove()
-            del self._checkpoints  # it knows our methods: the model would live until garbage is collected
-            self._takeover.end()
-            self._store.close()
+            if ends:
+                self._is_open = False
+                if self._early is not None:
+                    self._early.close()
+                self._checkpoints.remove()
+                del self._checkpoints  # it knows our methods: the model would live until garbage is collected
+                self._takeover.end()
+                self._store.close()
 
     def _step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         loss = None

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from models import same_bits
 from torch import Tensor, nn, optim
 
+from tba_offload.states.exchange import Exchange
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     Make = Callable[[Iterable[Any]], optim.Optimizer]
@@ -173,3 +178,19 @@ def go_on_from(found: Given, expected: Given) -> None:
     states = copied(found.optimizer.state_dict())["state"]
     groups = expected.optimizer.state_dict()["param_groups"]
     expected.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+@contextmanager
+def interrupted_on_the_way_back(which: int) -> Iterator[None]:
+    """An interrupt when the states of a sub-group are about to be read, which comes out of the block."""
+    load, loaded = Exchange.load, 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal loaded
+        loaded += 1
+        if loaded == which:
+            raise KeyboardInterrupt
+        return load(*arguments)
+
+    with mock.patch.object(Exchange, "load", interrupted), pytest.raises(KeyboardInterrupt):
+        yield

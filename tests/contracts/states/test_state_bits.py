@@ -499,9 +499,7 @@ def test_what_shows_that_it_should_not_be_trusted_is_refused(make: Any, message:
 
 def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
     wrapper: Any = SimpleNamespace(optim_map={"weight": optim.SGD([torch.ones(1, requires_grad=True)])})
-    with pytest.raises(
-        tba.UnsupportedError, match=r"is no torch\.optim\.Optimizer; give"
-    ):
+    with pytest.raises(tba.UnsupportedError, match=r"is no torch\.optim\.Optimizer; give"):
         tba.offload_optimizer(wrapper, policy(tmp_path))
 
 

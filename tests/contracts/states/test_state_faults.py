@@ -15,7 +15,15 @@ import pytest
 import torch
 from covering import of_which
 from models import same_bits
-from optimizers import Training, assert_same, pair, plain_copy, policy
+from optimizers import (
+    SUB_GROUP,
+    Training,
+    assert_same,
+    interrupted_on_the_way_back,
+    pair,
+    plain_copy,
+    policy,
+)
 from torch import optim
 
 import tba_offload as tba
@@ -363,3 +371,32 @@ def test_a_session_whose_states_cannot_be_read_closes_all_the_same(tmp_path: Pat
     assert type(found.optimizer) is optim.AdamW
     with pytest.raises(SessionError):
         session.store.reserve(1, 0)
+
+
+@pytest.mark.parametrize("when", ["step", "backward"])
+@pytest.mark.parametrize("which", [1, 4, 10])
+@pytest.mark.parametrize("is_session", [False, True])
+def test_closing_that_was_interrupted_is_done_by_the_next_call(
+    when: str, which: int, is_session: bool, tmp_path: Path
+) -> None:
+    found, expected = pair("adamw")
+    settings = policy(tmp_path, states={"sub_group_bytes": SUB_GROUP, "when": when})
+    if is_session:
+        closed = tba.attach(
+            found.model, settings, layers=list(found.model.layers), optimizer=found.optimizer
+        ).close
+    else:
+        closed = tba.offload_optimizer(found.optimizer, settings, model=found.model).close
+    for seed in range(2):
+        found.step(seed)
+        expected.step(seed)
+    with interrupted_on_the_way_back(which):
+        closed()
+    closed()
+    assert type(found.optimizer) is optim.AdamW
+    assert not list(tmp_path.rglob("*.bin"))
+    assert_same(found, expected)
+    for seed in range(2, 4):
+        found.step(seed)
+        expected.step(seed)
+    assert_same(found, expected)
