@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from click.testing import CliRunner
+from covering import of_which
 from pretrain_runs import (
     OFFLOADING,
     ON_A_CPU,
@@ -163,7 +164,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     return found
 
 
-@pytest.mark.parametrize("saving", SAVINGS)
+@pytest.mark.parametrize("saving", of_which(SAVINGS, "async-save"))
 def test_a_run_that_is_resumed_ends_as_the_one_that_was_not_interrupted(
     saving: str, uninterrupted: Figures, tmp_path: Path
 ) -> None:
