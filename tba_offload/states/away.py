@@ -191,7 +191,9 @@ class AwayMaster(torch.Tensor):
         """Gives it memory, whose contents are undefined, unless it has some again."""
         nbytes = master.nbytes
         with torch._C.DisableTorchFunctionSubclass():
-            master.untyped_storage().resize_(nbytes)
+            storage = master.untyped_storage()
+            if storage.nbytes() != nbytes:  # else it would be allocated anew, and copied
+                storage.resize_(nbytes)
 
     @classmethod
     def end(cls, master: torch.Tensor) -> None:

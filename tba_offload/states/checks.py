@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,10 +108,11 @@ def _check_stranger(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
         raise UnsupportedError(
             f"{name} changes parameters between training and evaluation by states that would be away then"
         )
-    if any(group.get("max_grad_norm") for group in optimizer.param_groups):
+    norms = [group.get("max_grad_norm") for group in (optimizer.defaults, *optimizer.param_groups)]
+    if any(norm is not None and 0 < norm < math.inf for norm in norms):
         raise UnsupportedError(
-            f"{name} with max_grad_norm divides by the norm of all gradients, which no part of them has; set "
-            "it to None, and clip before the step"
+            f"{name} with max_grad_norm divides by the norm of all gradients, which no part of them has; "
+            "make it without, and clip before the step"
         )
     if _goes_by_position(optimizer):
         raise UnsupportedError(

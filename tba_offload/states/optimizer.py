@@ -218,7 +218,7 @@ class OptimizerStates:
             finally:
                 if bring_back:
                     self._stream.give_back()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             ends = False  # what is still away, the next call brings back
             raise
         finally:
