@@ -235,6 +235,11 @@ def has_moved(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[Awa
     return type(value) is AwayTensor and not stands_for(value, parameter, key)
 
 
+def memory_for(value: torch.Tensor) -> torch.Tensor:
+    """Memory for what a tensor stands for that is away, with undefined contents."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
 def is_away(value: object) -> bool:
     """Whether a value is a state or a master copy whose bytes are away."""
     return type(value) in (AwayTensor, AwayMaster)

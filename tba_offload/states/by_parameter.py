@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.states.away import AwayTensor, has_moved, is_away
+from tba_offload.states.away import AwayTensor, has_moved, is_away, memory_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,7 +77,7 @@ class ByParameter:
         entry = self._optimizer.state.get(parameter, {}) if states else {}
         away = {key: value for key, value in entry.items() if isinstance(value, AwayTensor)}
         was_away = is_away(parameter)
-        entry.update({key: _empty_like(value) for key, value in away.items()})
+        entry.update({key: memory_for(value) for key, value in away.items()})
         self._masters.bring_back(parameter)
         try:
             yield
@@ -91,7 +91,3 @@ class ByParameter:
     def forget(self) -> None:
         """States are about to change: copies of them are of no use."""
         self._copies.clear()
-
-
-def _empty_like(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

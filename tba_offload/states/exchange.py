@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.states.away import AwayTensor, has_moved, is_away, stands_for
+from tba_offload.states.away import AwayTensor, has_moved, is_away, memory_for, stands_for
 from tba_offload.states.incoming import Incoming
 from tba_offload.states.layout import travels
 from tba_offload.states.masters import MASTER
@@ -240,7 +240,7 @@ class Exchange:
                 known[place.key] = place.wrapped(view.to(local(parameter).device, copy=True))
                 continue
             if (parameter, place.key) not in wholes:
-                wholes[parameter, place.key] = _memory_like(known[place.key])
+                wholes[parameter, place.key] = memory_for(known[place.key])
             place.piece.part_of(wholes[parameter, place.key]).copy_(view)
 
     def drop_replaced(self, groups: Iterable[SubGroup]) -> None:
@@ -458,8 +458,3 @@ def _without_bytes(value: Any) -> Any:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _memory_like(value: torch.Tensor) -> torch.Tensor:
-    """Memory for what an away tensor stands for, with undefined contents."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

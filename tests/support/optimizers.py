@@ -18,6 +18,7 @@ from tba_offload.states.exchange import Exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     Make = Callable[[Iterable[Any]], optim.Optimizer]
@@ -181,16 +182,21 @@ def go_on_from(found: Given, expected: Given) -> None:
 
 
 @contextmanager
-def interrupted_on_the_way_back(which: int) -> Iterator[None]:
-    """An interrupt when the states of a sub-group are about to be read, which comes out of the block."""
-    load, loaded = Exchange.load, 0
+def interrupted_at(which: int, owner: type, method: str) -> Iterator[None]:
+    """An interrupt when a method is called for that time, which comes out of the block."""
+    original, called = getattr(owner, method), 0
 
     def interrupted(*arguments: Any) -> Any:
-        nonlocal loaded
-        loaded += 1
-        if loaded == which:
+        nonlocal called
+        called += 1
+        if called == which:
             raise KeyboardInterrupt
-        return load(*arguments)
+        return original(*arguments)
 
-    with mock.patch.object(Exchange, "load", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(owner, method, interrupted), pytest.raises(KeyboardInterrupt):
         yield
+
+
+def interrupted_on_the_way_back(which: int) -> AbstractContextManager[None]:
+    """An interrupt when the states of a sub-group are about to be read."""
+    return interrupted_at(which, Exchange, "load")

@@ -19,6 +19,7 @@ from optimizers import (
     SUB_GROUP,
     Training,
     assert_same,
+    interrupted_at,
     interrupted_on_the_way_back,
     pair,
     plain_copy,
@@ -89,7 +90,9 @@ def test_an_optimizer_whose_states_cannot_be_taken_is_as_it_was(
     for training in (found, expected):
         training.step(0)
     with (
-        interrupted_at(3) if fault == "interrupt" else pytest.raises(TransferError, match="cannot be written")
+        interrupted_at(3, SubGroup, "fill")
+        if fault == "interrupt"
+        else pytest.raises(TransferError, match="cannot be written")
     ):
         tba.offload_optimizer(found.optimizer, settings, model=found.model)
     for training in (found, expected):
@@ -239,22 +242,6 @@ def test_an_interrupt_inside_the_loading_of_a_checkpoint(tmp_path: Path) -> None
         assert_same(found, expected)
 
 
-@contextmanager
-def interrupted_at(which: int) -> Iterator[None]:
-    """An interrupt when a sub-group is about to get its states, which comes out of the block."""
-    fill, filled = SubGroup.fill, 0
-
-    def interrupted(*arguments: Any) -> None:
-        nonlocal filled
-        filled += 1
-        if filled == which:
-            raise KeyboardInterrupt
-        fill(*arguments)
-
-    with mock.patch.object(SubGroup, "fill", interrupted), pytest.raises(KeyboardInterrupt):
-        yield
-
-
 @pytest.mark.parametrize("which", [2, 5, 9])
 def test_an_interrupt_between_slices_of_a_checkpoint(which: int, tmp_path: Path) -> None:
     """Those of before it are of the checkpoint, and so are those of after it."""
@@ -263,7 +250,7 @@ def test_an_interrupt_between_slices_of_a_checkpoint(which: int, tmp_path: Path)
         found.step(0)
         expected.step(0)
         found.step(1)
-        with interrupted_at(which):
+        with interrupted_at(which, SubGroup, "fill"):
             found.optimizer.load_state_dict(copy.deepcopy(expected.optimizer.state_dict()))
         found.model.load_state_dict(expected.model.state_dict())
         for seed in (1, 2):
@@ -278,7 +265,7 @@ def test_an_interrupt_between_slices_of_a_first_update(which: int, tmp_path: Pat
     found, _ = pair("adamw")
     weight = found.model.embed.weight
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
-        with interrupted_at(which):
+        with interrupted_at(which, SubGroup, "fill"):
             found.step(0)
         assert not states.read(weight)
         found.step(1)
