@@ -45,7 +45,7 @@ class Lane:
     rate: list[float] = field(default_factory=list)
 
     def add(self, clocks: Clocks, extents: int, nbytes: int) -> None:
-        """Adds a round."""
+        """Add a round."""
         io, here, wall = clocks.passed()
         self.io.append(io / extents * 1e6)
         self.here.append(here / extents * 1e6)
@@ -75,7 +75,7 @@ class Clocks:
 
 
 def write(store: FileStore, sources: Sequence[ByteRange], step: int) -> list[Extent]:
-    """Writes all, so many by each call."""
+    """Write all, so many by each call."""
     extents = store.reserve_many([(source.nbytes, source.address) for source in sources])
     while len(extents) < len(sources):
         rest = [(source.nbytes, source.address) for source in sources[len(extents) :]]
@@ -90,7 +90,7 @@ def write(store: FileStore, sources: Sequence[ByteRange], step: int) -> list[Ext
 
 
 def read(store: FileStore, extents: Sequence[Extent], targets: Sequence[ByteRange], step: int) -> None:
-    """Reads all, the last first as backward does."""
+    """Read all, the last first as backward does."""
     orders = [(extent, target, READY) for extent, target in zip(extents, targets, strict=True)][::-1]
     batches = (orders[at : at + step] for at in range(0, len(orders), step))
     for future in [each for batch in batches for each in store.read_many(batch, padded=True)]:
@@ -127,7 +127,7 @@ def compare(directory: Path, size: int, amount: int, rounds: int) -> dict[tuple[
 @click.option("--amount", default=128, show_default=True, help="MiB that each round moves in each direction.")
 @click.option("--rounds", default=9, show_default=True, help="How often the ways take turns.")
 def main(directory: Path, amount: int, rounds: int) -> None:
-    """Prints a line for each size, direction and way."""
+    """Print a line for each size, direction and way."""
     for size in SIZES:
         for (way, direction), lane in compare(directory, size, amount << 20, rounds).items():
             click.echo(f"{size // KIB:>5} KiB {direction:<5} {way:<16} {lane}")

@@ -79,7 +79,7 @@ class Row(NamedTuple):
 
 
 def codecs() -> dict[str, Codec]:
-    """The codecs by name, fastest first."""
+    """Return the codecs by name, fastest first."""
     lz4, zstandard = import_module("lz4.frame"), import_module("zstandard")
     found = {"lz4": Codec(lz4.compress, lz4.decompress)}
     for level in (1, 3):
@@ -89,7 +89,7 @@ def codecs() -> dict[str, Codec]:
 
 
 def text() -> Tensor:
-    """The source of Python's standard library, as bytes."""
+    """Return the source of Python's standard library, as bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return torch.frombuffer(
         bytearray().join(path.read_bytes() for path in sorted(folder.glob("*.py"))), dtype=torch.uint8
@@ -105,7 +105,7 @@ def batches(tokens: Tensor, count: int) -> Iterator[Tensor]:
 
 
 def trained(width: int, layers: int, steps: int) -> nn.Module:
-    """A GPT-2 that has seen some text."""
+    """Return a GPT-2 that has seen some text."""
     torch.manual_seed(0)
     config = GPT2Config(
         bos_token_id=None,
@@ -127,7 +127,7 @@ def trained(width: int, layers: int, steps: int) -> nn.Module:
 
 
 def saved_by(trained: nn.Module, dtype: torch.dtype) -> list[Tensor]:
-    """What a step of a model saves in `dtype`, each storage once."""
+    """Return what a step of a model saves in `dtype`, each storage once."""
     model = copy.deepcopy(trained).to(dtype)
     parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
     found: dict[int, Tensor] = {}
@@ -145,7 +145,7 @@ def saved_by(trained: nn.Module, dtype: torch.dtype) -> list[Tensor]:
 
 
 def chunks(tensors: Sequence[Tensor], *, planes: bool) -> Iterator[bytes]:
-    """The bytes of tensors in pieces of :data:`CHUNK`, each sorted into planes if that is wanted."""
+    """Yield the bytes of tensors in pieces of :data:`CHUNK`, each sorted into planes if that is wanted."""
     for tensor in tensors:
         for part in tensor.view(torch.uint8).split(CHUNK):
             sorted_by_place = part.view(-1, tensor.element_size()).T.contiguous() if planes else part

@@ -33,7 +33,7 @@ ON, AGAIN, OFF, MANY = "on", "on again", "off", "many times"
 
 
 def metered(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """The same function, which adds its processor seconds to a list, on whatever thread it is called."""
+    """Get the same function, which adds its processor seconds to a list, on whatever thread it is called."""
 
     def noted(*arguments: Any, **options: Any) -> Any:
         began = time.thread_time()
@@ -91,7 +91,7 @@ class Mechanism(NamedTuple):
 
 
 def all_offloaded(scratch: Path, *, checksum: bool = True) -> tba.OffloadConfig:
-    """A lane's configuration in which everything travels, with checksums or without."""
+    """Return a lane's configuration in which everything travels, with checksums or without."""
     return tba.OffloadConfig(
         budget=tba.BudgetConfig(in_flight_bytes=10 << 20),
         store=tba.StoreConfig(kind="file", directories=(scratch,), checksum=checksum),
@@ -99,7 +99,7 @@ def all_offloaded(scratch: Path, *, checksum: bool = True) -> tba.OffloadConfig:
 
 
 def cost_command(doc: str, mechanism: Mechanism, *, steps: int, warm_up: int) -> click.Command:
-    """The command that races the lanes and prints what the mechanism costs.
+    """Return the command that races the lanes and prints what the mechanism costs.
 
     Args:
         doc: The benchmark's docstring; the first line is the help text.

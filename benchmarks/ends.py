@@ -13,11 +13,11 @@ class Ends:
         return len(self._order)
 
     def note(self, number: int) -> None:
-        """That transfer ends, numbered from 0 in the order of asking."""
+        """Record that that transfer ends, numbered from 0 in the order of asking."""
         self._order.append(number)
 
     def places(self) -> int:
-        """The most that ended before one that was asked for earlier: 0 if all ended in order."""
+        """Return the most that ended before one that was asked for earlier: 0 if all ended in order."""
         order = self._order
         return max(
             (sum(later > number for later in order[:at]) for at, number in enumerate(order)), default=0

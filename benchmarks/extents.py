@@ -96,7 +96,7 @@ class Drives:
 
 
 def parts_of(nbytes: int, cut: int | None) -> list[int]:
-    """The extents of a tensor."""
+    """Return the extents of a tensor."""
     return [nbytes] if cut is None else [min(cut, nbytes - at) for at in range(0, nbytes, cut)]
 
 

@@ -35,7 +35,7 @@ def _llama(shape: GptShape) -> nn.Module:
 
 
 def _mixed(shape: GptShape) -> nn.Module:
-    """A Llama of which every other layer has a narrow MLP: layers of two kinds in turn."""
+    """Return a Llama of which every other layer has a narrow MLP: layers of two kinds in turn."""
     config = LlamaConfig(intermediate_size=4 * shape.hidden, **_common(shape))
     model = LlamaForCausalLM(config)
     narrow = LlamaConfig(intermediate_size=4 * shape.hidden // NARROW, **_common(shape))
@@ -88,14 +88,14 @@ FAMILIES: dict[str, Callable[[GptShape], nn.Module]] = {
 
 
 def build(family: str, shape: GptShape, *, seed: int) -> nn.Module:
-    """A model of a family with weights from a seed."""
+    """Return a model of a family with weights from a seed."""
     torch.manual_seed(seed)
     model = FAMILIES[family](shape).train()
     return model.to(torch.bfloat16 if shape.dtype == "bf16" else torch.float32)
 
 
 def loss_of(model: nn.Module, shape: GptShape, *, batch_size: int, seed: int) -> torch.Tensor:
-    """The loss of a micro-batch of random tokens."""
+    """Return the loss of a micro-batch of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (batch_size, shape.sequence), generator=generator)
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss

@@ -152,7 +152,7 @@ def short() -> list[Case]:
 
 
 def make_model() -> nn.Module:
-    """The same weights every time."""
+    """Return the same weights every time."""
     torch.manual_seed(1)
     layers = (
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)
@@ -161,13 +161,13 @@ def make_model() -> nn.Module:
 
 
 def batch(step: int, micro_batch: int) -> Tensor:
-    """The same data every time."""
+    """Return the same data every time."""
     generator = torch.Generator().manual_seed(100 * step + micro_batch)
     return torch.randn(ROWS, WIDTH, generator=generator)
 
 
 def forward_and_backward(model: nn.Module, step: int, schedule: Sequence[str]) -> list[float]:
-    """The losses of a step's micro-batches."""
+    """Return the losses of a step's micro-batches."""
     losses: dict[str, Tensor] = {}
     for what, number in schedule:
         if what == "f":
@@ -179,7 +179,7 @@ def forward_and_backward(model: nn.Module, step: int, schedule: Sequence[str]) -
 
 
 def bits(model: nn.Module) -> list[Tensor]:
-    """The parameters as integers."""
+    """Return the parameters as integers."""
     return [parameter.detach().clone().view(torch.int32) for parameter in model.parameters()]
 
 
@@ -196,7 +196,7 @@ def train(schedule: Sequence[str]) -> tuple[list[list[float]], list[Tensor]]:
 
 
 def config_of(case: Case, directories: Sequence[str]) -> dict[str, Any]:
-    """The policy of a case; everything that may travel does, in a narrow window."""
+    """Return the policy of a case; everything that may travel does, in a narrow window."""
     hangs = Fault.parse(case.fault).kind == "hang"
     return {
         **PLACEMENTS[case.placement],
@@ -213,7 +213,7 @@ def config_of(case: Case, directories: Sequence[str]) -> dict[str, Any]:
 
 
 def step_with_fault(case: Case) -> int:
-    """The step with the fault: the second one, or the first where files grow and later no more."""
+    """Return the step with the fault: the second one, or the first where files grow and later no more."""
     return 0 if Fault.parse(case.fault).verb == GROW else 1
 
 
@@ -298,7 +298,7 @@ FIGURES = ("fallback_kept_bytes", "drives_out_of_service", "reread_bytes")
 
 
 def reaction(case: Case, row: Row) -> str:
-    """What came of the fault, in words."""
+    """Return what came of the fault, in words."""
     fault = Fault.parse(case.fault)
     if not row.struck:
         return "no such call"
@@ -335,7 +335,7 @@ def left_now() -> Counter[str]:
 
 
 def difference(before: Counter[str], after: Counter[str]) -> str:
-    """What there is more of."""
+    """Return what there is more of."""
     return " ".join(f"{after[what] - count} {what}" for what, count in before.items() if after[what] > count)
 
 
@@ -343,7 +343,7 @@ def difference(before: Counter[str], after: Counter[str]) -> str:
 
 
 def work(pipe: Connection, scratch: str) -> None:
-    """A process that runs the cases that it is sent."""
+    """Run the cases that the process is sent."""
     torch.set_num_threads(1)
     expected = {name: train(schedule) for name, schedule in SCHEDULES.items()}
     directories = [str(Path(scratch) / name) for name in "ab"]
@@ -366,7 +366,7 @@ class Worker:
         self._start()
 
     def run(self, case: Case) -> Row:
-        """The row of a case; :data:`HUNG` if it does not end, and what was raised if it fails."""
+        """Return the row of a case; :data:`HUNG` if it does not end, and what was raised if it fails."""
         self._pipe.send(case)
         try:
             if self._pipe.poll(LIMIT):
@@ -380,7 +380,7 @@ class Worker:
         return Row(**asdict(case), reaction=reaction, noticed="see the traceback above")
 
     def end(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._process.kill()
         self._process.join()
 
@@ -394,7 +394,7 @@ class Worker:
 
 
 def run_all(cases: Sequence[Case], processes: int, tell: Callable[[Row], object]) -> list[Row]:
-    """The rows of all cases, in their order."""
+    """Return the rows of all cases, in their order."""
     rows: dict[Case, Row] = {}
     waiting = iter(cases)
     lock = threading.Lock()
@@ -422,7 +422,7 @@ def run_all(cases: Sequence[Case], processes: int, tell: Callable[[Row], object]
 
 
 def line(row: Row) -> str:
-    """A row for people."""
+    """Return a row for people."""
     checks = "on" if row.checksum else "off"
     same = f"losses {_same(row.losses)}, next step {_same(row.next_step)}"
     text = (
@@ -451,7 +451,7 @@ def counts(rows: Sequence[Row]) -> list[str]:
 @click.option("--processes", default=2, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def main(*, is_short: bool, processes: int, as_json: bool) -> None:
-    """Runs, prints, and fails if a row is wrong."""
+    """Run, prints, and fails if a row is wrong."""
     began = time.monotonic()
     tell = (lambda _: None) if as_json else (lambda row: click.echo(line(row)))
     rows = run_all(short() if is_short else full(), processes, tell)

@@ -57,7 +57,7 @@ class Mover:
         print(what, seconds, file=self._process.stdin, flush=True)
 
     def wait(self) -> None:
-        """Waits until all has gone.
+        """Wait until all has gone.
 
         Raises:
             OSError: The process has ended.
@@ -66,7 +66,7 @@ class Mover:
             raise OSError(f"the process that moves bytes ended with {self._process.wait()}")
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._process.communicate()
 
 
@@ -97,7 +97,7 @@ class BesideMover(GptRunner):
         return {"loss": float(loss.detach())}
 
     def close(self) -> None:
-        """Ends the other process too."""
+        """End the other process too."""
         self._mover.close()
         super().close()
 
@@ -122,7 +122,7 @@ def main(
     json_file: Path | None,
     **shape: int,
 ) -> None:
-    """Prints a line for each lane."""
+    """Print a line for each lane."""
     model = SHAPE | shape | {"dtype": settled_dtype(dtype)}
     with tempfile.TemporaryDirectory(dir=directory) as place:
         settings = settings_of(model, batch_size=batch_size, window=window, directory=place)

@@ -84,13 +84,13 @@ class Lane:
 
 
 def make(layers: int, width: int) -> Lane:
-    """A model that is the same each time."""
+    """Return a model that is the same each time."""
     torch.manual_seed(0)
     return Lane(nn.Sequential(*(Layer(width) for _ in range(layers))))
 
 
 def taken_over(lane: Lane, directory: str, share: int, meter: MallocMeter) -> tuple[tba.FrozenWeights, int]:
-    """The frozen weights of a lane, of which a share travels in percent, and by how much live bytes fell."""
+    """Offload a share, in percent, of the frozen weights of a lane; return them and the bytes freed."""
     frozen = "offload" if share == 100 else f"offload-{share}%"
     policy = {"store": {"directories": [directory]}, "weights": {"frozen": frozen}}
     before = meter.live()

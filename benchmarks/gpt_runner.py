@@ -139,7 +139,7 @@ class GptRunner:
             return gpt_loss(self.model, batch)
 
     def close(self) -> None:
-        """Ends session, meter and process group."""
+        """End session, meter and process group."""
         self._stack.close()
 
 
@@ -149,7 +149,7 @@ def _wrap_layers(model: nn.Module, wrapped: Callable[[Callable[..., Any]], Calla
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward that is recomputed, as ``torch.utils.checkpoint`` does it."""
+    """Return a layer's forward that is recomputed, as ``torch.utils.checkpoint`` does it."""
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
@@ -161,7 +161,7 @@ SAVE_EVERY = {"save products": 1, "save 2nd product": 2}
 
 
 def selectively_checkpointed(forward: Callable[..., Any], *, every: int) -> Callable[..., Any]:
-    """A layer's forward of which matrix products are saved and all else is recomputed."""
+    """Return a layer's forward of which matrix products are saved and all else is recomputed."""
 
     def contexts() -> tuple[Any, Any]:
         counts = {False: 0, True: 0}  # of the forward and of its repetition
@@ -181,7 +181,7 @@ def selectively_checkpointed(forward: Callable[..., Any], *, every: int) -> Call
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """The part of a Megatron GPT that has its layers."""
+    """Return the part of a Megatron GPT that has its layers."""
     return next(module for name, module in model.named_modules() if name.split(".")[-1] == "decoder")
 
 
@@ -239,14 +239,16 @@ dtype_option = click.option(
 
 
 def settled_dtype(dtype: str) -> str:
-    """The dtype of the option, measured where it is auto; says which and why."""
+    """Return the dtype of the option, measured where it is auto; says which and why."""
     chosen = choose_dtype(dtype, device=training_device())
     click.echo(str(chosen))
     return chosen.dtype
 
 
 def settled_hidden(hidden: int | None, *, most: int, processes: int, batch_size: int, **shape: Any) -> int:
-    """The width of the option; where none is given, the widest model of which all lanes fit into memory.
+    """Return the width of the option.
+
+    Where none is given, the widest model of which all lanes fit into memory.
 
     Args:
         hidden: The option.
@@ -309,7 +311,7 @@ def lanes(
 
 
 def shown_race(entrants: Mapping[str, Entrant], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """A race whose progress is shown on stderr, see :func:`tba_lab.demo.race.race`."""
+    """Return a race whose progress is shown on stderr, see :func:`tba_lab.demo.race.race`."""
     with shown() as progress:
         progress.phase(f"starting {len(entrants)} processes: {', '.join(entrants)}")
         progress.plan(
@@ -346,12 +348,12 @@ def report(results: dict[str, list[dict[str, Any]]], *, base: dict[str, str]) ->
 
 
 def _seconds(steps: list[dict[str, Any]]) -> list[float]:
-    """Times of the steps after the warm-up in which nothing was sampled."""
+    """Time of the steps after the warm-up in which nothing was sampled."""
     return [step["seconds"] for step in steps[_WARM_UP:] if "peak" not in step]
 
 
 def print_table(rows: list[dict[str, Any]], json_file: str | None) -> None:
-    """Prints the rows, and writes them if asked."""
+    """Print the rows, and write them if asked."""
     table = Table()
     for head in ("", "peak MiB", "x keep", "step s", "x keep (quartiles)", "95 % of the median", "losses"):
         table.add_column(head, justify="left" if not head else "right")

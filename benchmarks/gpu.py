@@ -123,7 +123,7 @@ class Contest:
         self._rounds = 0
 
     def enter(self, tiers: Mapping[str, Figures] | None = None) -> None:
-        """Makes the ways, keep first: a budget is a share of its peak.
+        """Make the ways, keep first: a budget is a share of its peak.
 
         Args:
             tiers: What is known of the tiers; ways to one with an ``error`` are left out.
@@ -194,7 +194,7 @@ class Contest:
         return found
 
     def close(self) -> None:
-        """Ends all sessions."""
+        """End all sessions."""
         for way in self.ways.values():
             way.close()
         self.ways.clear()
@@ -238,7 +238,7 @@ class Contest:
 
     @contextlib.contextmanager
     def _failures_of(self, name: str) -> Iterator[None]:
-        """A way that fails is left out, and said so; the others go on: the machine may be borrowed."""
+        """Return a way that fails is left out, and said so; the others go on: the machine may be borrowed."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, the others can do without
@@ -258,7 +258,7 @@ class Contest:
 
 
 def tiers_of(settings: Settings, size: Size, subject: Subject) -> dict[str, dict[str, Any]]:
-    """What the places that bytes go to really move, by extents as large as the activations."""
+    """Return what the places that bytes go to really move, by extents as large as the activations."""
     extent = max(min(size.layer_bytes // ACTIVATIONS, 64 << 20), 4096)
     found = {}
     for name, kind, directories in (
@@ -276,7 +276,7 @@ def tiers_of(settings: Settings, size: Size, subject: Subject) -> dict[str, dict
 
 
 def bound(forward: float, backward: float, written: float, read: float, tier: Rates) -> float:
-    """The least time of a step that moves these bytes, in seconds.
+    """Return the least time of a step that moves these bytes, in seconds.
 
     Forward lasts until what is written has left, since the window holds the rest until backward uses it, and
     backward until what is read has come.
@@ -334,7 +334,7 @@ MEDIANS = (
 def against_keep(
     counted: Sequence[Figures], keep: Sequence[Figures], row: Figures, tiers: dict[str, dict[str, Any]]
 ) -> Figures:
-    """The ratio to keep, the bandwidth that the step needs, and the bound of its tier."""
+    """Return the ratio to keep, the bandwidth that the step needs, and the bound of its tier."""
     ratio = paired_ratio([step["seconds"] for step in counted], [step["seconds"] for step in keep])
     found: Figures = {"over_keep": dataclasses.asdict(ratio)}
     if row["tier"] is None or row["written"] is None:
@@ -352,13 +352,13 @@ def against_keep(
 
 
 def timed(steps: Sequence[Figures]) -> list[Figures]:
-    """The steps whose time counts: on a CPU not those in which memory was sampled."""
+    """Return the steps whose time counts: on a CPU not those in which memory was sampled."""
     counted = steps[WARM_UP:] or steps
     return [step for step in counted if "peak" not in step] or list(counted)
 
 
 def median(steps: Sequence[Figures], name: str) -> Any:
-    """The median of a figure; ``None`` where it is not known."""
+    """Return the median of a figure; ``None`` where it is not known."""
     known = [step[name] for step in steps if step.get(name) is not None]
     return statistics.median(known) if known else None
 
@@ -367,7 +367,7 @@ def median(steps: Sequence[Figures], name: str) -> Any:
 
 
 def table_of(document: dict[str, Any]) -> Table:
-    """The rows of one size."""
+    """Return the rows of one size."""
     made = Table(
         title=f"{document['model']} {document['size']}, {document['dtype']}; {document['rounds']} rounds",
         box=None,
@@ -406,7 +406,7 @@ def table_of(document: dict[str, Any]) -> Table:
 
 
 def number_or_blank(value: float | None, digits: int = 3) -> str:
-    """A number, if there is one."""
+    """Return a number, if there is one."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
@@ -416,7 +416,7 @@ def pair(one: float | None, other: float | None, unit: float) -> str:
 
 
 def write_logs(contest: Contest, folder: Path, machine: Figures) -> None:
-    """A run log for each way, for the ROK report."""
+    """Write a run log for each way, for the ROK report."""
     subject, size = contest.subject, contest.subject.size
     model = {
         "name": subject.kind,
@@ -448,7 +448,7 @@ def write_logs(contest: Contest, folder: Path, machine: Figures) -> None:
 
 
 def draw_rok(settings: Settings, folder: Path, logs: Path) -> dict[str, list[str]]:
-    """A curve for each model, through its batch sizes; what the report says of it."""
+    """Return a curve for each model, through its batch sizes; what the report says of it."""
     said = {}
     for name in dict.fromkeys(str(size).rpartition("x")[0] for size in settings.sizes):
         paths = sorted(logs.glob(f"{name}x*.jsonl"))
@@ -467,7 +467,7 @@ def draw_rok(settings: Settings, folder: Path, logs: Path) -> dict[str, list[str
 
 
 def slug(name: str) -> str:
-    """A name as part of a file's name."""
+    """Return a name as part of a file's name."""
     return name.replace(", ", "-").replace(" ", "-")
 
 

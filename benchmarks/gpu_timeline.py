@@ -44,7 +44,7 @@ _COLOURS = {
 def record(
     step: Callable[[], object], store: ActivationStore, activities: set[ProfilerActivity], path: Path
 ) -> Lanes:
-    """Runs a step under the profiler, writes its trace, and returns its lanes.
+    """Run a step under the profiler, writes its trace, and return its lanes.
 
     Args:
         step: What to run; it returns when the device is done.
@@ -88,7 +88,7 @@ def watched(store: ActivationStore) -> Iterator[Lanes]:
 
 
 def add_transfers(trace: dict[str, Any], transfers: Lanes, began: float) -> None:
-    """Puts transfers into a trace, as a process of their own.
+    """Put transfers into a trace, as a process of their own.
 
     Args:
         trace: As the profiler wrote it.
@@ -113,7 +113,7 @@ def add_transfers(trace: dict[str, Any], transfers: Lanes, began: float) -> None
 
 
 def lanes_of(trace: dict[str, Any]) -> Lanes:
-    """The lanes of a trace, in seconds from the beginning of the step; overlapping intervals are one.
+    """Return the lanes of a trace, in seconds from the beginning of the step; overlapping intervals are one.
 
     Compute is the kernels of the device, or without one what the step's own thread does.
     """
@@ -151,7 +151,7 @@ def _intervals(events: Sequence[dict[str, Any]], mark: dict[str, Any]) -> list[I
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same time in intervals that do not touch."""
+    """Return the same time in intervals that do not touch."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -167,7 +167,7 @@ def seconds(intervals: Sequence[Interval]) -> float:
 
 
 def share_under(inner: Sequence[Interval], outer: Sequence[Interval]) -> float | None:
-    """The share of one lane that lies under another; both merged. ``None`` if there is nothing."""
+    """Return the share of one lane that lies under another; both merged. ``None`` if there is nothing."""
     if not inner:
         return None
     # What both cover is what each covers less what they cover together.

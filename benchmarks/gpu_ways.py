@@ -60,7 +60,7 @@ class Size:
 
     @classmethod
     def parse(cls, text: str, dtype: str = "bf16") -> Size:
-        """A size from hidden x layers x sequence x batch."""
+        """Return a size from hidden x layers x sequence x batch."""
         return cls(*map(int, text.split("x")), dtype=dtype)
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ class Subject:
         self.flops = model_flops(shape, size.batch)
 
     def attach(self, config: tba.OffloadConfig) -> tba.Session:
-        """A session on the layers; Megatron's are found, which brings Megatron's own recomputation.
+        """Return a session on the layers; Megatron's are found, which brings Megatron's own recomputation.
 
         Its steps are opened by hand: by itself the session of each way would open one in the forward of all.
         """
@@ -159,14 +159,14 @@ class Subject:
         return Session(stack, chunks, config, steps_by_hand=True)
 
     def batch_of(self, number: int) -> Any:
-        """The batch of a round, on the device."""
+        """Return the batch of a round, on the device."""
         batch = random_batch(self.size.shape, batch_size=self.size.batch, seed=number)
         batch["attention_mask"] = causal_mask(1)  # attention knows that it is causal
         where = self.device.torch_device
         return {name: tensor.to(where) for name, tensor in batch.items()}
 
     def loss(self, batch: Any) -> Tensor:
-        """The loss of the model on a batch."""
+        """Return the loss of the model on a batch."""
         if self.kind == "megatron":
             # Its own loss is a collective operation, for which a group of one has no fast backend.
             logits = self.model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
@@ -175,18 +175,18 @@ class Subject:
         return functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
 
     def fingerprint(self, loss: Tensor) -> str:
-        """A word that tells any other bit in the loss or in a gradient."""
+        """Return a word that tells any other bit in the loss or in a gradient."""
         digest = hashlib.blake2b(repr(float(loss.detach()).hex()).encode(), digest_size=16)
         for parameter in self.model.parameters():
             digest.update(sums(ByteRange.of(parameter.grad.contiguous()).tensor()))
         return digest.hexdigest()
 
     def clear_gradients(self) -> None:
-        """Sets them to zero; their memory stays, so that it counts as no activation."""
+        """Set them to zero; their memory stays, so that it counts as no activation."""
         torch._foreach_zero_([parameter.grad for parameter in self.model.parameters()])
 
     def learn(self) -> None:
-        """A small step of plain gradient descent, so that no round is like the one before."""
+        """Record that a small step of plain gradient descent, so that no round is like the one before."""
         with torch.no_grad():
             parameters = list(self.model.parameters())
             torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-1e-3)
@@ -300,7 +300,10 @@ class Way:
 
     @contextlib.contextmanager
     def _watched(self, figures: Figures) -> Iterator[None]:
-        """The hooks of another library, counted: what they move in one direction they move in the other."""
+        """Return the hooks of another library, counted.
+
+        What they move in one direction they move in the other.
+        """
         assert self._hooks is not None
         hooks = self._hooks()
         pack, moved = hooks.pack_hook, 0
@@ -334,7 +337,7 @@ class Way:
         }
 
     def close(self) -> None:
-        """Ends the session."""
+        """End the session."""
         if self.session is not None:
             with self.installed():
                 self.session.close()
@@ -474,6 +477,6 @@ OURS = tuple(WAYS)[list(WAYS).index("host") :]
 
 @contextlib.contextmanager
 def directory_in(parent: str) -> Iterator[Path]:
-    """A new directory, gone afterwards."""
+    """Return a new directory, gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="tba-bench-", dir=parent) as name:
         yield Path(name)

@@ -49,7 +49,7 @@ class Chain(nn.Module):
 def make(
     min_tensor_bytes: int | None, window: int, directory: str, stack: ExitStack
 ) -> tuple[nn.Module, tba.Session | None]:
-    """A chain, offloaded from ``min_tensor_bytes`` on, or plain."""
+    """Return a chain, offloaded from ``min_tensor_bytes`` on, or plain."""
     model = nn.Sequential(Chain())
     if min_tensor_bytes is None:
         return model, None

@@ -72,7 +72,7 @@ class House:
 
 
 def of_commit(commit: str) -> Sources:
-    """The files of a commit.
+    """Return the files of a commit.
 
     Raises:
         subprocess.CalledProcessError: There is no such commit.
@@ -82,7 +82,7 @@ def of_commit(commit: str) -> Sources:
 
 
 def of_tree() -> Sources:
-    """The files of the working tree."""
+    """Return the files of the working tree."""
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
 
@@ -97,7 +97,7 @@ def _git(*arguments: str) -> str:
 
 
 def measured(sources: Sources) -> House:
-    """The figures of some files."""
+    """Return the figures of some files."""
     house = House()
     for path, text in sources.items():
         house.lines[package_of(path)] += len(text.splitlines())
@@ -111,7 +111,7 @@ def measured(sources: Sources) -> House:
 
 
 def package_of(path: str) -> str:
-    """The part of the code that a file belongs to: ``tba_offload/store``."""
+    """Return the part of the code that a file belongs to: ``tba_offload/store``."""
     first, *rest = path.removesuffix(".py").split("/")
     return first if first == "tba_lab" or len(rest) < 2 else f"{first}/{rest[0]}"
 
@@ -184,7 +184,7 @@ def circles_in(needs: Mapping[str, set[str]]) -> int:
 
 
 def table(before: House, after: House) -> Iterator[str]:
-    """The lines that are printed."""
+    """Yield the lines that are printed."""
     yield f"{'':32}{'before':>30}{'after':>30}"
     for name in sorted({*before.lines, *after.lines}):
         yield _row(f"lines of {name}", before.lines[name], after.lines[name])
@@ -204,7 +204,7 @@ def _row(name: str, before: object, after: object) -> str:
 
 
 def main() -> None:
-    """Prints the table for the commit that is named."""
+    """Print the table for the commit that is named."""
     if len(sys.argv) != 2:
         sys.exit(f"usage: {sys.argv[0]} COMMIT")
     for line in table(measured(of_commit(sys.argv[1])), measured(of_tree())):

@@ -79,7 +79,7 @@ def summarize(lanes: Lanes) -> dict[str, Any]:
 
 
 def told(figures: dict[str, Any]) -> str:
-    """The figures for people."""
+    """Return the figures for people."""
     return (
         f"checksums: {figures['share_of_cpu']:.2%} of the processor time of a step "
         f"({figures['cpu_seconds_per_step']:.2f} s), {figures['hashed_bytes_per_step'] / 2**20:.0f} MiB "

@@ -99,7 +99,7 @@ class Result:
             del runs[0]
 
     def lowest(self) -> float:
-        """The median ratio to the engine that was faster; 0 without any."""
+        """Return the median ratio to the engine that was faster; 0 without any."""
         return min((statistics.median(self.ratios(engine)) for engine in self.engines), default=0.0)
 
     @property
@@ -108,7 +108,7 @@ class Result:
         return max(run.places for run in self.lanes[STORE])
 
     def as_json(self) -> dict[str, Any]:
-        """The result for a program."""
+        """Return the result for a program."""
         return {
             "direction": self.direction,
             "extent_bytes": self.size,
@@ -218,16 +218,16 @@ class Driver:
         return room[start : start + self._size]
 
     def write(self) -> Run:
-        """Writes the whole amount."""
+        """Write the whole amount."""
         written: list[Extent] = []
         return self._timed(written, {"write": partial(self._writes, written)})
 
     def read(self) -> Run:
-        """Reads what was written last."""
+        """Read what was written last."""
         return self._timed([], {"read": partial(self._reads, list(self._full))})
 
     def mixed(self) -> Run:
-        """Reads what was written last while the same amount is written; the rate is of both together."""
+        """Read what was written last while the same amount is written; the rate is of both together."""
         written: list[Extent] = []
         reads = partial(self._reads, list(self._full))
         return self._timed(written, {"write": partial(self._writes, written), "read": reads})
@@ -404,7 +404,7 @@ def compare(arguments: argparse.Namespace) -> tuple[dict[str, object], list[Resu
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     usual = threads_per_direction()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", help="a directory on the drive to measure; takes twice the amount")
@@ -463,7 +463,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def fio_version() -> str | None:
-    """What fio calls itself, if it is there."""
+    """Return what fio calls itself, if it is there."""
     if shutil.which("fio") is None:
         return None
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()

@@ -99,7 +99,7 @@ class Compute:
         self.alone = self.until(_after(20))
 
     def until(self, is_over: Callable[[], bool]) -> float:
-        """Computes until something is over, at least a few; seconds of a product by the device's clock."""
+        """Compute until something is over, at least a few; seconds of a product by the device's clock."""
         device, marks = self._device, [self._device.mark()]
         while len(marks) <= AHEAD + 1 or not is_over():
             torch.mm(self._one, self._one, out=self._made)
@@ -111,7 +111,7 @@ class Compute:
 
 
 def _after(calls: int) -> Callable[[], bool]:
-    """A function that is true from its call number ``calls`` + 1 on."""
+    """Return a function that is true from its call number ``calls`` + 1 on."""
     left = iter(range(calls))
     return lambda: next(left, None) is None
 
@@ -137,7 +137,7 @@ class Lane:
         return len(self.ends) == len(self._futures)
 
     def check(self) -> None:
-        """Raises the error of the first that failed."""
+        """Raise the error of the first that failed."""
         for future in self._futures:
             future.wait(WAIT_SECONDS)
 
@@ -204,7 +204,7 @@ class Mover:
         return ended[0] - began, product, busy - own, max(lane.ends.places() for lane in lanes)
 
     def check(self) -> None:
-        """Compares what was read with what was written.
+        """Compare what was read with what was written.
 
         Raises:
             AssertionError: It differs.
@@ -215,7 +215,7 @@ class Mover:
             target.tensor().zero_()
 
     def close(self) -> None:
-        """Gives the extents back."""
+        """Give the extents back."""
         for extent in self._full:
             self._store.release(extent)
 
@@ -240,7 +240,7 @@ def bare(device: Device, nbytes: int) -> dict[str, float]:
 def measure(
     kind: str, threads: int, nbytes: int, settings: Settings, bound: dict[str, float], compute: Compute
 ) -> Iterator[Row]:
-    """The rows of one cell."""
+    """Yield the rows of one cell."""
     device, count = settings.device, max(settings.amount // nbytes, 2)
     _reset_peak(device)
     with contextlib.closing(_opened(kind, threads, settings)) as store:

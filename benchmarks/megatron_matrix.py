@@ -308,14 +308,14 @@ class Matrix:
         self._has_schedules = "step_batch_size_schedule" in calculator.read_text(encoding="utf-8")
 
     def patch(self) -> None:
-        """Puts the patch into one of the copies, as a user would."""
+        """Put the patch into one of the copies, as a user would."""
         command = [sys.executable, "-m", "tba_offload", "patch", str(self._patched)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RunFailedError(f"tba-offload patch: {done.stderr.strip()}")
 
     def plain(self, layout: Layout, part: Part | None = None) -> Run:
-        """The untouched script, without our flags."""
+        """Return the untouched script, without our flags."""
         return self._run(layout, self._untouched, CPU_SCRIPTS, part=part)
 
     def keep(self, layout: Layout) -> Run:
@@ -323,7 +323,7 @@ class Matrix:
         return self._launched(layout, ["--tba-placement", "keep"])
 
     def resumed(self, first: Way, second: Way, layout: Layout) -> Run:
-        """A training in two processes.
+        """Return a training in two processes.
 
         Args:
             first: How the first one trains.
@@ -411,7 +411,7 @@ class Matrix:
 
 
 def _copy(checkout: Path, target: Path) -> Path:
-    """What training needs: the package, and the scripts at the root."""
+    """Return what training needs: the package, and the scripts at the root."""
     shutil.copytree(checkout / "megatron", target / "megatron")
     for script in checkout.glob("*.py"):
         shutil.copy2(script, target)
@@ -419,7 +419,7 @@ def _copy(checkout: Path, target: Path) -> Path:
 
 
 def _python(ranks: int) -> list[str]:
-    """What runs a script or a module in some processes."""
+    """Return what runs a script or a module in some processes."""
     if ranks == 1:  # by environment variables, since torch's launcher takes seconds
         return [sys.executable]
     options = ["--nproc-per-node", str(ranks), "--master-addr", LOOPBACK, "--master-port", str(_free_port())]
@@ -445,7 +445,7 @@ def _free_port() -> int:
 
 
 def _output_of(command: Sequence[str], *, cwd: Path, timeout: float) -> str:
-    """What a command prints; when it has ended, none of its processes is left."""
+    """Return what a command prints; when it has ended, none of its processes is left."""
     output, errors = cwd / "output.txt", cwd / "errors.txt"
     with output.open("wb") as out, errors.open("wb") as err:
         process = subprocess.Popen(command, cwd=cwd, env=_environment(), stdout=out, stderr=err)
@@ -463,7 +463,7 @@ def _output_of(command: Sequence[str], *, cwd: Path, timeout: float) -> str:
 
 
 def _cause(output: str, errors: str, directory: Path) -> list[str]:
-    """The last lines of what failed.
+    """Return the last lines of what failed.
 
     Args:
         output: What the command printed.
@@ -483,7 +483,7 @@ def _cause(output: str, errors: str, directory: Path) -> list[str]:
 
 
 def _kill_with_descendants(process: subprocess.Popen[bytes]) -> None:
-    """The workers of torch's launcher are in groups of their own, so that the tree has to be walked."""
+    """Walk the tree of processes: the workers of torch's launcher are in groups of their own."""
     if process.poll() is not None:
         return
     for pid in [*_descendants(process.pid), process.pid]:
@@ -520,7 +520,7 @@ _TIME = "elapsed time per iteration (ms)"
 
 
 def _iterations_in(output: str) -> tuple[list[dict[str, str]], list[float]]:
-    """What is printed about every iteration, and its time."""
+    """Return what is printed about every iteration, and its time."""
     iterations, times = [], []
     for line in _ITERATION.findall(output):
         # Another rank may print into the same line.
@@ -552,7 +552,7 @@ def _state_in(saved: Path) -> tuple[dict[str, str], int]:
 
 
 def _distributed_tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint in the distributed format, by name and place.
+    """Yield the tensors of a checkpoint in the distributed format, by name and place.
 
     In which order they lie in the files of the ranks may differ.
     """
@@ -573,7 +573,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def differences(run: Run, plain: Run) -> list[str]:
-    """What one run printed or saved otherwise than the run without offloading."""
+    """Return what one run printed or saved otherwise than the run without offloading."""
     found = []
     for number, (ours, theirs) in enumerate(zip(run.iterations, plain.iterations, strict=True), 1):
         found += [
@@ -615,7 +615,7 @@ LOSS_HEADS = ("layout", "way", "losses as Megatron prints them")
 
 
 def cells(layout: Layout, runs: dict[str, Run]) -> list[str]:
-    """A row of the table of figures; where the doors differ, a value for each."""
+    """Return a row of the table of figures; where the doors differ, a value for each."""
     plain, others = runs["plain"], [run for way, run in runs.items() if way not in ("plain", "keep")]
     doors = [run for run in others if run.logs]
     different = differences_of(runs)
@@ -649,7 +649,7 @@ def _mib(size: int) -> str:
 
 
 def show(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table."""
+    """Print a table."""
     table = Table(show_lines=True)
     for head in heads:
         table.add_column(head)
@@ -660,7 +660,7 @@ def show(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The same table in Markdown."""
+    """Return the same table in Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -761,7 +761,7 @@ def _release(checkout: Path) -> str:
 def report(
     release: str, results: Sequence[tuple[Layout, dict[str, Run] | str]], markdown_file: Path | None
 ) -> int:
-    """Prints everything, and returns the exit status."""
+    """Print everything, and return the exit status."""
     good = [(layout, runs) for layout, runs in results if isinstance(runs, dict)]
     rows = [cells(layout, runs) for layout, runs in good]
     losses = [row for layout, runs in good for row in loss_cells(layout, runs)]

@@ -49,7 +49,7 @@ class Layer(nn.Module):
         self.scale = nn.LayerNorm(hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs its operations, one after the other."""
+        """Run its operations, one after the other."""
         x = self.scale(x)
         for units in UNITS:
             x = _Operation.apply(x, units)
@@ -65,7 +65,7 @@ class Paced(nn.Module):
         self.layers = nn.ModuleList(Layer(shape.hidden) for _ in range(shape.layers))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:  # noqa: ARG002 - as others
-        """The loss."""
+        """Return the loss."""
         x = self.embedding(input_ids)
         for layer in self.layers:
             x = layer(x)

@@ -157,7 +157,7 @@ class PlanRunner:
         return gpt_loss(self._model, random_batch(self._shape, batch_size=self._batch_size, seed=seed))
 
     def close(self) -> None:
-        """Ends session and process group."""
+        """End session and process group."""
         self._stack.close()
 
 
@@ -169,7 +169,7 @@ def policy(
     window: int | None = None,
     budget: int | None = None,
 ) -> str:
-    """A policy as YAML."""
+    """Return a policy as YAML."""
     return tba.OffloadConfig(
         default=default,
         layers=tuple(rules),
@@ -244,11 +244,11 @@ class Bench:
         return shown_race(entrants, steps)
 
     def keep(self) -> str:
-        """The policy of keep."""
+        """Return the policy of keep."""
         return policy(self.directory, Placement.KEEP)
 
     def peak_of_keep(self) -> int:
-        """Keep's activation peak, bytes."""
+        """Return keep's activation peak, bytes."""
         steps = self.race({"keep": self.keep()}, ((0, None),), steps=MEASURE_EVERY)["keep"]
         return max(step["peak"] or 0 for step in steps)
 
@@ -299,7 +299,7 @@ def judge(results: dict[str, list[Figures]], share: int, budget: int) -> list[Fi
 
 
 def table(rows: Sequence[Figures], share: int, rate: float | None) -> Table:
-    """The rows of one budget."""
+    """Return the rows of one budget."""
     drive = "the drive as it is" if rate is None else f"{rate / 1e6:.0f} MB/s"
     budget = f"budget {share}% of keep's peak" if share else "no budget"
     made = Table(title=f"{budget}, {drive}")
@@ -344,7 +344,7 @@ def verdict(rows: Sequence[Figures]) -> str:
 
 
 def adapt(bench: Bench, rate: float) -> list[Figures]:
-    """The drive halves its rate in the middle: how many steps until compute waits no more?"""
+    """Return the drive halves its rate in the middle: how many steps until compute waits no more?"""
     half = bench.steps // 2
     configs = {"auto": policy(bench.directory, Placement.AUTO, window=bench.window)}
     steps = bench.race(configs, ((0, rate), (half, rate / 2)))["auto"]
@@ -371,7 +371,7 @@ SCHEDULES = {
 
 
 def synthetic_profile(layers: int, micro_batches: int, ahead: int) -> StepProfile:
-    """A step of equal layers of 20 activations of 1 MiB, saved and used in reverse at even distances."""
+    """Get a step of equal layers of 20 activations of 1 MiB, saved and used in reverse at even distances."""
     saved = tuple(Saved(2**20, (number + 0.5) / 20, 1 - (number + 0.5) / 20) for number in range(20))
     slots = tuple(
         Slot(layer, block.micro_batch, block.backward, 0.0)
@@ -478,7 +478,7 @@ def main(
 
 
 def write(rows: list[Figures], json_file: str | None) -> None:
-    """Writes the figures if asked."""
+    """Write the figures if asked."""
     if json_file is not None:
         Path(json_file).write_text(json.dumps(rows, indent=2, default=vars) + "\n")
 

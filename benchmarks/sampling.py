@@ -47,7 +47,7 @@ class MeasuredTrainer(MeteredTrainer):
 
 
 def summarize(lanes: Lanes) -> dict[str, Any]:
-    """The share of the steps after the warm-up."""
+    """Return the share of the steps after the warm-up."""
     steps = lanes[ON][WARM_UP:]
     return {
         "share_of_cpu": statistics.median(step["sampling_seconds"] / step["cpu_seconds"] for step in steps),
@@ -57,7 +57,7 @@ def summarize(lanes: Lanes) -> dict[str, Any]:
 
 
 def told(figures: dict[str, Any]) -> str:
-    """The figures for people."""
+    """Return the figures for people."""
     return (
         f"{figures['samples_per_step']:.0f} samples take {figures['share_of_cpu']:.2%} of the processor time "
         f"of a step, {figures['sampling_seconds_per_step'] * 1e3:.1f} ms"

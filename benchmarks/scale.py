@@ -92,7 +92,10 @@ class Lane:
             self.attach_seconds = time.process_time() - began
 
     def forward(self) -> list[torch.Tensor]:
-        """The losses of all micro-batches; what they saved is in the store, and nothing is held back."""
+        """Return the losses of all micro-batches.
+
+        What they saved is in the store, and nothing is held back.
+        """
         losses = [self._model(self._x).sum() for _ in range(self.size.micro_batches)]
         if self.session is not None:
             self.session.offloader.writer.flush()
@@ -117,7 +120,7 @@ class Lane:
         return ended - began, time.thread_time() - ended
 
     def calls(self) -> int:
-        """Calls of Python on this thread for forward and backward of one step."""
+        """Call of Python on this thread for forward and backward of one step."""
         assert self.session is not None
         counter = Calls()
         with self.session.step(), counter:
@@ -125,7 +128,7 @@ class Lane:
         return counter.count
 
     def held(self) -> tuple[int, int]:
-        """What is held when all is saved and backward begins, beyond what was before.
+        """Return what is held when all is saved and backward begins, beyond what was before.
 
         Returns:
             Bytes of Python objects that the package has made, and objects that the cyclic collector looks at.
@@ -151,7 +154,7 @@ class Lane:
         return self.session.report()[-1].offloaded_bytes
 
     def close(self) -> None:
-        """Ends the session."""
+        """End the session."""
         if self.session is not None:
             self.session.close()
 
@@ -173,7 +176,7 @@ class Counts(NamedTuple):
 
 
 def counts_of(size: Size, place: Path) -> Counts:
-    """The counts of each activation of a step, after two that warm up."""
+    """Return the counts of each activation of a step, after two that warm up."""
     lane = Lane(size, directories_in(place, f"{size.layers}-{size.micro_batches}"))
     try:
         lane.seconds()
@@ -184,7 +187,7 @@ def counts_of(size: Size, place: Path) -> Counts:
 
 
 def measure(sizes: tuple[Size, ...], place: Path, rounds: int) -> list[dict[str, Any]]:
-    """The figures of each size."""
+    """Return the figures of each size."""
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         lanes = []
@@ -243,7 +246,7 @@ def plan_times(size: Size, place: Path, steps: int) -> list[float]:
     "--json", "json_file", type=click.Path(path_type=Path), default=None, help="Write figures here."
 )
 def main(rounds: int, plan_steps: int, largest: int, directory: Path | None, json_file: Path | None) -> None:
-    """Prints a line for each size."""
+    """Print a line for each size."""
     torch.set_num_threads(1)
     tba.keep_freed_pages()
     sizes = tuple(size for size in SIZES if size.activations <= largest * 1.01)

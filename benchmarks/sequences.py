@@ -77,7 +77,7 @@ def race_at(sequence: int, *, layers: int, hidden: int, steps: int, dtype: str) 
 
 
 def table(sequence: int, lanes: dict[str, Steps]) -> Table:
-    """The lanes of one length."""
+    """Return the lanes of one length."""
     made = Table(title=f"{sequence} tokens")
     for title in ("placement", "processor time, x keep", "step, x keep", "peak, x keep", "written MiB"):
         made.add_column(title, justify="left" if title == "placement" else "right")

@@ -113,7 +113,7 @@ class Soak:
         }
 
     def run(self) -> None:
-        """Makes the steps."""
+        """Make the steps."""
         with tba.attach(
             self.model, self.policy(), layers=list(self.model), run_log=self.log, measure_memory=False
         ) as session:
@@ -130,7 +130,7 @@ class Soak:
         return max(self.steps // 20, 1)
 
     def vary(self, session: Session) -> None:
-        """Changes placements every fiftieth step, and faults every twentieth, on average."""
+        """Change placements every fiftieth step, and faults every twentieth, on average."""
         if self.chance.random() < 0.02:
             session.apply(self.policy())
         if self.chance.random() < 0.05:
@@ -153,7 +153,7 @@ class Soak:
         self.model.zero_grad()
 
     def look(self, session: Session, step: int) -> Look:
-        """What the process holds now."""
+        """Return what the process holds now."""
         gc.collect()
         session.offloader.quiesce()
         while session.store.pending():
@@ -174,7 +174,7 @@ class Soak:
 
 
 def what_grew(looks: Sequence[Look]) -> list[str]:
-    """The names of what is not flat, by the rule above."""
+    """Return the names of what is not flat, by the rule above."""
     first, rest = looks[len(looks) // 4], looks[len(looks) // 2 :]
     early = looks[len(looks) // 4 : len(looks) // 2] or [first]
     last = {name: max(getattr(look, name) for look in rest) for name in asdict(first)}
@@ -194,7 +194,7 @@ def table(looks: Sequence[Look]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs from the command line; 1 if something grew."""
+    """Run from the command line; 1 if something grew."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

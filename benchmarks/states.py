@@ -126,7 +126,7 @@ class Lane:
         return list(self.model.parameters())
 
     def update(self, gradients: Sequence[torch.Tensor], meter: MemoryMeter) -> None:
-        """Makes one update."""
+        """Make one update."""
         if self.zero is not None:
             self.zero.backward(gradients)
             with self._measured(meter):
@@ -139,7 +139,7 @@ class Lane:
         self.optimizer.zero_grad()
 
     def step(self, rows: torch.Tensor, meter: MemoryMeter) -> None:
-        """Makes one step of training."""
+        """Make one step of training."""
         with self._measured(meter):
             if self.zero is not None:
                 self.zero.backward_of(rows)
@@ -166,14 +166,14 @@ class Lane:
 
     @contextmanager
     def holding(self, meter: MemoryMeter) -> Iterator[None]:
-        """What is live after the block and was not before it is the lane's."""
+        """Return what is live after the block and was not before it is the lane's."""
         before = meter.live()
         yield
         self.held += meter.live() - before
 
 
 def finish(parameters: Sequence[torch.Tensor]) -> None:
-    """Waits for what a device has to do yet."""
+    """Wait for what a device has to do yet."""
     if parameters[0].device.type != "cpu":
         torch.accelerator.synchronize(parameters[0].device)
 
@@ -185,7 +185,7 @@ def drive_bytes() -> tuple[int, int]:
 
 
 def made(name: str, arguments: argparse.Namespace) -> Lane:
-    """A lane with parameters as all lanes have them."""
+    """Return a lane with parameters as all lanes have them."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         width = arguments.width
@@ -198,7 +198,7 @@ def made(name: str, arguments: argparse.Namespace) -> Lane:
 def with_deepspeed(
     arguments: argparse.Namespace, meter: MemoryMeter, stack: contextlib.ExitStack
 ) -> Iterator[Lane]:
-    """The lanes of DeepSpeed, one for each setting."""
+    """Yield the lanes of DeepSpeed, one for each setting."""
     settings = [] if arguments.deepspeed is None else arguments.deepspeed or [{}]
     for number, aio in enumerate(settings):
         lane = made(f"deepspeed{number or ''}", arguments)
@@ -266,7 +266,7 @@ def _states_of(lane: Lane) -> list[torch.Tensor]:
 
 
 def show(lanes: Sequence[Lane], rates: Sequence[float], warm_up: int) -> None:
-    """Prints the table."""
+    """Print the table."""
     plain = lanes[0].seconds[warm_up:]
     columns = " ".join(f"{name:>8}" for name in ("peak", "first", "held", "read", "written"))
     print(f"{'lane':10} {'seconds':26} {'ratio to plain':24} {columns} {'processor':>9}   (sizes in MiB)")
@@ -288,7 +288,7 @@ def show(lanes: Sequence[Lane], rates: Sequence[float], warm_up: int) -> None:
 
 
 def machine(arguments: argparse.Namespace) -> str:
-    """What computes."""
+    """Return what computes."""
     if arguments.device == "cpu":
         return f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     name = torch.get_device_module(arguments.device).get_device_name()
@@ -296,12 +296,12 @@ def machine(arguments: argparse.Namespace) -> str:
 
 
 def medians(pairs: Sequence[tuple[int, int]]) -> list[float]:
-    """The median of the first of all pairs, and of the second."""
+    """Return the median of the first of all pairs, and of the second."""
     return [statistics.median(values) for values in zip(*pairs, strict=True)]
 
 
 def show_zero(lane: Lane, lanes: Sequence[Lane], warm_up: int) -> None:
-    """Prints what DeepSpeed took beside the lanes of ours, and how far its parameters are from the plain."""
+    """Print what DeepSpeed took beside the lanes of ours, and how far its parameters are from the plain."""
     for own in lanes:
         if own.states is not None:
             ratio = paired_ratio(lane.seconds[warm_up:], own.seconds[warm_up:])
@@ -318,7 +318,7 @@ def show_zero(lane: Lane, lanes: Sequence[Lane], warm_up: int) -> None:
 
 
 def show_states(lane: Lane, plain: Sequence[float], rate: float, warm_up: int) -> None:
-    """Prints what travelled, and what the lane took beside the least that it could have taken."""
+    """Print what travelled, and what the lane took beside the least that it could have taken."""
     assert lane.states is not None
     records = list(lane.states.records)[warm_up:]
     bounds = [(each.read_bytes + each.written_bytes) / rate for each in records]
@@ -344,7 +344,7 @@ def show_states(lane: Lane, plain: Sequence[float], rate: float, warm_up: int) -
 
 
 def main() -> None:
-    """Runs the lanes and prints the table."""
+    """Run the lanes and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -166,7 +166,7 @@ class Model:
         return setting.tokens * self.shape["hidden"] * 4
 
     def accounted(self, setting: Setting) -> float:
-        """The peak of the first stage by the accounting alone, in percent of what M refers to."""
+        """Return the peak of the first stage by the accounting alone, in percent of what M refers to."""
         saved = self.layer(setting.sequence).saved_bytes * self.stage_layers
         activations = PIPELINE_STAGES * self.micro_batch_tokens * saved
         return 100 * (self.static_bytes + self.outputs(setting) + activations) / MEMORY_OF_M
@@ -178,7 +178,7 @@ class Model:
         return (setting.memory / 100 * MEMORY_OF_M - rest) / accounted
 
     def profile(self, setting: Setting) -> StepProfile:
-        """The step of the first stage; it waits for the second as 1F1B does."""
+        """Return the step of the first stage; it waits for the second as 1F1B does."""
         layer = self.layer(setting.sequence)
         timing = layer.timing(self.micro_batch_tokens, H100_RATE)
         return stage(
@@ -268,7 +268,7 @@ TBA_REDUCTION = (28.0, 40.0)
 
 
 def tba_profile(model: str, hidden: int, layers: int) -> tuple[StepProfile, list[tuple[int, ...]]]:
-    """A step on TBA's testbed, and where its scopes end.
+    """Return a step on TBA's testbed, and where its scopes end.
 
     Beside activations of layers memory holds logits (16 bit, and 32 bit for the loss) and, in backward, the
     gradients of one layer's MLP: two of the widest tensor and one of its input.
@@ -326,7 +326,7 @@ def check_tba() -> list[Check]:
 
 
 def check_memory() -> list[Check]:
-    """The accounting against the published peaks without offloading."""
+    """Return the accounting against the published peaks without offloading."""
     found = []
     for model in (*MODELS, LLAMA_70B):
         setting = model.settings[0]
@@ -465,12 +465,12 @@ def table(rows: Sequence[Figures], title: str) -> Table:
 
 
 def percent(share: float | None) -> str:
-    """A share, or that there is no plan."""
+    """Return a share, or that there is no plan."""
     return "does not fit" if share is None else f"{100 * share:.1f} %"
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
-    """What was published beside what comes out."""
+    """Return what was published beside what comes out."""
     made = Table(title="the rivals and the accounting, against what was published")
     for head in ("", "published", "here", "difference"):
         made.add_column(head, justify="left" if not head else "right")
@@ -484,7 +484,7 @@ LEVEL = 0.002
 
 
 def verdict(rows: Sequence[Figures]) -> list[str]:
-    """What the rows say, with what speaks against us."""
+    """Return what the rows say, with what speaks against us."""
     ahead = [row for row in rows if row["ahead"] > LEVEL]
     level = [row for row in rows if abs(row["ahead"]) <= LEVEL]
     behind = [row for row in rows if row["ahead"] < -LEVEL]

@@ -58,7 +58,7 @@ class Played:
 
 
 def everything_kept(profile: StepProfile, bandwidth: Bandwidth) -> Outcome:
-    """The ideal: as much memory as it takes."""
+    """Return the ideal: as much memory as it takes."""
     return simulate(profile, Plan((Placement.KEEP,) * len(profile.layers)), bandwidth)
 
 
@@ -114,7 +114,7 @@ class Scope:
 
 
 def scopes_of(profile: StepProfile, ends: Sequence[Sequence[int]]) -> list[Scope]:
-    """The scopes of one forward, in their order.
+    """Return the scopes of one forward, in their order.
 
     Args:
         profile: The step.
@@ -150,7 +150,7 @@ def tba_cut(scopes: Sequence[Scope], write_rate: float) -> int:
 
 
 def kept_from(profile: StepProfile, scopes: Sequence[Scope], cut: int) -> Kept:
-    """What stays if everything from a scope on does."""
+    """Return what stays if everything from a scope on does."""
     kept: list[set[int]] = [set() for _ in profile.layers]
     for scope in scopes[cut:]:
         kept[scope.layer].update(range(scope.first, scope.end))
@@ -183,7 +183,10 @@ def fit_tba(
 
 
 def one_layer_each(profile: StepProfile) -> StepProfile:
-    """The same step, with every execution of a layer as a layer of its own: to be decided on by itself."""
+    """Return the same step, with every execution of a layer as a layer of its own.
+
+    To be decided on by itself.
+    """
     count = len(profile.layers)
     micro_batches = 1 + max(slot.micro_batch for slot in profile.slots)
     return dataclasses.replace(
@@ -220,7 +223,7 @@ class Timeline:
 
 
 def timeline_of(profile: StepProfile) -> Timeline:
-    """The timeline of a profile in which every layer runs once."""
+    """Return the timeline of a profile in which every layer runs once."""
     now, saved_at, used_at, freed_at = 0.0, {}, {}, {}
     for slot in profile.slots:
         now += slot.gap
@@ -318,7 +321,7 @@ class Greedy:
         return out, back
 
     def choose(self, period: Inactive) -> None:
-        """Takes it: less memory is needed while it is away, and less is left of the rates."""
+        """Take it: less memory is needed while it is away, and less is left of the rates."""
         out, back = self.gone(period)
         self.needed[out:back] -= period.nbytes
         _book(self.writes[period.start : out], period.nbytes)
@@ -327,7 +330,7 @@ class Greedy:
 
 
 def _book(cells: np.ndarray, nbytes: int) -> None:
-    """Takes bytes out of cells, from the first one on."""
+    """Take bytes out of cells, from the first one on."""
     before = np.concatenate(([0.0], np.cumsum(cells)[:-1]))
     cells -= np.clip(nbytes - before, 0.0, cells)
 

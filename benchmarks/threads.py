@@ -135,7 +135,7 @@ def main(
     json_file: Path | None,
     **shape: int,
 ) -> None:
-    """Prints a line for each way."""
+    """Print a line for each way."""
     model = SHAPE | shape | {"dtype": settled_dtype(dtype)}
     with tempfile.TemporaryDirectory(dir=directory) as place:
         settings = settings_of(model, batch_size=batch_size, window=window, directory=place)

@@ -50,7 +50,7 @@ class TracedTrainer(MeteredTrainer):
 
 
 def summarize(lanes: Lanes) -> dict[str, Any]:
-    """The share of the steps after the warm-up."""
+    """Return the share of the steps after the warm-up."""
     steps = lanes[ON][WARM_UP:]
     return {
         "share_of_cpu": statistics.median(step["recording_seconds"] / step["cpu_seconds"] for step in steps),
@@ -59,7 +59,7 @@ def summarize(lanes: Lanes) -> dict[str, Any]:
 
 
 def told(figures: dict[str, Any]) -> str:
-    """The figures for people."""
+    """Return the figures for people."""
     return (
         f"recording takes {figures['share_of_cpu']:.2%} of the processor time of a step, "
         f"{figures['recording_seconds_per_step'] * 1e3:.1f} ms"

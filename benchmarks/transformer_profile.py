@@ -56,7 +56,7 @@ class LayerShape:
         return sum(sum(operation.saves) for operation in itertools.chain(*self.blocks))
 
     def kind(self, tokens: int, scale: float = 1.0) -> LayerKind:
-        """The layer for so many tokens, its activations so many times as large as the accounting says."""
+        """Get the layer for so many tokens, its activations so many times as large as the accounting says."""
         passed, saved = 0.0, []
         for operation in itertools.chain(*self.blocks):
             begins, passed = passed, passed + operation.flops / self.flops
@@ -105,7 +105,7 @@ def llama_layer(
 
 
 def megatron_layer(*, hidden: int, sequence: int, tensor_parallel: int, cross: bool = False) -> LayerShape:
-    """A layer of Megatron's GPT, BERT or T5 in 16 bit with dropout, on one of its ranks.
+    """Return a layer of Megatron's GPT, BERT or T5 in 16 bit with dropout, on one of its ranks.
 
     Without sequence parallelism, norms, inputs of linear layers and dropout masks are on every rank.
 
@@ -149,7 +149,7 @@ def stage(
     rest_bytes: int = 0,
     scale: float = 1.0,
 ) -> StepProfile:
-    """The step of a stage.
+    """Return the step of a stage.
 
     Args:
         shapes: Its layers.

@@ -181,12 +181,12 @@ class Lanes:
         return self._through_gpu(work)[2]
 
     def give_cpu(self, work: float) -> None:
-        """The CPU is given a sub-group."""
+        """Record that the CPU is given a sub-group."""
         self.cpu = self.cpu_would_end(work)
         self.on_cpu += work
 
     def give_gpu(self, work: float) -> None:
-        """The GPU is given one."""
+        """Record that the GPU is given one."""
         self._read, self._updated, written = self._through_gpu(work)
         self._written.append(written)
         self.on_gpu += work
@@ -225,7 +225,7 @@ def ends_first(lanes: Lanes, _number: int, work: float) -> bool:
 
 
 def simulate(machine: Machine, run: Run, choose: Callable[[Lanes, int, float], bool]) -> Lanes:
-    """An update of one rank."""
+    """Return an update of one rank."""
     lanes = Lanes(machine, run.cpu_rate)
     for number, work in enumerate(run.work):
         if choose(lanes, number, work):
@@ -248,7 +248,7 @@ def tokens_that_hide(machine: Machine) -> tuple[float, float]:
 
 
 def show(machine: Machine) -> None:
-    """Prints what was published and what is simulated."""
+    """Print what was published and what is simulated."""
     console = Console(width=120)
     console.print(compared(machine))
     console.print(sweep(A100))
@@ -268,7 +268,7 @@ def show(machine: Machine) -> None:
 
 
 def compared(machine: Machine) -> Table:
-    """A table: the CPU alone, k = 2, the GPU alone, and the lane that ends first."""
+    """Return a table: the CPU alone, k = 2, the GPU alone, and the lane that ends first."""
     table = Table(title=f"seconds of an update, one of four {machine.name}; nothing measured here")
     for title in (
         "model",
@@ -292,7 +292,7 @@ def compared(machine: Machine) -> Table:
 
 
 def sweep(machine: Machine) -> Table:
-    """A table: what the authors logged for each k, and what is simulated."""
+    """Return a table: what the authors logged for each k, and what is simulated."""
     ks = list(machine.runs[0].every)
     table = Table(title=f"every k-th on the GPU, {machine.name}: logged / simulated")
     table.add_column("model")

@@ -45,7 +45,7 @@ class VerifiedTrainer(MeteredTrainer):
         super().__init__(**arguments)
 
     def _comparing(self, function: Callable[..., object]) -> Callable[..., Any]:
-        """The same, and the runs of the layer within it are not left out."""
+        """Return the same, and the runs of the layer within it are not left out."""
 
         def comparing(*arguments: Any, **options: Any) -> object:
             self._is_compared = True
@@ -57,7 +57,7 @@ class VerifiedTrainer(MeteredTrainer):
         return comparing
 
     def _left_out(self, function: Callable[..., object]) -> Callable[..., Any]:
-        """The same, and its time does not count, but for that of samples taken within it."""
+        """Return the same, and its time does not count, but for that of samples taken within it."""
 
         def left_out(*arguments: Any, **options: Any) -> object:
             if self._is_compared:
@@ -104,7 +104,7 @@ def summarize(lanes: Lanes) -> dict[str, Any]:
 
 
 def told(figures: dict[str, Any]) -> str:
-    """The figures for people."""
+    """Return the figures for people."""
     return (
         f"verifying takes {figures['share_of_cpu']:.3%} of the processor time of a step, "
         f"{figures['share_of_cpu_first_step']:.1%} of the first one, in which each layer is compared"

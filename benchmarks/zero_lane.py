@@ -119,21 +119,21 @@ class Zero:
         )
 
     def backward(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Makes a backward pass that yields these gradients."""
+        """Make a backward pass that yields these gradients."""
         for layer, gradient in zip(self._layers, gradients, strict=True):
             layer.gradient = gradient
         self._engine.backward(self._engine(torch.zeros(())))
 
     def backward_of(self, rows: torch.Tensor) -> None:
-        """Makes a forward and a backward pass of training."""
+        """Make a forward and a backward pass of training."""
         self._engine.backward(self._engine(rows).square().mean())
 
     def update(self) -> None:
-        """Makes an update with the gradients of the last backward pass."""
+        """Make an update with the gradients of the last backward pass."""
         self._engine.step()
 
     def parameters(self) -> list[torch.Tensor]:
-        """What they are now, in tensors of their own."""
+        """Return what they are now, in tensors of their own."""
         found = []
         for layer in self._layers:
             with self._deepspeed.zero.GatheredParameters(layer.weight):

@@ -42,7 +42,7 @@ class Constant(NamedTuple):
 
 
 def constants_in(path: Path) -> Iterator[Constant]:
-    """The constants of a module and of its classes that have a docstring, in their order."""
+    """Yield the constants of a module and of its classes that have a docstring, in their order."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for owner in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
         for node, following in zip(owner.body, owner.body[1:], strict=False):
@@ -70,7 +70,7 @@ class _Table(SphinxDirective):
     """A table whose cells are written in the markup of the page."""
 
     def table(self, heads: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[str]]) -> nodes.Node:
-        """The table; the first row is its head."""
+        """Return the table; the first row is its head."""
         group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in widths), cols=len(widths))
         head = nodes.thead("", self._row(heads))
         group += [head, nodes.tbody("", *(self._row(row) for row in rows))]
@@ -97,13 +97,13 @@ class Rooms(_Table):
 
 
 def _summary(path: Path) -> str:
-    """The first paragraph of the docstring of a module."""
+    """Return the first paragraph of the docstring of a module."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return _on_one_line(text.partition("\n\n")[0])
 
 
 def _on_one_line(text: str) -> str:
-    """A docstring without the roles of reStructuredText, as a cell of a table."""
+    """Return a docstring without the roles of reStructuredText, as a cell of a table."""
     return _ROLE.sub("", text).replace("\n", " ").replace("``", "`")
 
 
@@ -130,7 +130,7 @@ class Constants(_Table):
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Registers the directives."""
+    """Register the directives."""
     app.add_directive("rooms", Rooms)
     app.add_directive("constants", Constants)
     return {"parallel_read_safe": True}

@@ -65,7 +65,7 @@ class LanguageModel(nn.Module):
 
 
 def policy(placement: str, activation_bytes: str | None) -> dict[str, object] | str:
-    """A placement for all layers, with a window for small models, or the path of a policy."""
+    """Return a placement for all layers, with a window for small models, or the path of a policy."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "4MiB", "activation_bytes": activation_bytes}}

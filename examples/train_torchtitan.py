@@ -36,7 +36,7 @@ class PrintingTrainer(Trainer):
 
 
 def policy(placement: str) -> dict[str, object] | str:
-    """A placement for all layers, with a window for small models, or the path of a policy."""
+    """Return a placement for all layers, with a window for small models, or the path of a policy."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "64MiB"}}

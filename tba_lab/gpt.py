@@ -115,7 +115,7 @@ class GptShape:
 
 
 def build_gpt(shape: GptShape, *, seed: int) -> nn.Module:
-    """Builds a megatron-core ``GPTModel``; where it is bf16, inside its ``Float16Module``.
+    """Build a megatron-core ``GPTModel``; where it is bf16, inside its ``Float16Module``.
 
     Needs :func:`~tba_lab.megatron_cpu.single_process` or an initialised megatron-core around it.
 
@@ -151,7 +151,7 @@ def build_gpt(shape: GptShape, *, seed: int) -> nn.Module:
 
 
 def build_encoder(shape: GptShape, *, seed: int) -> nn.Module:
-    """Builds a bidirectional ``TransformerBlock`` of megatron-core, as BERT has it, without embeddings.
+    """Build a bidirectional ``TransformerBlock`` of megatron-core, as BERT has it, without embeddings.
 
     Call it with hidden states of shape (sequence, batch, hidden) in the shape's dtype and
     ``attention_mask=None``; it returns the same shape.
@@ -194,7 +194,7 @@ def gpt_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def random_batch(shape: GptShape, *, batch_size: int, seed: int) -> Batch:
-    """A micro-batch of random tokens: the shapes of real ones where their content does not matter."""
+    """Return a micro-batch of random tokens: the shapes of real ones where their content does not matter."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(0, shape.vocab, (batch_size, shape.sequence + 1), generator=generator)
     return Batch(
@@ -207,7 +207,7 @@ def random_batch(shape: GptShape, *, batch_size: int, seed: int) -> Batch:
 
 
 def causal_mask(sequence: int) -> Tensor:
-    """True where a token would look ahead, bool of shape (1, 1, sequence, sequence)."""
+    """Return true where a token would look ahead, bool of shape (1, 1, sequence, sequence)."""
     return torch.ones(sequence, sequence, dtype=torch.bool).triu(diagonal=1)[None, None]
 
 
@@ -236,7 +236,7 @@ def model_flops(shape: GptShape, batch_size: int) -> float:
 
 
 def _config(shape: GptShape) -> Any:
-    """The megatron-core ``TransformerConfig`` of a shape."""
+    """Return the megatron-core ``TransformerConfig`` of a shape."""
     from megatron.core.transformer import TransformerConfig
 
     return TransformerConfig(

@@ -25,14 +25,14 @@ CPU = torch.device("cpu")
 
 
 def training_device() -> torch.device:
-    """The device that megatron-core trains on in this process: the current GPU, else the CPU."""
+    """Return the device that megatron-core trains on in this process: the current GPU, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return CPU
 
 
 def install() -> None:
-    """Makes megatron-core train on the CPU for the rest of the process; calling it again changes nothing.
+    """Make megatron-core train on the CPU for the rest of the process; calling it again changes nothing.
 
     The substitutions reach into ``torch.cuda`` and megatron-core for the whole process, which is why
     they are refused where a GPU could be meant.
@@ -53,7 +53,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def single_process(*, seed: int = 1234) -> Iterator[None]:
-    """Sets megatron-core up for one process, on the GPU where there is one, else on the CPU.
+    """Set megatron-core up for one process, on the GPU where there is one, else on the CPU.
 
     The process group of one is made without a rendezvous, and gloo listens on the loopback interface
     only. On exit all groups are gone, so that the context can be entered again.
@@ -79,7 +79,7 @@ def single_process(*, seed: int = 1234) -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Starts every random number generator that a model uses, inside :func:`single_process`.
+    """Start every random number generator that a model uses, inside :func:`single_process`.
 
     Args:
         seed: The seed of PyTorch's generators, from which megatron-core derives those of its own
@@ -150,7 +150,7 @@ def _current_device() -> None:
 
 
 def _public_generator() -> None:
-    """The random number regions are seeded through ``torch.cuda``.
+    """Record that the random number regions are seeded through ``torch.cuda``.
 
     On a CPU dropout draws from the CPU's generator, so that is the one to seed and to read.
     """
@@ -186,7 +186,7 @@ _SUBSTITUTIONS: tuple[Callable[[], None], ...] = (
 
 
 def replace(owner: object, name: str, value: object) -> None:
-    """Puts a substitute in the place of what ``owner`` calls ``name``."""
+    """Put a substitute in the place of what ``owner`` calls ``name``."""
     setattr(owner, name, value)
 
 

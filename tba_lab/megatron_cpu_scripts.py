@@ -35,7 +35,7 @@ _FACTORIES = (
 
 
 def install_for_scripts() -> None:
-    """Makes the training scripts run on the CPU for the rest of the process.
+    """Make the training scripts run on the CPU for the rest of the process.
 
     Raises:
         MissingDependencyError: megatron-core is not installed.
@@ -63,7 +63,7 @@ def _no_triton_kernels() -> None:
 
 
 def _one_device() -> None:
-    """Starting up asks whether there is a device, and skips the groups where there is none."""
+    """Let starting up asks whether there is a device, and skips the groups where there is none."""
     real = torch.cuda.is_available
     starting = {"initialize_megatron", "parse_and_validate_args", "validate_args"}
     # For these functions only: for others, yes would mean the way of the GPU.
@@ -121,7 +121,7 @@ def _cuda_types() -> None:
 
 
 def _parallel_norm() -> None:
-    """The plain norm refuses sequence parallelism, for which its parameters need a mark and nothing else."""
+    """Mark the parameters of the plain norm, which refuses sequence parallelism and needs nothing else."""
     norm = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     make = norm.__new__
 
@@ -169,7 +169,10 @@ def _host_splits() -> None:
 
 
 def _prebuilt_helpers() -> None:
-    """The datasets' helpers are compiled at start-up with the system's Python; take those of the package."""
+    """Record that the datasets' helpers are compiled at start-up with the system's Python.
+
+    Take those of the package.
+    """
     name = "megatron.core.datasets.helpers_cpp"
     found = _installed_helpers()
     if found is not None and name not in sys.modules:
@@ -192,7 +195,7 @@ def _no_fused_kernels() -> None:
 
 
 def _fused_adam() -> None:
-    """What a distributed optimizer saves of PyTorch's Adam it cannot load."""
+    """Record that what a distributed optimizer saves of PyTorch's Adam it cannot load."""
     optimizers = importlib.import_module("megatron.core.optimizer")
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     replace(optimizers, "Adam", FusedAdam)
@@ -244,7 +247,7 @@ class _Stream:
         """There is nothing to wait for."""
 
     def record_event(self, event: _Event | None = None) -> _Event:
-        """The point that is reached already."""
+        """Return the point that is reached already."""
         return event or _Event()
 
     def synchronize(self) -> None:
@@ -268,7 +271,7 @@ class _Event:
         self._time = 0.0
 
     def record(self, _: object = None) -> None:
-        """Notes the time."""
+        """Note the time."""
         self._time = time.perf_counter()
 
     def wait(self, _: object = None) -> None:
@@ -278,7 +281,7 @@ class _Event:
         """There is nothing to wait for."""
 
     def query(self) -> bool:
-        """It is reached."""
+        """Return it is reached."""
         return True
 
     def elapsed_time(self, later: _Event) -> float:
@@ -287,7 +290,7 @@ class _Event:
 
 
 def _nothing_named(name: str) -> Callable[..., None]:
-    """A new function each time: PyTorch's compiler insists that no two names share one."""
+    """Return a new function each time: PyTorch's compiler insists that no two names share one."""
 
     def nothing(*_: object, **__: object) -> None:
         return None
@@ -339,7 +342,7 @@ def _moved_to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _installed_helpers() -> str | None:
-    """The compiled helpers of the installed megatron-core."""
+    """Return the compiled helpers of the installed megatron-core."""
     import site
     from pathlib import Path
 

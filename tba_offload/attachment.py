@@ -131,7 +131,7 @@ def _named(chunks: list[nn.Module], layers: Sequence[nn.Module]) -> LayerStack:
 
 
 def _about(chunks: Sequence[nn.Module]) -> dict[str, object]:
-    """What tells runs of one model from those of another."""
+    """Return what tells runs of one model from those of another."""
     parameters = {parameter for chunk in chunks for parameter in chunk.parameters()}  # a shared one once
     names = dict.fromkeys(type(_unwrapped(chunk)).__name__ for chunk in chunks)
     known = (parameter.numel() for parameter in parameters if not is_lazy(parameter))
@@ -139,7 +139,7 @@ def _about(chunks: Sequence[nn.Module]) -> dict[str, object]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model in wrappers with nothing else in them, as DistributedDataParallel."""
+    """Return the model in wrappers with nothing else in them, as DistributedDataParallel."""
     while [name for name, _ in model.named_children()] in _WRAPPED:
         (model,) = model.children()
     return model
@@ -156,7 +156,7 @@ def _several(optimizer: Optimizer | Sequence[Optimizer] | None) -> Sequence[Opti
 
 
 def _listed(on_step: OnStep | Sequence[OnStep] | None) -> Sequence[OnStep]:
-    """The functions that are given, each of them callable.
+    """Return the functions that are given, each of them callable.
 
     Raises:
         ConfigError: One is not.
@@ -172,7 +172,7 @@ def _listed(on_step: OnStep | Sequence[OnStep] | None) -> Sequence[OnStep]:
 
 
 def _numbered(trace_steps: Iterable[int]) -> frozenset[int]:
-    """The numbers of steps that are given.
+    """Return the numbers of steps that are given.
 
     Raises:
         ConfigError: One is none.

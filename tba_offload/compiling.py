@@ -30,7 +30,7 @@ _REASON = (
 
 
 def not_traced(function: Function, *, nor_what_it_calls: bool = False) -> Function:
-    """Marks a function that the compiler has to leave alone, as ``torch.compiler.disable`` does.
+    """Mark a function that the compiler has to leave alone, as ``torch.compiler.disable`` does.
 
     Args:
         function: The function.

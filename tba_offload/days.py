@@ -7,7 +7,7 @@ DAY = 86_400
 
 
 def bytes_per_day(written: float, seconds: float) -> float:
-    """What is written in a day; nothing by steps that take no time, of which nothing is known.
+    """Return what is written in a day; nothing by steps that take no time, of which nothing is known.
 
     Args:
         written: Bytes that a step writes.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def doubts(config: OffloadConfig, layers: Sequence[LayerId]) -> list[str]:
-    """What has no effect on these layers, or less than it seems to.
+    """Return what has no effect on these layers, or less than it seems to.
 
     Args:
         config: A configuration without problems.

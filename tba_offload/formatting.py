@@ -20,7 +20,9 @@ _NUMBER = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)", re.DOTALL)
 
 
 def visible(text: str) -> str:
-    r"""The text with everything spelt out that a terminal would obey or not show: ``\x1b``, ``\u202e``.
+    r"""Return the text with everything spelt out that a terminal would obey or not show.
+
+    ``\x1b``, ``\u202e``.
 
     Names in files may hold anything: sequences that move the cursor, halves of characters, changes of the
     writing direction.
@@ -31,12 +33,15 @@ def visible(text: str) -> str:
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """What a user wrote, for a message that quotes it: of a long text the beginning, and an ellipsis."""
+    """Return what a user wrote, for a message that quotes it.
+
+    Of a long text the beginning, and an ellipsis.
+    """
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def quoted(value: object) -> str:
-    """A value that a user gave, as a message quotes it."""
+    """Return a value that a user gave, as a message quotes it."""
     return shortened(repr(value))
 
 
@@ -52,7 +57,7 @@ def significant(value: float) -> str:
 
 
 def scale(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
-    """The unit in which to show values up to the largest, and its size.
+    """Return the unit in which to show values up to the largest, and its size.
 
     Args:
         largest: The largest value.
@@ -63,17 +68,17 @@ def scale(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
 
 
 def byte_scale(largest: float) -> tuple[str, float]:
-    """The binary unit in which to show sizes up to ``largest`` bytes, and its bytes."""
+    """Return the binary unit in which to show sizes up to ``largest`` bytes, and its bytes."""
     return scale(largest, _BYTES)
 
 
 def rate_scale(largest: float) -> tuple[str, float]:
-    """The unit in which to show bandwidths up to ``largest`` bytes a second, and its bytes a second."""
+    """Get the unit in which to show bandwidths up to ``largest`` bytes a second, and its bytes a second."""
     return scale(largest, _RATES)
 
 
 def readable_size(nbytes: float) -> str:
-    """A number of bytes for people: ``41.6 MiB``, three significant digits.
+    """Return a number of bytes for people: ``41.6 MiB``, three significant digits.
 
     It rounds. What is read back, as sizes in a policy file, is written exactly, by
     :func:`tba_offload.config.format_size`.
@@ -83,7 +88,7 @@ def readable_size(nbytes: float) -> str:
 
 
 def readable_rate(bytes_per_second: float) -> str:
-    """A bandwidth for people, in powers of 1000 as those of drives are given: ``1.48 GB/s``."""
+    """Return a bandwidth for people, in powers of 1000 as those of drives are given: ``1.48 GB/s``."""
     name, size = rate_scale(bytes_per_second)
     return f"{significant(bytes_per_second / size)} {name}"
 
@@ -159,7 +164,7 @@ def grouped(names: Sequence[str], alike: Sequence[Hashable]) -> list[LayerGroup]
 
 
 def layers_by_placement(names: Sequence[str], placements: Sequence[str]) -> str:
-    """What is done with which layers, in one line: ``"offload layers 0-9, keep layers 10-11"``.
+    """Return what is done with which layers, in one line: ``"offload layers 0-9, keep layers 10-11"``.
 
     Args:
         names: Module name of each layer.
@@ -178,7 +183,7 @@ def _as_verb(placement: str) -> str:
 
 
 def _listed(groups: Sequence[LayerGroup]) -> str:
-    """The layers of some groups, or how many there are if they are scattered."""
+    """Return the layers of some groups, or how many there are if they are scattered."""
     count = sum(group.size for group in groups)
     if len(groups) > MANY_RANGES:
         return f"{count} layers from {groups[0].numbers} to {groups[-1].numbers}"
@@ -186,7 +191,7 @@ def _listed(groups: Sequence[LayerGroup]) -> str:
 
 
 def renumbered(names: Sequence[str], chosen: Iterable[int]) -> tuple[str, ...]:
-    """Module names for a model with more layers, or fewer, of the same stacks.
+    """Return module names for a model with more layers, or fewer, of the same stacks.
 
     Args:
         names: Those of the layers that there are.

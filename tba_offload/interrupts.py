@@ -61,7 +61,7 @@ _put_off_since: float | None = None
 
 
 def waits(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Marks a function that waits and changes nothing: inside it an interrupt is raised at once."""
+    """Mark a function that waits and change nothing: inside it an interrupt is raised at once."""
     _waits.add(function.__code__)
     return function
 
@@ -87,7 +87,7 @@ def put_up(owner: object) -> bool:
 
 
 def take_down(owner: object) -> None:
-    """Ends :func:`put_up` when no other owner is left, unless the program has set a handler since."""
+    """End :func:`put_up` when no other owner is left, unless the program has set a handler since."""
     _owners.discard(owner)
     if (
         not _owners
@@ -108,7 +108,7 @@ def put_off(owner: object) -> Iterator[None]:
 
 
 def _install(handler: Callable[[int, FrameType | None], object]) -> None:
-    """Sets the handler; an interrupt that was put off comes to this one, and its time is over."""
+    """Set the handler; an interrupt that was put off comes to this one, and its time is over."""
     global _put_off_since  # noqa: PLW0603 - a process has one main thread
     _put_off_since = None
     signal.signal(signal.SIGINT, handler)

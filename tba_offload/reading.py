@@ -18,7 +18,7 @@ class UnreadableError(Exception):
 
 
 def open_regular(path: Path, most: int) -> BinaryIO:
-    """Opens a file without waiting for anything.
+    """Open a file without waiting for anything.
 
     Args:
         path: The file; links are followed.
@@ -40,7 +40,7 @@ def open_regular(path: Path, most: int) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Reads a file whole.
+    """Read a file whole.
 
     Args:
         path: The file; links are followed.

@@ -127,7 +127,7 @@ def tell(old: str, new: str) -> None:
 
 
 def placement(word: str) -> str:
-    """The word of today for a placement; one that is not old stays as it is."""
+    """Return the word of today for a placement; one that is not old stays as it is."""
     new = PLACEMENTS.get(word)
     if new is None:
         return word
@@ -136,7 +136,7 @@ def placement(word: str) -> str:
 
 
 def names_of(module: str) -> Callable[[str], object]:
-    """The ``__getattr__`` of a module, which finds its old names."""
+    """Return the ``__getattr__`` of a module, which finds its old names."""
     return partial(_attribute, module)
 
 

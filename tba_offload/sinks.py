@@ -41,17 +41,17 @@ class ScalarWriter(Protocol):
     """What is asked of a writer for TensorBoard; ``torch.utils.tensorboard.SummaryWriter`` is one."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Adds a point to a curve."""
+        """Add a point to a curve."""
 
 
 class WandbRun(Protocol):
     """What is asked of a run of W&B; ``wandb.Run`` is one."""
 
     def define_metric(self, name: str, *, step_metric: str) -> object:
-        """Gives curves an axis."""
+        """Give curves an axis."""
 
     def log(self, data: dict[str, Any]) -> object:
-        """Adds a point to curves."""
+        """Add a point to curves."""
 
 
 class TensorBoardSink:
@@ -67,7 +67,7 @@ class TensorBoardSink:
         self._before = steps_before
 
     def __call__(self, record: StepRecord) -> None:
-        """Adds a step."""
+        """Add a step."""
         for name, value in curves_of(record, FIGURES).items():
             self._writer.add_scalar(name, value, self._before + record.step)
 
@@ -90,7 +90,7 @@ class WandbSink:
         run.define_metric(f"{PREFIX}*", step_metric=self._axis)
 
     def __call__(self, record: StepRecord) -> None:
-        """Adds a step."""
+        """Add a step."""
         self._run.log({self._axis: self._before + record.step, **curves_of(record, FIGURES)})
 
 
@@ -115,7 +115,7 @@ class CsvSink:
         self._has_warned = False
 
     def __call__(self, record: StepRecord) -> None:
-        """Adds a step."""
+        """Add a step."""
         figures = {name: getattr(record, name) for name in FIGURES}
         try:
             if not self._is_begun:
@@ -143,7 +143,7 @@ class StatusLine:
         self._file = file
 
     def __call__(self, record: StepRecord) -> None:
-        """Shows a step."""
+        """Show a step."""
         file = self._file or sys.stderr
         line = describe_step(record)
         with suppress(OSError, ValueError):  # it is full, broken or closed

@@ -88,7 +88,7 @@ class Situation:
     def of(
         cls, path: str | os.PathLike[str], *, left_out: Callable[[str], object] | None = None
     ) -> Situation:
-        """What the run log tells, by the last time that it was planned.
+        """Return what the run log tells, by the last time that it was planned.
 
         Args:
             path: The run log.
@@ -210,7 +210,7 @@ class Situation:
         )
 
     def left_on(self, device_bytes: int, travelling: int = 0) -> DeviceShare:
-        """What a device of that size has left for activations.
+        """Return what a device of that size has left for activations.
 
         Args:
             device_bytes: The size.
@@ -269,7 +269,7 @@ class Situation:
         return self.outcome(Plan((Placement.KEEP,) * len(self.names))).seconds
 
     def frontier(self, objective: Objective | None = None) -> list[Choice]:
-        """The best plans from a tenth of what keep needs up to all of it; by default the fastest."""
+        """Return the best plans from a tenth of what keep needs up to all of it; by default the fastest."""
         others, whole = of_activations(self), self.peak_of_keep
         choices: list[Choice] = []
         for budget in (int(share * whole) for share in FRONTIER):
@@ -281,7 +281,10 @@ class Situation:
     def plan(
         self, budget: int | None, objective: Objective | None = None, known: Sequence[Plan] = ()
     ) -> Plan:
-        """The best plan for a budget in bytes; without one the lowest peak that takes no longer than keep."""
+        """Return the best plan for a budget in bytes.
+
+        Without one the lowest peak that takes no longer than keep.
+        """
         return make_plan(
             self.profile,
             self.bandwidth,
@@ -296,11 +299,11 @@ class Situation:
         return Limits(budget, self.window, self.config.store.write_bytes_per_day)
 
     def outcome(self, plan: Plan) -> Outcome:
-        """What a plan does in a step, tier by tier."""
+        """Return what a plan does in a step, tier by tier."""
         return simulate(self.profile, plan, self.bandwidth)
 
     def peak_in(self, outcome: Outcome) -> str | None:
-        """What runs when memory is at its peak; ``None`` if nothing is saved."""
+        """Return what runs when memory is at its peak; ``None`` if nothing is saved."""
         slot = outcome.peak_slot
         if slot is None:
             return None
@@ -365,7 +368,7 @@ class Situation:
         return writes_of(self.profile, best, self.bandwidth, self._limits(None), self._policy)
 
     def as_json(self, best: Plan, report: PlanReport, states: Expected | None = None) -> dict[str, Any]:
-        """A plan and its report for programs."""
+        """Return a plan and its report for programs."""
         outcome = self.outcome(best)
         return {
             "frontier": [dataclasses.asdict(step) for step in report.frontier],
@@ -382,7 +385,7 @@ class Situation:
         }
 
     def _tiers(self) -> Iterator[Tier]:
-        """What each drive was found to do, under its name."""
+        """Yield what each drive was found to do, under its name."""
         places = itertools.chain(self.config.store.directories, itertools.repeat("the store"))
         for tier, directory in zip(self.measured, places, strict=False):
             place = "host memory" if tier["tier"] == _HOST_TIER else str(directory)
@@ -403,7 +406,7 @@ class Situation:
         return (Placement.AUTO,) * len(self.names)
 
     def policy_for(self, plan: Plan, budget: int | None, device_bytes: int | None = None) -> OffloadConfig:
-        """A policy that places layers as the plan does, otherwise as the run was configured.
+        """Return a policy that places layers as the plan does, otherwise as the run was configured.
 
         Args:
             plan: The plan.
@@ -448,7 +451,7 @@ _TRIED = {Placement.AUTO, *(placement for placement in Placement if placement.re
 
 
 def _not_recomputed(event: dict[str, Any], profile: StepProfile) -> Iterator[int]:
-    """The layers that a run found not to be the same when they ran twice.
+    """Yield the layers that a run found not to be the same when they ran twice.
 
     A layer that the policy placed otherwise was not tried. It counts as those of its kind.
     """
@@ -486,7 +489,7 @@ def _placed_elsewhere(placed: dict[str, Any], names: Sequence[str]) -> Iterator[
 
 
 def of_activations(situation: Situation) -> Situation:
-    """A situation with a budget of activations alone, for which it does not matter when gradients come."""
+    """Return a situation with a budget of activations alone."""
     return dataclasses.replace(situation, profile=situation.profile.without_gradients())
 
 

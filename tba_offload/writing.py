@@ -20,7 +20,7 @@ _PLAINLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 def write_regular(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file whole, in place of what it held.
+    """Write a file whole, in place of what it held.
 
     Args:
         path: A regular file or the name of a new one, of which the last part is no link; or a stream that a
@@ -55,7 +55,7 @@ def _open_regular(name: str, flags: int) -> int:
 
 
 def _named(name: str, error: OSError) -> OSError:
-    """The error of opening a file; of a link or a pipe the system's words are about something else."""
+    """Return the error of opening a file; of a link or a pipe the system's words are about something else."""
     with suppress(OSError):
         mode = os.lstat(name).st_mode
         if stat.S_ISLNK(mode):

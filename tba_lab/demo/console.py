@@ -45,7 +45,7 @@ _WAITS = 0.1
 
 
 def run_on_console(*, as_json: bool, time_limit: float, **options: Any) -> None:
-    """Runs the demo with the options of the command line and prints what it found.
+    """Run the demo with the options of the command line and print what it found.
 
     Args:
         as_json: Print the summary and nothing else.
@@ -78,7 +78,7 @@ def _why_losses_differ(summary: dict[str, Any]) -> str:
 
 
 def _nothing(_line: str) -> None:
-    """Prints nothing."""
+    """Print nothing."""
 
 
 def _run(
@@ -119,7 +119,7 @@ def _settings(
     threads: int | None,
     **model: Any,
 ) -> DemoSettings:
-    """The job that the options, and where they say nothing the machine, ask for."""
+    """Return the job that the options, and where they say nothing the machine, ask for."""
     from tba_lab.demo.dtype import choose_dtype
     from tba_lab.demo.fit import TARGET_SECONDS, Wish, heads_for, layers_for, sizes_for
     from tba_lab.demo.run import DemoSettings, read_policy, refuse_budgets, refuse_run_logs, strategies_of
@@ -162,7 +162,7 @@ def _settings(
 
 
 def _budget(text: str) -> int | float:
-    """A size, or a share of keep's peak in per cent.
+    """Return a size, or a share of keep's peak in per cent.
 
     Raises:
         ConfigError: It is neither.
@@ -212,7 +212,7 @@ def _print(summary: dict[str, Any], settings: DemoSettings) -> None:
 
 
 def _fault_lines(faults: dict[str, Any], *, identical: bool) -> list[str]:
-    """What struck a lane and what was noticed of it."""
+    """Return what struck a lane and what was noticed of it."""
     struck = "; ".join(f"{fault} struck {count} x" for fault, count in faults["struck"].items())
     lines = [f"{struck} in {faults['lane']}"]
     lines += [f"  noticed, and the step done again: {error}" for error in faults["noticed"]]

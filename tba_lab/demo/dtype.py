@@ -89,7 +89,7 @@ class DtypeChoice:
 
 
 def choose_dtype(dtype: str, *, device: torch.device | None = None) -> DtypeChoice:
-    """The dtype to train in; :data:`AUTO` is measured, in less than a second.
+    """Return the dtype to train in; :data:`AUTO` is measured, in less than a second.
 
     Args:
         dtype: One of :data:`CHOICES`.
@@ -103,7 +103,7 @@ def choose_dtype(dtype: str, *, device: torch.device | None = None) -> DtypeChoi
 
 
 def faster(rates: Mapping[str, MatmulRates]) -> str:
-    """The dtype whose training step is faster; of equal ones the first.
+    """Return the dtype whose training step is faster; of equal ones the first.
 
     Args:
         rates: Name of each dtype to its rates.
@@ -112,12 +112,12 @@ def faster(rates: Mapping[str, MatmulRates]) -> str:
 
 
 def instruction_set() -> str:
-    """The vector instructions that PyTorch uses on this CPU, such as ``AVX2`` or ``AVX512``."""
+    """Return the vector instructions that PyTorch uses on this CPU, such as ``AVX2`` or ``AVX512``."""
     return torch.backends.cpu.get_cpu_capability()
 
 
 def measure_rates(device: torch.device) -> dict[str, MatmulRates]:
-    """Times the products in every dtype, in turn: whatever else the machine does hits all of them alike."""
+    """Time the products in every dtype, in turn: whatever else the machine does hits all of them alike."""
     shape = _GPU_SHAPE if device.type == "cuda" else _CPU_SHAPE
     products = {name: _products(shape, dtype, device) for name, dtype in DTYPES.items()}
     best = {name: [float("inf")] * 3 for name in DTYPES}

@@ -294,7 +294,7 @@ class DoesNotFitError(ConfigError):
 
 
 def fit(jobs: Iterable[Job], limits: Limits, probes: Sequence[Probe]) -> Fit:
-    """The first job that keeps to all limits.
+    """Return the first job that keeps to all limits.
 
     Args:
         jobs: What may be tried, by preference; at least one.

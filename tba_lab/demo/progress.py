@@ -69,14 +69,14 @@ class Pace:
         self.is_running = False
 
     def begin(self) -> None:
-        """A step begins."""
+        """Record that a step begins."""
         began = self._clock()
         if self.current.opens:
             self._starts.append(began - self._changed)
         self._changed, self.is_running = began, True
 
     def end(self) -> float:
-        """The step has ended; the seconds that it took."""
+        """Return the step has ended; the seconds that it took."""
         seconds, self.is_running = self.running, False
         (self._cold if self._is_cold else self._warm).append((seconds, self.current.cost))
         self._changed += seconds
@@ -171,7 +171,7 @@ class Progress(Watch):
         self._said = clock()
 
     def plan(self, steps: Sequence[PlannedStep]) -> None:
-        """Steps that are going to be run."""
+        """Step that are going to be run."""
         self.pace = Pace(steps, self._clock)
 
     def phase(self, what: str) -> None:
@@ -181,14 +181,14 @@ class Progress(Watch):
             self._tell(what)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Record that a step begins."""
         with self._lock:
             if self.pace.steps:
                 self._phase = ""
                 self.pace.begin()
 
     def wait(self) -> None:
-        """A process works.
+        """Record that a process works.
 
         Raises:
             TooLongError: What is left takes longer than the limit.
@@ -201,7 +201,7 @@ class Progress(Watch):
             )
 
     def end(self) -> None:
-        """A step has ended.
+        """Record that a step has ended.
 
         Raises:
             TooLongError: What is left takes longer than the limit.
@@ -224,7 +224,7 @@ class Progress(Watch):
                 self._tell(self.status())
 
     def status(self) -> str:
-        """What goes on now, how long already, and how long it will."""
+        """Return what goes on now, how long already, and how long it will."""
         if self._phase:
             return f"{self._phase}: {self._clock() - self._since:.0f} s so far"
         pace = self.pace

@@ -36,10 +36,10 @@ class Runner(Protocol):
     """What an entrant does in its process."""
 
     def step(self) -> dict[str, Any]:
-        """Does one training step and returns its figures; they travel back to the race."""
+        """Do one training step and return its figures; they travel back to the race."""
 
     def close(self) -> None:
-        """Ends it."""
+        """End it."""
 
 
 class Watch:
@@ -49,13 +49,13 @@ class Watch:
         """Something other than a step begins, such as ``drawing the curve``."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Record that a step begins."""
 
     def wait(self) -> None:
-        """Called about once a second while a process works; what it raises stops the race."""
+        """Take the call about once a second while a process works; what it raises stops the race."""
 
     def end(self) -> None:
-        """The step has ended; what it raises stops the race."""
+        """Record that the step has ended; what it raises stops the race."""
 
 
 _WAIT_SECONDS = 1.0
@@ -94,7 +94,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The quartiles of some values; of one value it is that value."""
+        """Return the quartiles of some values; of one value it is that value."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -119,7 +119,7 @@ def measures_memory(round_: int) -> bool:
 def timed_rounds(
     *lanes: Sequence[Mapping[str, Any]], warm_up: int, peak: str
 ) -> list[tuple[Mapping[str, Any], ...]]:
-    """The rounds after the warm-up whose time counts: those in which no lane measured memory.
+    """Return the rounds after the warm-up whose time counts: those in which no lane measured memory.
 
     A planner has it measured in rounds of its own. If that leaves none, those count in which all lanes did.
 
@@ -139,7 +139,9 @@ def timed_rounds(
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median: from one of the values to another, whatever their distribution is.
+    """Return the 95 % interval of the median.
+
+    From one of the values to another, whatever their distribution is.
 
     Each value is above the true median with probability 1/2, so that the binomial distribution tells between
     which of the sorted values it lies (the sign test). Of fewer than six values it is all of their range.
@@ -154,12 +156,12 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
-    """The ratio round by round: what the machine did in a round cancels out."""
+    """Return the ratio round by round: what the machine did in a round cancels out."""
     return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
 def ratio_of(rounds: Sequence[tuple[Mapping[str, Any], ...]], seconds: str) -> Spread:
-    """The paired ratio of the first lane's times to the second's, in rounds that count.
+    """Return the paired ratio of the first lane's times to the second's, in rounds that count.
 
     Args:
         rounds: What :func:`timed_rounds` gave for two lanes.
@@ -184,7 +186,7 @@ def prediction_error(steps: Sequence[Mapping[str, Any]], predicted: str, measure
 
 
 def turns(names: Sequence[str], round_: int) -> list[str]:
-    """The order of a round, counted from 0: each starts with another one.
+    """Return the order of a round, counted from 0: each starts with another one.
 
     Rounds that measure memory do not all start with the same one either.
     """
@@ -195,7 +197,7 @@ def turns(names: Sequence[str], round_: int) -> list[str]:
 def race(
     entrants: Mapping[str, Entrant], rounds: int, *, watch: Watch | None = None
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs ``rounds`` steps of every entrant, alternating, each round starting with another one.
+    """Run ``rounds`` steps of every entrant, alternating, each round starting with another one.
 
     Args:
         entrants: Name → entrant.
@@ -242,7 +244,7 @@ class _Lane:
             raise self.ended() from None
 
     def ended(self) -> RaceError:
-        """That its process has ended, which it should not have."""
+        """Return that its process has ended, which it should not have."""
         self.process.join(timeout=10)
         status = self.process.exitcode
         killed = "; so the system ends what takes too much memory" if status == -signal.SIGKILL else ""
@@ -260,7 +262,7 @@ class _Lane:
 
 @contextlib.contextmanager
 def _started(entrants: Mapping[str, Entrant], watch: Watch) -> Iterator[dict[str, _Lane]]:
-    """Starts all processes at once and waits until each is ready; none outlives the block."""
+    """Start all processes at once and wait until each is ready; none outlives the block."""
     lanes: dict[str, _Lane] = {}
     try:
         for name, entrant in entrants.items():
@@ -293,7 +295,7 @@ def _start(name: str, entrant: Entrant, watch: Watch) -> _Lane:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for a child that is started inside the block."""
+    """Set variables for a child that is started inside the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -307,7 +309,10 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _run_lane(entrant: Entrant, pipe: Connection) -> None:
-    """The process of an entrant: makes its runner, then does as it is told until the pipe closes."""
+    """Record that the process of an entrant.
+
+    Makes its runner, then does as it is told until the pipe closes.
+    """
     runner: Runner | None = None
     try:
         runner = entrant.make(**entrant.arguments)

@@ -200,7 +200,7 @@ def refuse_budgets(
 
 
 def strategies_of(policy: Path | None, *, states: bool, control: bool) -> tuple[str, ...]:
-    """What races under a policy file, :data:`AUTO` or none."""
+    """Return what races under a policy file, :data:`AUTO` or none."""
     ours = AUTO if policy == Path(AUTO) else "offload"
     return "keep", "recompute", ours, *([STATES] * states), *([CONTROL] * control)
 
@@ -253,7 +253,7 @@ def _title(settings: DemoSettings) -> str:
 
 
 def _trained(settings: DemoSettings) -> Figures:
-    """The job, for the summary."""
+    """Return the job, for the summary."""
     return {
         **dataclasses.asdict(settings.shape),
         "steps": settings.steps,
@@ -303,7 +303,7 @@ class _Budgets(NamedTuple):
 
 
 def _drive_of(lanes: Mapping[str, Sequence[Figures]], rate: float) -> Figures:
-    """What the drive needs for the bytes of a step, and how the step compares with that.
+    """Return what the drive needs for the bytes of a step, and how the step compares with that.
 
     Returns:
         ``both_bytes_per_second``, what it read and wrote at once; ``travelled_bytes``, the median of a step
@@ -319,7 +319,7 @@ def _drive_of(lanes: Mapping[str, Sequence[Figures]], rate: float) -> Figures:
 
 
 def _budgets_of(settings: DemoSettings, keep: OffloadConfig, size: int, text: Path, watch: Watch) -> _Budgets:
-    """The budgets; what shares are shares of is measured in a few steps of keep alone."""
+    """Return the budgets; what shares are shares of is measured in a few steps of keep alone."""
     steps: Sequence[Figures] = ()
     if settings.measures_keep:
         watch.phase(f"starting keep alone, to measure its peak at batch size {size}")
@@ -334,7 +334,7 @@ def _budgets_of(settings: DemoSettings, keep: OffloadConfig, size: int, text: Pa
 
 
 def _within(config: OffloadConfig, settings: DemoSettings, name: str, limits: _Budgets) -> OffloadConfig:
-    """The policy of a lane with the budgets that are for it."""
+    """Return the policy of a lane with the budgets that are for it."""
     device = limits.device if name == settings.on_device_budget else None
     activations = limits.activations if name in {AUTO, STATES} else None
     states = config.states
@@ -376,7 +376,7 @@ def _on_device(steps: Sequence[Figures], settings: DemoSettings, nbytes: int) ->
 
 
 def read_policy(policy: Path | None, layers: int) -> OffloadConfig | None:
-    """The policy file, held against the layers that the model is going to have.
+    """Return the policy file, held against the layers that the model is going to have.
 
     Raises:
         ConfigError: It is wrong.
@@ -390,7 +390,7 @@ def read_policy(policy: Path | None, layers: int) -> OffloadConfig | None:
 
 
 def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]], ours: str = "offload") -> Figures:
-    """The figures of all races, batch size by batch size.
+    """Return the figures of all races, batch size by batch size.
 
     Args:
         races: Batch size → strategy → the figures of its steps.
@@ -428,7 +428,7 @@ def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]], ours: str = 
 
 
 def _faults_of(lanes: Mapping[str, Sequence[Figures]], settings: DemoSettings) -> Figures:
-    """What struck the steps of the offload strategy, and how it was noticed.
+    """Return what struck the steps of the offload strategy, and how it was noticed.
 
     Returns:
         ``lane``, its name; ``struck``, how often each fault did; ``noticed``, the errors of steps that were
@@ -477,12 +477,12 @@ def _strategy(steps: Sequence[Figures]) -> Figures:
 
 
 def _measured(steps: Sequence[Figures]) -> list[Figures]:
-    """The counted steps in which memory was measured."""
+    """Return the counted steps in which memory was measured."""
     return [step for step in steps[WARM_UP:] if step[_PEAK] is not None]
 
 
 def _timed(*lanes: Sequence[Figures]) -> list[tuple[Mapping[str, Any], ...]]:
-    """The rounds in which nothing was sampled, so that their time is that of the training."""
+    """Return the rounds in which nothing was sampled, so that their time is that of the training."""
     return timed_rounds(*lanes, warm_up=WARM_UP, peak=_PEAK)
 
 
@@ -516,14 +516,17 @@ def _spreads(lanes: Mapping[str, Sequence[Figures]], ours: str) -> dict[str, dic
 
 
 def _points_of(logs: dict[tuple[int, str], Path], lanes: Figures, *, on_device: bool) -> list[RokPoint]:
-    """The points of the curve; those of all that is on the device are less what a process has for Python."""
+    """Return the points of the curve.
+
+    Those of all that is on the device are less what a process has for Python.
+    """
     peaks = {str(path): lanes[str(size)][name]["device_peak_bytes"] for (size, name), path in logs.items()}
     found = points(sorted(logs.values()), memory="device" if on_device else "activations")
     return [dataclasses.replace(each, device_peak_bytes=peaks[each.source]) for each in found]
 
 
 def _claim_output(settings: DemoSettings) -> dict[tuple[int, str], Path]:
-    """The run logs to write; none may exist, or figures of two runs would be mixed."""
+    """Return the run logs to write; none may exist, or figures of two runs would be mixed."""
     try:
         settings.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -537,7 +540,7 @@ def _claim_output(settings: DemoSettings) -> dict[tuple[int, str], Path]:
 
 
 def refuse_run_logs(output: Path) -> None:
-    """An output directory with run logs is not to be written to.
+    """Record that an output directory with run logs is not to be written to.
 
     Raises:
         ConfigError: It has some.

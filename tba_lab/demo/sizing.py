@@ -37,7 +37,7 @@ def fitted(
     threads: int | None,
     watch: Watch,
 ) -> Fit:
-    """The largest job that fits this machine.
+    """Return the largest job that fits this machine.
 
     Args:
         wish: What the user gave.
@@ -88,7 +88,7 @@ class Sizing:
         self._shapes, self._batch_size = shapes, batch_size
 
     def step(self) -> dict[str, Any]:
-        """The figures of one :class:`Probe` for each width, until one would take too long."""
+        """Return the figures of one :class:`Probe` for each width, until one would take too long."""
         probes: list[Probe] = []
         for shape in self._shapes:
             flops = model_flops(shape, self._batch_size)
@@ -102,7 +102,7 @@ class Sizing:
 
 
 def time_steps(shape: GptShape, batch_size: int) -> Probe:
-    """The fastest of a few steps on random tokens."""
+    """Return the fastest of a few steps on random tokens."""
     with single_process():
         model = build_gpt(shape, seed=1)
         optimizer = torch.optim.Adam(model.parameters(), fused=True)

@@ -57,16 +57,16 @@ class ByteTokenizer:
         self.unique_identifiers = OrderedDict({"class": type(self).__name__})
 
     def tokenize(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         return list(text.encode())
 
     def detokenize(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; a character that was cut in two becomes a replacement character."""
+        """Return the text of tokens; a character that was cut in two becomes a replacement character."""
         return bytes(token for token in tokens if token not in (self.eod, self.pad)).decode(errors="replace")
 
 
 def write_text(directory: str | os.PathLike[str], *, limit_bytes: int = 4 << 20) -> Path:
-    """Writes the standard library's source as a Megatron indexed dataset, once.
+    """Write the standard library's source as a Megatron indexed dataset, once.
 
     The dataset appears under its name only when it is complete; if it is there already, it is used.
 
@@ -132,7 +132,7 @@ def batches(
 
 
 def _documents(limit_bytes: int) -> list[bytes]:
-    """The library's source files, as many as fit."""
+    """Return the library's source files, as many as fit."""
     library = Path(sysconfig.get_path("stdlib"))
     sources = list(_source_files(library))
     if not sources:
@@ -175,7 +175,7 @@ def _write_documents(prefix: Path, documents: Iterable[bytes]) -> None:
 
 
 def _publish(unfinished: Path, finished: Path) -> None:
-    """Gives a complete dataset its name, unless another process has just made the same one."""
+    """Give a complete dataset its name, unless another process has just made the same one."""
     try:
         unfinished.rename(finished)
     except OSError:
@@ -184,7 +184,7 @@ def _publish(unfinished: Path, finished: Path) -> None:
 
 
 def _open_dataset(prefix: Path, *, sequence: int, seed: int, samples: int) -> Any:
-    """The ``GPTDataset``, its index built afresh.
+    """Return the ``GPTDataset``, its index built afresh.
 
     megatron-core insists on a folder for the index. A folder of its own, gone once the index is in
     memory, can be neither stale nor half written by another process.

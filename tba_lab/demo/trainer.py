@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _whole_seconds(figures: dict[str, Any], of_update: float | None) -> float | None:
-    """What was predicted of a step and its updates together; ``None`` if not both were.
+    """Return what was predicted of a step and its updates together; ``None`` if not both were.
 
     Args:
         figures: Those of the step.
@@ -148,7 +148,7 @@ class Trainer:
         return figures
 
     def _digest(self) -> str:
-        """A digest of all bits of all parameters."""
+        """Return a digest of all bits of all parameters."""
         digest = hashlib.sha256()
         for parameter in self.model.parameters():
             digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -183,6 +183,6 @@ class Trainer:
             step.loss = float(loss.detach())
 
     def close(self) -> None:
-        """Closes the session and the process group."""
+        """Close the session and the process group."""
         self._meter.close()
         self._stack.close()

@@ -35,7 +35,7 @@ class Agreement:
         self._agree = agree
 
     def observe(self, observation: StepObservation) -> Plan:
-        """Takes note of a step.
+        """Take note of a step.
 
         Returns:
             The plan for the next step: the proposal of this rank, with the recomputed layers of all.
@@ -52,7 +52,7 @@ class Agreement:
         return controller.bind([agreed[name] for name in names], proposed)
 
     def least(self, plan: Plan) -> Plan:
-        """The plan for the rest of a step that is larger than what ``plan`` was made for.
+        """Return the plan for the rest of a step that is larger than what ``plan`` was made for.
 
         It is that of the first step, but what the ranks have agreed to recompute they do recompute.
         """

@@ -59,7 +59,7 @@ class BesideLayers:
                 looks[placement] = number, Beside(*(int(factor * nbytes) for nbytes in look))
 
     def note(self, seen: SeenBeside, plan: Plan, profile: StepProfile) -> None:
-        """Notes what was seen in a step.
+        """Note what was seen in a step.
 
         Args:
             seen: The bytes.
@@ -81,7 +81,7 @@ class BesideLayers:
                 }
 
     def put_in(self, profile: StepProfile) -> StepProfile:
-        """The profile with what is known: the most of the layers of a kind, under each placement."""
+        """Return the profile with what is known: the most of the layers of a kind, under each placement."""
         found: list[dict[Placement, Beside]] = [{} for _ in profile.kinds]
         for layer, looks in self._looks.items():
             of_kind = found[profile.layers[layer]]

@@ -79,7 +79,7 @@ class Controller:
         return self.knowledge.sizes.note(layer, size)
 
     def least(self, plan: Plan) -> Plan:  # noqa: ARG002 - what ranks have agreed on depends on it
-        """The plan for the rest of a step that is larger than what ``plan`` was made for."""
+        """Return the plan for the rest of a step that is larger than what ``plan`` was made for."""
         return self.task.first()
 
     # ---- between steps ---------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Controller:
         return self.task.has_budget and not settled.is_measured
 
     def observe(self, observation: StepObservation) -> Plan:
-        """Takes note of a step.
+        """Take note of a step.
 
         What it teaches is thought about after this step and the next ones, for a little each time; at once
         where the next step must not begin before, or ranks are about to agree.
@@ -196,7 +196,7 @@ class Controller:
         self._thinking = self._think(partial(self._phase.decide, moment, case)), moment
 
     def _repredicted(self, observation: StepObservation, moment: Moment) -> Plan:
-        """The plan in force while another one is thought about, with the times of steps as they are now.
+        """Get the plan in force while another one is thought about, with the times of steps as they are now.
 
         It takes time to look at a step closely, so that it is done ever more rarely: one, two, four steps
         after the thinking has begun, and so on.
@@ -215,7 +215,7 @@ class Controller:
         return self._phase.plan
 
     def _taken(self, plan: Plan) -> Plan:
-        """The plan that was thought about, with what follows."""
+        """Return the plan that was thought about, with what follows."""
         if self._thinking is None:
             return plan
         (thinking, moment), self._thinking = self._thinking, None
@@ -243,7 +243,7 @@ class Controller:
             warn(what, RuntimeWarning)
 
     def news(self) -> dict[str, object] | None:
-        """A new plan and everything that it was made from; ``None`` if there is none since last time.
+        """Return a new plan and everything that it was made from; ``None`` if there is none since last time.
 
         Under ``summary`` it is told in one line.
         """
@@ -284,7 +284,7 @@ class Controller:
         return max(found.peak_bytes - self.task.limits.planned, 0.0), found.seconds
 
     def bind(self, wanted: Sequence[Placement], proposed: Plan) -> Plan:
-        """Takes from a proposal what the ranks have not agreed on.
+        """Take from a proposal what the ranks have not agreed on.
 
         Args:
             wanted: For each layer the proposal that counts; it is recomputed if that recomputes it.
@@ -304,7 +304,7 @@ class Controller:
         return plan
 
     def _with_recomputed(self, wanted: Sequence[Placement], proposed: Plan) -> Plan:
-        """The best that this rank can do if exactly those layers are recomputed that shall be."""
+        """Return the best that this rank can do if exactly those layers are recomputed that shall be."""
         placements = [
             placement if not agreed.recomputes else mine if mine.recomputes else agreed
             for agreed, mine, placement in zip(wanted, proposed.placements, self.task.policy, strict=True)
@@ -325,7 +325,7 @@ class Controller:
 
 
 def _best_with(placements: Sequence[Placement], phase: Phase, known: Knowledge) -> Plan | None:
-    """The best plan that recomputes no layer but those placed so; ``None`` before there is one."""
+    """Return the best plan that recomputes no layer but those placed so; ``None`` before there is one."""
     settled, case = phase.settled, known.case
     if settled is None or case is None:
         return None

@@ -93,7 +93,7 @@ class Knowledge:
         return Case(self._task, profile, bandwidth, self.not_recomputed)
 
     def end_step(self, observation: StepObservation) -> None:
-        """Counts a step, and finds out how large it was.
+        """Count a step, and find out how large it was.
 
         Of one that has grown, nothing that was measured before tells.
         """
@@ -109,7 +109,7 @@ class Knowledge:
             self.needs.forget()
 
     def note(self, observation: StepObservation, phase: Phase) -> int | None:
-        """Notes what every step tells, whether or not it is looked at closely.
+        """Note what every step tells, whether or not it is looked at closely.
 
         Args:
             observation: The step, which has ended.
@@ -137,7 +137,10 @@ class Knowledge:
         return peak
 
     def _peak_in(self, record: StepRecord) -> int | None:
-        """What a step took of the budget; where it has grown on the way, that is the peak of no plan."""
+        """Return what a step took of the budget.
+
+        Where it has grown on the way, that is the peak of no plan.
+        """
         return None if self._size.is_mixed else taken(record, self._task.limits)
 
     @property
@@ -151,7 +154,7 @@ class Knowledge:
         return self._steps == self._task.tuning.warm_up + 1
 
     def understand(self, observation: StepObservation, phase: Phase) -> Case | None:
-        """Looks at a step closely, and waits for a device that runs behind the host.
+        """Look at a step closely, and wait for a device that runs behind the host.
 
         Returns:
             What plans are to be made from; ``None`` if too little is known.
@@ -183,7 +186,7 @@ class Knowledge:
         return self.case
 
     def _known_before(self) -> StepProfile | None:
-        """What the last step adds to."""
+        """Return what the last step adds to."""
         if self._profile is None or not self._has_warmed_up:
             return self._profile
         return dataclasses.replace(self._profile, timings=({},) * len(self._profile.kinds), samples=())
@@ -191,7 +194,9 @@ class Knowledge:
     def _of_largest(
         self, profile: StepProfile, observation: StepObservation, bandwidth: Bandwidth, *, is_first: bool
     ) -> StepProfile:
-        """The profile that plans are made from: of the largest step, with what another one tells of times.
+        """Return the profile that plans are made from.
+
+        Of the largest step, with what another one tells of times.
 
         What lies beside the layers is found with those that ran; then the ones that were skipped are added.
         """

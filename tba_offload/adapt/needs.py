@@ -96,11 +96,13 @@ class Needs:
             self._peaks = dict([*others.items(), (known, now)][-self._task.tuning.most_peaks :])
 
     def peak_of(self, plan: Plan) -> int:
-        """The most of the budget that a plan was seen to take, in bytes; 0 if it was not measured."""
+        """Return the most of the budget that a plan was seen to take, in bytes; 0 if it was not measured."""
         return self._peaks.get(bare(plan), Peaks()).most
 
     def with_prediction(self, case: Case, plan: Plan) -> Plan:
-        """A plan with what it does on a drive; its peaks are those that were measured last, if they were.
+        """Return a plan with what it does on a drive.
+
+        Its peaks are those that were measured last, if they were.
 
         What other plans needed beyond all that is known of them is none of its needs then.
         """
@@ -111,7 +113,9 @@ class Needs:
         return dataclasses.replace(plan, prediction=found)
 
     def retreat(self, plan: Plan) -> Plan | None:
-        """A plan that was seen to need less than one that was seen to break the budget; ``None`` if none was.
+        """Return a plan that was seen to need less than one that was seen to break the budget.
+
+        None if none was.
 
         Among those that kept to the budget it is the last one, because the first ones were made to learn.
         """
@@ -122,7 +126,7 @@ class Needs:
         return known if self._peaks[known].most < (1 - self._task.tuning.worth_it) * peak else None
 
     def instead_of(self, plan: Plan) -> Plan | None:
-        """A plan that was seen to need less, if this one is expected or known to break the budget."""
+        """Return a plan that was seen to need less, if this one is expected or known to break the budget."""
         budget = self._task.limits.budget
         if budget is None or plan.prediction is None or not self._peaks:
             return None
@@ -132,7 +136,7 @@ class Needs:
         return self._best_known()
 
     def _best_known(self) -> Plan:
-        """The last plan that kept to the budget, or the one that needed least if none did."""
+        """Return the last plan that kept to the budget, or the one that needed least if none did."""
         budget = self._task.limits.budget or 0
         fitting = [known for known, seen in self._peaks.items() if seen.most <= budget]
         return fitting[-1] if fitting else min(self._peaks, key=lambda plan: self._peaks[plan].most)
@@ -145,7 +149,7 @@ class Needs:
         record: StepRecord,
         peak: int | None,
     ) -> StepProfile:
-        """The profile with what the allocator's peak holds beside all that is known to lie there.
+        """Return the profile with what the allocator's peak holds beside all that is known to lie there.
 
         Args:
             profile: The step.
@@ -172,7 +176,9 @@ class Needs:
         return dataclasses.replace(profile, rest_bytes=rest)
 
     def _most_rest(self, rest: int, *, is_over: bool) -> int:
-        """What is planned with under a budget: the most of the last steps, since samples may miss a peak.
+        """Return what is planned with under a budget.
+
+        The most of the last steps, since samples may miss a peak.
 
         What was found when a step broke the budget stays, or what broke it would be planned again, until as
         many went well, and twice as many the next time: kernels for shapes that are new take memory once.

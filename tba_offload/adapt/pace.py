@@ -34,13 +34,13 @@ class Pace:
         self._unread: DeviceTimes | None = None  # of a step under the plan, while its device was not asked
 
     def end_last_step(self) -> None:
-        """Reads how long the step before took, if its device has come to the end of it by now."""
+        """Read how long the step before took, if its device has come to the end of it by now."""
         before, self._unread = self._unread, None
         if before is not None and before.are_known():
             self._add(before.step_seconds())
 
     def note(self, record: StepRecord, on_device: DeviceTimes | None, *, is_planned: bool) -> None:
-        """Notes a step.
+        """Note a step.
 
         Args:
             record: Its figures.
@@ -54,7 +54,7 @@ class Pace:
         self._add(record.seconds, waited if is_planned else None)
 
     def read(self, times: StepTimes, *, is_planned: bool) -> None:
-        """Notes what the device told of the step after all."""
+        """Note what the device told of the step after all."""
         if self._unread is None:
             return
         self._unread = None

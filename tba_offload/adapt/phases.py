@@ -104,7 +104,7 @@ class Moment:
         return is_free and (self.peak or 0) <= (self.task.limits.budget or 0)
 
     def within_budget(self, case: Case, plan: Plan) -> Plan:
-        """A plan, or one that was seen to need less if this one is expected or known to break the budget."""
+        """Return a measured plan to fall back to if this one exceeds the budget."""
         known = self.needs.instead_of(plan)
         return plan if known is None else self.needs.with_prediction(case, known)
 
@@ -126,15 +126,15 @@ class Phase(ABC):
         return None
 
     def begun(self, step: int, tuning: Tuning) -> Phase:  # noqa: ARG002 - only the first ones end by themselves
-        """The phase that a step ends in, before anything of it is known."""
+        """Return the phase that a step ends in, before anything of it is known."""
         return self
 
     def outgrown(self) -> Phase:
-        """The phase after a step that was larger than all before."""
+        """Return the phase after a step that was larger than all before."""
         return self
 
     def limited(self, task: Task) -> Phase:  # noqa: ARG002 - before there is a plan, each step gets its own
-        """The phase after limits have become others.
+        """Return the phase after limits have become others.
 
         Args:
             task: Has those that hold now.
@@ -142,15 +142,15 @@ class Phase(ABC):
         return self
 
     def measured(self) -> Phase:
-        """The phase after the peak of a step was measured."""
+        """Return the phase after the peak of a step was measured."""
         return self
 
     def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:  # noqa: ARG002 - before there is a plan, nothing changes
-        """The phase after ranks have agreed on a plan, whether or not it is another than was proposed."""
+        """Get the phase after ranks have agreed on a plan, whether or not it is another than was proposed."""
         return self
 
     def undecided(self, plan: Plan) -> tuple[Phase, Plan]:
-        """What comes where nothing is decided after a step with that plan; an excursion is over."""
+        """Return what comes where nothing is decided after a step with that plan; an excursion is over."""
         settled = self.settled
         return (self, plan) if settled is None else (settled, settled.plan)
 
@@ -164,7 +164,7 @@ class Phase(ABC):
 
     @abstractmethod
     def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
-        """The phase and the plan of the next step, after one that was looked at closely.
+        """Return the phase and the plan of the next step, after one that was looked at closely.
 
         Args:
             moment: The step.
@@ -177,7 +177,7 @@ class WarmUp(Phase):
     """Steps whose times do not count: all is offloaded in the first one, so that a budget holds."""
 
     def begun(self, step: int, tuning: Tuning) -> Phase:
-        """It ends by itself."""
+        """Return it ends by itself."""
         return self if step <= tuning.warm_up else Probe(is_first=True)
 
     def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
@@ -251,7 +251,10 @@ class Settled(Phase):
         return dataclasses.replace(self, is_measured=False, is_refined=False, quiet_until=0)
 
     def limited(self, task: Task) -> Phase:
-        """A plan that was made for another budget has to be made anew; one of the policy has its window."""
+        """Return a plan that was made for another budget has to be made anew.
+
+        One of the policy has its window.
+        """
         if task.has_budget:
             return dataclasses.replace(self, is_overdue=True)
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, window=task.limits.window))
@@ -261,13 +264,13 @@ class Settled(Phase):
         return dataclasses.replace(self, is_measured=True)
 
     def repredicted(self, case: Case, needs: Needs) -> Settled:
-        """The same plan, with what it does in steps as they are now."""
+        """Return the same plan, with what it does in steps as they are now."""
         if self.plan.prediction is None:
             return self
         return dataclasses.replace(self, plan=needs.with_prediction(case, self.plan))
 
     def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:
-        """The agreed plan is in force."""
+        """Return the agreed plan is in force."""
         if not is_changed:
             return dataclasses.replace(self, plan=plan)
         why = "the ranks agreed on what is recomputed"
@@ -410,7 +413,7 @@ class Settled(Phase):
         return self.beside_bytes - beside > moment.tuning.unmeasured * (moment.task.limits.budget or math.inf)
 
     def _retreated(self, moment: Moment, case: Case, known: Plan) -> tuple[Phase, Plan]:
-        """A plan that is known to keep to the budget, or to come closer to it."""
+        """Return a plan that is known to keep to the budget, or to come closer to it."""
         why = _broken_budget(moment.needs.peak_of(moment.plan), moment.task.limits.budget) or self.why
         moment.forgets.append(Pace.forget_seconds)
         plan = moment.needs.with_prediction(case, known)
@@ -425,7 +428,7 @@ class Settled(Phase):
         return now, plan
 
     def _gone_on(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
-        """What comes after a step that was as planned."""
+        """Return what comes after a step that was as planned."""
         tuning = moment.tuning
         if self.caution < 1.0 and moment.step % tuning.excursions[-1] == 0:
             # A slow hour ends some time.
@@ -442,7 +445,10 @@ class Settled(Phase):
     def replanned(
         self, moment: Moment, case: Case, old: Plan, why: str, *, worth: float | None = None
     ) -> tuple[Settled, Plan]:
-        """A new plan if it is clearly better than the old one; if not, the next doubt has to wait longer."""
+        """Return a new plan if it is clearly better than the old one.
+
+        If not, the next doubt has to wait longer.
+        """
         task, tuning = moment.task, moment.tuning
         now = dataclasses.replace(
             self,
@@ -483,7 +489,7 @@ class Settled(Phase):
         return now, now.plan
 
     def _new_caution(self, moment: Moment, bandwidth: Bandwidth) -> float:
-        """The share of the measured rates to count on: all of those of another drive."""
+        """Return the share of the measured rates to count on: all of those of another drive."""
         tuning = moment.tuning
         if self._has_drifted(moment, bandwidth, tuning.drift):
             return 1.0
@@ -508,11 +514,11 @@ class Excursion(Phase):
         return self.left
 
     def outgrown(self) -> Phase:
-        """It has taught nothing."""
+        """Return it has taught nothing."""
         return self.left.outgrown()
 
     def limited(self, task: Task) -> Phase:
-        """It is over: the next step may not have room for it."""
+        """Return it is over: the next step may not have room for it."""
         return self.left.limited(task)
 
     def is_pressing(self, moment: Moment) -> bool:
@@ -520,7 +526,7 @@ class Excursion(Phase):
         return self.left.is_pressing(moment)
 
     def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:
-        """It goes on, unless ranks want something else."""
+        """Return it goes on, unless ranks want something else."""
         return self.left.agreed(plan, is_changed=True) if is_changed else self
 
     def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
@@ -534,7 +540,7 @@ class Comparison(Excursion):
     __slots__ = ()
 
     def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
-        """Keeps what was faster."""
+        """Keep what was faster."""
         left, tuning, plain = self.left, moment.tuning, moment.plan
         usual, expected = moment.pace.usual, left.plan.prediction
         budget = moment.task.limits.budget or 0
@@ -571,7 +577,7 @@ def is_time_to_talk(step: int, tuning: Tuning) -> bool:
 
 
 def _probe(moment: Moment, case: Case, *, has_warmed_up: bool) -> Plan:
-    """The plan of a step that shows what is not known."""
+    """Return the plan of a step that shows what is not known."""
     task = moment.task
     if not task.decides:
         return moment.plan
@@ -596,7 +602,7 @@ def _first_plan(moment: Moment, case: Case, why: str) -> Settled:
 
 
 def _as_policy(moment: Moment, case: Case, plan: Plan) -> Plan:
-    """The plan of a policy that leaves nothing to decide, with what it does if that is known."""
+    """Return the plan of a policy that leaves nothing to decide, with what it does if that is known."""
     # Where memory was never measured, it is not known what it holds beside activations of layers.
     found = case.play(plan).prediction if moment.needs.knows_rest else None
     return dataclasses.replace(plan, prediction=found)
@@ -609,7 +615,7 @@ def _broken_budget(peak: int, budget: int | None) -> str | None:
 
 
 def _astray(moment: Moment, expected: float) -> str | None:
-    """That steps take another time than they were expected to, and not only from one to the next."""
+    """Return that steps take another time than they were expected to, and not only from one to the next."""
     found, tuning = moment.pace.usual, moment.tuning
     if found is None:
         return None

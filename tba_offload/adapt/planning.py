@@ -57,7 +57,7 @@ class Planning:
         self._offloader = offloader
 
     def start(self, plan: Plan, controller: Controller | None, agree: Agree | None = None) -> None:
-        """Starts with the plan of a policy, or with that of a new controller for its first step.
+        """Start with the plan of a policy, or with that of a new controller for its first step.
 
         Args:
             plan: The plan of the policy.
@@ -112,7 +112,10 @@ class Planning:
             self.controller.give_up()
 
     def begin_step(self) -> None:
-        """A step that failed or was skipped after it had left its plan taught nothing: the plan stays."""
+        """Record that a step that failed or was skipped after it had left its plan taught nothing.
+
+        The plan stays.
+        """
         self.seconds, self._next_seconds = self._next_seconds, None
         if self.controller is not None:
             self._next_seconds = 0.0
@@ -159,7 +162,7 @@ class Planning:
         repeatable: Iterable[int],
         on_device: DeviceTimes | None,
     ) -> dict[str, object] | None:
-        """Shows the controller what a step was like, and takes its plan for the next one.
+        """Show the controller what a step was like, and take its plan for the next one.
 
         Args:
             record: The figures of the step.
@@ -208,7 +211,7 @@ class Planning:
         self._offloader.resize_window(plan.window)
 
     def _forget_learned(self, plan: Plan) -> None:
-        """What a layer saves may be kept elsewhere because of how it, or the one before it, was placed."""
+        """Record that what a layer saves may be kept elsewhere: for its placement or its neighbour's."""
         changed = [old is not new for old, new in zip(self.plan.placements, plan.placements, strict=True)]
         near = (index for index, is_new in enumerate(changed) if is_new or (index and changed[index - 1]))
         self._capture.registry.forget_learned({self._layers[index] for index in near})

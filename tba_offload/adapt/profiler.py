@@ -45,7 +45,7 @@ class ComputeClock:
         self._before = [0.0, *accumulate(self._lengths)]
 
     def __call__(self, when: float) -> float:
-        """What this clock said at a time on the other one."""
+        """Return what this clock said at a time on the other one."""
         number = bisect.bisect_right(self._began, when)
         waited = self._before[number]
         if number:  # perhaps in the middle of the last one
@@ -96,7 +96,7 @@ def profile_of(
     most_gradients: int | None = None,
     tuning: Tuning = TUNING,
 ) -> StepProfile | None:
-    """The profile of a step.
+    """Return the profile of a step.
 
     Args:
         trace: What it recorded.
@@ -148,7 +148,7 @@ def profile_of(
 
 
 def _runs(trace: StepTrace, times: StepTimes, on_host: StepTimes, index: dict[LayerKey, int]) -> list[_Run]:
-    """Executions whose forward and backward both took place, in the order of their forward."""
+    """Return executions whose forward and backward both took place, in the order of their forward."""
     by_host = _stretches(on_host)
     stretches = by_host if times is on_host else _stretches(times)
     runs = []
@@ -175,7 +175,7 @@ def _stretches(times: StepTimes) -> list[_Stretches]:
 
 
 def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tuple[tuple[Slot, ...], float]:
-    """The compute of a step in its order, and when the last of it ended.
+    """Return the compute of a step in its order, and when the last of it ended.
 
     A forward pass ends where a layer of its chunk runs again, or backward begins: where layers are skipped,
     how often a layer ran before does not tell the micro-batch.
@@ -232,7 +232,7 @@ def _begin(scope: ScopeTrace, *, backward: bool) -> float:
 
 
 def _held_until(scope: ScopeTrace, begins: Sequence[float]) -> int:
-    """The place of the first slot that began when the graph of a scope was gone."""
+    """Return the place of the first slot that began when the graph of a scope was gone."""
     return len(begins) if scope.gone_by is None else bisect.bisect_left(begins, scope.gone_by)
 
 
@@ -244,7 +244,7 @@ def _samples(
     *,
     remembered: int,
 ) -> tuple[Samples, ...]:
-    """The last measurements of each kind under each placement, with the median of this step's.
+    """Return the last measurements of each kind under each placement, with the median of this step's.
 
     What a layer takes to find out what can be rebuilt of it, or while a share of what it saves stays,
     counts only if nothing else is known. Of one that has a share travel it is known what more it would take.
@@ -272,7 +272,7 @@ def _samples(
 
 
 def _if_all_travelled(run: _Run, before: StepProfile | None) -> Timing | None:
-    """What a layer of which a share travels would have taken if everything had.
+    """Return what a layer of which a share travels would have taken if everything had.
 
     ``None`` of others, and as long as nothing is known of the layer's times.
     """
@@ -286,7 +286,7 @@ def _if_all_travelled(run: _Run, before: StepProfile | None) -> Timing | None:
 
 
 def _renewed(old: Samples, found: dict[Placement, list[Timing]], remembered: int) -> Samples:
-    """New measurements with the last ones, under all placements.
+    """Return new measurements with the last ones, under all placements.
 
     If the machine has become faster or slower under some of them, it has under the others too. Otherwise what
     was measured in a good moment would stand against what was measured in a bad one.
@@ -317,7 +317,7 @@ def _kinds(
     has_grown: bool,
     alike: float,
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
-    """The kinds of layers and which each is; nothing if no layer was captured, now or before.
+    """Return the kinds of layers and which each is; nothing if no layer was captured, now or before.
 
     Of a layer that ran with several sizes counts the run that saved most.
     """
@@ -358,7 +358,7 @@ def _kinds(
 
 
 def _attention_bytes(runs: Sequence[_Run], layers: Sequence[int]) -> dict[int, int]:
-    """What attention put out, by the kinds of layers that told it in this step."""
+    """Return what attention put out, by the kinds of layers that told it in this step."""
     found: dict[int, int] = {}
     for run in runs:
         if run.scope.placement == Placement.RECOMPUTE_EXCEPT_ATTENTION:
@@ -381,7 +381,7 @@ class _Sizes:
         self._known: dict[tuple[int, int], int] = {}  # there may be as many kinds as layers, but few sizes
 
     def kind_of(self, count: int, nbytes: int) -> int:
-        """The kind of a layer, by what it saves; the next number if it is the first of its kind."""
+        """Return the kind of a layer, by what it saves; the next number if it is the first of its kind."""
         size = count, nbytes
         kind = self._known.get(size)
         if kind is None:
@@ -402,7 +402,7 @@ def _kind(
     small: int,
     before: StepProfile | None,
 ) -> LayerKind:
-    """What the executions of equal layers have in common: the most bytes, the median times."""
+    """Return what the executions of equal layers have in common: the most bytes, the median times."""
     columns = list(zip(*(activations for _, activations in group), strict=True))
     runs = [run for run, _ in group]
     known: Sequence[Saved | None] = [None] * len(columns)
@@ -471,6 +471,6 @@ def _share(when: float, stretch: tuple[float, float]) -> float:
 
 
 def _small_bytes(trace: StepTrace) -> int:
-    """What layers with hooks kept because it was too small, or not understood."""
+    """Return what layers with hooks kept because it was too small, or not understood."""
     gone = {Treatment.OFFLOADED, Treatment.REBUILT}
     return trace.kept_bytes - sum(a.nbytes for a in trace.activations if a.treatment not in gone)

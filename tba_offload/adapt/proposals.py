@@ -40,7 +40,7 @@ budget are held to its time."""
 
 
 def bare(plan: Plan) -> Plan:
-    """A plan without what is expected of it; layers that are still ``auto`` are offloaded."""
+    """Return a plan without what is expected of it; layers that are still ``auto`` are offloaded."""
     placed = tuple(Placement.OFFLOAD if each is Placement.AUTO else each for each in plan.placements)
     return dataclasses.replace(plan, placements=placed, prediction=None)
 
@@ -51,7 +51,7 @@ def offloads_all(plan: Plan) -> bool:
 
 
 def predicted(case: Case, plan: Plan) -> Plan:
-    """A plan with what it does on a drive."""
+    """Return a plan with what it does on a drive."""
     return dataclasses.replace(plan, prediction=case.play(plan).prediction)
 
 
@@ -59,7 +59,7 @@ def predicted(case: Case, plan: Plan) -> Plan:
 
 
 def best_plan(case: Case) -> Plan:
-    """The best plan that leaves free what was never measured, or if none does, that keeps to the budget."""
+    """Return the best plan that leaves free what was never measured, else the best within the budget."""
     task = case.task
 
     def within(limits: Limits) -> Plan:
@@ -81,7 +81,7 @@ def best_plan(case: Case) -> Plan:
 
 
 def _sound(case: Case, plan: Plan, within: Callable[[Limits], Plan]) -> Plan:
-    """A plan that keeps to the budget however slow the drive is, if there is one.
+    """Return a plan that keeps to the budget however slow the drive is, if there is one.
 
     With a slow drive too, the plan leaves free what was never measured, if it can: the peak is at another
     moment then, and more may lie beside the layers than at the one that was measured.
@@ -101,7 +101,10 @@ def _sound(case: Case, plan: Plan, within: Callable[[Limits], Plan]) -> Plan:
 
 
 def _for_ever_less(case: Case, plan: Plan, within: Callable[[Limits], Plan]) -> Iterator[tuple[Plan, int]]:
-    """A plan, then others that keep less, with the worst peak of each: as much less as that was too high."""
+    """Yield a plan, then others that keep less, with the worst peak of each.
+
+    As much less as that was too high.
+    """
     task = case.task
     careful = budget = task.careful_limits.budget or 0
     yield plan, (peak := worst_peak(case, plan))
@@ -114,7 +117,7 @@ def _for_ever_less(case: Case, plan: Plan, within: Callable[[Limits], Plan]) -> 
 
 
 def _narrowed(case: Case, plan: Plan, excess: int) -> Plan | None:
-    """The plan, with a window that is smaller by the bytes by which its worst peak is too high.
+    """Return the plan, with a window that is smaller by the bytes by which its worst peak is too high.
 
     ``None`` if the largest activation would not fit into that window.
     """
@@ -126,7 +129,7 @@ def _narrowed(case: Case, plan: Plan, excess: int) -> Plan | None:
 
 
 def worst_peak(case: Case, plan: Plan) -> int:
-    """The peak in bytes if the window is full when most is held: drives have their moods."""
+    """Return the peak in bytes if the window is full when most is held: drives have their moods."""
     found = case.play(plan)
     if plan.window is None:
         return found.peak_bytes
@@ -144,7 +147,7 @@ def is_plain(plan: Plan, policy: Sequence[Placement]) -> bool:
 
 
 def rival(case: Case, plan: Plan) -> Plan | None:
-    """The fastest other plan that gives all layers one placement; ``None`` if none keeps to the limits."""
+    """Return the fastest other plan that gives all layers one placement; None if none keeps to the limits."""
     task = case.task
     freedom = Freedom.all_of(case.profile, task.policy, case.not_recomputed)
     found, least = None, math.inf
@@ -164,7 +167,7 @@ def rival(case: Case, plan: Plan) -> Plan | None:
 
 
 def probing_plan(case: Case, *, step: int) -> Plan:
-    """Some layers of each kind kept, recomputed and rebuilt, as many as the budget allows."""
+    """Return some layers of each kind kept, recomputed and rebuilt, as many as the budget allows."""
     task, first = case.task, case.task.first()
     fewest = 3 if task.objective is Objective.MEMORY else 4  # one offloads beside each that is a choice
     for parts, keeps in ((fewest, True), (fewest, False), (6, True), (12, True), (len(task.policy), True)):
@@ -198,7 +201,9 @@ def _mixed(case: Case, parts: int, *, step: int, keeps: bool) -> tuple[Placement
 
 
 def excursion(case: Case, plan: Plan) -> Plan | None:
-    """The plan, but with one layer of each kind under a placement that has none now; ``None`` if none fits.
+    """Return the plan, but with one layer of each kind under a placement that has none now.
+
+    None if none fits.
 
     What a placement costs was measured when memory and files still grew, or on another drive. Without a look
     at it now and then, a bad measurement would be believed for ever. But what a drive costs that moves bytes
@@ -228,7 +233,7 @@ def writes_too_much(case: Case, plan: Plan) -> bool:
 
 
 def _that_writes_too_much(case: Case, plan: Plan) -> Outcome | None:
-    """What comes of such a plan; ``None`` of others."""
+    """Return what comes of such a plan; ``None`` of others."""
     limits = case.task.limits
     if limits.written_per_day is None:
         return None  # a step with many activations takes long to play
@@ -268,7 +273,7 @@ def _changes(plan: Plan, layer: int, placement: Placement) -> bool:
 
 
 def _free_layers(case: Case, kind: int) -> list[int]:
-    """The layers of a kind that the planner decides on."""
+    """Return the layers of a kind that the planner decides on."""
     pairs = enumerate(zip(case.task.policy, case.profile.layers, strict=True))
     return [layer for layer, (wanted, its) in pairs if wanted is Placement.AUTO and its == kind]
 
@@ -289,7 +294,7 @@ def _may_try(case: Case, layer: int, placement: Placement) -> bool:
 
 
 def over_writes(case: Case, plan: Plan) -> str | None:
-    """That the best plan that was found writes more than its share of a day; ``None`` if it does not."""
+    """Return that the best plan that was found writes more than its share of a day; None if it does not."""
     found, limit = _that_writes_too_much(case, plan), case.task.limits.written_per_day
     if found is None or limit is None:
         return None
@@ -302,7 +307,9 @@ def over_writes(case: Case, plan: Plan) -> str | None:
 
 
 def over_budget(task: Task, plan: Plan, profile: StepProfile, room: int | None) -> str | None:
-    """That the lowest peak that was found is over the budget, and what it consists of; ``None`` if it is not.
+    """Return that the lowest peak that was found is over the budget, and what it consists of.
+
+    None if it is not.
 
     Args:
         task: Has the budget.

@@ -46,7 +46,7 @@ class Rates:
         self._host = MeasuredRate(), MeasuredRate()
 
     def note(self, loads: Sequence[DriveLoad], *, fell_back: bool) -> bool:
-        """Notes what a step has moved, and whether activations stayed because no drive took them.
+        """Note what a step has moved, and whether activations stayed because no drive took them.
 
         Returns:
             Whether the drives hold more than before, or less.
@@ -75,7 +75,7 @@ class Rates:
         return self._together(attrgetter("rate"))
 
     def usual(self) -> Bandwidth | None:
-        """The same by the median of the last three steps, so that one odd step is none."""
+        """Return the same by the median of the last three steps, so that one odd step is none."""
         return self._together(attrgetter("usual"))
 
     def _together(self, of: Callable[[MeasuredRate], float | None]) -> Bandwidth | None:
@@ -101,7 +101,7 @@ class Rates:
         return max((rate.deviation for rate in rates), default=0.0)
 
     def as_json(self) -> list[dict[str, object]]:
-        """The rates of each drive, and of host memory beside them, for a run log."""
+        """Return the rates of each drive, and of host memory beside them, for a run log."""
         tiers = [(DRIVE_TIER, drive.write, drive.read) for drive in self._drives]
         if self._task.host_capacity is not None:
             tiers.append((HOST_TIER, *self._host))

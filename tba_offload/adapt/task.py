@@ -77,7 +77,10 @@ class Task:
         return replace(self.limits, budget=int((1 - self.tuning.unmeasured) * budget))
 
     def first(self) -> Plan:
-        """The plan of the first steps: what memory holds beside activations of layers is not known yet."""
+        """Return the plan of the first steps.
+
+        What memory holds beside activations of layers is not known yet.
+        """
         window, budget = self.limits.window, self.limits.budget
         if budget is not None and self.has_budget:
             window = min(budget // self.tuning.first_window, budget if window is None else window)
@@ -101,9 +104,9 @@ class Case:
     not_recomputed: frozenset[int]
 
     def play(self, plan: Plan) -> Outcome:
-        """What comes of a step under a plan."""
+        """Return what comes of a step under a plan."""
         return simulate(self.profile, plan, self.bandwidth)
 
     def counting_on(self, share: float) -> Case:
-        """The same with drives that have only a share of their rates."""
+        """Return the same with drives that have only a share of their rates."""
         return replace(self, bandwidth=self.bandwidth.scaled(share))

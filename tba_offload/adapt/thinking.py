@@ -41,7 +41,7 @@ class Thinking(ABC, Generic[Answer]):
 
     @abstractmethod
     def answer(self) -> Answer:
-        """The answer, however long it takes.
+        """Return the answer, however long it takes.
 
         Raises:
             Exception: Whatever was raised instead of giving one.
@@ -63,11 +63,11 @@ class AtOnce(Thinking[Answer]):
         self._work = work
 
     def go_on(self, seconds: float) -> bool:  # noqa: ARG002 - see above
-        """It will be known when it is asked for."""
+        """Return it will be known when it is asked for."""
         return True
 
     def answer(self) -> Answer:
-        """Finds it."""
+        """Find it."""
         return self._work()
 
     def give_up(self) -> None:
@@ -102,7 +102,7 @@ class InSlices(Thinking[Answer]):
         return self._future.result()
 
     def give_up(self) -> None:
-        """The thread ends now."""
+        """Record that the thread ends now."""
         self._give_up()
         self._thread.join()
 
@@ -119,7 +119,7 @@ class _Gate:
         self._is_given_up = False
 
     def open_for(self, seconds: float) -> None:
-        """The training thread lets the other one run, and waits until that has come back."""
+        """Record that the training thread lets the other one run, and waits until that has come back."""
         self._until = time.perf_counter() + seconds
         try:
             self._worker.release()
@@ -130,22 +130,22 @@ class _Gate:
             raise
 
     def give_up(self) -> None:
-        """The other thread ends, as soon as it is its turn: now."""
+        """Record that the other thread ends, as soon as it is its turn: now."""
         self._is_given_up = True
         self._worker.release()
 
     def enter(self) -> None:
-        """The other thread waits until it is its turn."""
+        """Record that the other thread waits until it is its turn."""
         self._worker.acquire()
         if self._is_given_up:
             raise DroppedError
 
     def leave(self) -> None:
-        """The other thread has nothing more to do, or has run for long enough."""
+        """Record that the other thread has nothing more to do, or has run for long enough."""
         self._trainer.release()
 
     def pause(self) -> None:
-        """The other thread calls it all the time."""
+        """Record that the other thread calls it all the time."""
         if time.perf_counter() >= self._until:
             self.leave()
             self.enter()

@@ -65,19 +65,19 @@ class Gradients:
         self.live.take_added()
 
     def parameters(self) -> Iterable[torch.Tensor]:
-        """The trainable parameters of the model, each once.
+        """Return the trainable parameters of the model, each once.
 
         Those that were computed, as ``functional_call`` may give the model, get no gradients of their own.
         """
         return filter(_is_trained, parameters_in(self._modules))
 
     def also_watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Counts the gradients of parameters of the model, or of those that train together with it."""
+        """Count the gradients of parameters of the model, or of those that train together with it."""
         for parameter in filter(_is_trained, parameters):
             self._watch(parameter)
 
     def count(self) -> None:
-        """Counts gradients that exist and came without a word, as those of sharded parameters do."""
+        """Count gradients that exist and came without a word, as those of sharded parameters do."""
         self._count(filterfalse(self._told_of, self.parameters()))
 
     def _told_of(self, parameter: torch.Tensor) -> bool:
@@ -127,7 +127,7 @@ class Gradients:
         return any(id(parameter) in self._born for parameter in parameters_in((module,)))
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Take the hooks off."""
         _unwatch(self._watched)
 
     def _forget_gone(self) -> None:
@@ -141,7 +141,7 @@ class Gradients:
             self._watched[id(parameter)] = _Watched(parameter, weakref.ref(self))
 
     def accumulated(self, watched: _Watched, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """A gradient is in its place."""
+        """Record that a gradient is in its place."""
         is_again = self._born.get(id(parameter)) is watched
         if is_again and watched.gradient() is not gradient and not gradient.requires_grad:
             self.was_dropped = True  # with a graph of its own it would have been replaced by the sum
@@ -200,7 +200,7 @@ class _Watched:
         self.gradient_version = gradient._version
 
     def begin_step(self) -> None:
-        """Notes what the parameter is when a step begins."""
+        """Note what the parameter is when a step begins."""
         parameter = self.parameter()
         if parameter is not None:
             self._begun_version = parameter._version

@@ -92,11 +92,11 @@ class Capture:
         self._largest = 0
 
     def configure(self, *, min_tensor_bytes: int) -> None:
-        """Sets how small a tensor may be to travel; between steps."""
+        """Set how small a tensor may be to travel; between steps."""
         self.min_tensor_bytes = min_tensor_bytes
 
     def begin_step(self, *, look_at_memory: Callable[[], object] | None = None) -> None:
-        """Starts a new trace; what was learned long ago is put to the test again.
+        """Start a new trace; what was learned long ago is put to the test again.
 
         Args:
             look_at_memory: Called with each tensor, where a meter sees only what it looks at.
@@ -120,7 +120,7 @@ class Capture:
             self.offloader.ahead.give_up()
 
     def _pop_left_hooks(self) -> None:
-        """An interrupt may have struck just before a layer popped its hooks."""
+        """Record that an interrupt may have struck just before a layer popped its hooks."""
         while (top := hooks_on_top()) is not None:
             layer_hooks = getattr(top[0], "__self__", None)
             if not isinstance(layer_hooks, LayerHooks) or layer_hooks.capture is not self:
@@ -137,7 +137,7 @@ class Capture:
         view: View,
         footprint: tuple[int, int, int],
     ) -> ActivationTrace:
-        """A new record is found again by its storage from now on, also by other threads, and read ahead."""
+        """Register a new record by its storage, so that other threads find it and it is read ahead."""
         trace = ActivationTrace(record.key, record.nbytes, Treatment.OFFLOADED, perf_counter())  # type: ignore[arg-type]
         self.trace.activations.append(trace)
         entry = Entry(witness)
@@ -148,7 +148,7 @@ class Capture:
         return trace
 
     def protect(self, storage: torch.UntypedStorage) -> None:
-        """The owner of ``storage`` is about to resize it: see :meth:`Offloader.protect`."""
+        """Record that the owner of ``storage`` is about to resize it: see :meth:`Offloader.protect`."""
         record = self.registry.record_of(storage)
         if record is not None:
             self.offloader.writer.join(record)
@@ -157,7 +157,7 @@ class Capture:
     # ---- arguments of layers ---------------------------------------------------------------------
 
     def hold(self, tensor: torch.Tensor) -> Kept | Borrowed:
-        """A hold of a tensor that keeps its memory only if no record has its bytes."""
+        """Return a hold of a tensor that keeps its memory only if no record has its bytes."""
         if type(tensor) is torch.nn.Parameter or not is_understood(tensor, self.device):
             return Kept(tensor)
         view = View.of(tensor)
@@ -165,7 +165,7 @@ class Capture:
         return Kept(tensor) if record is None else Borrowed(tensor, view, record)
 
     def borrow(self, tensor: torch.Tensor) -> Kept | Borrowed | None:
-        """A hold that keeps no memory that counts; ``None`` of what is not understood."""
+        """Return a hold that keeps no memory that counts; ``None`` of what is not understood."""
         if not is_understood(tensor, tensor.device):
             return None
         storage = tensor.untyped_storage()
@@ -177,7 +177,7 @@ class Capture:
         return Borrowed(tensor, view, self._record_over(tensor, view))
 
     def _record_over(self, tensor: torch.Tensor, view: View) -> Record | None:
-        """The record that has the bytes of a tensor."""
+        """Return the record that has the bytes of a tensor."""
         lo, hi, _ = view.footprint()
         found = self.registry.find(tensor.untyped_storage(), tensor)
         if found is not None:
@@ -185,7 +185,7 @@ class Capture:
         return found.record if found is not None and found.record.span_over(lo, hi) is not None else None
 
     def held(self, hold: Kept | Borrowed) -> torch.Tensor | None:
-        """The tensor of a hold; ``None`` if it was changed, or is gone.
+        """Return the tensor of a hold; ``None`` if it was changed, or is gone.
 
         This is no use by backward, so nothing is learned from it.
 
@@ -221,7 +221,7 @@ class Capture:
     # ---- unpack ----------------------------------------------------------------------------------
 
     def unpack(self, packed: Kept | Packed) -> torch.Tensor:
-        """The saved tensor: same bytes, same view.
+        """Return the saved tensor: same bytes, same view.
 
         Raises:
             SavedTensorModifiedError: It was changed in place since it was saved.
@@ -262,7 +262,10 @@ class Capture:
         return tensor
 
     def _recall(self, handle: Handle, trace: ActivationTrace) -> torch.Tensor | None:
-        """The saved tensor itself while it waits for its batch; ``None`` if the offloader has its bytes."""
+        """Return the saved tensor itself while it waits for its batch.
+
+        None if the offloader has its bytes.
+        """
         if keeps_graph():
             self.offloader.writer.join(handle.record)  # it may be asked for again much later
         tensor = self.offloader.reader.recall(handle)
@@ -272,7 +275,7 @@ class Capture:
         return tensor
 
     def _make_again(self, packed: Packed) -> torch.UntypedStorage | None:
-        """A storage like that of a saved tensor which a drive has lost; ``None`` if there is no way."""
+        """Return a storage like that of a saved tensor which a drive has lost; None if there is no way."""
         handle = packed.handle
         if packed.rescue is None or not self.offloader.reader.is_lost(handle):
             return None
@@ -289,7 +292,7 @@ class Capture:
         return storage
 
     def _spread(self, gathered: torch.Tensor, view: View, packed: Kept | Packed) -> torch.Tensor:
-        """Puts gathered elements back where their view had them; what lies between them is undefined."""
+        """Put gathered elements back where their view had them; what lies between them is undefined."""
         lo, hi, _ = view.footprint()
         room = aligned_range(hi - lo, packed.address, 1, self.offloader.device)
         moved = view.moved(room.start - lo)
@@ -415,7 +418,7 @@ class LayerHooks:
         return self._pack_new(tensor, storage, seen)
 
     def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, seen: SeenView) -> Kept | Packed:
-        """A storage that was not saved before in this step, or has changed since."""
+        """Return a storage that was not saved before in this step, or has changed since."""
         capture = self.capture
         view, footprint = seen
         lo, hi, distinct = footprint
@@ -523,7 +526,7 @@ class LayerHooks:
         return Kept(tensor)
 
     def _keep_odd(self, tensor: torch.Tensor) -> Kept:
-        """Keeps what is not understood; a parameter of such a kind is no activation."""
+        """Keep what is not understood; a parameter of such a kind is no activation."""
         if is_nothing(tensor):
             return self._keep_small(tensor, View.of(tensor), 0)  # or it would keep what it is a view of
         if not (tensor.is_leaf and tensor.requires_grad):
@@ -531,7 +534,7 @@ class LayerHooks:
         return Kept(tensor)
 
     def _keep_small(self, tensor: torch.Tensor, view: View, distinct: int) -> Kept:
-        """Keeps what a small view needs of its large storage, or all of the storage would stay."""
+        """Keep what a small view needs of its large storage, or all of the storage would stay."""
         self.capture.trace.kept_bytes += distinct
         kept = Kept(tensor)
         if tensor.requires_grad:
@@ -544,7 +547,7 @@ class LayerHooks:
     # ---- what the operation may still fill -------------------------------------------------------
 
     def _defer_to_next_operation(self, packed: Packed, record: Record, storage: torch.UntypedStorage) -> None:
-        """Puts a view without gaps off until the operation that saves it has ended."""
+        """Put a view without gaps off until the operation that saves it has ended."""
         waits_for_scope = record in self._deferred and record not in self._filling
         self._defer(packed, record, storage)
         if not waits_for_scope:
@@ -552,7 +555,7 @@ class LayerHooks:
             self._filling[record] = None
 
     def _operation_ended(self) -> None:
-        """What was saved before can be read: writes it, and copies small views."""
+        """Record that what was saved before can be read: writes it, and copies small views."""
         filling, self._filling = self._filling, {}
         small, self._small = self._small, []
         for kept, view in small:
@@ -563,14 +566,14 @@ class LayerHooks:
     # ---- strided views ---------------------------------------------------------------------------
 
     def _defer(self, packed: Packed, record: Record, storage: torch.UntypedStorage) -> None:
-        """Puts a view with gaps off to the end of the scope: others may need what lies in the gaps."""
+        """Put a view with gaps off to the end of the scope: others may need what lies in the gaps."""
         if record not in self._deferred:
             self._deferred[record] = []
             self.capture.offloader.writer.defer(record, storage)
         self._deferred[record].append(weakref.ref(packed))
 
     def _decide(self, record: Record, references: list[weakref.ref[Packed]]) -> None:
-        """Writes the span of the views that were put off, or gathers them if they need little of it."""
+        """Write the span of the views that were put off, or gathers them if they need little of it."""
         offloader = self.capture.offloader
         alive = [
             packed
@@ -589,7 +592,7 @@ class LayerHooks:
         offloader.writer.decide(record)
 
     def _gather(self, views: list[Packed], storage: torch.UntypedStorage) -> None:
-        """Gives each view a dense storage of its own; the large one is then free to go."""
+        """Give each view a dense storage of its own; the large one is then free to go."""
         dense: dict[View, tuple[Record, View]] = {}
         for packed in views:
             if packed.view not in dense:
@@ -600,7 +603,7 @@ class LayerHooks:
             packed.handle = Handle(record, lo, hi, self.capture.offloader.drops)
 
     def _offload_dense(self, packed: Packed, storage: torch.UntypedStorage) -> tuple[Record, View]:
-        """Copies the elements of a view together and queues the write of the copy."""
+        """Copy the elements of a view together and queues the write of the copy."""
         capture = self.capture
         tensor = viewed(storage, packed.view.distinct()).contiguous()
         copy, view = tensor.untyped_storage(), View.of(tensor)
@@ -649,7 +652,7 @@ class SharingHooks(LayerHooks):
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """Takes the hooks of a scope off the stack for as long as the block lasts, if they are on top of it."""
+    """Take the hooks of a scope off the stack for as long as the block lasts, if they are on top of it."""
     top = hooks_on_top()
     if top is None or not isinstance(getattr(top[0], "__self__", None), LayerHooks):
         yield

@@ -38,11 +38,11 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        """The view that ``tensor`` is."""
+        """Return the view that ``tensor`` is."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())  # type: ignore[arg-type]
 
     def footprint(self) -> tuple[int, int, int]:
-        """The bytes of the storage that the view needs.
+        """Return the bytes of the storage that the view needs.
 
         Returns:
             Offset of its first element, end of its last one, and bytes of its elements, those that ``expand``
@@ -59,19 +59,19 @@ class View(NamedTuple):
         return offset * itemsize, (offset + reach + 1) * itemsize, count * itemsize
 
     def distinct(self) -> View:
-        """The same view without the repetitions of ``expand``."""
+        """Return the same view without the repetitions of ``expand``."""
         if 0 not in self.stride:
             return self
         sizes = zip(self.shape, self.stride, strict=True)
         return self._replace(shape=tuple(size if stride else 1 for size, stride in sizes))
 
     def moved(self, nbytes: int) -> View:
-        """The same view of a storage in which everything lies ``nbytes`` further on."""
+        """Return the same view of a storage in which everything lies ``nbytes`` further on."""
         return View(self.dtype, self.shape, self.stride, self.offset + nbytes // self.dtype.itemsize)
 
 
 def viewed(storage: torch.UntypedStorage, view: View, shift: int = 0) -> torch.Tensor:
-    """The tensor that ``view`` makes of ``storage``, sharing its memory.
+    """Return the tensor that ``view`` makes of ``storage``, sharing its memory.
 
     Args:
         storage: The bytes.
@@ -85,7 +85,7 @@ def viewed(storage: torch.UntypedStorage, view: View, shift: int = 0) -> torch.T
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that shares the version counter of ``tensor`` but not its memory.
+    """Return a tensor that shares the version counter of ``tensor`` but not its memory.
 
     Saved-tensor hooks switch off autograd's own check for changes in place, so we compare versions
     ourselves at unpack. The counter must be kept until then, the memory must not.
@@ -116,7 +116,7 @@ def restore(storage: torch.UntypedStorage, view: View, witness: torch.Tensor, sh
 
 
 def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Gives a detached tensor other bytes; its version counter, and how it is distributed, stay."""
+    """Give a detached tensor other bytes; its version counter, and how it is distributed, stay."""
     if type(tensor) is torch.Tensor or not _is_distributed(tensor):
         tensor.data = data
     else:
@@ -156,7 +156,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that has the bytes: of a distributed one the local one, else itself.
+    """Return the tensor that has the bytes: of a distributed one the local one, else itself.
 
     A collective that is still to deliver them is waited for, as the operation that saves them does next.
     """
@@ -216,7 +216,7 @@ class StaticStorages:
         self.addresses: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def refresh(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Reads the storages anew; between steps, because optimizers may replace them."""
+        """Read the storages anew; between steps, because optimizers may replace them."""
         tensors = filter(_has_storage, chain.from_iterable(map(_static_tensors, modules)))
         storages = (local_of(tensor).untyped_storage() for tensor in tensors)
         self.addresses = {storage._cdata: weakref.ref(storage) for storage in storages}

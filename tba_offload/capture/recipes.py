@@ -61,7 +61,7 @@ class Recipe:
     sources: tuple[object, ...]
 
     def leaves(self) -> Iterator[object]:
-        """What it takes of what was saved."""
+        """Yield what it takes of what was saved."""
         for source in self.sources:
             if isinstance(source, Recipe):
                 yield from source.leaves()
@@ -69,7 +69,7 @@ class Recipe:
                 yield source
 
     def compute(self, unpack: Unpack, device: torch.device) -> Tensor:
-        """The tensor, contiguous and with a storage of its own."""
+        """Return the tensor, contiguous and with a storage of its own."""
         with torch.no_grad(), _without_autocast(device):
             # What operations leave in another order than that of the tensor only copies have put in order.
             made = self._compute(unpack).contiguous()
@@ -104,7 +104,7 @@ class Finder:
         self._functions = functions
 
     def recipe_of(self, tensor: Tensor) -> Recipe | None:
-        """A recipe for all of the storage of ``tensor``, or ``None``."""
+        """Return a recipe for all of the storage of ``tensor``, or ``None``."""
         whole = tensor._base if tensor._base is not None else tensor
         # A version means that it was changed since it was made.
         if whole._version or not _fills_its_storage(whole):
@@ -113,17 +113,17 @@ class Finder:
         return found if isinstance(found, Recipe) else None
 
     def saved(self, node: Node, name: str) -> object | None:
-        """What a node has saved under a name, or ``None`` if it cannot be had."""
+        """Return what a node has saved under a name, or ``None`` if it cannot be had."""
         packed = getattr(node, f"_raw_saved_{name}").data
         return self._share(packed) if packed is not None else None
 
     def saved_or_nothing(self, node: Node, name: str) -> object | None:
-        """The same of an argument that an operation may do without."""
+        """Return the same of an argument that an operation may do without."""
         is_given = getattr(node, f"_raw_saved_{name}").data is not None
         return self.saved(node, name) if is_given else NOTHING
 
     def all_saved(self, node: Node) -> list[object | None]:
-        """What a custom function has saved; ``None`` for what cannot be had, or was never given."""
+        """Return what a custom function has saved; ``None`` for what cannot be had, or was never given."""
         try:
             saved = node._raw_saved_tensors
         except RuntimeError:  # backward is over, and has freed it
@@ -131,12 +131,15 @@ class Finder:
         return [self._share(raw.data) for raw in saved]
 
     def given(self, node: Node, index: int, depth: int) -> object | None:
-        """An argument that a node has not saved: the result of another one, which did, or can be computed."""
+        """Return an argument that a node has not saved.
+
+        The result of another one, which did, or can be computed.
+        """
         maker, output = node.next_functions[index]
         return self._made_by(maker, output, depth - 1)
 
     def _made_by(self, node: Node | None, output: int, depth: int) -> object | None:
-        """The output of a node: what was saved, or a recipe."""
+        """Return the output of a node: what was saved, or a recipe."""
         if node is None or output or not depth:
             return None
         name = node.name()
@@ -162,7 +165,7 @@ def _fills_its_storage(tensor: Tensor) -> bool:
 
 
 def recipe(name: str, make: Callable[..., Tensor], *sources: object | None) -> Recipe | None:
-    """A recipe, if all of its sources can be had."""
+    """Return a recipe, if all of its sources can be had."""
     if any(source is None for source in sources):
         return None
     parts = ", ".join(source.name if isinstance(source, Recipe) else "" for source in sources)
@@ -196,7 +199,7 @@ def _signed(value: Any) -> Any:
 
 
 def _product(finder: Finder, node: Node, depth: int) -> Recipe | None:
-    """A factor is saved only where the other one needs a gradient."""
+    """Return a factor is saved only where the other one needs a gradient."""
     factors = []
     for index, name in enumerate(("self", "other")):
         factor = finder.saved(node, name)
@@ -205,7 +208,7 @@ def _product(finder: Finder, node: Node, depth: int) -> Recipe | None:
 
 
 def _copied(finder: Finder, node: Node, depth: int) -> Recipe | None:
-    """A copy of another type, as casts make it."""
+    """Return a copy of another type, as casts make it."""
     result = node._input_metadata[0]
     # The same object twice must not become one storage for two.
     make = partial(Tensor.to, device=result.device, dtype=result.dtype, copy=True)
@@ -278,7 +281,7 @@ _MAKERS: dict[str, Maker] = {
 
 
 def norms_of(layer: nn.Module) -> tuple[nn.Module, ...]:
-    """The parts of a layer that tell the eps of the norms that they compute."""
+    """Return the parts of a layer that tell the eps of the norms that they compute."""
     return tuple(_norms(layer))
 
 
@@ -291,7 +294,7 @@ def _norms(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def watch_norm(norm: nn.Module) -> RemovableHandle:
-    """Notes the eps of a norm at each of its results, which do not tell it themselves."""
+    """Note the eps of a norm at each of its results, which do not tell it themselves."""
     return norm.register_forward_hook(_note_eps)
 
 

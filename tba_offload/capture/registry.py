@@ -69,7 +69,7 @@ class Registry:
         self._step = 0
 
     def begin_step(self) -> None:
-        """What was learned long ago is put to the test again."""
+        """Record that what was learned long ago is put to the test again."""
         self._step += 1
         for layer, learned in list(self.learned.items()):
             for kept in [kept for kept, until in learned.items() if until <= self._step]:
@@ -84,13 +84,13 @@ class Registry:
         self.views.clear()
 
     def new_view(self, looks: tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]) -> SeenView:
-        """The view of a tensor whose like was not saved before in this step."""
+        """Return the view of a tensor whose like was not saved before in this step."""
         view = View(*looks)
         seen = self.views[looks] = view, view.footprint()
         return seen
 
     def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Entry | None:
-        """The entry of a storage that was saved before, if ``tensor`` can tell that it has not changed."""
+        """Return the entry of a storage that was saved before, if ``tensor`` shows it is unchanged."""
         found = self.entries.get(storage._cdata)
         if found is None:
             return None
@@ -107,12 +107,12 @@ class Registry:
         return found
 
     def record_of(self, storage: torch.UntypedStorage) -> Record | None:
-        """The record of a storage, at whatever version."""
+        """Return the record of a storage, at whatever version."""
         found = self.entries.get(storage._cdata)
         return found.record if found is not None and found.record.origin() is storage else None
 
     def note_kept(self, storage: torch.UntypedStorage) -> None:
-        """A storage stays in this step: saved again it is kept too, and is no activation."""
+        """Record that a storage stays in this step: saved again it is kept too, and is no activation."""
         self.kept[storage._cdata] = weakref.ref(storage)
 
     def is_kept(self, storage: torch.UntypedStorage) -> bool:

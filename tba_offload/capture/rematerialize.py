@@ -160,7 +160,7 @@ class Rebuild:
         )
 
     def storage(self) -> torch.UntypedStorage:
-        """The storage with its bytes: the one that is still in use, or a new one."""
+        """Return the storage with its bytes: the one that is still in use, or a new one."""
         stream = self.rebuilds.stream()
         found = self._alive()
         # One that was resized to nothing is alive but empty; one of another stream may not be ready.
@@ -175,7 +175,7 @@ class Rebuild:
         return found
 
     def used(self, tensor: Rebuilt, storage: torch.UntypedStorage) -> None:
-        """Keeps the storage until each tensor was asked for once; from then on only others keep it."""
+        """Keep the storage until each tensor was asked for once; from then on only others keep it."""
         if self.trace.unpacked_at is None:
             self.trace.unpacked_at = perf_counter()
         self.waiting.discard(tensor)
@@ -202,7 +202,7 @@ class Rebuilt:
         rebuild.waiting.add(self)
 
     def twin(self) -> Rebuilt:
-        """The same for another user, which asks for it by itself."""
+        """Return the same for another user, which asks for it by itself."""
         return Rebuilt(self.rebuild, self.view, self.witness, self.version)
 
 
@@ -253,7 +253,7 @@ class Rebuilds:
         self._trusted = 0
 
     def end_step(self, *, failed: bool) -> None:
-        """Looks at the comparisons of the step that the device has made meanwhile.
+        """Look at the comparisons of the step that the device has made meanwhile.
 
         Raises:
             UnsupportedError: A recipe did not make what was saved, and backward has used it.
@@ -271,18 +271,18 @@ class Rebuilds:
         return self._trusted == self._turn + 1
 
     def norms_of(self, layer: nn.Module) -> tuple[nn.Module, ...]:
-        """The norms within a layer."""
+        """Return the norms within a layer."""
         if layer not in self._norms:
             self._norms[layer] = norms_of(layer)
         return self._norms[layer]
 
     def find(self, storage: torch.UntypedStorage, tensor: Tensor) -> Rebuild | None:
-        """The rebuild of a storage that was saved before."""
+        """Return the rebuild of a storage that was saved before."""
         found = self._rebuilds.get(storage._cdata)
         return found if found is not None and found.is_of(storage, tensor) else None
 
     def add(self, tensor: Tensor, recipe: Recipe, likeness: Likeness, key: ActivationKey) -> Rebuild:
-        """A new one, found again by its storage."""
+        """Return a new one, found again by its storage."""
         storage = tensor.untyped_storage()
         trace = self.capture.trace
         trace.rebuilt_bytes += storage.nbytes()
@@ -315,17 +315,17 @@ class Rebuilds:
         return self.capture.unpack(packed)
 
     def compute(self, recipe: Recipe) -> torch.UntypedStorage:
-        """What a recipe makes."""
+        """Return what a recipe makes."""
         return recipe.compute(self.unpack, self.capture.device).untyped_storage()
 
     def stream(self) -> object:
-        """The stream of the device, on which the calling thread computes."""
+        """Return the stream of the device, on which the calling thread computes."""
         return self.capture.offloader.device.stream()
 
     def compare(
         self, made: Tensor, saved: Tensor, key: ActivationKey, likeness: Likeness, *, is_written: bool
     ) -> None:
-        """Compares bits that a trusted recipe made with those that were saved, or has the device do it.
+        """Compare bits that a trusted recipe made with those that were saved, or have the device do it.
 
         Raises:
             UnsupportedError: They differ, and what was saved was not written.
@@ -336,7 +336,10 @@ class Rebuilds:
             self._withdraw(Comparison(True, key, likeness, is_written))  # noqa: FBT003
 
     def _withdraw(self, found: Comparison) -> None:
-        """A recipe that was trusted made something else than was saved: it is not used any more."""
+        """Record that a recipe that was trusted made something else than was saved.
+
+        It is not used any more.
+        """
         self._verdicts[found.likeness] = False
         message = (
             f"what the recipe {found.likeness.name} makes is no longer what {found.key} saved: the layer has "
@@ -353,7 +356,7 @@ class Rebuilds:
         )
 
     def _try(self, trial: OnTrial, tensor: Tensor) -> None:
-        """Compares what a recipe makes with the tensor that it is for."""
+        """Compare what a recipe makes with the tensor that it is for."""
         recipe, trial.recipe = trial.recipe, None
         likeness, trace = trial.likeness, trial.packed.trace
         verdict = self._verdicts.get(likeness)
@@ -370,7 +373,7 @@ class Rebuilds:
             trace.treatment = Treatment.REBUILT
 
     def _make(self, recipe: Recipe, trial: OnTrial) -> Tensor | None:
-        """The bits of what a recipe makes for a trial; ``None`` if it is refused, or of another size."""
+        """Return the bits of what a recipe makes for a trial; None if it is refused, or of another size."""
         try:
             made = self.compute(recipe)
         except TbaError:
@@ -452,7 +455,7 @@ class RematerializingHooks(LayerHooks):
         return packed
 
     def _recipe_of(self, tensor: Tensor, storage: torch.UntypedStorage, view: View) -> Recipe | None:
-        """A recipe for a tensor that does not stay in memory anyway."""
+        """Return a recipe for a tensor that does not stay in memory anyway."""
         is_small, number = view.footprint()[2] < self.capture.min_tensor_bytes, self._count
         if local_of(tensor) is not tensor:
             return None  # recipes run operations on what is of this rank
@@ -463,7 +466,7 @@ class RematerializingHooks(LayerHooks):
         return recipe if recipe is not None and _depth(recipe) <= NESTED else None
 
     def _share(self, packed: object) -> Kept | Packed | Rebuilt | OnTrial | None:
-        """A hold of its own on what was saved, so that its use by a recipe is not taken for the only one."""
+        """Return a hold of its own on what was saved: its use by a recipe is not the only one."""
         if isinstance(packed, OnTrial):
             own = self._share(packed.packed)
             return OnTrial(own, None, packed.depth, packed.likeness) if isinstance(own, Packed) else None
@@ -506,7 +509,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _sample(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
-    """A few elements of a storage that such ones fill, as integers."""
+    """Return a few elements of a storage that such ones fill, as integers."""
     itemsize = min(dtype.itemsize, 8)
     count = storage.nbytes() // itemsize
     step = count // SAMPLED | 1  # odd, so that they are not all of one column

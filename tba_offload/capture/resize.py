@@ -35,7 +35,7 @@ def watch(capture: Capture) -> None:
 
 
 def unwatch(capture: Capture) -> None:
-    """Ends :func:`watch`; with the last one PyTorch's own method is back."""
+    """End :func:`watch`; with the last one PyTorch's own method is back."""
     _captures.discard(capture)
     if not _captures:
         torch.UntypedStorage.resize_ = _original  # type: ignore[method-assign]

@@ -40,7 +40,7 @@ def is_retained() -> bool:
 
 
 def life_of_layer(after: int, ended: Callable[[weakref.ref[Life]], object]) -> weakref.ref[Life]:
-    """The life of the part of the graph that lies before the node that backward is at.
+    """Return the life of the part of the graph that lies before the node that backward is at.
 
     Args:
         after: Only nodes that were made later than the one of this number in autograd's sequence.

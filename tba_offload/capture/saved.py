@@ -37,7 +37,7 @@ class Kept:
         self.address = 0
 
     def shrink(self, view: View) -> None:
-        """Keeps the elements of a small view without keeping the large storage that it looks at."""
+        """Keep the elements of a small view without keeping the large storage that it looks at."""
         whole = local_of(self.tensor)
         few = viewed(whole.untyped_storage(), view.distinct())
         self.witness = version_witness(self.tensor)

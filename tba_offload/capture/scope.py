@@ -78,7 +78,7 @@ class Lookahead:
         self._pass = 0  # the same when what is used now was used in the step before
 
     def begin_step(self) -> None:
-        """Expects the order that was recorded in the step before."""
+        """Expect the order that was recorded in the step before."""
         self._records.clear()
         self._new.clear()
         self._expect(self._recorded)
@@ -94,7 +94,7 @@ class Lookahead:
         self._recorded = self._expected
 
     def _note_saved(self) -> None:
-        """Takes note of what was saved since backward used something."""
+        """Take note of what was saved since backward used something."""
         if self._in_backward:
             self._in_backward = False
             self._passes += 1
@@ -171,7 +171,7 @@ class Lookahead:
         return 2 * known <= len(saved)
 
     def _insert_new(self) -> None:
-        """Expects what is new: of each micro-batch after what was saved later."""
+        """Expect what is new: of each micro-batch after what was saved later."""
         self._has_new = False
         followers: dict[ActivationKey, ActivationKey] = {}
         order: list[tuple[ActivationKey, int]] = []
@@ -192,7 +192,7 @@ class Lookahead:
         self._last = self._position[last] if last is not None else -1
 
     def _expect(self, order: list[tuple[ActivationKey, int]]) -> None:
-        """Expects activations in this order; each with the number of the backward pass that uses it."""
+        """Expect activations in this order; each with the number of the backward pass that uses it."""
         self._expected = order
         self._position = {key: position for position, (key, _) in enumerate(order)}
         self._next = 0
@@ -203,7 +203,10 @@ class Lookahead:
         self._ahead.start(self._upcoming())
 
     def _upcoming(self) -> Iterator[tuple[Record, bool]]:
-        """What is expected next, and whether forward passes come before; what is taken last comes again."""
+        """Yield what is expected next, and whether forward passes come before.
+
+        What is taken last comes again.
+        """
         while self._next < len(self._expected):
             key, passes = self._expected[self._next]
             record = self._records.get(key)
@@ -213,7 +216,7 @@ class Lookahead:
 
 
 def _run(first: ActivationKey, followers: dict[ActivationKey, ActivationKey]) -> Iterator[ActivationKey]:
-    """An activation and those that follow it."""
+    """Yield an activation and those that follow it."""
     key: ActivationKey | None = first
     while key is not None:
         yield key

@@ -63,7 +63,7 @@ class Site:
         self.runs = self.waiting = 0
 
     def next_run(self, micro_batch: Callable[[nn.Module], int | None] | None) -> ScopeKey:
-        """A run of the layer begins.
+        """Return a run of the layer begins.
 
         Args:
             micro_batch: Tells its number, where the framework has one; otherwise runs are counted.
@@ -74,7 +74,7 @@ class Site:
         return ScopeKey(layer.id.number, count if told is None else told, layer.chunk, layer.id.name)
 
     def wait(self) -> int:
-        """A run begins to wait for its backward; returns how many of them do now."""
+        """Return a run begins to wait for its backward; returns how many of them do now."""
         self.waiting += 1
         return self.waiting
 
@@ -83,7 +83,7 @@ class Site:
         self.waiting -= 1
 
     def forward(self, /, *args: object, **kwargs: object) -> object:
-        """Runs the layer's own forward, compiled if its caller is, and so in backward too."""
+        """Run the layer's own forward, compiled if its caller is, and so in backward too."""
         if self.tracer is None:
             return self.own(*args, **kwargs)
         before = compiling.switch(self.tracer)
@@ -98,7 +98,7 @@ class Site:
         return self.tracer is not None or hasattr(self.own, "_torchdynamo_orig_callable")
 
     def called_by(self, tracer: compiling.Tracer) -> None:
-        """Notes that something else compiles the caller than before; in backward nothing does."""
+        """Note that something else compiles the caller than before; in backward nothing does."""
         if tracer is not None or not is_recomputation():
             self.tracer = tracer
 
@@ -116,7 +116,7 @@ class Site:
         self.layer.module.forward = _AttachedForward(run, self)
 
     def uninstall(self) -> None:
-        """Puts the layer's own forward back: the class's method, or what stood on the instance."""
+        """Put the layer's own forward back: the class's method, or what stood on the instance."""
         module = self.layer.module
         if not isinstance(module.forward, _AttachedForward) or module.forward._site is not self:
             return  # wrapped since by another library; ours stays below and passes everything through
@@ -160,7 +160,7 @@ class _AttachedForward:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
-        """Runs a copy of the layer, with its own parameters, as it would run without a session."""
+        """Run a copy of the layer, with its own parameters, as it would run without a session."""
         warn(_COPIES)
         compiling.switch(tracer)
         return type(copied).forward(copied, *args, **kwargs)
@@ -176,7 +176,7 @@ class _AttachedForward:
 
 
 def _copy_of(module: nn.Module, frame: FrameType) -> nn.Module | None:
-    """The copy of a module whose forward is called from a frame; ``None`` if that is none, or unknown."""
+    """Return the copy of a module whose forward is called from a frame; None if that is none, or unknown."""
     if frame.f_code.co_filename != _CALLS:
         return None
     called = frame.f_locals.get("self")
@@ -184,7 +184,7 @@ def _copy_of(module: nn.Module, frame: FrameType) -> nn.Module | None:
 
 
 def check_unattached(layers: Sequence[Layer]) -> None:
-    """Checks that no session stands in front of one of the layers.
+    """Check that no session stands in front of one of the layers.
 
     Raises:
         SessionError: Names the layer.

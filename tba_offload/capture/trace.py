@@ -147,7 +147,7 @@ class ScopeTrace:
     backward_gradients: int | None = None
 
     def attended(self, nbytes: int) -> None:
-        """Notes that attention has put something out that travels."""
+        """Note that attention has put something out that travels."""
         self.attention_bytes += nbytes
 
 
@@ -192,20 +192,20 @@ class StepTrace:
     _lives: Counter[int] = field(default_factory=Counter)  # by id of scope
 
     def mark_times(self, device: Device) -> None:
-        """The step begins, and from now on everything is marked in the work of ``device`` too."""
+        """Record that the step begins, and from now on everything is marked in the work of ``device`` too."""
         self.marks = StepMarks(device, device.mark())
 
     def count_gradients(self, count: Callable[[], int | None]) -> None:
-        """The step begins, and from now on it is noted how many bytes of gradients there are."""
+        """Record that the step begins, and from now on it is noted how many bytes of gradients there are."""
         self.gradients = count
 
     def end_step(self) -> None:
-        """Notes that the step is over."""
+        """Note that the step is over."""
         if self.marks is not None:
             self.marks.ended = self.marks.device.mark()
 
     def begin_scope(self, key: ScopeKey, placement: str, *, inputs: int = 0) -> ScopeTrace:
-        """Notes that a layer starts to run.
+        """Note that a layer starts to run.
 
         Args:
             key: Which run it is.
@@ -221,23 +221,23 @@ class StepTrace:
         return scope
 
     def end_scope(self, scope: ScopeTrace) -> None:
-        """Notes that a layer has returned."""
+        """Note that a layer has returned."""
         scope.forward_ended = time.perf_counter()
         if self.marks is not None and scope.marks is not None:
             scope.marks.forward_ended = self.marks.device.mark()
 
     def leave_alone(self) -> None:
-        """Notes that a layer runs where its placement cannot be followed."""
+        """Note that a layer runs where its placement cannot be followed."""
         self.left_alone += 1
 
     def saved(self, key: ActivationKey, nbytes: int, treatment: Treatment) -> ActivationTrace:
-        """Notes that a storage was saved."""
+        """Note that a storage was saved."""
         activation = ActivationTrace(key, nbytes, treatment, time.perf_counter())
         self.activations.append(activation)
         return activation
 
     def backward_reached(self, scope: ScopeTrace) -> bool:
-        """Notes that backward arrives at a scope; tells whether it is the first of its pass."""
+        """Note that backward arrives at a scope; tells whether it is the first of its pass."""
         scope.backward_began = time.perf_counter()
         scope.is_retained = False
         if self.marks is not None and scope.marks is not None:
@@ -250,7 +250,7 @@ class StepTrace:
         return True
 
     def retained(self, scope: ScopeTrace, life: weakref.ref[Life]) -> None:
-        """Notes that the backward pass that has reached a scope leaves its graph alive.
+        """Note that the backward pass that has reached a scope leaves its graph alive.
 
         Args:
             scope: The scope.
@@ -261,7 +261,7 @@ class StepTrace:
         self._lives[id(scope)] += 1
 
     def note_gone(self) -> bool:
-        """Notes which retained graphs are gone; tells whether any is."""
+        """Note which retained graphs are gone; tells whether any is."""
         if not self.gone:
             return False
         now = time.perf_counter()
@@ -273,11 +273,11 @@ class StepTrace:
         return True
 
     def backward_left(self) -> None:
-        """Notes that a backward pass is done with the first layer, and goes on to what made its input."""
+        """Note that a backward pass is done with the first layer, and go on to what made its input."""
         self.layers_left.append(time.perf_counter())
 
     def backward_ended(self) -> None:
-        """Notes that a backward pass is over."""
+        """Note that a backward pass is over."""
         if self._backward_began is not None:
             self.backward_ends.append(time.perf_counter())
             self.backward_seconds += self.backward_ends[-1] - self._backward_began
@@ -303,7 +303,7 @@ class StepTrace:
         return [scope for scope in self.scopes if scope.forward_ended and scope.backward_began]
 
     def host_times(self, stalls: Sequence[tuple[float, float]], *, began: float, ended: float) -> StepTimes:
-        """The times by the host's clock.
+        """Return the times by the host's clock.
 
         Args:
             stalls: When the training thread waited for I/O.

@@ -35,7 +35,7 @@ def watch(capture: Capture) -> None:
 
 
 def unwatch(capture: Capture) -> None:
-    """Ends :func:`watch`; with the last one PyTorch's own function is back."""
+    """End :func:`watch`; with the last one PyTorch's own function is back."""
     _captures.discard(capture)
     if not _captures:
         torch.autograd.graph.disable_saved_tensors_hooks = _original

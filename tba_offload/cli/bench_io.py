@@ -142,7 +142,7 @@ def _row(cell: Cell) -> str:
 
 
 def _policy(advice: dict[str, Advice], kind: str, *, checksum: bool) -> str:
-    """The settings as a policy; of several drives those of the one that needs most."""
+    """Return the settings as a policy; of several drives those of the one that needs most."""
     from tba_offload.config import OffloadConfig, StoreConfig, format_size
 
     every: Sequence[Advice] = list(advice.values())

@@ -29,7 +29,7 @@ def _factor(_context: click.Context, _parameter: click.Parameter, number: float)
 
 
 def _parameters(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
-    """A number of parameters, as models are named by it."""
+    """Return a number of parameters, as models are named by it."""
     if text is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
@@ -168,7 +168,7 @@ def _life(
 
 
 def _update(findings: dict[str, Any], parameters: int) -> Update:
-    """What an update costs; directories on one drive share its speed and its room."""
+    """Return what an update costs; directories on one drive share its speed and its room."""
     from tba_offload.report.updates import Update
 
     rates: dict[str, float] = {}

@@ -65,7 +65,7 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: b
 
 
 def looked_at(path: str) -> Location:
-    """A directory that the user names.
+    """Return a directory that the user names.
 
     Raises:
         ClickException: It does not answer, cannot be reached, or is not to be written to.
@@ -158,7 +158,7 @@ _FREE_SHARE = 0.5
 
 
 def _policy(found: Sequence[tuple[str, Location]], memory: dict[str, int | None]) -> str:
-    """The policy as text."""
+    """Return the policy as text."""
     from tba_offload.config import format_size
     from tba_offload.config.schema import URL
 
@@ -216,7 +216,10 @@ def _policy(found: Sequence[tuple[str, Location]], memory: dict[str, int | None]
 
 
 def _as_yaml(path: str) -> str:
-    """A path in quotes. Bytes that are no text become escapes, which are read back as what they were."""
+    """Return a path in quotes.
+
+    Bytes that are no text become escapes, which are read back as what they were.
+    """
     import yaml
 
     quoted: str = yaml.safe_dump(path, default_style='"', allow_unicode=True, width=math.inf)
@@ -236,14 +239,14 @@ def _some_budget(memory: dict[str, int | None]) -> str:
 
 
 def _most_of_device(memory: dict[str, int | None]) -> str:
-    """A device less a tenth: what is not PyTorch's, and gaps between its blocks, take some of it."""
+    """Return a device less a tenth: what is not PyTorch's, and gaps between its blocks, take some of it."""
     from tba_offload.config import format_size
 
     return format_size(max((memory["device"] or 16 << 30) * 9 // 10 >> 30, 1) << 30)
 
 
 def _check(text: str) -> None:
-    """What is written can be read, whatever directories are called."""
+    """Record that what is written can be read, whatever directories are called."""
     from tba_offload.config import OffloadConfig
 
     OffloadConfig.from_yaml(text)

@@ -124,7 +124,7 @@ _PLANNED = "# Written by tba-offload plan, which replaces this file as long as t
 
 
 def _write_policy(path: Path, text: str, *, force: bool) -> None:
-    """Writes a planned policy, not over one that was not planned."""
+    """Write a planned policy, not over one that was not planned."""
     with writing(path):
         if path.exists() and not force and not _was_planned(path):
             raise click.ClickException(

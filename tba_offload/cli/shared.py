@@ -32,7 +32,7 @@ class Output(click.Path):
         self._check = check
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path of a file that can be written."""
+        """Return the path of a file that can be written."""
         path: Any = super().convert(value, param, ctx)
         try:
             self._check(path)
@@ -52,7 +52,7 @@ PICTURE = Output(_check_picture)
 
 
 def size(_context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """A size with its unit, as an option."""
+    """Return a size with its unit, as an option."""
     from tba_offload.config import parse_size
 
     try:

@@ -41,7 +41,7 @@ class Source:
     problems: tuple[Problem, ...] = ()
 
     def line(self, path: Keys) -> int | None:
-        """The line of a key or an item, or of the nearest one around it."""
+        """Return the line of a key or an item, or of the nearest one around it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path)
@@ -74,7 +74,7 @@ _Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~
 
 @contextlib.contextmanager
 def not_too_deep(file: str | None) -> Iterator[None]:
-    """A block that goes down a document.
+    """Return a block that goes down a document.
 
     Raises:
         ConfigError: It is nested too deeply.
@@ -86,7 +86,7 @@ def not_too_deep(file: str | None) -> Iterator[None]:
 
 
 def read_yaml(text: str, file: str | None) -> Source:
-    """Reads YAML text; an empty one is an empty document.
+    """Read YAML text; an empty one is an empty document.
 
     Raises:
         ConfigError: It is no YAML.
@@ -114,7 +114,7 @@ class _NodeReader:
         self.problems: list[Problem] = []
 
     def read(self, node: yaml.Node, path: Keys) -> object:
-        """The value of a node: text, bool, None, list or dict."""
+        """Return the value of a node: text, bool, None, list or dict."""
         self.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
@@ -151,7 +151,10 @@ def _is_empty(node: yaml.Node) -> bool:
 
 
 def plain(value: object, path: Keys = ()) -> object:
-    """What a Python user gives, with the types that a file would give: dicts, lists, words of matches."""
+    """Return what a Python user gives, with the types that a file would give.
+
+    Dicts, lists, words of matches.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(item, (*path, str(key))) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -58,7 +58,7 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def _settings(cls: type[_T]) -> type[_T]:
-    """Makes a frozen dataclass that checks its arguments and raises ConfigError."""
+    """Make a frozen dataclass that checks its arguments and raise ConfigError."""
     checked: Any = pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
     initialise: Callable[..., None] = checked.__init__
 
@@ -198,7 +198,7 @@ class StoreConfig:
         return limit
 
     def options(self) -> StoreOptions:
-        """What a store is opened with."""
+        """Return what a store is opened with."""
         usual = threads_per_direction()
         directories = tuple(map(str, self.directories))
         if not directories and self.kind != "host":
@@ -340,7 +340,10 @@ class WeightsConfig:
 
 
 def _percent(value: str, whole: str) -> int:
-    """What a value such as ``host-25%`` names: 100 where it is the whole word, 0 where it is another one."""
+    """Return what a value such as ``host-25%`` names.
+
+    100 where it is the whole word, 0 where it is another one.
+    """
     found = re.fullmatch(f"{whole}-([1-9][0-9]?)%", value)
     return int(found[1]) if found is not None else 100 * (value == whole)
 
@@ -406,7 +409,7 @@ class OffloadConfig:
     def from_yaml(
         cls, text: str, *, file: str | None = None, layers: Sequence[LayerId] | None = None
     ) -> OffloadConfig:
-        """Reads a configuration from YAML text; an empty text is the default configuration.
+        """Read a configuration from YAML text; an empty text is the default configuration.
 
         Args:
             text: One YAML document.
@@ -423,7 +426,7 @@ class OffloadConfig:
     def from_dict(
         cls, document: Mapping[str, object], *, layers: Sequence[LayerId] | None = None
     ) -> OffloadConfig:
-        """Makes a configuration of a dict with the keys that a YAML file has.
+        """Make a configuration of a dict with the keys that a YAML file has.
 
         Args:
             document: Sizes in it may be whole bytes as well as text with a unit.
@@ -450,7 +453,7 @@ class OffloadConfig:
         return found
 
     def error_at(self, path: tuple[str | int, ...], message: str) -> ConfigError:
-        """An error about one of the settings, with its line where that is known.
+        """Return an error about one of the settings, with its line where that is known.
 
         Args:
             path: Keys and indices that lead to it.
@@ -459,7 +462,7 @@ class OffloadConfig:
         return _error_at(Problem(path, message), self.file, (self.lines or {}).get)
 
     def to_yaml(self) -> str:
-        """Writes every setting as YAML that :meth:`from_yaml` reads back to an equal configuration."""
+        """Write every setting as YAML that :meth:`from_yaml` reads back to an equal configuration."""
         document: dict[str, object] = {
             "default": self.default.value,
             "layers": [{"match": rule.match, "placement": rule.placement.value} for rule in self.layers],
@@ -487,7 +490,7 @@ ConfigLike = OffloadConfig | Mapping[str, object] | str | os.PathLike[str] | Non
 
 
 def read_config(config: ConfigLike, *, layers: Sequence[LayerId] | None = None) -> OffloadConfig:
-    """A configuration from what a caller may give.
+    """Return a configuration from what a caller may give.
 
     Args:
         config: A configuration, a dict of settings, the path of a YAML file, or nothing for the default one.
@@ -516,7 +519,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def with_directories(config: OffloadConfig, directories: Paths | None) -> OffloadConfig:
-    """A configuration whose store has other directories, if any are given.
+    """Return a configuration whose store has other directories, if any are given.
 
     Args:
         config: The configuration.
@@ -539,7 +542,7 @@ MOST_TEXT = 2**20
 
 
 def load_config(path: str | Path, *, layers: Sequence[LayerId] | None = None) -> OffloadConfig:
-    """Reads a configuration from a YAML file.
+    """Read a configuration from a YAML file.
 
     Args:
         path: The file.
@@ -560,7 +563,7 @@ def load_config(path: str | Path, *, layers: Sequence[LayerId] | None = None) ->
 
 
 def _sizes(section: object, *names: str) -> dict[str, str | None]:
-    """Some sizes of a section in YAML; null where there is no limit."""
+    """Return some sizes of a section in YAML; null where there is no limit."""
     return {name: format_size(size) if (size := getattr(section, name)) else None for name in names}
 
 
@@ -578,7 +581,7 @@ _PROVENANCE = ("file", "line", "lines")  # filled in while reading, never writte
 
 
 def _build(source: Source, layers: Sequence[LayerId] | None) -> OffloadConfig:
-    """Checks a document and makes the configuration of it; reports every problem."""
+    """Check a document and make the configuration of it; reports every problem."""
     unknown = list(_unknown_keys(source.document, ()))
     known = _without(source.document, {problem.path for problem in unknown}, ())
     found = [*unknown, *source.problems]
@@ -603,7 +606,7 @@ def _build(source: Source, layers: Sequence[LayerId] | None) -> OffloadConfig:
 
 
 def _sound_rules(document: object, source: Source) -> Iterator[Rule]:
-    """The rules of a document, without those that are none."""
+    """Yield the rules of a document, without those that are none."""
     items = document.get("layers") if isinstance(document, dict) else None
     for index, item in enumerate(items if isinstance(items, list) else []):
         with contextlib.suppress(ConfigError, TypeError):
@@ -625,7 +628,7 @@ def _unknown_keys(value: object, path: Keys) -> Iterator[Problem]:
 
 
 def _without(value: object, unwanted: set[Keys], path: Keys) -> object:
-    """The same document without some of its keys."""
+    """Return the same document without some of its keys."""
     if isinstance(value, list):
         return [_without(item, unwanted, (*path, index)) for index, item in enumerate(value)]
     if not isinstance(value, dict):
@@ -645,7 +648,7 @@ def _without_misspelt(
 
 
 def _section(root: type, path: Keys) -> type:
-    """The dataclass that a path leads to, from the one at its root."""
+    """Return the dataclass that a path leads to, from the one at its root."""
     names = [step for step in path if isinstance(step, str)]
     return _PARTS.get(names[-1], root) if names else root
 
@@ -665,7 +668,7 @@ def _error_at(
 
 
 def _value_problems(root: type, error: ValidationError) -> Iterator[Problem]:
-    """What pydantic found, in the words of the configuration."""
+    """Yield what pydantic found, in the words of the configuration."""
     for found in error.errors(include_url=False):
         path = _named(root, found["loc"])
         if found["type"] == "value_error" and _section(root, path) is Rule:
@@ -674,7 +677,7 @@ def _value_problems(root: type, error: ValidationError) -> Iterator[Problem]:
 
 
 def _named(root: type, path: Keys) -> Keys:
-    """The path with the name of an argument that was given by position."""
+    """Return the path with the name of an argument that was given by position."""
     names = _legal_keys(root)
     if path and isinstance(path[0], int) and path[0] < len(names):
         return (names[path[0]], *path[1:])

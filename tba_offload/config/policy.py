@@ -78,13 +78,13 @@ class LayerId:
         return f"layer {self.number} ({self.name})"
 
     def numbers(self, count: int) -> str:
-        """The numbers of this layer and those after it, ``count`` in all, as rules of a policy take them."""
+        """Return the numbers of ``count`` layers from this one on, as rules of a policy take them."""
         numbers = str(self.number) if count == 1 else f"{self.number}-{self.number + count - 1}"
         return f"{self.stack}:{numbers}" if self.stack else numbers
 
 
 def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> list[LayerId]:
-    """The same layers with the depths of their stacks, by which ``last 2`` is matched.
+    """Return the same layers with the depths of their stacks, by which ``last 2`` is matched.
 
     Args:
         layers: Some layers.
@@ -153,7 +153,7 @@ class Policy:
     def resolve(
         self, layers: Sequence[LayerId], everywhere: Sequence[LayerId] | None = None
     ) -> dict[int, Placement]:
-        """Gives every layer its placement.
+        """Give every layer its placement.
 
         Args:
             layers: The layers of this process.
@@ -174,14 +174,14 @@ class Policy:
         return {index: self.explain(layer)[0] for index, layer in enumerate(known)}
 
     def explain(self, layer: LayerId) -> tuple[Placement, str]:
-        """The placement of a layer, and why: the rule that gives it, or ``default``."""
+        """Return the placement of a layer, and why: the rule that gives it, or ``default``."""
         for rule in self.rules:
             if rule.matches(layer):
                 return rule.placement, f"rule {rule}"
         return self.default, "default"
 
     def problems(self, everywhere: Sequence[LayerId]) -> list[ConfigError]:
-        """What is wrong with each rule that cannot take effect on the layers of all ranks."""
+        """Return what is wrong with each rule that cannot take effect on the layers of all ranks."""
         everywhere = with_depths(everywhere, everywhere)
         found: list[ConfigError] = []
         undecided = set(everywhere)
@@ -199,14 +199,14 @@ class Policy:
         return found
 
     def placements(self, everywhere: Sequence[LayerId]) -> set[Placement]:
-        """What the layers of all ranks get; also by rules that are not judged."""
+        """Return what the layers of all ranks get; also by rules that are not judged."""
         known = with_depths(everywhere, everywhere)
         return {self.explain(layer)[0] for layer in known} | {
             rule.placement for rule in self.unjudged(everywhere)
         }
 
     def unjudged(self, everywhere: Sequence[LayerId]) -> list[Rule]:
-        """The rules by name that match nothing because the layers have no names yet."""
+        """Return the rules by name that match nothing because the layers have no names yet."""
         return [rule for rule in self.rules if self._waits_for_names(rule, everywhere)]
 
     def doubts(self, everywhere: Sequence[LayerId]) -> list[str]:
@@ -266,7 +266,10 @@ class _Numbers:
         return any(first <= layer.number <= last for first, last in self._ranges_at(layer.depth))
 
     def missing(self, layers: Iterable[LayerId]) -> str:
-        """The numbers of the ranges that no layer has: ``24-30``; and how far ``last`` goes beyond them."""
+        """Return the numbers of the ranges that no layer has: ``24-30``.
+
+        And how far ``last`` goes beyond them.
+        """
         own = [layer for layer in layers if self.stack in {None, layer.stack}]
         numbers = sorted({layer.number for layer in own})
         found = [gap for first, last in self.ranges for gap in _gaps(first, last, numbers)]
@@ -297,7 +300,7 @@ class _Name:
 
 @functools.lru_cache(maxsize=1024)
 def _matcher(match: str) -> _Numbers | _Name:
-    """Reads a match; ValueError when it has none of the legal forms."""
+    """Read a match; ValueError when it has none of the legal forms."""
     text = match.strip()
     if ":" in text:
         stack, numbers = text.split(":", 1)
@@ -308,7 +311,7 @@ def _matcher(match: str) -> _Numbers | _Name:
 
 
 def _numbers(match: str, numbers: str, stack: str | None) -> _Numbers:
-    """Reads ``"0,2,8-11,last 2"``."""
+    """Read ``"0,2,8-11,last 2"``."""
     items = [item.strip() for item in numbers.split(",")]
     from_end = [int(found[1]) for item in items if (found := _FROM_END.fullmatch(item))]
     if 0 in from_end:
@@ -318,7 +321,7 @@ def _numbers(match: str, numbers: str, stack: str | None) -> _Numbers:
 
 
 def _range(match: str, item: str) -> tuple[int, int]:
-    """Reads ``"3"`` or ``"0-3"``, both ends included."""
+    """Read ``"3"`` or ``"0-3"``, both ends included."""
     found = _ITEM.fullmatch(item)
     if found is None:
         problem = f"{quoted(item)} is not a layer number or a range" if item else "a layer number is missing"
@@ -337,7 +340,7 @@ def _malformed(match: str, problem: str) -> ValueError:
 
 
 def _gaps(first: int, last: int, numbers: Iterable[int]) -> Iterator[str]:
-    """The parts of a range that are not among sorted numbers."""
+    """Yield the parts of a range that are not among sorted numbers."""
     for number in numbers:
         if first <= number <= last:
             yield from _range_word(first, number - 1)
@@ -352,7 +355,7 @@ def _range_word(first: int, last: int) -> Iterator[str]:
 
 
 def _checked_name(match: str, name: str) -> str:
-    """The name itself; ValueError when no module can be called that."""
+    """Return the name itself; ValueError when no module can be called that."""
     unexpected = _NOT_IN_NAMES.search(_GLOB_BRACKETS.sub("", name))
     if unexpected is not None:
         raise _malformed(match, f"unexpected {unexpected[0]!r}; {_LEGAL_FORMS}")
@@ -375,12 +378,15 @@ def _is_ambiguous(rule: Rule, layers: Iterable[LayerId]) -> bool:
 
 
 def _stacks(layers: Iterable[LayerId]) -> list[str | None]:
-    """The stacks in order of appearance."""
+    """Return the stacks in order of appearance."""
     return list(dict.fromkeys(layer.stack for layer in layers))
 
 
 def _describe(layers: Sequence[LayerId]) -> str:
-    """What layers there are, for messages: ``the layers are 0-7 (decoder.layers.0 ... decoder.layers.7)``."""
+    """Return what layers there are, for messages: ``the layers are 0-7 (decoder.layers.0 ...
+
+    Decoder.layers.7)``.
+    """
     if not layers:
         return "the model has no layers"
     return "the layers are " + ", ".join(_describe_stack(stack, layers) for stack in _stacks(layers))

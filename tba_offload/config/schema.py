@@ -25,7 +25,7 @@ _NOT_IN_FILES = ("file", "line", "lines")
 
 
 def policy_schema() -> Schema:
-    """The schema of a policy file, with the placements and the kinds of stores that are known now."""
+    """Return the schema of a policy file, with the placements and the kinds of stores that are known now."""
     whole = TypeAdapter(OffloadConfig).json_schema()
     parts: dict[str, Schema] = {**whole["$defs"], "OffloadConfig": whole}
     parts["Rule"]["properties"]["match"] = {"type": ["string", "integer"], "minimum": 0}
@@ -51,7 +51,7 @@ def _describe(kind: type, part: Schema) -> None:
 
 
 def _attributes_of(kind: type) -> dict[str, str]:
-    """The text of each attribute in a docstring, without markup."""
+    """Return the text of each attribute in a docstring, without markup."""
     _, _, attributes = (inspect.getdoc(kind) or "").partition("\nAttributes:\n")
     found = re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", attributes, re.MULTILINE)
     return {name: " ".join(re.sub(r":\w+:`~?([\w.]+)`|``", r"\1", text).split()) for name, text in found}

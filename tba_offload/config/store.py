@@ -81,11 +81,11 @@ class StoreOptions:
         return None if self.capacity is None else self.capacity // max(len(self.directories), 1)
 
     def of_drive(self, directory: str) -> StoreOptions:
-        """The options for one of the drives alone."""
+        """Return the options for one of the drives alone."""
         return replace(self, directories=(directory,), capacity=self.share, host_capacity=None)
 
     def of_host_memory(self, threads: int) -> StoreOptions:
-        """The options for the host memory beside drives.
+        """Return the options for the host memory beside drives.
 
         Args:
             threads: For each direction.
@@ -105,7 +105,7 @@ def threads_per_direction() -> int:
 
 
 def kinds() -> tuple[str, ...]:
-    """The legal kinds of a store."""
+    """Return the legal kinds of a store."""
     return tuple(_openers)
 
 
@@ -115,7 +115,7 @@ def opener_of(kind: str) -> Callable[..., Any] | None:
 
 
 def register_kind(kind: str, opener: Callable[..., Any]) -> None:
-    """Makes a kind of store known by its name: ``store.kind`` of a policy.
+    """Make a kind of store known by its name: ``store.kind`` of a policy.
 
     Args:
         kind: The name.

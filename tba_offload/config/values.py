@@ -26,7 +26,7 @@ _SIZE = re.compile(r"(?P<sign>-?)(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Z
 
 
 def parse_size(text: str) -> int:
-    """Reads a size such as ``12GiB``, ``1.5 GB`` or ``0``, in bytes; part of a byte is dropped.
+    """Read a size such as ``12GiB``, ``1.5 GB`` or ``0``, in bytes; part of a byte is dropped.
 
     Raises:
         ConfigError: The text is not a size, is negative, has no unit (only 0 needs none), or its unit is
@@ -52,14 +52,14 @@ def parse_size(text: str) -> int:
 
 
 def _possible(size: int) -> int:
-    """A size that counters of the system can hold."""
+    """Return a size that counters of the system can hold."""
     if size > _MOST_BYTES:
         raise ConfigError(f"{quoted(size)} bytes are more than {format_size(_MOST_BYTES)}, the most there is")
     return size
 
 
 def format_size(size: int) -> str:
-    """Writes a number of bytes exactly, in the largest binary unit that divides it: ``12GiB``, ``1000B``."""
+    """Write a number of bytes exactly, in the largest binary unit that divides it: ``12GiB``, ``1000B``."""
     if size < 0:
         raise ConfigError(f"a size cannot be negative: {size}")
     if size == 0:
@@ -71,7 +71,7 @@ def format_size(size: int) -> str:
 
 
 def _bytes(value: object) -> int:
-    """A size as Python users give it: whole bytes, or text with a unit."""
+    """Return a size as Python users give it: whole bytes, or text with a unit."""
     if isinstance(value, str):
         return parse_size(value)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -84,7 +84,7 @@ def _bytes(value: object) -> int:
 
 
 def _limit(value: object) -> int | None:
-    """A size of which 0 means that there is no limit."""
+    """Return a size of which 0 means that there is no limit."""
     return None if value is None else _bytes(value) or None
 
 
@@ -93,7 +93,7 @@ _LONGEST = 1e9
 
 
 def _seconds(value: object) -> float | None:
-    """A time limit of which 0 means that there is none."""
+    """Return a time limit of which 0 means that there is none."""
     number = value
     if isinstance(value, str):
         try:
@@ -127,7 +127,7 @@ Threshold = Annotated[int, BeforeValidator(_bytes), WithJsonSchema(_SIZE_TEXT)]
 
 
 def _optional_bytes(value: object) -> int | None:
-    """A size; ``None`` for what suits the device."""
+    """Return a size; ``None`` for what suits the device."""
     return None if value is None else _bytes(value)
 
 
@@ -140,7 +140,7 @@ _MOST_THREADS = 256
 
 
 def _threads(value: object) -> int | None:
-    """A number of threads; ``None`` for what suits the machine."""
+    """Return a number of threads; ``None`` for what suits the machine."""
     if value is None:
         return None
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
@@ -174,7 +174,7 @@ def _directory(value: object) -> Path:
 
 
 def _check_name(path: str) -> None:
-    """Checks that a path can be the name of a file.
+    """Check that a path can be the name of a file.
 
     Raises:
         ConfigError: It holds a zero byte, or half of a character.
@@ -188,7 +188,7 @@ def _check_name(path: str) -> None:
 
 
 def _with_variables(path: str) -> str:
-    """A path with the values of the environment variables that it names."""
+    """Return a path with the values of the environment variables that it names."""
 
     def value_of(found: re.Match[str]) -> str:
         name = found[1] or found[2] or ""
@@ -211,7 +211,7 @@ def _one_or_several(value: object) -> object:
 
 
 def _kind(value: object) -> object:
-    """A kind of store: one of the package's own, or one that was registered."""
+    """Return a kind of store: one of the package's own, or one that was registered."""
     if value not in kinds():
         *most, last = map(repr, kinds())
         raise ConfigError(f"must be {', '.join(most)} or {last}, not {quoted(value)}")

@@ -42,7 +42,7 @@ def _host_bytes(root: Path) -> int:
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """What each control group that this process is in, or under, has left; versions 1 and 2."""
+    """Yield what each control group that this process is in, or under, has left; versions 1 and 2."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -52,7 +52,7 @@ def _group_bytes(root: Path) -> Iterator[int]:
 
 
 def _left_along(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """A group and those above it: each may have a limit.
+    """Yield a group and those above it: each may have a limit.
 
     Inside a container the path may be that of the host, which does not exist there; the mount is then the
     container's own group.
@@ -77,7 +77,7 @@ def _statistic(file: Path, name: str) -> int:
 
 
 def _read(file: Path) -> str:
-    """A file of the kernel, or nothing where there is none."""
+    """Return a file of the kernel, or nothing where there is none."""
     try:
         return file.read_text()
     except OSError:

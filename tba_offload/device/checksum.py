@@ -12,7 +12,7 @@ _WIDTH = 512
 
 
 def sums(data: torch.Tensor) -> bytes:
-    """Sums of rows and of columns of the data, taken as a table of 64-bit words, and what is left at its end.
+    """Sum of rows and of columns of the data, taken as a table of 64-bit words, and what is left at its end.
 
     Any change of one word changes two of the sums, and words that change places change two as well unless
     they are of one row and one column.
@@ -35,5 +35,5 @@ def sums(data: torch.Tensor) -> bytes:
 
 
 def _bytes_of(part: torch.Tensor) -> bytes:
-    """The bytes of a contiguous tensor in host memory; PyTorch's own way to them would need NumPy."""
+    """Return the bytes of a contiguous tensor in host memory; PyTorch's own way to them would need NumPy."""
     return ctypes.string_at(part.data_ptr(), part.nbytes) if part.nbytes else b""

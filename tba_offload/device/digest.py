@@ -51,7 +51,7 @@ class Digest(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, samples_only: bool = False) -> Digest:
-        """The digest of a plain strided tensor; waits for nothing.
+        """Return the digest of a plain strided tensor; waits for nothing.
 
         Args:
             tensor: The tensor.
@@ -65,7 +65,7 @@ class Digest(NamedTuple):
 
 
 def digests_of(tensors: Iterable[torch.Tensor], *, samples_only: bool = False) -> list[Digest]:
-    """The digests of plain strided tensors, in order; waits for nothing.
+    """Return the digests of plain strided tensors, in order; waits for nothing.
 
     Args:
         tensors: The tensors, each of which may be freed when the next is asked for.
@@ -161,7 +161,7 @@ def _columns(plain: torch.Tensor) -> torch.Tensor:
 
 
 def _words(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bits of a contiguous tensor as integers of 64 bits, and the elements that do not fill one."""
+    """Get the bits of a contiguous tensor as integers of 64 bits, and the elements that do not fill one."""
     flat = plain.as_strided((plain.numel(),), (1,))  # also of a single element whose stride is 0
     if plain.storage_offset() * plain.itemsize % 8:
         flat = flat.clone()
@@ -170,7 +170,7 @@ def _words(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _upper_halves(plain: torch.Tensor) -> torch.Tensor:
-    """The sum of the upper halves of words, those of each chunk by another factor; a single element.
+    """Return the sum of the upper halves of words, those of each chunk by another factor; a single element.
 
     The lower half of a round number in 64 bits is zero, and of a few thousand such numbers that are alike the
     sum is zero too.
@@ -183,6 +183,6 @@ def _upper_halves(plain: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(columns: torch.Tensor) -> torch.Tensor:
-    """A number for each row, in a column, that depends on each of its elements and on their order."""
+    """Return a number for each row, in a column, that depends on each of its elements and on their order."""
     factors = torch.arange(1, 2 * _NUMBERS, 2, device=columns.device) * _FACTOR
     return ((columns ^ (columns >> 29)) * factors).sum(1, keepdim=True)

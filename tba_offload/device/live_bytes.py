@@ -46,12 +46,12 @@ class LiveBytes:
             return self._nbytes - self._shifted, self._shifted
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Counts the storage of a tensor; of a sparse or a distributed one those that it is made of."""
+        """Count the storage of a tensor; of a sparse or a distributed one those that it is made of."""
         for plain in _plain_tensors(tensor):
             self.add_storage(plain.untyped_storage())
 
     def add_storage(self, storage: torch.UntypedStorage) -> None:
-        """Counts a storage of the device."""
+        """Count a storage of the device."""
         if storage.device != self._device:
             return
         with self._lock:
@@ -66,7 +66,7 @@ class LiveBytes:
             self._most = max(self._most, self._nbytes)
 
     def shift(self, nbytes: int) -> None:
-        """Counts bytes that come and go without their storage, as those of weights do; negative ones go."""
+        """Count bytes that come and go without their storage, as those of weights do; negative ones go."""
         with self._lock:
             self._take_freed()
             self._nbytes += nbytes
@@ -96,7 +96,7 @@ class LiveBytes:
 
 
 def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with storages of their own that a tensor is made of."""
+    """Return the tensors with storages of their own that a tensor is made of."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     flatten = getattr(tensor, "__tensor_flatten__", None)
@@ -108,7 +108,10 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def plain_storage(tensor: object) -> torch.UntypedStorage | None:
-    """The storage of a plain tensor; others, made of several or standing for one, have none of their own."""
+    """Return the storage of a plain tensor.
+
+    Others, made of several or standing for one, have none of their own.
+    """
     if not isinstance(tensor, torch.Tensor) or type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
         return None
     if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -44,7 +44,7 @@ _PROBE_BYTES = 8 * 2**20
 
 
 def allocator_count() -> tuple[Count, str]:
-    """What counts the live bytes of this process, and its name.
+    """Return what counts the live bytes of this process, and its name.
 
     A process has glibc's functions whatever allocator was preloaded, and there they count next to nothing. So
     each count is tried: it has to follow an allocation of PyTorch's.

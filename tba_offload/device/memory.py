@@ -71,7 +71,7 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """What is live until :meth:`resume` is told of still, and is in no peak."""
+        """Record that what is live until :meth:`resume` is told of still, and is in no peak."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -79,27 +79,30 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def sample(self, grows_by: int = 0) -> None:
-        """Notes what is live, where it may be much, or before ``grows_by`` bytes more are left out."""
+        """Note what is live, where it may be much, or before ``grows_by`` bytes more are left out."""
 
     @abstractmethod
     def cut(self) -> int:
-        """What was seen until now was before what comes, however coarsely it looks; returns live bytes."""
+        """Return what was seen until now was before what comes, however coarsely it looks.
+
+        Returns live bytes.
+        """
 
     @abstractmethod
     def peak(self) -> int:
-        """The most live bytes since :meth:`reset`; stops watching."""
+        """Return the most live bytes since :meth:`reset`; stops watching."""
 
     def reserved(self) -> int | None:
-        """The most bytes that the allocator held until :meth:`peak`; ``None`` if it cannot be told."""
+        """Return the most bytes that the allocator held until :meth:`peak`; ``None`` if it cannot be told."""
         return None
 
     def whole_peak(self) -> int | None:
-        """The most live bytes until :meth:`peak`, those that do not count included; ``None`` if untold."""
+        """Return the most live bytes until :meth:`peak`, those that do not count included; None if untold."""
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what the meter started."""
+        """End what the meter started."""
 
 
 class AllocatorMeter(MemoryMeter):
@@ -129,13 +132,13 @@ class AllocatorMeter(MemoryMeter):
         return int(self._module.memory_allocated(self._device)) - self._static()
 
     def reset(self) -> None:
-        """Sets the allocator's peak to what is live now."""
+        """Set the allocator's peak to what is live now."""
         self._peak = self._whole = self._reserved = 0
         self._paused = False
         self._begin_stretch()
 
     def pause(self) -> None:
-        """Ends a stretch; the next one, which lasts until :meth:`resume`, is told of alone."""
+        """End a stretch; the next one, which lasts until :meth:`resume`, is told of alone."""
         self._end_stretch()
         self._paused = True
         self._begin_stretch()
@@ -147,29 +150,29 @@ class AllocatorMeter(MemoryMeter):
         self._begin_stretch()
 
     def sample(self, grows_by: int = 0) -> None:
-        """Ends a stretch before too much is born in it."""
+        """End a stretch before too much is born in it."""
         born = self._static() + grows_by - self._static_before
         if not self._paused and born > self._COARSE * self._peak:
             self._end_stretch()
             self._begin_stretch(grows_by)
 
     def cut(self) -> int:
-        """Ends a stretch, and begins the next; returns live bytes."""
+        """End a stretch, and begin the next; returns live bytes."""
         self._end_stretch()
         self._begin_stretch()
         return self.live()
 
     def peak(self) -> int:
-        """The highest peak of a stretch."""
+        """Return the highest peak of a stretch."""
         self._end_stretch()
         return self._peak
 
     def reserved(self) -> int:
-        """What the allocator had taken from the device, cached blocks included."""
+        """Return what the allocator had taken from the device, cached blocks included."""
         return self._reserved
 
     def whole_peak(self) -> int:
-        """The highest peak of the allocator in a stretch."""
+        """Return the highest peak of the allocator in a stretch."""
         return self._whole
 
     def close(self) -> None:
@@ -236,7 +239,7 @@ class MallocMeter(MemoryMeter):
         return count - max(before, self._static())
 
     def reset(self) -> None:
-        """Takes a first sample and lets the thread, and :meth:`sample`, take the others."""
+        """Take a first sample and let the thread, and :meth:`sample`, take the others."""
         with self._lock:
             self._is_paused = False
             self._peak = self.live()
@@ -249,22 +252,22 @@ class MallocMeter(MemoryMeter):
         self._watching.set()
 
     def pause(self) -> None:
-        """Takes a last sample that counts; those until :meth:`resume` are told of alone."""
+        """Take a last sample that counts; those until :meth:`resume` are told of alone."""
         if not self._is_paused and self._watching.is_set():
             self._sample()
             self._is_paused = True
 
     def resume(self) -> None:
-        """Samples count again."""
+        """Sample count again."""
         self._is_paused = False
         self._watching.set()
 
     def sample(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample is of a moment
-        """Takes a sample if one is due: on a busy machine the thread may get no turn for long."""
+        """Take a sample if one is due: on a busy machine the thread may get no turn for long."""
         self.sample_or_rest()
 
     def sample_or_rest(self, period: float = 0.0) -> float:
-        """Takes a sample if one is due.
+        """Take a sample if one is due.
 
         Args:
             period: Seconds until the next that is wanted, if this one is taken.
@@ -279,23 +282,23 @@ class MallocMeter(MemoryMeter):
         return max(period, self._rests_until - time.perf_counter())
 
     def cut(self) -> int:
-        """Takes a sample, and returns it."""
+        """Take a sample, and return it."""
         return self._sample()
 
     def peak(self) -> int:
-        """The largest sample; takes a last one unless it is paused."""
+        """Return the largest sample; takes a last one unless it is paused."""
         self.pause()
         self._watching.clear()
         with self._lock:
             return self._peak
 
     def whole_peak(self) -> int:
-        """The largest count of a sample."""
+        """Return the largest count of a sample."""
         with self._lock:
             return self._whole
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         _end(self._watching, self._closed)
         if self._thread is not None:
             self._thread.join()
@@ -316,7 +319,7 @@ class MallocMeter(MemoryMeter):
 def _watch(
     meter: weakref.ref[MallocMeter], watching: threading.Event, closed: threading.Event, period: float
 ) -> None:
-    """The life of a meter's thread, which keeps no meter alive that is forgotten."""
+    """Record that the life of a meter's thread, which keeps no meter alive that is forgotten."""
     while not closed.is_set():
         watching.wait()
         rest = period
@@ -350,7 +353,7 @@ class ResidentPeak:
     _STATUS = Path("/proc/self/status")
 
     def reset(self) -> None:
-        """Sets VmHWM to what is resident now; where that is not allowed the peak is of the whole run."""
+        """Set VmHWM to what is resident now; where that is not allowed the peak is of the whole run."""
         try:
             self._CLEAR.write_text("5")
         except OSError:
@@ -369,7 +372,7 @@ class ResidentPeak:
 
 
 def meter_of(device: Device, static: Callable[[], int] = _nothing) -> MemoryMeter:
-    """The meter for a device.
+    """Return the meter for a device.
 
     Args:
         device: Where the model is.

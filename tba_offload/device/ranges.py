@@ -20,7 +20,7 @@ CACHE_LINE = 64
 
 @functools.cache
 def blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An empty tensor of that type; shared, never to be written."""
+    """Return an empty tensor of that type; shared, never to be written."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
@@ -44,7 +44,7 @@ class ByteRange:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ByteRange:
-        """The bytes of a tensor.
+        """Return the bytes of a tensor.
 
         Raises:
             ValueError: The tensor is not contiguous, so its bytes are no range.
@@ -65,7 +65,7 @@ class ByteRange:
         return ByteRange(self.storage, self.start + start, nbytes)
 
     def tensor(self) -> torch.Tensor:
-        """A uint8 tensor of shape (nbytes,) that shares the bytes."""
+        """Return a uint8 tensor of shape (nbytes,) that shares the bytes."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return empty.set_(self.storage, self.start, (self.nbytes,), (1,))
 

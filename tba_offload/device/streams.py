@@ -43,7 +43,7 @@ class Event(Protocol):
         """Blocks the calling thread until the point is reached."""
 
     def wait(self, stream: Any = None) -> None:
-        """Makes a stream, by default the current one, wait for the point; the calling thread goes on."""
+        """Make a stream, by default the current one, wait for the point; the calling thread goes on."""
 
     def query(self) -> bool:
         """Whether the point is reached."""
@@ -56,13 +56,13 @@ class _Ready:
     __slots__ = ()
 
     def synchronize(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
     def wait(self, stream: object = None) -> None:
-        """Returns at once; no stream has to wait."""
+        """Return at once; no stream has to wait."""
 
     def query(self) -> bool:
-        """Always true."""
+        """Record that always true."""
         return True
 
 
@@ -84,15 +84,15 @@ class Device(ABC):
 
     @abstractmethod
     def stream(self) -> Any:
-        """The calling thread's current stream; ``None`` where there are none."""
+        """Return the calling thread's current stream; ``None`` where there are none."""
 
     @abstractmethod
     def event(self, stream: Any = None) -> Event:
-        """The point that a stream, by default the calling thread's, has been given work up to."""
+        """Return the point that a stream, by default the calling thread's, has been given work up to."""
 
     @abstractmethod
     def mark(self) -> Mark:
-        """Marks the point that the calling thread's stream has been given work up to; nothing waits.
+        """Mark the point that the calling thread's stream has been given work up to; nothing waits.
 
         On CUDA one costs a microsecond or two and a place in the queue of the device: a few for a layer are
         cheap, one for each activation is not.
@@ -112,11 +112,11 @@ class Device(ABC):
 
     @abstractmethod
     def occupy(self, seconds: float) -> None:
-        """Gives the calling thread's stream work for about so long, as training does; for measurements."""
+        """Give the calling thread's stream work for about so long, as training does; for measurements."""
 
     @abstractmethod
     def use(self, memory: torch.Tensor, stream: Any) -> None:
-        """Keeps memory that was allocated on another stream from being reused before ``stream`` is done.
+        """Keep memory that was allocated on another stream from being reused before ``stream`` is done.
 
         Args:
             memory: A tensor on it.
@@ -125,14 +125,14 @@ class Device(ABC):
 
     @abstractmethod
     def bind_thread(self) -> None:
-        """Makes this the current device of the calling thread; every I/O thread calls it."""
+        """Make this the current device of the calling thread; every I/O thread calls it."""
 
     @abstractmethod
     def on_side_stream(self) -> AbstractContextManager[None]:
         """Around work of an I/O thread: it gets a stream of its own, and is done at the end of the block."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
-        """Copies bytes and returns when they have arrived; meant for I/O threads.
+        """Copy bytes and return when they have arrived; meant for I/O threads.
 
         Args:
             target: 1-D uint8 tensor on the host or on this device.
@@ -143,7 +143,7 @@ class Device(ABC):
 
     @abstractmethod
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Event) -> None:
-        """Copies several ranges of bytes of one transfer, and returns when all have arrived.
+        """Copy several ranges of bytes of one transfer, and return when all have arrived.
 
         Args:
             pairs: Targets and sources as of :meth:`copy`; all go the same way.
@@ -161,7 +161,7 @@ class Device(ABC):
         """
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies a small tensor to host memory.
+        """Copy a small tensor to host memory.
 
         Returns:
             Its numbers, which are there when the work up to :meth:`event` is done.
@@ -169,14 +169,16 @@ class Device(ABC):
         return tensor.detach().to("cpu", copy=True)
 
     def give_back_host_memory(self) -> None:  # noqa: B027 - most have none to give
-        """Gives host memory that was freed back to the system, where an allocator keeps it for later."""
+        """Give host memory that was freed back to the system, where an allocator keeps it for later."""
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's work is recorded into a graph instead of being done."""
         return False
 
     def compiled_graph(self) -> object:
-        """What ``torch.compile`` has run last as a graph of this device; another object after each run.
+        """Return what ``torch.compile`` has run last as a graph of this device.
+
+        Another object after each run.
 
         Returns:
             ``None`` if it has run none.
@@ -196,42 +198,42 @@ class CpuDevice(Device):
         return
 
     def event(self, stream: object = None) -> Event:  # noqa: ARG002 - the twin has streams
-        """The event that is always ready."""
+        """Return the event that is always ready."""
         return READY
 
     def mark(self) -> float:
-        """The time on :func:`time.perf_counter`: what was called is done."""
+        """Return the time on :func:`time.perf_counter`: what was called is done."""
         return time.perf_counter()
 
     def is_reached(self, mark: float) -> bool:  # noqa: ARG002 - the twin has to look
-        """Always true."""
+        """Record that always true."""
         return True
 
     def seconds(self, marks: Sequence[float]) -> list[float]:
-        """The marks themselves."""
+        """Return the marks themselves."""
         return list(marks)
 
     def occupy(self, seconds: float) -> None:
-        """Does nothing: what a CPU computes needs no waiting for."""
+        """Do nothing: what a CPU computes needs no waiting for."""
 
     def use(self, memory: torch.Tensor, stream: object) -> None:
-        """Does nothing: what was called is done."""
+        """Do nothing: what was called is done."""
 
     def bind_thread(self) -> None:
-        """Does nothing: every thread runs on the CPU."""
+        """Do nothing: every thread runs on the CPU."""
 
     def on_side_stream(self) -> AbstractContextManager[None]:
-        """Does nothing: there are no streams."""
+        """Do nothing: there are no streams."""
         return nullcontext()
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Event) -> None:
-        """Copies with ``memmove``, which neither holds the GIL nor wakes PyTorch's thread pool."""
+        """Copy with ``memmove``, which neither holds the GIL nor wakes PyTorch's thread pool."""
         after.synchronize()
         for target, source in pairs:
             _copy_on_host(target, source)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Maps anonymous memory.
+        """Map anonymous memory.
 
         It comes from ``mmap`` and not from ``malloc``, so that malloc's count of live bytes, which stands
         in for device memory here, holds no bytes that would lie outside the device on CUDA.
@@ -271,11 +273,11 @@ class Accelerator(Device):
         self._copy_streams: dict[bool, Any] = {}
 
     def stream(self) -> Any:
-        """The calling thread's current stream of this device."""
+        """Return the calling thread's current stream of this device."""
         return self._module.current_stream(self.torch_device)
 
     def event(self, stream: Any = None) -> Event:
-        """An event recorded on a stream, by default the calling thread's current one.
+        """Return an event recorded on a stream, by default the calling thread's current one.
 
         Where the device can, a thread that waits for it sleeps: I/O threads wait most of their time.
         """
@@ -284,7 +286,7 @@ class Accelerator(Device):
         return event
 
     def mark(self) -> Any:
-        """A timing event on the calling thread's current stream."""
+        """Return a timing event on the calling thread's current stream."""
         event = self._module.Event(enable_timing=True)
         event.record(self.stream())
         return event
@@ -312,7 +314,7 @@ class Accelerator(Device):
         memory.record_stream(stream)
 
     def bind_thread(self) -> None:
-        """Sets the calling thread's current device: threads start on device 0."""
+        """Set the calling thread's current device: threads start on device 0."""
         self._module.set_device(self.torch_device)
 
     @contextmanager
@@ -327,7 +329,7 @@ class Accelerator(Device):
         done.synchronize()
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Event) -> None:
-        """Copies on the stream of the direction and waits once, for the last of these copies.
+        """Copy on the stream of the direction and wait once, for the last of these copies.
 
         After each of them the link would idle until the thread is awake again.
         """
@@ -351,7 +353,7 @@ class Accelerator(Device):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies on the calling thread's stream, into pinned memory of PyTorch's own, and waits for nothing.
+        """Copy on the calling thread's stream, into pinned memory of PyTorch's own, and wait for nothing.
 
         PyTorch keeps such memory for the next tensor of the size, so it is pinned in a first step only.
         """
@@ -361,7 +363,7 @@ class Accelerator(Device):
         return copy.copy_(tensor.detach(), non_blocking=True)
 
     def give_back_host_memory(self) -> None:
-        """Empties PyTorch's cache of pinned memory: what lies there is of use to this process only.
+        """Empty PyTorch's cache of pinned memory: what lies there is of use to this process only.
 
         PyTorch up to 2.11 can do so on CUDA only; elsewhere such memory waits for the next store there.
         """
@@ -377,7 +379,7 @@ class Accelerator(Device):
         return told is not None and bool(told())
 
     def compiled_graph(self) -> object:
-        """The node that Inductor's trees of CUDA graphs are at, which are imported where it makes such."""
+        """Return the node that Inductor's trees of CUDA graphs are at."""
         trees = sys.modules.get("torch._inductor.cudagraph_trees")
         if trees is None:
             return None
@@ -388,7 +390,7 @@ class Accelerator(Device):
         return None if manager is None else manager.current_node
 
     def _own_event(self) -> Event:
-        """The one event of the calling thread, which waits for it before it needs it again."""
+        """Return the one event of the calling thread, which waits for it before it needs it again."""
         event: Event | None = getattr(self._local, "event", None)
         if event is None:
             event = self._local.event = self._new_event()
@@ -410,7 +412,7 @@ _COMMON = (
 
 
 def _module_of(device: torch.device) -> Any:
-    """The module of a device's maker.
+    """Return the module of a device's maker.
 
     Raises:
         UnsupportedError: There is none, or it lacks a function.
@@ -430,7 +432,7 @@ def _module_of(device: torch.device) -> Any:
 
 
 def _waiting_event(module: Any) -> Callable[[], Event]:
-    """Makes events for which a thread waits asleep, where the device has such; ``torch.Event`` has none.
+    """Make events for which a thread waits asleep, where the device has such; ``torch.Event`` has none.
 
     CUDA's threads otherwise ask over and over: one core at 100 % for each I/O thread.
     """
@@ -439,12 +441,12 @@ def _waiting_event(module: Any) -> Callable[[], Event]:
 
 
 def default_device() -> Device:
-    """The current accelerator where there is one, else the CPU."""
+    """Return the current accelerator where there is one, else the CPU."""
     return Accelerator() if torch.accelerator.is_available() else CpuDevice()
 
 
 def device_of(device: torch.device | str) -> Device:
-    """The twin of a torch device.
+    """Return the twin of a torch device.
 
     Raises:
         UnsupportedError: The device is neither a CPU nor an accelerator that PyTorch has a module for.
@@ -454,7 +456,7 @@ def device_of(device: torch.device | str) -> Device:
 
 
 def device_of_model(modules: Iterable[torch.nn.Module]) -> Device:
-    """The twin of the device that the first parameter lies on; of the CPU if there is none.
+    """Return the twin of the device that the first parameter lies on; of the CPU if there is none.
 
     Raises:
         UnsupportedError: As :func:`device_of`.
@@ -464,7 +466,7 @@ def device_of_model(modules: Iterable[torch.nn.Module]) -> Device:
 
 
 def devices_of(modules: Iterable[torch.nn.Module], first: Device) -> list[torch.device]:
-    """The devices that parameters and buffers of a model lie on, each once.
+    """Return the devices that parameters and buffers of a model lie on, each once.
 
     Args:
         modules: The model or its chunks.
@@ -483,7 +485,7 @@ def is_device_failure(error: BaseException) -> bool:
 
 
 def check_not_captured(device: Device) -> None:
-    """Checks that bytes which are about to travel are there, or will be.
+    """Check that bytes which are about to travel are there, or will be.
 
     Raises:
         UnsupportedError: A CUDA graph is captured, so what computes them is only recorded.

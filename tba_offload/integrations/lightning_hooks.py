@@ -58,22 +58,22 @@ class LightningHooks:
         )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: object) -> None:
-        """Logs the figures of a step that has ended."""
+        """Log the figures of a step that has ended."""
         figures = self._training.news()
         if figures:
             pl_module.log_dict(figures)
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Gives the model back as it was: after an exception Lightning calls nothing else."""
+        """Give the model back as it was: after an exception Lightning calls nothing else."""
         self._training.end(exception)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Gives the model back as it was."""
+        """Give the model back as it was."""
         self._training.end()
 
 
 def _called(module: nn.Module) -> nn.Module:
-    """The model that the training calls: a module without a ``forward`` is never called itself."""
+    """Return the model that the training calls: a module without a ``forward`` is never called itself."""
     if _has_forward(module):
         return module
     held = [part for part in module.children() if _has_forward(part) and _holds_layers(part, module)]

@@ -83,19 +83,19 @@ class Training:
         self.session = attach(model, config, run_log=self._free_run_log(rank, ranks), **options)
 
     def begin_step(self) -> None:
-        """Opens a step by hand, for a trainer whose steps are not found."""
+        """Open a step by hand, for a trainer whose steps are not found."""
         if self.session is not None:
             self._step = self.session.step()
             self._step.__enter__()
 
     def end_step(self) -> None:
-        """Ends that step, if there is one."""
+        """End that step, if there is one."""
         step, self._step = self._step, None
         if step is not None:
             step.__exit__(None, None, None)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Closes the session; may be called twice. A step that is open comes to nothing.
+        """Close the session; may be called twice. A step that is open comes to nothing.
 
         Args:
             error: What has ended the training; errors of the session's own are only warnings then.
@@ -112,7 +112,7 @@ class Training:
         return not layers.isdisjoint(model.modules())
 
     def news(self) -> dict[str, float]:
-        """The main figures of the last step, once; nothing if no step has ended since."""
+        """Return the main figures of the last step, once; nothing if no step has ended since."""
         records = self.session.report() if self.session is not None else []
         if not records or records[-1].step == self._reported:
             return {}

@@ -82,14 +82,14 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Opens a step where DeepSpeed trains: it updates copies of parameters, so none opens itself."""
+        """Open a step where DeepSpeed trains: it updates copies of parameters, so none opens itself."""
         if getattr(args, "deepspeed_plugin", None) is not None:
             self._training.begin_step()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Ends the step that was opened."""
+        """End the step that was opened."""
         self._training.end_step()
 
     def on_log(
@@ -100,7 +100,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Adds the figures to what is logged beside the loss, and to the history of it."""
+        """Add the figures to what is logged beside the loss, and to the history of it."""
         if not logs or "loss" not in logs:
             return
         figures = self._training.news()
@@ -111,7 +111,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Gives the model back as it was."""
+        """Give the model back as it was."""
         self._training.end()
 
 

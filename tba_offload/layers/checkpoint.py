@@ -31,12 +31,12 @@ def is_loaded() -> bool:
 
 
 def load() -> None:
-    """Loads what a checkpoint of torch needs, so that no step does."""
+    """Load what a checkpoint of torch needs, so that no step does."""
     importlib.import_module(_LOADED_LATE)
 
 
 def torch_checkpoint(forward: Callable[..., Any], /, *args: object, **kwargs: object) -> object:
-    """Runs ``forward`` so that backward runs it again instead of keeping its activations.
+    """Run ``forward`` so that backward runs it again instead of keeping its activations.
 
     Tensors among the arguments, by position or name, alone or in tuples, are saved as an operation saves its
     inputs, so that saved-tensor hooks see them. All else stays as it is, tensors in lists or objects too, and
@@ -83,7 +83,7 @@ class _FirstRun:
             return None
 
     def raise_error(self) -> None:
-        """Raises what was kept, if anything; it is kept no longer, since its frames know this object."""
+        """Raise what was kept, if anything; it is kept no longer, since its frames know this object."""
         error, self.error = self.error, None
         try:
             if error is not None:
@@ -93,7 +93,7 @@ class _FirstRun:
 
 
 def without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The same with places for its tensors that can be saved, which are appended to a list."""
+    """Return the same with places for its tensors that can be saved, which are appended to a list."""
     if isinstance(value, torch.Tensor) and not value.is_inference():
         tensors.append(value)
         return _Place(len(tensors) - 1)

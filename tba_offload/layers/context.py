@@ -27,7 +27,7 @@ class Context:
         self._modes = _modes()
 
     def run(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> object:
-        """Runs a function in this, on any thread; what it sets itself is gone afterwards."""
+        """Run a function in this, on any thread; what it sets itself is gone afterwards."""
         with _within(self._modes):
             return self._variables.copy().run(function, *args, **kwargs)
 

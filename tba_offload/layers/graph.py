@@ -29,7 +29,7 @@ pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_ho
 
 
 def first_differentiable(output: object) -> torch.Tensor | None:
-    """The first tensor of a layer's output through which gradients will come back."""
+    """Return the first tensor of a layer's output through which gradients will come back."""
     first = output[0] if isinstance(output, tuple) and output else output
     if isinstance(first, torch.Tensor) and first.requires_grad:  # nearly always: at once
         return first
@@ -40,7 +40,7 @@ def first_differentiable(output: object) -> torch.Tensor | None:
 
 
 def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
-    """The first nodes of a graph of autograd on the way from its root, breadth first.
+    """Return the first nodes of a graph of autograd on the way from its root, breadth first.
 
     Nodes that accumulate gradients are left out: they belong to parameters. Where a loop holds its loss until
     the next one, they are part of the next graph too.
@@ -68,7 +68,7 @@ def hooks_on_top() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch
 
 
 def check_version(witness: torch.Tensor, version: int, what: object) -> None:
-    """Checks that a saved tensor has not changed since.
+    """Check that a saved tensor has not changed since.
 
     Raises:
         SavedTensorModifiedError: It was changed in place.

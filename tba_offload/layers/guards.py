@@ -41,7 +41,7 @@ def is_checkpointed(layer: nn.Module) -> bool:
 
 
 def checkpointing_warning(count: int, layers: int) -> str:
-    """The warning of a session in which ``count`` of all layers are checkpointed."""
+    """Return the warning of a session in which ``count`` of all layers are checkpointed."""
     return (
         f"gradient checkpointing is switched on in {count} of the {layers} layers of the model: backward "
         "computes them again whatever their placement, and at most their inputs are offloaded. switch it off "
@@ -68,7 +68,7 @@ def holds_cache(arguments: Iterable[object]) -> bool:
 
 
 def cache_warning() -> str:
-    """What to say of a model that fills a cache while it trains."""
+    """Return what to say of a model that fills a cache while it trains."""
     return (
         "the model fills a cache of keys and values while it trains, so that those of all layers stay in "
         "memory until its output is dropped: switch it off (use_cache=False, to the model or in its config)"

@@ -31,7 +31,7 @@ class TooManyError(Exception):
 
 
 def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """A module and all modules in it, each once, in an order that depends on them alone.
+    """Return a module and all modules in it, each once, in an order that depends on them alone.
 
     Takes less than half of the time of ``modules()``, which adds up where a layer is asked at each run.
     """
@@ -46,7 +46,7 @@ def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """The parameters of all that lies in some modules, each once; much quicker than ``parameters()``.
+    """Return the parameters of all that lies in some modules, each once; much quicker than ``parameters()``.
 
     A step asks for them several times, and adapters make thousands of small modules of a model. What a module
     says by a ``named_parameters`` of its own is not asked.
@@ -61,7 +61,7 @@ def parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers and objects, in their order.
+    """Yield the tensors in nested containers and objects, in their order.
 
     Raises:
         TooManyError: There are more than :data:`MOST` objects.

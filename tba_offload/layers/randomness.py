@@ -50,7 +50,9 @@ class Generator(NamedTuple):
 
 
 def generators_of(devices: Iterable[torch.device]) -> tuple[Generator, ...]:
-    """The generators that all code shares: PyTorch's of the host and of accelerators, Python's and NumPy's.
+    """Return the generators that all code shares.
+
+    PyTorch's of the host and of accelerators, Python's and NumPy's.
 
     Args:
         devices: What layers compute on.
@@ -88,7 +90,7 @@ class RandomState:
 
     @classmethod
     def of(cls, generators: Sequence[Generator], before: RandomState | None = None) -> RandomState:
-        """The state of some generators, sharing with an earlier one what is still the same."""
+        """Return the state of some generators, sharing with an earlier one what is still the same."""
         known = {} if before is None else dict(zip(before._generators, before._states, strict=True))
         return cls(generators, [_shared(each, known.get(each)) for each in generators])
 
@@ -97,7 +99,7 @@ class RandomState:
         return all(map(_is_at, self._generators, self._states))
 
     def drawn(self) -> RandomState:
-        """The same without the generators of which nothing was drawn since."""
+        """Return the same without the generators of which nothing was drawn since."""
         found = zip(self._generators, self._states, strict=True)
         moved = [(generator, state, _has_drawn(generator, state)) for generator, state in found]
         kept = [(each, state) for each, state, has_moved in moved if has_moved or each.is_turned_back]

@@ -57,7 +57,7 @@ Settings = tuple[Any, ...]
 
 
 def current() -> Settings:
-    """The settings in force."""
+    """Return the settings in force."""
     return tuple([read() for read in _READS])
 
 

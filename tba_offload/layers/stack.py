@@ -83,12 +83,12 @@ class LayerStack:
 
 
 def chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The chunks of a model: those that are given, or the model itself."""
+    """Return the chunks of a model: those that are given, or the model itself."""
     return list(model) if isinstance(model, Sequence) else [model]
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
-    """Finds the decoder or encoder layers of a model.
+    """Find the decoder or encoder layers of a model.
 
     They are the blocks of the ``ModuleList`` (or ``Sequential``) of equal blocks that holds the most
     parameters, as in Megatron and Hugging Face models; other lists of the same kind of block count too. In
@@ -137,7 +137,7 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
 
 
 def _distinct(layers: Sequence[Layer]) -> list[Layer]:
-    """The same without the later places of a module that stands in several: it runs several times."""
+    """Return the same without the later places of a module that stands in several: it runs several times."""
     first: dict[nn.Module, Layer] = {}
     for layer in layers:
         first.setdefault(layer.module, layer)
@@ -150,12 +150,12 @@ def _stack_of(name: str) -> str | None:
 
 
 def _counterpart(name: str) -> str | None:
-    """What belongs to an encoder, or to a decoder: its blocks may be of another class."""
+    """Return what belongs to an encoder, or to a decoder: its blocks may be of another class."""
     return {"encoder": "decoder", "decoder": "encoder"}.get(_stack_of(name) or "")
 
 
 def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn.Module]) -> LayerStack:
-    """The layers that the caller names, numbered in the order given.
+    """Return the layers that the caller names, numbered in the order given.
 
     One that is listed several times, because its weights are shared, is one layer that runs several times.
 
@@ -189,7 +189,7 @@ def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def check_disjoint(layers: Sequence[Layer]) -> None:
-    """Checks that no layer is listed twice or lies inside another.
+    """Check that no layer is listed twice or lies inside another.
 
     Raises:
         UnsupportedError: Names the two layers.
@@ -205,7 +205,7 @@ def check_disjoint(layers: Sequence[Layer]) -> None:
 
 
 def _stacks(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
-    """The outermost lists of blocks."""
+    """Yield the outermost lists of blocks."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in inside):
@@ -217,7 +217,7 @@ def _stacks(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
 
 
 def _members(module: nn.Module) -> dict[str, nn.Module]:
-    """What a list of modules holds, by its places; nothing of any other module."""
+    """Return what a list of modules holds, by its places; nothing of any other module."""
     if isinstance(module, nn.ModuleDict):
         return dict(module.items()) if all(key.isdecimal() for key in module) else {}
     if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -226,7 +226,7 @@ def _members(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _rows(members: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The blocks in the lists of a list, which the model calls one by one; other members as they are.
+    """Return the blocks in the lists of a list, which the model calls one by one; other members as they are.
 
     lucidrains' models have a list of rows, each of attention and feed-forward, and no module that is a layer.
     """

@@ -33,7 +33,7 @@ def leave_alone(function: Callable[..., Any], *, with_calls: bool) -> bool:
 
 
 def hook(function: Function) -> Function:
-    """Marks a function that autograd calls when a tensor is saved: neither it nor what it calls is traced.
+    """Mark a function that autograd calls when a tensor is saved: neither it nor what it calls is traced.
 
     What the compiler leaves alone of a layer that it has come to runs with its hook into the interpreter on.
     """

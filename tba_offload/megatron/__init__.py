@@ -19,7 +19,7 @@ _MODULES = (
 
 
 def require_core(purpose: str) -> None:
-    """Imports megatron-core quietly, or says that it is missing.
+    """Import megatron-core quietly, or say that it is missing.
 
     Importing it warns about optional accelerators that are absent (Apex, Transformer Engine) and about
     its own use of deprecated functions. Neither says anything about the run, so they are not passed on;

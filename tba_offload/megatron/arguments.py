@@ -129,7 +129,7 @@ MASTERS_CONFLICTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the flags to Megatron's parser, which from then on refuses what does not go together with them.
+    """Add the flags to Megatron's parser, which from then on refuses what does not go together with them.
 
     A parser that has them already stays as it is.
     """
@@ -207,7 +207,7 @@ def is_on(arguments: argparse.Namespace) -> bool:
 
 
 def config_of(arguments: argparse.Namespace) -> OffloadConfig:
-    """The policy file with the flags on top.
+    """Return the policy file with the flags on top.
 
     Raises:
         ConfigError: File or flags are wrong.
@@ -244,7 +244,7 @@ def _states(config: OffloadConfig, wanted: str | None) -> StatesConfig | None:
 
 
 def check_directories(config: OffloadConfig) -> None:
-    """Checks that the store will find or make its directories on this node; none is made yet.
+    """Check that the store will find or make its directories on this node; none is made yet.
 
     Raises:
         StoreError: One is missing or cannot be reached.
@@ -255,7 +255,7 @@ def check_directories(config: OffloadConfig) -> None:
 
 
 def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> None:
-    """Checks Megatron's own settings.
+    """Check Megatron's own settings.
 
     Args:
         arguments: All arguments.
@@ -311,7 +311,7 @@ def _check_when_read(parser: argparse.ArgumentParser) -> None:
 
 
 def _placement(word: str) -> str:
-    """The name of a placement.
+    """Return the name of a placement.
 
     Raises:
         argparse.ArgumentTypeError: There is none of this name.
@@ -323,7 +323,7 @@ def _placement(word: str) -> str:
 
 
 def _placed(config: OffloadConfig, default: Placement) -> OffloadConfig:
-    """The configuration with another default; an objective of the file goes with the last ``auto``."""
+    """Return the configuration with another default; an objective of the file goes with the last ``auto``."""
     config = dataclasses.replace(config, default=default)
     if Placement.AUTO in {default, *(rule.placement for rule in config.layers)}:
         return config

@@ -25,7 +25,7 @@ CPU = "--cpu"
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Runs a script as ``__main__``, with its arguments.
+    """Run a script as ``__main__``, with its arguments.
 
     Args:
         arguments: ``--cpu`` if wanted, the script, and its arguments.
@@ -40,7 +40,7 @@ def launch(arguments: Sequence[str]) -> None:
 
 
 def prepare(arguments: Sequence[str]) -> Path:
-    """Does everything of :func:`launch` except running the script.
+    """Do everything of :func:`launch` except running the script.
 
     Returns:
         The script.
@@ -73,7 +73,7 @@ _REMEDIES = {
 
 
 def _why_missing(module: str, script: Path) -> TbaError | None:
-    """What to do about a module that is missing; ``None`` if it is one of the package itself."""
+    """Return what to do about a module that is missing; ``None`` if it is one of the package itself."""
     package = module.partition(".")[0]
     if module in {"megatron", "megatron.core"}:
         return MissingDependencyError("megatron-core", f"{script.name}: megatron.training", extra="megatron")
@@ -92,7 +92,7 @@ def _why_missing(module: str, script: Path) -> TbaError | None:
 
 
 def main() -> None:
-    """Launches what the command line of this process says; what cannot be launched is one line."""
+    """Launch what the command line of this process says; what cannot be launched is one line."""
     try:
         script = prepare(sys.argv[1:])
     except TbaError as error:

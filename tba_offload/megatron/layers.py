@@ -48,7 +48,7 @@ def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
 def find_stack(
     model: nn.Module | Sequence[nn.Module], gather: Callable[[list[LayerId]], Sequence[LayerId]] | None = None
 ) -> LayerStack:
-    """The layers of a Megatron model, with Megatron's checkpoint and the micro-batches of its schedules.
+    """Get the layers of a Megatron model, with Megatron's checkpoint and the micro-batches of its schedules.
 
     Args:
         model: The model or the list of its chunks on this rank, wrapped or not.
@@ -91,7 +91,7 @@ def _generators_of(devices: Iterable[torch.device]) -> Sequence[Generator]:
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
-    """Finds the transformer and Mamba layers of a model, as this rank holds it.
+    """Find the transformer and Mamba layers of a model, as this rank holds it.
 
     Numbers count from 0 over all pipeline stages and model chunks. Names are those of the bare model
     (``decoder.layers.7``), without wrappers such as ``Float16Module`` and with the global number in
@@ -129,7 +129,7 @@ def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[La
 
 
 def _identified(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
-    """The layers with the names of their stacks."""
+    """Return the layers with the names of their stacks."""
     layer_types = _layer_types()
     return [
         Layer(_identify(name, module), module, index)
@@ -139,7 +139,7 @@ def _identified(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
 
 
 def current_microbatch(layer: nn.Module) -> int | None:
-    """The micro-batch that Megatron's schedule runs the layer on, from 0; None outside of a schedule.
+    """Return the micro-batch that Megatron's schedule runs the layer on, from 0; None outside of a schedule.
 
     A schedule sets it before each forward and leaves it standing afterwards: it means something during
     a layer's first forward only, and never in backward.
@@ -149,7 +149,7 @@ def current_microbatch(layer: nn.Module) -> int | None:
 
 
 def checkpoint_layer(forward: Callable[..., Output], /, *args: Any, **kwargs: Any) -> Output:
-    """Runs a layer and keeps only its inputs: backward runs it a second time, with the same numbers.
+    """Run a layer and keep only its inputs: backward runs it a second time, with the same numbers.
 
     This is ``tensor_parallel.checkpoint``, which repeats the random numbers of Megatron's random number
     regions too; in FP8 and FP4 it is that of Transformer Engine, which also repeats the scaling factors.
@@ -182,7 +182,7 @@ def checkpoint_layer(forward: Callable[..., Output], /, *args: Any, **kwargs: An
 
 
 def _checkpoint(forward: Callable[..., Any], inputs: _Arguments, closed_over: _Arguments) -> Any:
-    """Passes through the checkpoint only what the layer makes, and puts its output together again.
+    """Pass through the checkpoint only what the layer makes, and put its output together again.
 
     An argument that the layer hands through (the context of a decoder) stays the same tensor in the
     same graph: its gradients are summed in the order in which they would be without recomputation.
@@ -210,7 +210,7 @@ def _checkpoint(forward: Callable[..., Any], inputs: _Arguments, closed_over: _A
 
 
 def _checkpoint_of(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """The checkpoint that Megatron itself would use for the layer: it depends on the precision."""
+    """Return the checkpoint that Megatron itself would use for the layer: it depends on the precision."""
     from megatron.core import parallel_state, tensor_parallel
 
     distribute_inputs = False  # over the tensor-parallel group: another way to save their memory
@@ -263,7 +263,7 @@ _LAYER_TYPES = {
 
 
 def _layer_types() -> tuple[type[nn.Module], ...]:
-    """The base classes of megatron-core's layers, those that are in use at all."""
+    """Return the base classes of megatron-core's layers, those that are in use at all."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in _LAYER_TYPES.items())
     return tuple(layer_type for layer_type in found if layer_type is not None)
 
@@ -278,7 +278,7 @@ def _outermost(chunk: nn.Module, layer_types: tuple[type[nn.Module], ...]) -> It
 
 
 def _identify(name: str, layer: nn.Module) -> LayerId:
-    """The layer's global number and name; its stack is what stands before ``.layers``."""
+    """Return the layer's global number and name; its stack is what stands before ``.layers``."""
     number = getattr(layer, "layer_number", None)
     if not isinstance(number, int):
         raise UnsupportedError(
@@ -293,6 +293,6 @@ def _identify(name: str, layer: nn.Module) -> LayerId:
 
 
 def _unwrapped(name: str) -> list[str]:
-    """The parts of a module's name after the wrappers that stand in front of it."""
+    """Return the parts of a module's name after the wrappers that stand in front of it."""
     parts = name.split(".")
     return list(itertools.dropwhile(_WRAPPERS.__contains__, parts))

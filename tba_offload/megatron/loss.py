@@ -26,7 +26,7 @@ def report_loss(step: Step, losses: Any) -> None:
 
 
 def mean_of(reported: Sequence[Sequence[float]]) -> float | None:
-    """The mean of what micro-batches report; ``None`` if no token counts."""
+    """Return the mean of what micro-batches report; ``None`` if no token counts."""
     if len(reported[0]) == 1:
         return sum(mean for (mean,) in reported) / len(reported)
     total, tokens = (sum(column) for column in zip(*reported, strict=True))
@@ -34,7 +34,7 @@ def mean_of(reported: Sequence[Sequence[float]]) -> float | None:
 
 
 def _parts_of(reported: dict[str, Any]) -> list[torch.Tensor]:
-    """What a loss function reports first."""
+    """Return what a loss function reports first."""
     value = next(iter(reported.values()))
     parts = value if isinstance(value, (tuple, list)) else [value]
     return [torch.as_tensor(part) for part in parts]

@@ -34,7 +34,7 @@ _SAVED = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 
 def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
-    """The optimizers of Megatron that update something on this rank.
+    """Return the optimizers of Megatron that update something on this rank.
 
     Raises:
         UnsupportedError: One of them keeps its states in a way of its own; or the configuration asks for
@@ -56,7 +56,7 @@ def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
 
 
 def inner_of(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The ``torch`` optimizers inside, as far as there are any.
+    """Return the ``torch`` optimizers inside, as far as there are any.
 
     Args:
         optimizer: That of Megatron, or ``None``.
@@ -98,12 +98,12 @@ def _pairs(child: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
 
 
 def _groups_of(child: Any) -> tuple[str, str] | None:
-    """The names of the groups that an optimizer has; ``None`` for one without masters."""
+    """Return the names of the groups that an optimizer has; ``None`` for one without masters."""
     return next((names for names in _GROUPS if all(hasattr(child, name) for name in names)), None)
 
 
 def _part(child: Any, model_param: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter that a master on this rank is a copy of."""
+    """Return the part of a parameter that a master on this rank is a copy of."""
     if not hasattr(child, "_get_model_param_range_map"):
         return model_param
     shard = child._get_model_param_range_map(model_param)["param"]
@@ -159,7 +159,7 @@ class _CheckpointsOf:
             self._set_plain(model_param, tensors)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """Makes states first, some at a time, where Megatron would make those of all parameters at once."""
+        """Make states first, some at a time, where Megatron would make those of all parameters at once."""
         if not self._child.optimizer.state:
             self._child.init_state_fn(self._child.optimizer, self._child.config)
         self._load_plain(state_dict)
@@ -194,7 +194,7 @@ class _MastersInCheckpointsOf:
         vars(child)["load_state_dict"] = self._load
 
     def _save(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """A state dict with copies of masters in host memory."""
+        """Return a state dict with copies of masters in host memory."""
         saved: dict[str, Any] = self._save_plain(*arguments, **options)
         return saved | {_SAVED[0]: [[*map(self._read, group)] for group in saved[_SAVED[0]]]}
 
@@ -202,7 +202,7 @@ class _MastersInCheckpointsOf:
         return self._states.read_all(main)[MASTER] if is_away(main) else main
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """Sets masters one after the other, and has each taken away."""
+        """Set masters one after the other, and have each taken away."""
         child = self._child
         with _narrowed(child, set()):
             self._load_plain(state_dict)
@@ -236,7 +236,7 @@ class _CopiesOf:
             self._to_model()
 
     def _copy_to_masters(self, *arguments: Any, **options: Any) -> None:
-        """Sets masters to parameters after a checkpoint without optimizer, those of a sub-group at a time."""
+        """Set masters to parameters after a checkpoint without optimizer, those of a sub-group at a time."""
         child, states = self._child, self._states
         mains = [main for _, main in _pairs(child)]
         away = [main for main in mains if main is not None and is_away(main)]

@@ -42,7 +42,7 @@ class Checkout:
 
     @classmethod
     def at(cls, directory: str | os.PathLike[str]) -> Checkout:
-        """Finds out which release lies in a directory.
+        """Find out which release lies in a directory.
 
         Raises:
             PatchError: None, or one that there is no patch for.
@@ -69,7 +69,7 @@ class Checkout:
         return self._applies("--reverse")
 
     def patch(self, *, check: bool = False) -> bool:
-        """Puts the patch in.
+        """Put the patch in.
 
         Args:
             check: Change nothing.
@@ -98,7 +98,7 @@ class Checkout:
         return True
 
     def unpatch(self, *, check: bool = False) -> bool:
-        """Takes the patch out again.
+        """Take the patch out again.
 
         Args:
             check: Change nothing.

@@ -52,7 +52,7 @@ _FUSED = (
 
 
 def fused_functions() -> Mapping[type, Maker]:
-    """The recipes by the classes of the functions, those that the installed megatron-core has loaded."""
+    """Get the recipes by the classes of the functions, those which the installed megatron-core has loaded."""
     return dict(_loaded())
 
 
@@ -79,7 +79,7 @@ def _maker(fused: _Fused, function: Callable[..., Tensor]) -> Maker:
 def _call(
     function: Callable[..., Tensor], order: tuple[int, ...], needs: tuple[bool, ...], *saved: Tensor
 ) -> Tensor:
-    """Calls a function with tensors that look like those of the forward pass.
+    """Call a function with tensors that look like those of the forward pass.
 
     Compiled functions ask whether their arguments need a gradient, and may not compute the same otherwise.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def enter(arguments: Sequence[str]) -> Path:
-    """Sets the command line and the module path for a script and its arguments.
+    """Set the command line and the module path for a script and its arguments.
 
     Returns:
         The script.
@@ -32,5 +32,5 @@ def enter(arguments: Sequence[str]) -> Path:
 
 
 def run(script: Path) -> None:
-    """Runs a script that was entered as ``__main__``."""
+    """Run a script that was entered as ``__main__``."""
     runpy.run_path(str(script), run_name="__main__")

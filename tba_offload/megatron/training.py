@@ -53,7 +53,7 @@ _Item = TypeVar("_Item")
 
 
 def install() -> None:
-    """Wraps the names in ``megatron.training``; once, before the training script imports them.
+    """Wrap the names in ``megatron.training``; once, before the training script imports them.
 
     Raises:
         ModuleNotFoundError: There is no ``megatron.training``: it is part of a Megatron-LM checkout, and of
@@ -107,7 +107,7 @@ def _close_at_exit() -> None:
 
 
 def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes every call of a schedule that goes backward a step of the session.
+    """Make every call of a schedule that goes backward a step of the session.
 
     Args:
         schedule: What ``get_forward_backward_func`` returns; one that steps already is returned as it is.
@@ -242,7 +242,7 @@ def _ranks() -> int:
 
 
 def _of_all_ranks(own: list[_Item]) -> list[_Item]:
-    """What each rank has, in the order of the ranks; every rank must come here."""
+    """Return what each rank has, in the order of the ranks; every rank must come here."""
     if not dist.is_initialized():
         return own
     gathered: list[list[_Item]] = [[]] * _ranks()
@@ -251,7 +251,7 @@ def _of_all_ranks(own: list[_Item]) -> list[_Item]:
 
 
 def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
-    """What the ranks tell each other: their layers, and a check that all place them alike.
+    """Return what the ranks tell each other: their layers, and a check that all place them alike.
 
     Directories and budgets may differ from node to node, placements may not: ranks that share a layer have
     to recompute it together.
@@ -322,7 +322,7 @@ def _config_of_rank(config: OffloadConfig, rank: int, ranks: int) -> OffloadConf
 
 
 def _patient(config: OffloadConfig, arguments: argparse.Namespace) -> OffloadConfig:
-    """Gives a standstill half the time, at most, after which collective operations of other ranks give up."""
+    """Give a standstill half the time, at most, after which collective operations of other ranks give up."""
     minutes = getattr(arguments, "distributed_timeout_minutes", None)
     later = getattr(arguments, "distributed_timeout_seconds_after_init", None)
     limits = [seconds / 2 for seconds in (minutes and 60 * minutes, later) if seconds]
@@ -333,7 +333,7 @@ def _patient(config: OffloadConfig, arguments: argparse.Namespace) -> OffloadCon
 
 
 def _free_run_log(path: str | None) -> Path | None:
-    """The run log of this rank; with a number where a run that this one goes on from has left one."""
+    """Return the run log of this rank; with a number where a run that this one goes on from has left one."""
     if path is None:
         return None
     wanted, taken = free_run_log(path, _rank(), _ranks(), agreed=lambda number: max(_of_all_ranks([number])))
@@ -369,7 +369,7 @@ def _model_info(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
-    """Prints what the policy says of each layer; layers that follow one another and are equal are one row."""
+    """Print what the policy says of each layer; layers that follow one another and are equal are one row."""
     explained = [policy.explain(layer) for layer in layers]
     groups = grouped([layer.name for layer in layers], explained)
     rows = [(group, *explained[group.first]) for group in groups]

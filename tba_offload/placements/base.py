@@ -30,10 +30,13 @@ class Ways(Protocol[Result_co]):
         """Index of the layer among those of this process."""
 
     def keep(self) -> Result_co:
-        """What the layer saves stays in memory. No hooks at all: autograd's own way and checks, no cost."""
+        """Return what the layer saves stays in memory. No hooks at all.
+
+        Autograd's own way and checks, no cost.
+        """
 
     def offload(self, *, rebuilds: bool = False, percent: int = 100) -> Result_co:
-        """What the layer saves passes through hooks and travels.
+        """Return what the layer saves passes through hooks and travels.
 
         Args:
             rebuilds: Whether what cheap parts of the layer put out is made again instead of written.
@@ -42,7 +45,7 @@ class Ways(Protocol[Result_co]):
         """
 
     def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> Result_co:
-        """The layer runs in a checkpoint: backward runs it again on its inputs.
+        """Return the layer runs in a checkpoint: backward runs it again on its inputs.
 
         Args:
             inputs_travel: Whether the inputs travel meanwhile; otherwise they stay in memory.
@@ -171,7 +174,7 @@ def _read(value: object) -> Placement:
 
 
 def register(placement: SomePlacement) -> SomePlacement:
-    """Makes a placement known by its name: in policies, in plans, in run logs.
+    """Make a placement known by its name: in policies, in plans, in run logs.
 
     Args:
         placement: The placement.
@@ -188,7 +191,7 @@ def register(placement: SomePlacement) -> SomePlacement:
 
 
 def register_percentages(word: str, make: Callable[[int], Placement]) -> None:
-    """Makes placements known whose names hold a whole number from 1 to 99.
+    """Make placements known whose names hold a whole number from 1 to 99.
 
     Args:
         word: Their names, with ``N`` for the number.
@@ -207,7 +210,7 @@ def _found_by_percent(name: str) -> Placement | None:
 
 
 def names() -> list[str]:
-    """The names of all placements, with ``N`` where any whole number from 1 to 99 may stand."""
+    """Return the names of all placements, with ``N`` where any whole number from 1 to 99 may stand."""
     return [*_known, *_with_percent]
 
 

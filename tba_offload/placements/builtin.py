@@ -39,7 +39,7 @@ class OffloadShare(Offload):
     """
 
     def __new__(cls, percent: int) -> Self:
-        """The name tells the share."""
+        """Return the name tells the share."""
         return super().__new__(cls, f"offload-{percent}%")
 
     @property
@@ -107,7 +107,7 @@ Placement.AUTO = register(Auto("auto"))
 
 @functools.cache
 def offload_share(percent: int) -> OffloadShare:
-    """The placement that has a share of a layer's bytes travel.
+    """Return the placement that has a share of a layer's bytes travel.
 
     Args:
         percent: The share, 1 to 99.
@@ -142,7 +142,7 @@ _SHIPPED = {type(placement): placement.take(_Shipped(0)) for placement in Placem
 
 
 def way_of(placement: Placement, layer: int) -> Placement:
-    """The placement among those of this module that goes the same way with a layer.
+    """Return the placement among those of this module that goes the same way with a layer.
 
     A placement may go several ways, each with layers of its own: what its attributes say is true of some
     layer, and what those of this one say is true of ``layer``.

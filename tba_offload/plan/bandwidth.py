@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def median_deviation(values: Sequence[float]) -> float:
-    """The median of the absolute deviations from the median; 0 if there is no value.
+    """Return the median of the absolute deviations from the median; 0 if there is no value.
 
     Where less than half of the values are others than before, it is what it was: a change does not hide
     itself.
@@ -69,13 +69,13 @@ class Bandwidth:
             raise ValueError(f"rates must be positive, latency and capacity not negative: {self}")
 
     def scaled(self, factor: float) -> Bandwidth:
-        """The same with drives that are so many times as fast."""
+        """Return the same with drives that are so many times as fast."""
         return replace(self, write=self.write * factor, read=self.read * factor)
 
     def with_host(
         self, capacity: int | None, *, write: float | None = None, read: float | None = None
     ) -> Bandwidth:
-        """The same drives with other host memory beside them.
+        """Return the same drives with other host memory beside them.
 
         Args:
             capacity: Bytes of it; ``None`` for none.
@@ -90,7 +90,7 @@ class Bandwidth:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Bandwidth:
-        """What :func:`dataclasses.asdict` made a document of."""
+        """Return what :func:`dataclasses.asdict` made a document of."""
         host = document.get("host")
         return cls(**{**document, "host": None if host is None else HostTier(**host)})
 
@@ -109,7 +109,7 @@ class MeasuredRate:
         self._rates: list[float] = []
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """Takes note of one step: bytes that moved, and for how long the direction was busy with them."""
+        """Take note of one step: bytes that moved, and for how long the direction was busy with them."""
         if nbytes <= 0 or seconds <= 0:
             return
         self._nbytes = self._nbytes * self._fade + nbytes
@@ -159,7 +159,7 @@ class DriveRates:
 
     @classmethod
     def of(cls, drive: Hashable) -> DriveRates:
-        """The rates of a drive, new ones if no planner has any.
+        """Return the rates of a drive, new ones if no planner has any.
 
         Args:
             drive: Tells drives apart; ``None`` for one that is not shared.

@@ -32,11 +32,11 @@ class Beside(NamedTuple):
     whole: int = 0
 
     def at_least(self, other: Beside) -> Beside:
-        """The most of two, each way."""
+        """Return the most of two, each way."""
         return Beside(*map(max, self, other))
 
     def if_whole(self, *, again: int | None = None) -> Beside:
-        """What there is if all that the layer has saved is there when its backward begins.
+        """Return what there is if all that the layer has saved is there when its backward begins.
 
         Args:
             again: If a second forward makes it, with temporaries as the first one has: bytes of the gradient
@@ -47,7 +47,7 @@ class Beside(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Sequence[int]) -> Beside:
-        """The one that was put into a run log as a list; some have two figures alone."""
+        """Return the one that was put into a run log as a list; some have two figures alone."""
         forward, backward, *whole = map(int, values)
         return cls(forward, backward, *(whole or [backward]))
 

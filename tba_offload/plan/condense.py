@@ -35,7 +35,7 @@ class Condensed:
     members: tuple[tuple[int, ...], ...]
 
     def expanded(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
-        """The placements of the large profile's layers."""
+        """Return the placements of the large profile's layers."""
         of_layer = {
             layer: placement
             for placement, layers in zip(placements, self.members, strict=True)
@@ -51,7 +51,7 @@ def count_items(profile: StepProfile) -> int:
 
 
 def condensed(profile: StepProfile, alike: Sequence[Hashable], items: int) -> Condensed:
-    """A profile of about so many activations that behaves like ``profile``.
+    """Return a profile of about so many activations that behaves like ``profile``.
 
     Args:
         profile: The step.
@@ -75,7 +75,7 @@ def condensed(profile: StepProfile, alike: Sequence[Hashable], items: int) -> Co
 
 
 def with_few_micro_batches(profile: StepProfile) -> StepProfile:
-    """The step with the micro-batches that are under way when most of them are, and their neighbours."""
+    """Get the step with the micro-batches that are under way when most of them are, and their neighbours."""
     ends: dict[int, int] = defaultdict(int)
     for place, slot in enumerate(profile.slots):
         ends[slot.micro_batch] = max(ends[slot.micro_batch], place, (slot.held_until or 0) - 1)
@@ -168,7 +168,7 @@ def _groups(profile: StepProfile, alike: Sequence[Hashable], size: int) -> Itera
 
 
 def _with_few_layers(profile: StepProfile, groups: Sequence[tuple[int, ...]]) -> StepProfile | None:
-    """The step with a layer for each group; ``None`` if those of a group do not always run in one go."""
+    """Return the step with a layer for each group; None if those of a group do not always run in one go."""
     slots = _grouped_slots(profile, groups)
     if slots is None:
         return None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def describe_plan(
     names: Sequence[str], plan: Plan, before: Plan | None, why: str, writes: Writes | None = None
 ) -> str:
-    """What a new plan does, what it is expected to bring, what it changes, and why it was made.
+    """Return what a new plan does, what it is expected to bring, what it changes, and why it was made.
 
     Args:
         names: Module name of each layer.

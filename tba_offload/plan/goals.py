@@ -64,7 +64,7 @@ class Goal(ABC):
         return self.excess(outcome) + self.overwritten(outcome)
 
     def slower(self, outcome: Outcome) -> float:
-        """The share by which a step takes longer than it may where memory is wanted first.
+        """Return the share by which a step takes longer than it may where memory is wanted first.
 
         A layer that offloads computes for longer than one that keeps, although nothing waits: hooks take the
         thread that trains, and transfers take cores and memory bandwidth. Where no layer was ever kept, the
@@ -132,5 +132,5 @@ GOALS: dict[Objective, type[Goal]] = {
 
 
 def default_objective(limits: Limits) -> Objective:
-    """The objective where the policy names none: memory, or time where there is a budget."""
+    """Return the objective where the policy names none: memory, or time where there is a budget."""
     return Objective.MEMORY if limits.budget is None else Objective.TIME

@@ -41,7 +41,7 @@ class Limits:
     nets_gradients: bool = False
 
     def on_device(self, device: DeviceShare) -> Limits:
-        """These limits where a device has no more left than that."""
+        """Return these limits where a device has no more left than that."""
         nets = self.nets_gradients or self.budget is None  # no limit is of activations alone
         budget, window = (
             device.budget if limit is None else min(limit, device.budget)
@@ -121,7 +121,7 @@ class Plan:
         *,
         window: int | None = None,
     ) -> Plan:
-        """Applies the rules of a policy.
+        """Apply the rules of a policy.
 
         Args:
             policy: The rules.
@@ -145,7 +145,7 @@ class Plan:
         return sum(kind.activations[number].nbytes for number in self.staying(layer, kind))
 
     def as_json(self) -> dict[str, Any]:
-        """The plan for a run log."""
+        """Return the plan for a run log."""
         return {
             "placements": [placement.value for placement in self.placements],
             "kept": [],  # earlier plans kept single activations

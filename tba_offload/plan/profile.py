@@ -48,7 +48,10 @@ class Saved(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Saved:
-        """An activation of a run log; before there was a placement ``offload-remat`` they said less of it."""
+        """Return an activation of a run log.
+
+        Before there was a placement ``offload-remat`` they said less of it.
+        """
         nbytes, at, until, *more = values
         rebuilt, needed = more or (None, None)
         return cls(
@@ -88,7 +91,7 @@ class LayerKind:
         return sum(saved.nbytes for saved in self.activations)
 
     def at_least(self, other: LayerKind) -> LayerKind:
-        """This kind with the sizes of another one where those are larger.
+        """Record that this kind with the sizes of another one where those are larger.
 
         If they do not save equally many activations, it is the one of the two that saves more.
         """
@@ -108,7 +111,7 @@ class LayerKind:
         )
 
     def beside_as(self, placement: Placement) -> Beside:
-        """What there is beside if it is placed so, as far as that was seen.
+        """Return what there is beside if it is placed so, as far as that was seen.
 
         Where all that a layer saves is in memory at once, backward frees some of it before it needs most, so
         that less lies beside it than where it is offloaded.
@@ -155,12 +158,12 @@ class LayerKind:
 
 
 def _most_known(*sizes: int | None) -> int | None:
-    """The largest of some sizes that are known; ``None`` if none is."""
+    """Return the largest of some sizes that are known; ``None`` if none is."""
     return max((size for size in sizes if size is not None), default=None)
 
 
 def computed_as(placement: Placement, layer: int) -> Placement:
-    """The placement by which a layer computes the same, of those that are measured each for itself.
+    """Return the placement by which a layer computes the same, of those that are measured each for itself.
 
     A layer of which a share travels computes as one that offloads, less what that takes for what stays.
     """
@@ -187,7 +190,7 @@ Samples = dict[Placement, tuple[Timing, ...]]
 
 
 def median_of(timings: Iterable[Timing]) -> Timing:
-    """The median of some timings, of each direction for itself."""
+    """Return the median of some timings, of each direction for itself."""
     return Timing(*(statistics.median(values) for values in zip(*timings, strict=True)))
 
 
@@ -212,12 +215,12 @@ class Slot(NamedTuple):
     gradients: int = 0
 
     def as_json(self) -> list[Any]:
-        """The slot for a run log."""
+        """Return the slot for a run log."""
         return list(self[:5] if self.held_until is not None else self[:4])
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Slot:
-        """A slot of a run log, without gradients; most say nothing of what outlives backward."""
+        """Return a slot of a run log, without gradients; most say nothing of what outlives backward."""
         layer, micro_batch, backward, gap, *held = values
         held_until = int(held[0]) if held else None
         return cls(int(layer), int(micro_batch), bool(backward), float(gap), held_until)
@@ -272,7 +275,7 @@ class StepProfile:
         return self.rest_bytes + max(self.loss_bytes, *(max(self.kinds[k].beside_as(way)) for k, way in ways))
 
     def kind_of(self, layer: int) -> LayerKind:
-        """The kind of a layer."""
+        """Return the kind of a layer."""
         return self.kinds[self.layers[layer]]
 
     @property
@@ -281,13 +284,15 @@ class StepProfile:
         return max((slot.gradients for slot in self.slots), default=0)
 
     def without_gradients(self) -> StepProfile:
-        """The step for a budget of activations alone, for which it does not matter when gradients come."""
+        """Return the step for a budget of activations alone, without the times at which gradients come."""
         if not self.gradient_bytes:
             return self
         return dataclasses.replace(self, slots=tuple(slot._replace(gradients=0) for slot in self.slots))
 
     def with_gradients_of(self, other: StepProfile) -> StepProfile:
-        """This step with the most gradients of two: other parameters may be trained in the next one.
+        """Record that this step with the most gradients of two.
+
+        Other parameters may be trained in the next one.
 
         Only if layers run in the same order in both, and gradients are known of both.
         """
@@ -299,7 +304,7 @@ class StepProfile:
         return dataclasses.replace(self, slots=tuple(slots))
 
     def samples_of(self, layer: int) -> Samples:
-        """The measurements of a layer's times; of one of which only those are known, its timings."""
+        """Return the measurements of a layer's times; of one of which only those are known, its timings."""
         kind = self.layers[layer]
         if self.samples:
             return self.samples[kind]
@@ -316,7 +321,7 @@ class StepProfile:
         return sum(self.kind_of(layer).nbytes for layer in range(len(self.layers)))
 
     def at_least(self, other: StepProfile) -> StepProfile:
-        """This profile with the sizes of another one of the same layers, where those are larger.
+        """Record that this profile with the sizes of another one of the same layers, where those are larger.
 
         If more gradients were there in forward in the other step, as those of other micro-batches are, it has
         the schedule of that.
@@ -369,7 +374,7 @@ class StepProfile:
         return self._without_second_forward(kind) or Timing(0.0, 0.0)
 
     def _without_second_forward(self, kind: int) -> Timing | None:
-        """What a layer that is recomputed takes, but for that; ``None`` if none was."""
+        """Return what a layer that is recomputed takes, but for that; ``None`` if none was."""
         ways = Placement.RECOMPUTE, Placement.RECOMPUTE_EXCEPT_ATTENTION
         again = next((known for way in ways if (known := self._measured(kind, way)) is not None), None)
         return None if again is None else Timing(again.forward, max(again.backward - again.forward, 0.0))
@@ -426,7 +431,7 @@ class StepProfile:
         return Timing(forward, backward + share * forward)
 
     def _measured(self, kind: int, placement: Placement) -> Timing | None:
-        """What was measured of a kind, or of another kind in proportion."""
+        """Return what was measured of a kind, or of another kind in proportion."""
         own = self.timings[kind]
         if placement in own:
             return own[placement]
@@ -437,7 +442,7 @@ class StepProfile:
         return None
 
     def as_json(self) -> dict[str, Any]:
-        """The profile for a run log."""
+        """Return the profile for a run log."""
         return {
             "kinds": [dataclasses.asdict(kind) for kind in self.kinds],
             "layers": list(self.layers),
@@ -454,7 +459,7 @@ class StepProfile:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> StepProfile:
-        """The profile that :meth:`as_json` made.
+        """Return the profile that :meth:`as_json` made.
 
         Raises:
             ValueError: The document is none.

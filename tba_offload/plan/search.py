@@ -60,7 +60,7 @@ def make_plan(
     known: Sequence[Plan] = (),
     tuning: Tuning = TUNING,
 ) -> Plan:
-    """The best plan that is found.
+    """Return the best plan that is found.
 
     Args:
         profile: The step.
@@ -87,7 +87,7 @@ def make_plan(
 
 
 def _best_of_many(profile: StepProfile, terms: Terms, freedom: Freedom, known: Sequence[Plan]) -> Plan:
-    """Searches on a condensed profile; memory is made exact with few micro-batches, prediction with all."""
+    """Search on a condensed profile; memory is made exact with few micro-batches, prediction with all."""
     small = condensed(profile, freedom.alike, terms.tuning.few_items)
     found = _Search(small.profile, terms, freedom.of(small.members)).best()
     candidate = Plan(small.expanded(found.placements), window=found.window)
@@ -172,7 +172,7 @@ class _Search:
         ]
 
     def best(self, known: Sequence[Plan] = ()) -> Plan:
-        """The best plan that is found, or known."""
+        """Return the best plan that is found, or known."""
         if self._trials.goal.wants_memory:
             self._trials.set_window(self._best_window())
         self._try_simplest()
@@ -189,7 +189,7 @@ class _Search:
         return self._chosen(known)
 
     def best_of(self, plans: Sequence[Plan]) -> Plan:
-        """The best of some plans and of the simplest, its window fitted to the budget."""
+        """Return the best of some plans and of the simplest, its window fitted to the budget."""
         if self._trials.goal.wants_memory:
             self._trials.set_window(plans[0].window)
         for plan in plans:
@@ -198,14 +198,14 @@ class _Search:
         return self._chosen(())
 
     def confirmed(self, plan: Plan, known: Sequence[Plan]) -> Plan:
-        """A plan for a part of this step, made to fit all of it."""
+        """Return a plan for a part of this step, made to fit all of it."""
         if self._trials.play(dataclasses.replace(plan, prediction=None)).score[0]:
             self._trials.attempt(plan.placements, plan.window)
             self._try_simplest()
         return self._chosen(known)
 
     def _chosen(self, known: Sequence[Plan]) -> Plan:
-        """The best of all that were tried and those that are known, with what it is going to do."""
+        """Return the best of all that were tried and those that are known, with what it is going to do."""
         trials = self._trials
         for plan in known:
             trials.play(dataclasses.replace(plan, prediction=None))
@@ -218,7 +218,7 @@ class _Search:
         return dataclasses.replace(best.plan, prediction=trials.really(best.plan).prediction)
 
     def _sound(self, best: Trial) -> Trial:
-        """The best plan that is as good on the drive as it is: a faster one can mean more waiting.
+        """Return the best plan that is as good on the drive as it is: a faster one can mean more waiting.
 
         If none of those that come next is, it is the one of them that is best there.
         """
@@ -239,7 +239,7 @@ class _Search:
     # ---- windows ---------------------------------------------------------------------------------
 
     def _best_window(self) -> int | None:
-        """The window with which most is freed: a large one frees nothing of a step that fits in it.
+        """Return the window with which most is freed: a large one frees nothing of a step that fits in it.
 
         After that of the user come those from the smallest on, until two are worse than the best so far.
         """
@@ -275,13 +275,16 @@ class _Search:
     # ---- two numbers -----------------------------------------------------------------------------
 
     def _best_others(self) -> Placement:
-        """What layers had better be that are neither kept nor recomputed: offloaded, or rebuilt in part."""
+        """Return what layers had better be that are neither kept nor recomputed.
+
+        Offloaded, or rebuilt in part.
+        """
         if OFFLOAD_REMAT not in self._choices:
             return OFFLOAD
         return min((OFFLOAD, OFFLOAD_REMAT), key=lambda way: self._best_kept(0, way, None, way)[0].score)
 
     def _try_family(self, way: Placement, others: Placement) -> None:
-        """Finds the best number of kept layers for some numbers of those that spare the drive, ever closer.
+        """Find the best number of kept layers for some numbers of those that spare the drive, ever closer.
 
         Args:
             way: How they spare it; the same as ``others`` if none does.
@@ -305,7 +308,7 @@ class _Search:
     def _best_kept(
         self, sparing: int, way: Placement, near: int | None, others: Placement = OFFLOAD
     ) -> tuple[Trial, int]:
-        """The best number of kept layers: the plan, and the number.
+        """Return the best number of kept layers: the plan, and the number.
 
         Args:
             sparing: How many layers spare the drive.
@@ -321,7 +324,7 @@ class _Search:
     def _climb(
         self, placed: Callable[[int], tuple[Placement, ...]], most: int, place: int, step: int
     ) -> tuple[Trial, int]:
-        """The best of placements that are in order, by ever smaller steps: the plan, and its place.
+        """Return the best of placements that are in order, by ever smaller steps: the plan, and its place.
 
         Args:
             placed: Those of a place.
@@ -343,7 +346,7 @@ class _Search:
                 return found, place
 
     def _spread(self, kept: int, sparing: int, way: Placement, others: Placement) -> tuple[Placement, ...]:
-        """The last ones kept, among the others those that spare the drive spread evenly."""
+        """Return the last ones kept, among the others those that spare the drive spread evenly."""
         placements = list(self._freedom.uniform(others))
         first = self._free[: len(self._free) - kept]
         for layer in self._free[len(first) :]:
@@ -372,7 +375,7 @@ class _Search:
     # ---- single changes --------------------------------------------------------------------------
 
     def _improve(self, found: Trial) -> None:
-        """Changes one layer after the other, until no change helps or enough was tried."""
+        """Change one layer after the other, until no change helps or enough was tried."""
         changed = True
         while changed:
             changed = False

@@ -42,7 +42,7 @@ def ways_to_share(profile: StepProfile) -> list[Shares]:
 def with_shares(
     profile: StepProfile, placements: tuple[Placement, ...], layers: Container[int], shares: Shares
 ) -> tuple[Placement, ...]:
-    """Some placements, but that of some layers the share of their kind travels.
+    """Return some placements, but that of some layers the share of their kind travels.
 
     Args:
         profile: Has the kind of each layer.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _go_on() -> None:
-    """The thread that plays has nothing else to do."""
+    """Record that the thread that plays has nothing else to do."""
 
 
 pausing: ContextVar[Callable[[], None]] = ContextVar("pausing", default=_go_on)
@@ -161,7 +161,7 @@ class _Run:
         ]
 
     def _timing_of(self, layer: int, way: Placement) -> Timing:
-        """What a layer takes: so much less as offloading takes for what stays in memory."""
+        """Return what a layer takes: so much less as offloading takes for what stays in memory."""
         timing = self._profile.timing(layer, way)
         if not way.is_offloaded:
             return timing
@@ -229,7 +229,7 @@ class _Run:
     # ---- layers that stay ------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """The layer keeps what it saves."""
+        """Record that the layer keeps what it saves."""
         self._traffic.compute(self._seconds)
         nbytes = self._nbytes[self.layer]
         if self._slot.backward:
@@ -238,7 +238,7 @@ class _Run:
             self._traffic.hold(nbytes)
 
     def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> None:
-        """The layer keeps its inputs, unless they travel, and runs again in backward."""
+        """Record that the layer keeps its inputs, unless they travel, and runs again in backward."""
         if inputs_travel or attention_travels:
             self._recompute_from_store(attention_travels=attention_travels)
             return
@@ -251,7 +251,7 @@ class _Run:
             self._traffic.hold(kind.input_bytes)
 
     def _run_again(self, kind: LayerKind, there: int = 0) -> None:
-        """What a second forward saves comes into memory, but for what is there, and goes."""
+        """Record that what a second forward saves comes into memory, but for what is there, and goes."""
         nbytes = max(kind.recomputed_bytes - there, 0)
         self._traffic.hold(nbytes)
         self._traffic.memory.free(nbytes)
@@ -259,7 +259,7 @@ class _Run:
     # ---- layers that travel ----------------------------------------------------------------------
 
     def _recompute_from_store(self, *, attention_travels: bool) -> None:
-        """The inputs of such a layer travel, and what attention puts out that is not computed again."""
+        """Offload the inputs of such a layer, and the output of attention that is not computed again."""
         kind, scope, traffic = self._kind, self._scope, self._traffic
         attention = kind.attention_bytes or 0 if attention_travels else 0
         if self._slot.backward:
@@ -278,7 +278,7 @@ class _Run:
             traffic.end_forward(scope, items)
 
     def offload(self, *, rebuilds: bool = False, percent: int = 100) -> None:  # noqa: ARG002 - the plan has it
-        """What the layer saves travels, but for what it keeps and what it can rebuild."""
+        """Record that what the layer saves travels, but for what it keeps and what it can rebuild."""
         if not self._slot.backward:
             self._offload_forward(rebuilds=rebuilds)
         elif rebuilds:
@@ -305,7 +305,7 @@ class _Run:
         traffic.end_forward(self._scope, items)
 
     def _offload_backward(self) -> None:
-        """What travelled comes back when it is used."""
+        """Record that what travelled comes back when it is used."""
         traffic, seconds = self._traffic, self._seconds
         passed, used = 0.0, 0
         for item in traffic.begin_backward(self._scope):
@@ -318,7 +318,10 @@ class _Run:
         self._end_backward(used)
 
     def _rebuild_backward(self) -> None:
-        """What is rebuilt comes into being when it is used; what it is made of stays until its own use."""
+        """Record that what is rebuilt comes into being when it is used.
+
+        What it is made of stays until its own use.
+        """
         traffic, seconds = self._traffic, self._seconds
         passed, used = 0.0, 0
         self._rebuild_seconds += self._rebuilding[self.layer]
@@ -351,7 +354,7 @@ class _Run:
         return sorted(events, key=lambda event: event.at)
 
     def _end_backward(self, used: int) -> None:
-        """The layer has gone backward: nothing of it is left, neither what was used last."""
+        """Record that the layer has gone backward: nothing of it is left, neither what was used last."""
         self._traffic.end_backward(self._scope)
         self._traffic.memory.free(used)
         self._traffic.memory.let_go(self._kept_bytes[self.layer] + self._kind.small_bytes)

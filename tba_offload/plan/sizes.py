@@ -68,7 +68,7 @@ class Sizes:
         self._has_grown = self._is_mixed = False
 
     def note(self, layer: int, size: RunSize) -> bool:
-        """Notes that a layer is going to run; tells whether all of this step is as was planned for so far."""
+        """Note that a layer is going to run; tells whether all of this step is as was planned for so far."""
         seen = self._seen[layer]
         if size not in seen:
             if not self._has_grown and not _is_within(size, self._planned.get(layer, ())):

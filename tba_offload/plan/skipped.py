@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def with_skipped(profile: StepProfile, before: StepProfile | None) -> StepProfile:
-    """A step with the runs of layers that were skipped in it.
+    """Return a step with the runs of layers that were skipped in it.
 
     Micro-batches that share a layer are of one kind: each may run what any of them ran, in ``before`` too.
 
@@ -94,7 +94,7 @@ def _merged(ours: list[int], theirs: list[int]) -> list[int]:
 
 
 def _completed(slots: Sequence[Slot], orders: Orders) -> tuple[Slot, ...]:
-    """The compute of a step with the runs that it lacks, of the micro-batches that it has.
+    """Return the compute of a step with the runs that it lacks, of the micro-batches that it has.
 
     Each lies within the run before it: its forward follows the forward of that one, and its backward comes
     before the backward of that one. Those before the first run lie around it.

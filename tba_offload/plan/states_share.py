@@ -58,7 +58,9 @@ class StatesLoad:
 
     @classmethod
     def of_updates(cls, updates: Sequence[Mapping[str, Any]]) -> StatesLoad | None:
-        """What updates in a run log tell, as if sub-groups were of equal size; ``None`` if that is nothing.
+        """Return what updates in a run log tell, as if sub-groups were of equal size.
+
+        None if that is nothing.
 
         Args:
             updates: Its ``states`` events.
@@ -97,7 +99,7 @@ class StatesLoad:
         return max(self.update_seconds, self.travelled_bytes(travelling) / self.rate)
 
     def useful(self) -> list[int]:
-        """The numbers of travelling sub-groups of which each leaves more memory than those before it."""
+        """Get the numbers of travelling sub-groups of which each leaves more memory than those before it."""
         found = [0]
         for travelling in range(1, self.count + 1):
             if self.device_bytes(travelling) < self.device_bytes(found[-1]):
@@ -195,7 +197,7 @@ def choose(
     *,
     now: int | None = None,
 ) -> list[Expected]:
-    """Tries some numbers of travelling sub-groups.
+    """Try some numbers of travelling sub-groups.
 
     Updates take the longer, and the rest of a step the less, the more travel. So a few numbers, and then some
     around the best of them, come close to the best of all.
@@ -232,7 +234,7 @@ def choose(
 
 
 def in_words(chosen: Expected, load: StatesLoad) -> str:
-    """What was chosen, what it leaves, and what is expected of it."""
+    """Return what was chosen, what it leaves, and what is expected of it."""
     left, staying = readable_size(chosen.limits.budget or 0), load.device_bytes(chosen.travelling)
     return (
         f"{chosen.travelling} of {load.count} sub-groups of optimizer states travel, "
@@ -242,7 +244,7 @@ def in_words(chosen: Expected, load: StatesLoad) -> str:
 
 
 def settled(tried: Sequence[Expected], now: int | None) -> Expected:
-    """The choice: the best, if it is clearly faster than what there is or leaves the drive alone.
+    """Return the choice: the best, if it is clearly faster than what there is or leaves the drive alone.
 
     Args:
         tried: What :func:`choose` gave.
@@ -259,7 +261,7 @@ def _rank(found: Expected) -> tuple[int, float, int]:
 
 
 def _sorted(tried: list[Expected]) -> list[Expected]:
-    """The best first: the fewest that travel among those that are as fast as any."""
+    """Return the best first: the fewest that travel among those that are as fast as any."""
     fastest = min(tried, key=_rank)
     alike = [
         each for each in tried if each.over <= fastest.over and each.seconds <= (1 + ALIKE) * fastest.seconds

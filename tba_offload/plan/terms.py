@@ -54,7 +54,7 @@ class Freedom:
     def all_of(
         cls, profile: StepProfile, policy: Sequence[Placement], not_recomputed: frozenset[int]
     ) -> Freedom:
-        """That of the layers of a step."""
+        """Return that of the layers of a step."""
         count = len(profile.layers)
         not_rebuilt = frozenset(layer for layer in range(count) if not profile.kind_of(layer).rebuilt_bytes)
         without = frozenset(layer for layer in range(count) if not profile.kind_of(layer).attention_bytes)
@@ -71,7 +71,7 @@ class Freedom:
         return [(wanted, layer in self.not_recomputed) for layer, wanted in enumerate(self.policy)]
 
     def of(self, groups: Sequence[tuple[int, ...]]) -> Freedom:
-        """The same of groups of layers that are alike."""
+        """Return the same of groups of layers that are alike."""
 
         def of_groups(layers: frozenset[int]) -> frozenset[int]:
             return frozenset(place for place, group in enumerate(groups) if group[0] in layers)

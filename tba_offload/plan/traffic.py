@@ -88,7 +88,7 @@ class Tier:
         return self._held + item.blocks <= self._capacity
 
     def write(self, item: Item, now: float) -> None:
-        """Starts a write, after those that it has."""
+        """Start a write, after those that it has."""
         nbytes = item.nbytes
         seconds = self._latency + nbytes / self._rates[0]
         begin = max(now, self.writing[-1].written) if self.writing else now
@@ -102,13 +102,13 @@ class Tier:
         self.writing.append(item)
 
     def end_write(self) -> Item:
-        """The write that ends first has ended."""
+        """Return the write that ends first has ended."""
         item = self.writing.popleft()
         self.backlog -= item.nbytes
         return item
 
     def start_read(self, item: Item, now: float) -> None:
-        """Starts a read, after those that it has, and after the item is written."""
+        """Start a read, after those that it has, and after the item is written."""
         seconds = self._latency + item.nbytes / self._rates[1]
         self._reader_free = item.arrives = max(self._reader_free, now, item.written) + seconds
         self.read_seconds += seconds
@@ -140,7 +140,7 @@ class Tiers:
         self._spills_above = window.spills_above
 
     def write(self, item: Item, now: float) -> bool:
-        """Starts a write; tells whether any tier has room."""
+        """Start a write; tells whether any tier has room."""
         has_room = self.drive.has_room(item)
         tier = self.drive if has_room else None
         if self.host is not None:
@@ -156,21 +156,21 @@ class Tiers:
         return True
 
     def end_first(self) -> Item:
-        """The first of all writes has ended."""
+        """Return the first of all writes has ended."""
         item = self._first_to_end().end_write()
         following = self._first_to_end().writing
         self.next_written = following[0].written if following else INFINITY
         return item
 
     def _first_to_end(self) -> Tier:
-        """The tier of which a write ends first."""
+        """Return the tier of which a write ends first."""
         if self.host is None or not self.host.writing:
             return self.drive
         is_host = not self.drive.writing or self.host.writing[0].written < self.drive.writing[0].written
         return self.host if is_host else self.drive
 
     def start_read(self, item: Item, now: float) -> None:
-        """Starts a read from where the item is."""
+        """Start a read from where the item is."""
         self._tier_of(item).start_read(item, now)
 
     def release(self, item: Item) -> None:
@@ -206,7 +206,7 @@ class Outbox:
         self.nbytes += item.nbytes
 
     def take(self, held_back: int) -> Item | None:
-        """The next one to be handed over; ``None`` if no more bytes wait than are held back."""
+        """Return the next one to be handed over; ``None`` if no more bytes wait than are held back."""
         if not self._items or (held_back and self.nbytes <= held_back):
             return None
         item = self._items.popleft()
@@ -215,7 +215,7 @@ class Outbox:
         return item
 
     def take_back(self, item: Item) -> None:
-        """A write that was not handed over never is; one that was goes on."""
+        """Record that a write that was not handed over never is; one that was goes on."""
         if item.waits:
             item.waits = False
             self._items.remove(item)
@@ -248,7 +248,7 @@ class Memory:
         self._leaving: dict[int, int] = defaultdict(int)  # bytes that are gone by the begin of a slot
 
     def begin(self, place: int, slot: Slot, beside: int) -> None:
-        """A slot begins: what was held until then goes.
+        """Record that a slot begins: what was held until then goes.
 
         Args:
             place: Of the slot.
@@ -281,7 +281,7 @@ class Memory:
         self._settled -= nbytes
 
     def let_go(self, nbytes: int) -> None:
-        """The slot that runs has used what stays until the graph is gone."""
+        """Record that the slot that runs has used what stays until the graph is gone."""
         held_until = self._slot.held_until if self._slot is not None else None
         if held_until is None:
             self._settled -= nbytes
@@ -328,13 +328,13 @@ class ReadOrder:
         self._saved: dict[Scope, list[Item]] = {}  # of each scope, in the order of its use
 
     def add(self, scope: Scope, items: Sequence[Item]) -> None:
-        """A layer has run forward, and has saved these."""
+        """Record that a layer has run forward, and has saved these."""
         self._saved[scope] = sorted(items, key=_until)
         # With several micro-batches the order runs ahead of what exists; come back for what appears.
         self._next = min(self._next, self._position.get(scope, self._next))
 
     def begin(self, scope: Scope) -> list[Item]:
-        """A layer begins its backward: what it saved, in the order of use."""
+        """Return a layer begins its backward: what it saved, in the order of use."""
         self._pass = self._pass_of[self._position[scope]]
         return self._saved[scope]
 
@@ -343,7 +343,7 @@ class ReadOrder:
         del self._saved[scope]
 
     def ahead(self) -> Iterator[tuple[Item, bool]]:
-        """What may be read next, and whether a forward pass comes before its use.
+        """Yield what may be read next, and whether a forward pass comes before its use.
 
         Where it is left off it begins anew next time.
         """
@@ -386,7 +386,10 @@ class Traffic:
     # ---- time and memory -------------------------------------------------------------------------
 
     def begin(self, place: int, slot: Slot, beside: int) -> None:
-        """A slot begins, after other compute; ``beside`` bytes lie beside activations while it runs."""
+        """Record that a slot begins, after other compute.
+
+        ``beside`` bytes lie beside activations while it runs.
+        """
         self.memory.begin(place, slot, beside)
         self.now += slot.gap
 
@@ -431,13 +434,13 @@ class Traffic:
         return item
 
     def end_forward(self, scope: Scope, items: Sequence[Item]) -> None:
-        """A layer has run forward, and has saved these."""
+        """Record that a layer has run forward, and has saved these."""
         self._order.add(scope, items)
         if not self._outbox.held_back:
             self._flush(0)
 
     def _admit(self, nbytes: int) -> None:
-        """Waits for writes to end where the window is full."""
+        """Wait for writes to end where the window is full."""
         while self._window.is_crowded(self.memory.in_flight, nbytes):
             self._settle()
             if not self._window.is_crowded(self.memory.in_flight, nbytes):
@@ -466,7 +469,7 @@ class Traffic:
         self.hold(item.nbytes)
 
     def _settle(self) -> None:
-        """Takes note of the writes that have ended by now."""
+        """Take note of the writes that have ended by now."""
         while self.tiers.next_written <= self.now:
             item = self.tiers.end_first()
             if item.in_memory:
@@ -476,7 +479,10 @@ class Traffic:
     # ---- reading ---------------------------------------------------------------------------------
 
     def begin_backward(self, scope: Scope) -> list[Item]:
-        """A layer of which something travelled begins its backward: what it saved, in the order of use."""
+        """Return a layer of which something travelled begins its backward.
+
+        What it saved, in the order of use.
+        """
         return self._order.begin(scope)
 
     def end_backward(self, scope: Scope) -> None:
@@ -516,13 +522,16 @@ class Traffic:
         self.hold(item.nbytes)
 
     def _outlives(self, item: Item) -> None:
-        """The original of an activation is there: where the graph outlives its use, it does so too."""
+        """Record that the original of an activation is there.
+
+        Where the graph outlives its use, it does so too.
+        """
         if self.memory.outlives:
             self.memory.let_go(item.nbytes)
             item.goes = 0
 
     def read_ahead(self) -> None:
-        """Reads what backward is going to use next, as far as the window allows."""
+        """Read what backward is going to use next, as far as the window allows."""
         if self.tiers.next_written <= self.now:
             self._settle()
         if not self._window.is_worth_filling(self.memory.in_flight):

@@ -85,7 +85,7 @@ class Trials:
         return self._played[plan]
 
     def really(self, plan: Plan) -> Outcome:
-        """What a plan does on the drive as it is."""
+        """Return what a plan does on the drive as it is."""
         trial = self._played.get(plan) if self.bandwidth == self.terms.bandwidth else None
         return simulate(self.profile, plan, self.terms.bandwidth) if trial is None else trial.outcome
 
@@ -140,11 +140,11 @@ class Trials:
         return len(self._played)
 
     def best(self) -> Trial:
-        """The best so far."""
+        """Return the best so far."""
         return min(self._played.values(), key=score_of)
 
     def final(self) -> Trial:
-        """The best to end with."""
+        """Return the best to end with."""
         return min(self._played.values(), key=lambda trial: self.goal.final_score(trial.outcome))
 
     def ranked(self, *others: Trial) -> list[Trial]:

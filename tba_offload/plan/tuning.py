@@ -247,7 +247,7 @@ class Tuning:
     steps whose rates differed by up to 2.5 times, would never be noticed without it."""
 
     def deviation(self, found: float) -> float:
-        """The share by which a figure is another, if it differs by a share from step to step anyway."""
+        """Get the share by which a figure is another, if it differs by a share from step to step anyway."""
         return min(self.odd * found, self.doubtless)
 
     def thinking(self, seconds: float) -> float:

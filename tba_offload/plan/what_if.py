@@ -29,7 +29,9 @@ class Block:
 
 
 def one_f_one_b(micro_batches: int, ahead: int) -> list[Block]:
-    """The schedule of one pipeline stage: some forwards ahead, then one forward and one backward in turn.
+    """Return the schedule of one pipeline stage.
+
+    Some forwards ahead, then one forward and one backward in turn.
 
     Narayanan et al. 2021 (PipeDream-Flush). Of p stages, stage s (from 0) is p - s micro-batches ahead;
     gradient accumulation without a pipeline is 1 ahead.
@@ -48,7 +50,7 @@ def one_f_one_b(micro_batches: int, ahead: int) -> list[Block]:
 def stretched(
     profile: StepProfile, *, layers: int | None = None, micro_batches: int | None = None
 ) -> StepProfile:
-    """The profile of a step with other numbers of layers or micro-batches.
+    """Return the profile of a step with other numbers of layers or micro-batches.
 
     Layers are repeated, or left out, evenly. Micro-batches follow one another as 1F1B has them, as many ahead
     as in the step that was measured. Other compute takes as long for each micro-batch as it did.
@@ -124,6 +126,6 @@ class Choice:
 
 
 def peak_of_keep(profile: StepProfile, bandwidth: Bandwidth) -> int:
-    """The activation peak if every layer keeps its activations, bytes."""
+    """Return the activation peak if every layer keeps its activations, bytes."""
     plan = Plan((Placement.KEEP,) * len(profile.layers))
     return simulate(profile, plan, bandwidth).peak_bytes

@@ -41,7 +41,7 @@ class Writes(NamedTuple):
 def writes_of(
     profile: StepProfile, plan: Plan, bandwidth: Bandwidth, limits: Limits, policy: Sequence[Placement]
 ) -> Writes | None:
-    """What a plan writes; ``None`` if nothing limits that.
+    """Return what a plan writes; ``None`` if nothing limits that.
 
     Args:
         profile: The step.

@@ -66,7 +66,7 @@ class AttentionOnce:
         self._calls: list[_Call] = []
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> object:
-        """Runs the layer."""
+        """Run the layer."""
         pack, self._pack = self._pack, None  # which knows the scope of the first call
         instead = _Again(self._calls, self._unpack) if pack is None else _First(self._calls, pack)
         with _here.having(instead):
@@ -80,7 +80,7 @@ class _Here(threading.local):
 
     @contextmanager
     def having(self, instead: Callable[[Any, Callable[[], Any]], Any] | None) -> Iterator[None]:
-        """A block in which the thread does something else instead, or attention itself."""
+        """Return a block in which the thread does something else instead, or attention itself."""
         before, self.instead = self.instead, instead
         try:
             yield
@@ -160,7 +160,7 @@ class _Again:
 
 
 def _sharing_versions() -> AbstractContextManager[object]:
-    """A block in which views share the version counter of what they look at, as they do above autograd."""
+    """Return a block in which views share the version counter of their base, as they do above autograd."""
     guard = torch._C._SetExcludeDispatchKeyGuard
     return guard(torch._C.DispatchKey.ADInplaceOrView, False)  # noqa: FBT003 - positional in C++
 
@@ -174,7 +174,7 @@ _turn = threading.Lock()
 
 
 def _look_at_operations() -> None:
-    """Puts a function in front of each operation that is known by now: packages may be loaded later."""
+    """Put a function in front of each operation that is known by now: packages may be loaded later."""
     with _turn:
         for name in OPERATIONS:
             if name not in _looking:

@@ -84,7 +84,7 @@ def reach_of_class(kind: type[nn.Module]) -> Reach:
 
 @remembered
 def _reach_beyond(kind: type[nn.Module]) -> Reach:
-    """The same but for the class itself."""
+    """Return the same but for the class itself."""
     reach = _reach_of(_functions_of(kind), _own_bases(kind))
     return reach._replace(classes=tuple(each for each in reach.classes if each is not kind))
 

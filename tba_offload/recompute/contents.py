@@ -116,7 +116,7 @@ class Contents:
         )
 
     def add(self, name: str, value: Any, *, saves_tuples: bool = False) -> Any:
-        """Takes down what a value holds.
+        """Take down what a value holds.
 
         Args:
             name: What to call the value.
@@ -159,7 +159,7 @@ class Contents:
                 found.pop() if isinstance(found, list) else found.popitem()
 
     def _look_through(self, name: str, value: object, *, saves_tuples: bool) -> bool:
-        """Takes down what a value holds; whether it holds graphs that are not the layer's own."""
+        """Take down what a value holds; whether it holds graphs that are not the layer's own."""
         holds_graphs = False
         waiting = deque([(value, 0, saves_tuples)])
         while waiting:
@@ -188,7 +188,7 @@ class Contents:
         return holds_graphs
 
     def add_reach(self, reach: Reach) -> None:
-        """Takes down the state that code reaches.
+        """Take down the state that code reaches.
 
         Raises:
             TooManyError: There are more objects than can be looked through.
@@ -209,7 +209,7 @@ class Contents:
                 self.add_reach(reach)
 
     def _add_attributes(self, owner: object, names: tuple[str, ...]) -> None:
-        """Takes down some attributes of an object, and what they hold."""
+        """Take down some attributes of an object, and what they hold."""
         if id(owner) not in self._seen:
             self._seen[id(owner)] = None
             self._hold(Attributes.of(owner, names))
@@ -218,13 +218,13 @@ class Contents:
         self._hold(FileNames.of(names, _CODE))
 
     def _hold(self, holder: Attributes | FileNames | Local) -> None:
-        """Notes something with names for objects, and takes down what these hold."""
+        """Note something with names for objects, and take down what these hold."""
         self.holders.others.append(holder)
         content = holder.content
         content.update({name: self.add(name, value) for name, value in content.items()})
 
     def _take_down_container(self, base: Any, value: object) -> Any:
-        """Notes what a container holds now; returns its parts, as other ways to take something down do."""
+        """Note what a container holds now; returns its parts, as other ways to take something down do."""
         if base.__len__(value) > LARGE:
             self.unknown = UNSEEN
             return ()
@@ -248,7 +248,7 @@ class Contents:
         return ()
 
     def _take_down_array(self, found: Any) -> Any:
-        """Copies a small array, of Python's or of NumPy's kind; leaves a large one to :meth:`large`."""
+        """Copy a small array, of Python's or of NumPy's kind; leaves a large one to :meth:`large`."""
         self.is_fixed = False
         is_numpys = not isinstance(found, array)
         if is_numpys and not found.flags.writeable:
@@ -285,19 +285,19 @@ class Contents:
         self.tensors[:] = [held for held in self.tensors if address_of(held.tensor) not in addresses]
 
     def large(self) -> dict[str, torch.Tensor]:
-        """What is not copied, and may be changed past any version."""
+        """Return what is not copied, and may be changed past any version."""
         tensors = {held.name: held.tensor for held in self.tensors if held.copy is None}
         bits = (torch.frombuffer(bytearray(found.tobytes()), dtype=torch.uint8) for found in self._large)
         return {**tensors, **{f"a large array ({number})": each for number, each in enumerate(bits)}}
 
     def changed_in_place(self) -> str | None:
-        """The name of a tensor that has changed in place since; ``None`` for none of them."""
+        """Return the name of a tensor that has changed in place since; ``None`` for none of them."""
         large = (held for held in self.tensors if held.copy is None)
         return next((held.name for held in large if version_of(held.tensor) != held.version), None)
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """What the tensors have in common that share memory."""
+    """Return what the tensors have in common that share memory."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except RuntimeError:  # a sparse tensor, or one under a transform, has no storage to ask for
@@ -313,7 +313,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A copy of a small tensor without a graph, which a layer may change, as batch norm its statistics."""
+    """Return a copy of a small tensor without a graph, which a layer may change, as batch norm does."""
     is_small = tensor.layout is torch.strided and tensor.numel() * tensor.itemsize < SMALL
     is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad and not tensor.is_quantized
     return tensor.detach().clone() if is_small and is_plain and not tensor.is_inference() else None
@@ -326,14 +326,17 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _mangled(kind: type, name: str) -> str:
-    """The name of a slot as Python has it: one with two leading underscores is private to its class."""
+    """Return the name of a slot as Python has it.
+
+    One with two leading underscores is private to its class.
+    """
     is_private = name.startswith("__") and not name.endswith("__")
     return f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
 
 
 @remembered
 def _way_of(kind: type) -> _Way | None:
-    """What takes an object of a class down; ``None`` for one that has nothing to take down."""
+    """Return what takes an object of a class down; ``None`` for one that has nothing to take down."""
     if kind in PLAIN or issubclass(kind, (torch.Tensor, torch.nn.Module, *_LEAVES)):
         return None
     base = next((base for base in CONTAINERS if issubclass(kind, base)), None)
@@ -358,7 +361,7 @@ def _way_of_object(kind: type) -> _Way:
 
 
 def _only_wraps(_: Contents, value: object) -> Any:
-    """What an object that is left alone is a wrapper of."""
+    """Return what an object that is left alone is a wrapper of."""
     return (getattr(value, "__wrapped__", None),)
 
 
@@ -385,7 +388,7 @@ def _generators_of_numpy() -> tuple[type, ...]:
 
 
 def _generator_of(value: Any) -> Generator:
-    """An object that draws random numbers as a source of them."""
+    """Return an object that draws random numbers as a source of them."""
     if isinstance(value, torch.Generator):
         return Generator(value.get_state, value.set_state)
     if isinstance(value, random.Random):

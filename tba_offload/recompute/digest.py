@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def digests(value: object, *, samples_only: bool = False) -> list[Digest]:
-    """The digests of all strided tensors in a value, in order; of distributed ones those of the local part.
+    """Return the digests of all strided tensors in a value, in order.
+
+    Of distributed ones those of the local part.
 
     Raises:
         TooManyError: There is more in it than is looked at.

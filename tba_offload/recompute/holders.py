@@ -45,12 +45,12 @@ class Container(NamedTuple):
 
     @classmethod
     def of(cls, base: Any, found: Any, owner: object = None) -> Container:
-        """A container as it is now."""
+        """Return a container as it is now."""
         content = dict(OrderedDict.items(found)) if base is OrderedDict else base.copy(found)
         return cls(base, found, content, owner)
 
     def parts(self) -> Iterable[Any]:
-        """The objects that it held."""
+        """Return the objects that it held."""
         values: Iterable[Any] = self.content.values() if self.base in _MAPPINGS else self.content
         return values
 
@@ -102,7 +102,7 @@ class Attributes(NamedTuple):
 
     @classmethod
     def of(cls, owner: object, names: tuple[str, ...]) -> Attributes:
-        """The attributes as they are now."""
+        """Return the attributes as they are now."""
         whole = dict(vars(owner)) if isinstance(owner, type) else None
         return cls(owner, names, _attributes_of(owner, names), whole)
 
@@ -113,7 +113,7 @@ class Attributes(NamedTuple):
         return are_same(_attributes_of(self.owner, self.names), self.content)
 
     def put_back(self, undo: Callable[..., object]) -> None:
-        """Gives the owner what it had; ``undo`` takes the call that undoes this."""
+        """Give the owner what it had; ``undo`` takes the call that undoes this."""
         now = _attributes_of(self.owner, self.names)
         undo(_put_attributes, self.owner, self.names, now)
         _put_attributes(self.owner, self.names, self.content)
@@ -134,7 +134,7 @@ class FileNames(NamedTuple):
 
     @classmethod
     def of(cls, names: Names, code: tuple[type, ...]) -> FileNames:
-        """The names as they are now, without values of these classes."""
+        """Return the names as they are now, without values of these classes."""
         found = {name: names.file[name] for name in names.read if name in names.file}
         content = {name: value for name, value in found.items() if not isinstance(value, code)}
         return cls(names, _values_of(names), content)
@@ -161,7 +161,7 @@ class Local(NamedTuple):
         return False
 
     def put_back(self, undo: Callable[..., object]) -> None:
-        """Gives it to the calling thread, which may be another; ``undo`` takes the call that undoes this."""
+        """Give it to the calling thread, which may be another; ``undo`` takes the call that undoes this."""
         own = Container(dict, self.local.__dict__, self.content)
         undo(Container.of(dict, own.found).refill)
         own.refill()
@@ -178,7 +178,7 @@ class Array(NamedTuple):
         return False
 
     def put_back(self, undo: Callable[..., object]) -> None:
-        """Gives it its values; ``undo`` takes the call that undoes this."""
+        """Give it its values; ``undo`` takes the call that undoes this."""
         undo(_overwrite, self.found, copy.copy(self.found))
         _overwrite(self.found, self.values)
 

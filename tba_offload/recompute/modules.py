@@ -60,12 +60,12 @@ class _Found(NamedTuple):
     is_wrapper: bool
 
     def attributes_now(self) -> dict[str, Any]:
-        """The attributes that the module has now; the very ones that were found if it has these."""
+        """Return the attributes that the module has now; the very ones that were found if it has these."""
         own = self.module.__dict__
         return self.attributes if are_same(own, self.attributes) else own.copy()
 
     def put_back(self, undo: Callable[..., object]) -> None:
-        """Gives the module what it had but for attributes; ``undo`` takes the calls that undo this."""
+        """Give the module what it had but for attributes; ``undo`` takes the calls that undo this."""
         module = self.module
         if self.buffers or module._buffers:
             undo(_put_all, module._buffers, module._buffers.copy())
@@ -108,7 +108,7 @@ class Modules:
             self._note_dictionaries()
 
     def __iter__(self) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
-        """The modules and their buffers, without graphs."""
+        """Return the modules and their buffers, without graphs."""
         return ((found.module, found.buffers) for found in self._found)
 
     # ---- taken down ------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Modules:
 
 
 def _own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a module that are its own.
+    """Return the attributes of a module that are its own.
 
     Sharded data parallelism has views of gathered parameters among the others, and makes them anew.
     """
@@ -215,13 +215,13 @@ def _is_view(value: Any) -> bool:
 
 
 def _put_each(wanted: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Makes the attributes of modules those that are wanted."""
+    """Make the attributes of modules those that are wanted."""
     for attributes, content in wanted:
         _put(attributes, content)
 
 
 def _put(now: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Makes a module's own attributes those that are wanted."""
+    """Make a module's own attributes those that are wanted."""
     if are_same(now, wanted):
         return
     own, wanted = _own_attributes(now), _own_attributes(wanted)
@@ -247,7 +247,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a layer, without those whose parameters are gathered by a wrapper inside of it."""
+    """Yield the modules of a layer, without those whose parameters are gathered by a wrapper inside of it."""
     sharded = loaded(_SHARDED)
     waiting = [layer]
     while waiting:

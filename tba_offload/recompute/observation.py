@@ -75,7 +75,7 @@ class Observation:
         self._given: dict[int | str, list[Digest]] = {}
 
     def look_closely(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Takes digests of what is not copied, for :meth:`change` to see changes that no version tells.
+        """Take digests of what is not copied, for :meth:`change` to see changes that no version tells.
 
         Args:
             args: What forward is given by position.
@@ -85,7 +85,7 @@ class Observation:
         self._given = {key: digests(value) for key, value in _by_name(args, kwargs).items()}
 
     def change(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-        """What the run, which is over, has changed of what a second one would find; ``None`` for nothing.
+        """Return what the run, which is over, has changed of what a second one would find; None for nothing.
 
         Args:
             args: What forward was given by position.
@@ -115,7 +115,7 @@ class Observation:
         return next((argument_name(key) for key in changed), None)
 
     def _changed_large(self) -> str | None:
-        """What has changed in a way that no version tells; looked for once."""
+        """Return what has changed in a way that no version tells; looked for once."""
         before, self._large = self._large, None
         if before is None:
             return None
@@ -123,7 +123,7 @@ class Observation:
         return next((name for name in before if not equal(before[name], now.get(name, []))), None)
 
     def note_output(self, output: object, *, samples_only: bool = False) -> None:
-        """Takes down what the run put out.
+        """Take down what the run put out.
 
         Raises:
             TooManyError: It is more than can be looked through.
@@ -145,7 +145,7 @@ class Observation:
     def repeat(
         self, forward: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> object:
-        """Runs the layer a second time, in what the first run found.
+        """Run the layer a second time, in what the first run found.
 
         Raises:
             SavedTensorModifiedError: Something of that was changed in place since.

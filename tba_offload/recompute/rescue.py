@@ -47,7 +47,7 @@ class Rescue(Watched):
         self._samples_only = samples_only
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> object:
-        """Runs the layer as it would run without this."""
+        """Run the layer as it would run without this."""
         try:
             observed = self._verifier.observe(self._mode, args, kwargs)
         except TooManyError:
@@ -59,7 +59,7 @@ class Rescue(Watched):
         return output
 
     def _keep(self, observed: Observation, output: object, arguments: Arguments) -> None:
-        """Keeps what a second run needs, if that takes no memory."""
+        """Keep what a second run needs, if that takes no memory."""
         if not arguments.keep_no_memory():
             return
         with contextlib.suppress(TooManyError):  # what cannot be compared cannot be used
@@ -68,7 +68,7 @@ class Rescue(Watched):
             self._observed, self._arguments = observed, arguments
 
     def saved(self, number: int, lost: object) -> Tensor | None:
-        """What the layer saved, made by a second run of it.
+        """Return what the layer saved, made by a second run of it.
 
         Args:
             number: Which of the tensors that it saved, from 1.

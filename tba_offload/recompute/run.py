@@ -62,7 +62,7 @@ class Run:
         self._observed: Observation | None = None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> object:
-        """Runs the layer: the first time to take down what it finds, then to repeat that.
+        """Run the layer: the first time to take down what it finds, then to repeat that.
 
         Raises:
             UnsupportedError: A second run would not find what the first one did.
@@ -100,7 +100,7 @@ class Run:
         return output
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
-        """Takes down what the layer finds."""
+        """Take down what the layer finds."""
         if is_scripted(self.__self__):
             raise self._errors.refused(SCRIPTED)
         try:
@@ -143,7 +143,7 @@ class Run:
             raise
 
     def _compare(self, observed: Observation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs the layer once more than backward needs it: that stops at the last tensor that was saved."""
+        """Run the layer once more than backward needs it: that stops at the last tensor that was saved."""
         fault = fault_of(observed, self._forward, args, kwargs)
         self._verifier.judge(self._mode, fault)
         if fault is not None:

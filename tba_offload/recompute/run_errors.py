@@ -25,13 +25,13 @@ class RunErrors:
         self._is_planned = is_planned
 
     def refused(self, fault: str) -> TbaError:
-        """The error of a layer that must not run a second time."""
+        """Return the error of a layer that must not run a second time."""
         self._verifier.judge(self._mode, fault)
         self.withdraw(fault)
         return UnsupportedError(self._sentence(fault))
 
     def failed(self, fault: str) -> TbaError:
-        """The error of a layer whose second run is of no use."""
+        """Return the error of a layer whose second run is of no use."""
         self.withdraw(fault)
         return RecomputationError(self._sentence(fault))
 

@@ -73,7 +73,7 @@ def _looked_at(
     owners: list[object],
     kinds: list[object],
 ) -> Iterable[object]:
-    """What is compared, one after the other."""
+    """Return what is compared, one after the other."""
     return chain(
         chain.from_iterable(whole),
         chain.from_iterable(map(dict.values, whole)),

@@ -52,7 +52,7 @@ class Samples:
         self._node = -1
 
     def add(self, saved: torch.Tensor) -> None:
-        """Takes samples of a tensor; of one that its operation may fill only now when the next one saves."""
+        """Take samples of a tensor; of one that its operation may fill only now when the next one saves."""
         tensor: Any = saved if type(saved) in _KINDS else getattr(saved, "_local_tensor", saved)
         if (node := latest_node()) != self._node:
             self._node = node
@@ -68,11 +68,11 @@ class Samples:
             self._waiting.append((place, tensor))
 
     def leave_out(self) -> None:
-        """Counts a tensor of which no samples are taken."""
+        """Count a tensor of which no samples are taken."""
         self._count += 1
 
     def end(self) -> None:
-        """Takes samples of what its operation has filled by now."""
+        """Take samples of what its operation has filled by now."""
         waiting, self._waiting = self._waiting, []
         for place, tensor in waiting:
             if tensor.untyped_storage().nbytes():  # gathered parameters may be gone
@@ -92,7 +92,7 @@ class Samples:
         return Differences(frozenset(places), may_be_unfilled=places.isdisjoint(self._with_graph))
 
     def _joined(self, places: Sequence[int]) -> torch.Tensor:
-        """The bits of samples of one device in one tensor, ordered by their type."""
+        """Return the bits of samples of one device in one tensor, ordered by their type."""
         of_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for place in places:
             of_type.setdefault(self._taken[place].dtype, []).append(self._taken[place])

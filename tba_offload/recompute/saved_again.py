@@ -60,7 +60,7 @@ class SavedAgain:
 
     @contextmanager
     def in_first_run(self, restorable: Collection[int]) -> Iterator[None]:
-        """A block for the first run of the layer.
+        """Return a block for the first run of the layer.
 
         Args:
             restorable: Addresses of tensors that the layer may change, and finds again in the second run.
@@ -73,7 +73,7 @@ class SavedAgain:
     def in_second_run(
         self, restorable: Collection[int], whole: Callable[[], str | None] | None
     ) -> AbstractContextManager[Callable[[], object]]:
-        """A block for a second run of it whose tensors backward is given.
+        """Return a block for a second run of it whose tensors backward is given.
 
         It gives a function to be called when forward has ended, while the layer still holds what that wrote.
 
@@ -238,14 +238,14 @@ class _SecondRun:
             return tensor.detach()
 
     def operation_ended(self) -> None:
-        """Gives copies the values that their operation has filled in, which no version tells of."""
+        """Give copies the values that their operation has filled in, which no version tells of."""
         copies, self._copies = self._copies, []
         for copy, tensor, version in copies:
             if tensor._version == version:
                 copy.data.copy_(tensor)
 
     def take_end(self) -> Exception | None:
-        """The error by which the checkpoint ends a run that went on to the end of the layer, once."""
+        """Return the error by which the checkpoint ends a run that went on to the end of the layer, once."""
         end, self._end = self._end, None
         return end
 
@@ -265,6 +265,6 @@ class _Ended(BaseException):
 
 
 def _without_tip(error: CheckpointError) -> str:
-    """What a checkpoint says, without its tips of how to debug it."""
+    """Return what a checkpoint says, without its tips of how to debug it."""
     said = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint:")
     return f"backward cannot be given what its forward saved ({' '.join(said.split())})"

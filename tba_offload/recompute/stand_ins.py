@@ -28,7 +28,9 @@ class StandIns:
         self._made: dict[int, tuple[object, object]] = {}  # with the object, so that its id stays taken
 
     def of(self, value: Any, depth: int = 0) -> Any:
-        """The value itself if it holds no graph; otherwise a copy of it with tensors apart from theirs.
+        """Return the value itself if it holds no graph.
+
+        Otherwise a copy of it with tensors apart from theirs.
 
         Args:
             value: A tensor, or a container or object that may hold some.
@@ -44,7 +46,7 @@ class StandIns:
         return self._once(value, lambda value: self._copied(value, depth + 1))
 
     def known(self, value: Any) -> Any:
-        """What stands for a value that was looked at before: itself, if nothing had to."""
+        """Return what stands for a value that was looked at before: itself, if nothing had to."""
         return self._made.get(id(value), (value, value))[1]
 
     def clear(self) -> None:
@@ -87,17 +89,23 @@ def has_graph(tensor: torch.Tensor) -> bool:
 
 
 def without_graph(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor, apart from its graph if it is part of one."""
+    """Return the tensor, apart from its graph if it is part of one."""
     return _apart(tensor) if tensor is not None and has_graph(tensor) else tensor
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory and counter of changes, without the graph; operations on it are recorded as before."""
+    """Return the same memory and counter of changes, without the graph.
+
+    Operations on it are recorded as before.
+    """
     return tensor.detach().requires_grad_()
 
 
 def _parts_of(value: Any) -> list[tuple[Any, Any, Any]]:
-    """What a container or object holds: how to put something in its place, where, and what is there."""
+    """Return what a container or object holds.
+
+    How to put something in its place, where, and what is there.
+    """
     kind = type(value)
     parts: list[tuple[Any, Any, Any]] = []
     if issubclass(kind, dict):

@@ -126,7 +126,7 @@ class Surroundings:
         return {address_of(each) for each in (*parameters, *held)}
 
     def end_first_run(self) -> None:
-        """Notes which small buffers a first run without gradients has left alone: one with them may not."""
+        """Note which small buffers a first run without gradients has left alone: one with them may not."""
         if not torch.is_grad_enabled():
             copied = (slot for slot in self._slots if slot.copy is not None)
             self._left_alone = frozenset(slot.place for slot in copied if not _is_written(slot))
@@ -184,7 +184,7 @@ class Surroundings:
                 slot.tensor.requires_grad_(slot.trains)
 
     def _restore_values(self, undo: contextlib.ExitStack) -> None:
-        """Gives small buffers that were changed in place their values back; nothing else notices."""
+        """Give small buffers that were changed in place their values back; nothing else notices."""
         slots = (slot for slot in self._slots if slot.copy is not None and slot.place not in self._tallies)
         found: list[_Slot | Held] = [*slots, *(held for held in self._own.tensors if held.copy is not None)]
         if not found:
@@ -247,7 +247,7 @@ class Surroundings:
 
 
 def _slots_of(modules: Modules) -> Iterator[_Slot]:
-    """The parameters and buffers of modules."""
+    """Yield the parameters and buffers of modules."""
     for module, buffers in modules:
         owner: Any = module._parameters
         for name, tensor in owner.items():
@@ -283,7 +283,7 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def too_late(what: str) -> str:
-    """The message of an error about what a second run would not find as the first one did."""
+    """Return the message of an error about what a second run would not find as the first one did."""
     return (
         f"{what} was changed in place between the forward of the layer and its backward, which computes the "
         "layer anew: change it after backward, or place the layer keep or offload"
@@ -291,7 +291,7 @@ def too_late(what: str) -> str:
 
 
 def argument_name(key: int | str) -> str:
-    """What messages call an argument that is given by position or name."""
+    """Return what messages call an argument that is given by position or name."""
     return key if isinstance(key, str) else f"number {key}"
 
 
@@ -319,7 +319,7 @@ def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _seen_in(argument: object) -> list[_Seen]:
-    """The tensors in an argument, as far as it can be looked into."""
+    """Return the tensors in an argument, as far as it can be looked into."""
     if type(argument) in PLAIN:
         return []
     found: Iterable[Any] = (argument,) if type(argument) is torch.Tensor else tensors_in(argument)
@@ -327,7 +327,7 @@ def _seen_in(argument: object) -> list[_Seen]:
 
 
 def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's dimensions; of a strided nested tensor, which has none to ask for, its elements."""
+    """Return the tensor's dimensions; of a strided nested tensor, which has none to ask for, its elements."""
     has_none = tensor.is_nested and tensor.layout is torch.strided
     return (tensor.numel(),) if has_none else tuple(tensor.shape)
 

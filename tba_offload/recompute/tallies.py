@@ -27,7 +27,7 @@ class Tallies:
         self._places: set[Place] = set()
 
     def add(self, place: Place) -> None:
-        """Takes note of one: second runs find it as it is from now on, and what they write to it stays."""
+        """Take note of one: second runs find it as it is from now on, and what they write to it stays."""
         self._places.add(place)
 
     def __contains__(self, place: Place) -> bool:

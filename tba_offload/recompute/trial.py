@@ -59,7 +59,7 @@ class Arguments:
         return any(getattr(hold, "record", None) is record for hold, _ in self._held)
 
     def again(self, fetch: Callable[[Any], Tensor | None]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The same arguments, apart from any graph; ``None`` if a tensor among them is not what it was.
+        """Return the same arguments, apart from any graph; None if a tensor among them is not what it was.
 
         Args:
             fetch: Gives back what was held, or ``None``.
@@ -116,7 +116,7 @@ class Trial(Watched):
     _count: int | None = None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> object:
-        """Runs the layer as it would run without a trial."""
+        """Run the layer as it would run without a trial."""
         observed = self._look(args, kwargs)
         if observed is None:
             return self._forward(*args, **kwargs)
@@ -133,7 +133,7 @@ class Trial(Watched):
         return output
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation | None:
-        """What the layer finds; ``None`` if a second run would change of that what cannot be put back."""
+        """Return what the layer finds; None if a second run would change of that what cannot be put back."""
         try:
             observed = self._verifier.observe(self._mode, args, kwargs)
         except TooManyError:
@@ -148,11 +148,11 @@ class Trial(Watched):
         return None
 
     def saved(self, count: int) -> None:
-        """Takes note of how many tensors were saved in the layer's first run."""
+        """Take note of how many tensors were saved in the layer's first run."""
         self._count = count
 
     def noticing(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        """Gives saved tensors back as ``unpack`` does, and notices one that a backward pass asks for twice.
+        """Give saved tensors back as ``unpack`` does, and notices one that a backward pass asks for twice.
 
         Functions of users do that which read ``ctx.saved_tensors`` more than once.
         """
@@ -202,7 +202,7 @@ def fault_of(
     *,
     count: int | None = None,
 ) -> str | None:
-    """Runs a layer a second time and drops what it saves; tells what is wrong with that, if anything.
+    """Run a layer a second time and drop what it saves; tells what is wrong with that, if anything.
 
     Args:
         observed: What was taken down in the first run.
@@ -232,7 +232,7 @@ def fault_of(
 
 
 def _note_output(observed: Observation, output: object) -> str | None:
-    """Takes down what a layer has put out; tells why that cannot be compared, if it cannot."""
+    """Take down what a layer has put out; tells why that cannot be compared, if it cannot."""
     try:
         observed.note_output(output)
     except TooManyError:
@@ -248,7 +248,7 @@ class _Count:
 
     @untraced.hook
     def pack(self, saved: Tensor) -> None:
-        """Takes note of a tensor.
+        """Take note of a tensor.
 
         Raises:
             RuntimeError: The tensor is nested.
@@ -259,7 +259,7 @@ class _Count:
 
 
 def refuse_unpack(_: None) -> Tensor:
-    """What a second run saves is not there.
+    """Return what a second run saves is not there.
 
     Raises:
         RuntimeError: Always.
@@ -270,7 +270,7 @@ def refuse_unpack(_: None) -> Tensor:
 
 
 def autocast_here(kinds: set[str]) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Makes contexts with the autocast settings of the calling code, for kinds of devices."""
+    """Make contexts with the autocast settings of the calling code, for kinds of devices."""
     cache = torch.is_autocast_cache_enabled()
     settings = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(kinds)

@@ -80,7 +80,7 @@ class Verifier:
         self._modules: list[Modules | None] = [None] * len(layers)  # as the latest run of each found them
 
     def begin_step(self) -> None:
-        """A layer that was to be compared in a step that failed is compared in the next one."""
+        """Record that a layer that was to be compared in a step that failed is compared in the next one."""
         self._awaited.clear()
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class Verifier:
         return True
 
     def judge(self, mode: Mode, fault: str | None) -> None:
-        """Takes note of what came of a second run; one fault is enough."""
+        """Take note of what came of a second run; one fault is enough."""
         if fault is None:
             self.verdicts.setdefault(mode, None)
         else:
@@ -144,7 +144,7 @@ class Verifier:
                 self.verdicts[known] = fault
 
     def decline(self, mode: Mode, fault: str) -> None:
-        """The planner has to do without recomputing a layer; each cause is told once."""
+        """Record that the planner has to do without recomputing a layer; each cause is told once."""
         self.judge(mode, fault)
         if fault in self._told:
             return
@@ -166,15 +166,15 @@ class Verifier:
         return mode in self.verdicts
 
     def mode_of(self, index: int) -> Mode:
-        """The mode that a layer is in now; it may be in another one when backward comes to it."""
+        """Return the mode that a layer is in now; it may be in another one when backward comes to it."""
         return Mode(index, tuple([module.training for module in modules_in(self.layers[index].module)]))
 
     def name_of(self, index: int) -> str:
-        """A layer as messages call it."""
+        """Return a layer as messages call it."""
         return str(self.layers[index].id)
 
     def observe(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
-        """Takes down what a layer finds that is about to run for the first time.
+        """Take down what a layer finds that is about to run for the first time.
 
         Raises:
             TooManyError: It is given more objects than can be looked through.
@@ -195,5 +195,5 @@ class Verifier:
         self._unfilled[mode] = places.union(self.unfilled(mode))
 
     def next_run(self, index: int) -> int:
-        """A number for each run of a layer that is recomputed, one more than that of its last one."""
+        """Return a number for each run of a layer that is recomputed, one more than that of its last one."""
         return next(self._runs[index])

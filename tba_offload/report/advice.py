@@ -16,7 +16,10 @@ _FEW_STEPS = 3
 
 
 def advice(points: Sequence[RokPoint]) -> list[str]:
-    """What the runs say, and what about them deserves doubt: sentences computed from the points alone."""
+    """Return what the runs say, and what about them deserves doubt.
+
+    Sentences computed from the points alone.
+    """
     return [
         *_at_equal_batch_size(points),
         *_more_in_the_same_memory(points),

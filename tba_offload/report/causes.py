@@ -446,7 +446,7 @@ def _states(evidence: Evidence) -> Iterator[Finding]:
         )
 
     def freed(phase: Phase) -> int:
-        """An update works with one sub-group at a time, too."""
+        """Return an update works with one sub-group at a time, too."""
         works_with = phase.of("running") if phase.name == "update" else 0
         return max(phase.of(*_STATES) - SLOTS * size, 0) + max(works_with - size, 0)
 
@@ -468,7 +468,7 @@ def _sub_group(evidence: Evidence, nbytes: int) -> tuple[int, str]:
 
 
 def _updates(evidence: Evidence) -> list[Mapping[str, object]]:
-    """The latest update of each optimizer whose states are offloaded."""
+    """Return the latest update of each optimizer whose states are offloaded."""
     updates = (event for event in evidence.log.others if event["event"] == "states")
     return list({whole(event.get("optimizer")): event for event in updates}.values())
 
@@ -526,7 +526,10 @@ def _others(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _graph_held(evidence: Evidence) -> Iterator[Finding]:
-    """What outlives steps grows from step to step; states of optimizers, born in the first, do not count."""
+    """Yield what outlives steps grows from step to step.
+
+    States of optimizers, born in the first, do not count.
+    """
     later = [step for step in evidence.log.steps[2:] if step.base_bytes is not None]
     bases = [(step.base_bytes or 0) + (step.earlier_outputs_bytes or 0) for step in later]
     states = [step.state_bytes or 0 for step in later]  # LBFGS makes some for many steps
@@ -550,7 +553,7 @@ def _graph_held(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _working_set(evidence: Evidence) -> Iterator[Finding]:
-    """The last resort: half a micro-batch has half the working set."""
+    """Yield the last resort: half a micro-batch has half the working set."""
     if evidence.memory is None:
         yield Finding(
             "beside the layers",

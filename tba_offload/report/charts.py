@@ -229,14 +229,14 @@ def _figure() -> tuple[Figure, Axes]:
 
 @contextlib.contextmanager
 def chart_style(salt: str) -> Iterator[None]:
-    """The style of charts, and no other, whatever a user has set."""
+    """Return the style of charts, and no other, whatever a user has set."""
     settings = _STYLE | {"svg.hashsalt": f"tba-offload {salt}"}
     with matplotlib.style.context("default"), mpl.rc_context(settings):
         yield
 
 
 def page_svg(figure: Figure, label: str) -> str:
-    """The picture, to be put into a page."""
+    """Return the picture, to be put into a page."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = file.getvalue().decode()
@@ -248,7 +248,7 @@ def page_svg(figure: Figure, label: str) -> str:
 
 
 def plain_svg(svg: str) -> bytes:
-    """A picture of a page as a file of its own, on white."""
+    """Return a picture of a page as a file of its own, on white."""
     text = svg
     for colour, variable in _VARIABLES.items():
         text = text.replace(variable, _PLAIN[colour])

@@ -61,6 +61,6 @@ PREFIX = "tba-offload/"
 
 
 def curves_of(record: StepRecord, names: Iterable[str] = CURVES) -> dict[str, float]:
-    """The figures of a step that are known, under ``tba-offload/`` and the name of the field."""
+    """Return the figures of a step that are known, under ``tba-offload/`` and the name of the field."""
     known = {f"{PREFIX}{name}": getattr(record, name) for name in names}
     return {name: value for name, value in known.items() if value is not None}

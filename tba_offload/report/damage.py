@@ -25,7 +25,7 @@ Word = Annotated[str, Field(max_length=1000)]
 
 
 def checked(model: type[_Model], event: Mapping[str, object]) -> _Model:
-    """An event with its types.
+    """Return an event with its types.
 
     Args:
         model: What it must look like.

@@ -32,12 +32,12 @@ class Digest:
 
     @classmethod
     def of(cls, log: RunLog) -> Digest:
-        """The figures of a run."""
+        """Return the figures of a run."""
         late = log.steps[warmup_of(len(log.steps)) :]
         return cls(log, [step for step in late if not step.skipped] or late)
 
     def median(self, value: Callable[[StepRecord], float | None]) -> float | None:
-        """The median over the steps of which a value is known."""
+        """Return the median over the steps of which a value is known."""
         known = [found for step in self.steps if (found := value(step)) is not None]
         return statistics.median(known) if known else None
 
@@ -100,7 +100,7 @@ def _waits(step: StepRecord) -> float | None:
 
 
 def whole(value: object) -> int:
-    """A number of an event that nothing has checked; 0 where it is none."""
+    """Return a number of an event that nothing has checked; 0 where it is none."""
     return value if isinstance(value, int) else 0
 
 
@@ -108,7 +108,7 @@ def whole(value: object) -> int:
 
 
 def faults(log: RunLog) -> list[tuple[str, str, str]]:
-    """What went wrong in a run: what, how much of it, and when first; empty if nothing did."""
+    """Return what went wrong in a run: what, how much of it, and when first; empty if nothing did."""
     return [*_of_steps(log.steps), *_of_log(log)]
 
 
@@ -160,7 +160,7 @@ def _of_log(log: RunLog) -> Iterator[tuple[str, str, str]]:
 
 
 def settings(log: RunLog) -> list[tuple[str, str]]:
-    """What was set, and on what, as far as the header tells."""
+    """Return what was set, and on what, as far as the header tells."""
     header = log.header
     ranks = f"{header.rank} of {header.ranks}" if header.ranks > 1 else ""
     rows = [

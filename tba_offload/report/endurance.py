@@ -73,7 +73,7 @@ class Life:
 
 
 def endurance(digest: Digest, rated: int | None) -> list[str]:
-    """What the run does to drives, in sentences.
+    """Return what the run does to drives, in sentences.
 
     Args:
         digest: The run.
@@ -106,7 +106,7 @@ def endurance(digest: Digest, rated: int | None) -> list[str]:
 
 
 def _limit(digest: Digest) -> Iterator[str]:
-    """What the policy allows, and whether the plan would write more without that."""
+    """Yield what the policy allows, and whether the plan would write more without that."""
     writes = limit_in(digest.log)
     if writes is None:
         return
@@ -118,12 +118,12 @@ def _limit(digest: Digest) -> Iterator[str]:
 
 
 def limit_in(log: RunLog) -> dict[str, Any] | None:
-    """The ``writes`` of the last plan of a run; ``None`` if nothing limits that, or there is no plan."""
+    """Return the ``writes`` of the last plan of a run; None if nothing limits that, or there is no plan."""
     plans = [event for event in log.others if event["event"] == PLAN]
     writes: Any = plans[-1].get("writes") if plans else None
     return writes  # type: ignore[no-any-return]
 
 
 def terabytes(nbytes: float) -> str:
-    """A number of bytes as makers of drives give it."""
+    """Return a number of bytes as makers of drives give it."""
     return f"{significant(nbytes / 1e12)} TB"

@@ -88,7 +88,9 @@ class Evidence:
 
     @classmethod
     def of(cls, log: RunLog) -> Evidence:
-        """What a log tells, by the fullest step that was looked at; the first one counts only if it is alone.
+        """Return what a log tells, by the fullest step that was looked at.
+
+        The first one counts only if it is alone.
 
         Raises:
             RunLogError: It has no step.
@@ -147,7 +149,7 @@ class Evidence:
         return _is_cpu(self.step)
 
     def where(self, phase: Phase) -> str:
-        """A phase in words."""
+        """Return a phase in words."""
         if phase.name == "update":
             is_measured = self.memory is not None and "update" in self.memory.phases
             return "the optimizer's update" + ("" if is_measured else " (what that works with comes on top)")
@@ -162,7 +164,7 @@ class Evidence:
         return f"the {phase.name} of {self.layer(phase.layer or 0)}"
 
     def layer(self, index: int) -> str:
-        """A layer by number and name."""
+        """Return a layer by number and name."""
         names = self.memory.names if self.memory is not None else []
         return f"layer {index} ({names[index]})" if index < len(names) else f"layer {index}"
 
@@ -218,7 +220,7 @@ def _phases(
 
 
 def _lasting(step: StepRecord, memory: MemoryEvent) -> dict[str, int]:
-    """What is there in each phase."""
+    """Return what is there in each phase."""
     static = memory.static
     known = {
         "parameters": static.parameters,
@@ -234,7 +236,7 @@ def _lasting(step: StepRecord, memory: MemoryEvent) -> dict[str, int]:
 
 
 def _held(peak: PhasePeak) -> dict[str, int]:
-    """What is told of a peak; no more than was live, as books may count what is not there any more."""
+    """Return what is told of a peak; no more than was live, as books may count what is not there any more."""
     left, held = peak.nbytes, {"gradients": peak.gradients, "frozen": peak.frozen}
     for name, nbytes in [*peak.held.model_dump().items(), ("beside", peak.beside)]:
         held[name] = min(nbytes, left)
@@ -243,7 +245,7 @@ def _held(peak: PhasePeak) -> dict[str, int]:
 
 
 def _unknown(step: StepRecord) -> Phase:
-    """What a record tells alone: peaks that need not have been at one time."""
+    """Return what a record tells alone: peaks that need not have been at one time."""
     peak, own = step.activation_peak_bytes or 0, step.own_peak_bytes or 0
     own = min(own, peak) if step.activation_peak_bytes is not None else own
     in_flight = min(step.in_flight_peak_bytes, own)

@@ -54,7 +54,7 @@ class LogFile:
         return self._file.closed
 
     def append(self, lines: bytes) -> None:
-        """Appends whole lines, all of them or nothing.
+        """Append whole lines, all of them or nothing.
 
         Raises:
             OSError: They could not be written; what was written of them is cut off again, at the latest
@@ -74,7 +74,7 @@ class LogFile:
         self._end += len(lines)
 
     def append_again(self, lines: bytes) -> None:
-        """Appends after a failure: if the file is gone, to a new one where its directory is there again.
+        """Append after a failure: if the file is gone, to a new one where its directory is there again.
 
         Of a file that another program has shortened the whole lines stay, if its first line is among them;
         otherwise it begins anew.
@@ -90,7 +90,7 @@ class LogFile:
         self.append(lines)
 
     def close(self) -> None:
-        """Closes the file; once is enough, more does no harm.
+        """Close the file; once is enough, more does no harm.
 
         Raises:
             OSError: The file system could not keep what was written, as one on a network may find late.
@@ -125,7 +125,7 @@ class LogFile:
         return left.rfind(b"\n") + 1
 
     def _cut_off(self) -> None:
-        """Gives the file its length without lines that were not written whole."""
+        """Give the file its length without lines that were not written whole."""
         status = os.fstat(self._file.fileno())
         if status.st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, "the file was removed")
@@ -136,7 +136,7 @@ class LogFile:
 
 
 def _open_new(path: Path) -> io.FileIO:
-    """Opens a file that is ours alone, at its (empty) end and without a buffer."""
+    """Open a file that is ours alone, at its (empty) end and without a buffer."""
     try:
         file = io.FileIO(path, "a+b", opener=lambda name, flags: os.open(name, flags | _NEW, 0o600))
     except OSError as error:

@@ -146,7 +146,7 @@ class _Reader:
         return values
 
     def _add(self, event: Json) -> None:
-        """Takes an event after the header.
+        """Take an event after the header.
 
         Raises:
             RunLogError: It is not what its kind says.
@@ -192,7 +192,7 @@ class _Reader:
 
 
 def _skip_line(file: BinaryIO) -> None:
-    """Reads to the end of a line without keeping it, or beyond the most that is read."""
+    """Read to the end of a line without keeping it, or beyond the most that is read."""
     while file.tell() <= MOST_BYTES and (part := file.readline(LONGEST_LINE)) and not part.endswith(b"\n"):
         pass
 
@@ -257,7 +257,7 @@ _MEASURED = (
 
 
 def _possible(record: StepRecord) -> StepRecord:
-    """The record, if its number and its times can be those of a step."""
+    """Return the record, if its number and its times can be those of a step."""
     if record.step < 0:
         raise RunLogError(f'"step" must be at least 0, and is {record.step}')
     for name in _MEASURED:

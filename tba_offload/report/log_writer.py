@@ -52,13 +52,13 @@ class _Gap:
         return True
 
     def miss(self, *, is_step: bool) -> None:
-        """Counts a line that was not written."""
+        """Count a line that was not written."""
         self.steps += is_step
         self.events += not is_step
         self.wait -= is_step
 
     def line(self) -> bytes:
-        """The line that tells of it."""
+        """Return the line that tells of it."""
         said = {"missing_steps": self.steps, "missing_events": self.events, "reason": self.reason}
         return _json_line(GAP, said)
 
@@ -190,7 +190,7 @@ def _json_line(event: str, document: Mapping[str, object]) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """The value with the floats that JSON lacks spelt as strings."""
+    """Return the value with the floats that JSON lacks spelt as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return float.__repr__(value)
     if isinstance(value, dict):

@@ -103,7 +103,7 @@ class MemoryEvent(BaseModel):
 
 
 def checked_memory(event: Mapping[str, object]) -> MemoryEvent:
-    """The event with its types.
+    """Return the event with its types.
 
     Raises:
         RunLogError: A part is missing, of another type or beyond all bounds; says which.

@@ -61,7 +61,7 @@ class MemoryOnPage:
 
 
 def page(logs: Sequence[RunLog], *, rated: int | None = None) -> bytes:
-    """The page, as the bytes of a file of HTML.
+    """Return the page, as the bytes of a file of HTML.
 
     Args:
         logs: The runs, at least one.
@@ -159,7 +159,7 @@ def _of_peaks(digest: Digest) -> str:
 
 
 def _device_card(digest: Digest) -> Iterator[tuple[str, str, str]]:
-    """What lay on the device, and what of it activations were allowed; of a run that had a budget."""
+    """Yield what lay on the device, and what of it activations were allowed; of a run that had a budget."""
     step, peak = digest.steps[-1] if digest.steps else None, digest.device_peak_bytes
     if step is None or step.activation_budget_bytes is None or peak is None:
         return
@@ -188,7 +188,7 @@ def _table(
 
 
 def prediction_table(digest: Digest) -> FittedTable | None:
-    """What plans predicted beside what was measured."""
+    """Return what plans predicted beside what was measured."""
     peak = _predicted(digest, "Activation peak", "predicted_peak_bytes", "activation_peak_bytes")
     rows = [row for row in (peak, _predicted(digest, "Step without optimizers", *_TIMES)) if row is not None]
     headings = ("Median of", "Steps", "Predicted", "Measured", "Measured / predicted", "Farthest off")

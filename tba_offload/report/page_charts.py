@@ -48,7 +48,10 @@ def charts(log: RunLog, salt: str) -> Iterator[Chart]:
 def _lines(
     log: RunLog, title: str, caption: str, series: Sequence[Series], salt: str, **options: Any
 ) -> Chart | None:
-    """A chart over steps; ``None`` where nothing would be in it, as the traffic of a run that keeps all."""
+    """Return a chart over steps.
+
+    None where nothing would be in it, as the traffic of a run that keeps all.
+    """
     if not any(each.is_drawn for each in series):
         return None
     return Chart(title, caption, over_steps(_numbers(log), series, salt=salt, label=title, **options))
@@ -63,7 +66,7 @@ def _numbers(log: RunLog) -> list[int]:
 
 
 def _binned(log: RunLog, what: str) -> str:
-    """What a point stands for, where there are fewer points than steps."""
+    """Return what a point stands for, where there are fewer points than steps."""
     return f" A point is the {what} of several steps." if len(log.steps) > MOST_POINTS else ""
 
 
@@ -130,7 +133,7 @@ def _loss(log: RunLog, salt: str) -> Chart | None:
 
 
 def step_over_time(log: RunLog, salt: str) -> Chart | None:
-    """The last step that the log tells over time; ``None`` if there is none."""
+    """Return the last step that the log tells over time; ``None`` if there is none."""
     told = timelines(log)[-1:]
     if not told:
         return None
@@ -164,7 +167,7 @@ _LEAST_PART = 0.005
 
 
 def holders(evidence: Evidence, salt: str) -> Chart:
-    """The peak of each phase by what holds it."""
+    """Return the peak of each phase by what holds it."""
     parts = {
         name: number
         for number, (name, of) in enumerate(PARTS.items())

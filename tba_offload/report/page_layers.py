@@ -44,13 +44,13 @@ class _Row:
     layers: list[_Layer]
 
     def largest(self, place: int) -> str:
-        """The largest of what they take."""
+        """Return the largest of what they take."""
         sizes = [layer.takes[place] for layer in self.layers if layer.takes is not None]
         return readable_size(max(sizes)) if sizes else ""
 
 
 def layers_table(evidence: Evidence) -> FittedTable | None:
-    """The placement of each layer, why it has it, and what it takes; equal neighbours are one row."""
+    """Return the placement of each layer, why it has it, and what it takes; equal neighbours are one row."""
     rows = list(_rows(list(_layers(evidence))))
     if not rows:
         return None

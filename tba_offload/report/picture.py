@@ -90,7 +90,7 @@ _METADATA: dict[str, dict[str, Any]] = {
 
 
 def rok_curve(points: Sequence[RokPoint], kind: Literal["svg", "png"], *, title: str = "") -> bytes:
-    """The picture as the bytes of a file.
+    """Return the picture as the bytes of a file.
 
     Args:
         points: At least one point; all with the same unit of throughput.
@@ -104,7 +104,7 @@ def rok_curve(points: Sequence[RokPoint], kind: Literal["svg", "png"], *, title:
 
 
 def rok_figure(points: Sequence[RokPoint], *, title: str = "") -> Figure:
-    """The figure itself, see :func:`rok_curve`."""
+    """Return the figure itself, see :func:`rok_curve`."""
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -120,7 +120,7 @@ def rok_figure(points: Sequence[RokPoint], *, title: str = "") -> Figure:
 
 
 def frontier_curve(report: PlanReport, kind: Literal["svg", "png"]) -> bytes:
-    """The best plan for each budget as the bytes of a file, see :func:`plans.draw_frontier`."""
+    """Return the best plan for each budget as the bytes of a file, see :func:`plans.draw_frontier`."""
     file = io.BytesIO()
     with matplotlib.style.context("default"), mpl.rc_context(_STYLE):
         metadata = _METADATA[kind] | {"Title": "Frontier of plans"}
@@ -129,7 +129,7 @@ def frontier_curve(report: PlanReport, kind: Literal["svg", "png"]) -> bytes:
 
 
 def frontier_figure(report: PlanReport) -> Figure:
-    """The figure itself, see :func:`frontier_curve`."""
+    """Return the figure itself, see :func:`frontier_curve`."""
     figure = Figure(figsize=(7.5, 5.4), layout="constrained")
     FigureCanvasAgg(figure)
     frontier = _Frontier(figure.add_subplot(), report)
@@ -158,7 +158,7 @@ class _Frontier:
             self._peaks = np.append(self._peaks, budget / self._size)
 
     def _marked(self) -> Iterator[tuple[tuple[int, float], str, dict[str, Any]]]:
-        """What is marked beside the plans for budgets: peak and seconds, what it is, how it looks."""
+        """Yield what is marked beside the plans for budgets: peak and seconds, what it is, how it looks."""
         report = self._report
         if report.keep_seconds is not None:
             look = {"marker": "o", "markersize": 8, "color": _LOOKS["keep"][0]}
@@ -238,7 +238,7 @@ class _Frontier:
 
 
 def _add_fitting_legend(figure: Figure, entries: Sequence[Line2D], place: _Place, **look: Any) -> None:
-    """Adds a legend outside of the axes with as many columns as there is room for."""
+    """Add a legend outside of the axes with as many columns as there is room for."""
     for columns in range(len(entries), 0, -1):
         legend = figure.legend(handles=entries, loc=place, ncols=columns, **look)
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
@@ -287,7 +287,7 @@ class _Curve:
         self._axes.plot(*self._positions(pareto(self._points)).T, linestyle="none", zorder=4, **_RING)
 
     def _edge(self) -> NDArray[np.float64]:
-        """The staircase through the Pareto set: the best throughput for each amount of memory."""
+        """Return the staircase through the Pareto set: the best throughput for each amount of memory."""
         best = self._positions(pareto(self._points))
         corners = np.column_stack([best[1:, 0], best[:-1, 1]])
         return np.concatenate([best[:1], np.stack([corners, best[1:]], axis=1).reshape(-1, 2)])
@@ -375,7 +375,7 @@ class _Labels:
 
 
 def _digit() -> Path:
-    """A digit as a marker, centred on its point."""
+    """Return a digit as a marker, centred on its point."""
     digit = TextPath((0, 0), "8")
     box = digit.get_extents()
     return Path(np.asarray(digit.vertices) - [(box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2], digit.codes)
@@ -410,13 +410,13 @@ def _limits(values: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _looks(strategies: Iterable[str]) -> dict[str, _Look]:
-    """A look for each strategy."""
+    """Return a look for each strategy."""
     more = _more_looks()
     return {strategy: _LOOKS.get(PLACEMENTS.get(strategy, strategy)) or next(more) for strategy in strategies}
 
 
 def _more_looks() -> Iterator[_Look]:
-    """Looks of other strategies; when no colour is left, each has the marker of the next one, and so on."""
+    """Look of other strategies; when no colour is left, each has the marker of the next one, and so on."""
     colours, markers, dashes = zip(*_MORE_LOOKS, strict=True)
     for turn in count():
         turned = markers[turn % len(markers) :] + markers[: turn % len(markers)]
@@ -424,6 +424,9 @@ def _more_looks() -> Iterator[_Look]:
 
 
 def _visible(strategy: str, most: int = 30) -> str:
-    """The label for the legend; older versions of matplotlib leave out one that starts with an underscore."""
+    """Return the label for the legend.
+
+    Older versions of matplotlib leave out one that starts with an underscore.
+    """
     short = textwrap.shorten(visible(strategy), most, placeholder=" …") or "…"
     return f" {short}" if short.startswith("_") else short

@@ -121,7 +121,7 @@ class _Plan(BaseModel):
 
 
 def checked_plan(event: Mapping[str, object]) -> None:
-    """Checks what is needed to plan anew.
+    """Check what is needed to plan anew.
 
     Raises:
         RunLogError: A part is missing, of another type or beyond all bounds; says which.

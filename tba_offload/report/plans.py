@@ -136,7 +136,7 @@ class PlanReport:
 
 
 def show(report: PlanReport, policy_file: str | None) -> None:
-    """Prints everything, what to do last.
+    """Print everything, what to do last.
 
     Args:
         report: The plan.
@@ -175,7 +175,7 @@ def _situation(report: PlanReport) -> Iterator[str]:
 
 
 def _measured(rate: Mapping[str, float | None]) -> str:
-    """A measured rate and how much it differs from step to step."""
+    """Return a measured rate and how much it differs from step to step."""
     found, spread = rate["bytes_per_second"], rate["spread"]
     if found is None:
         return "nothing"
@@ -183,7 +183,7 @@ def _measured(rate: Mapping[str, float | None]) -> str:
 
 
 def frontier_table(report: PlanReport) -> FittedTable:
-    """The best plan for each budget."""
+    """Return the best plan for each budget."""
     steps = report.frontier
     unit, size = byte_scale(max(max(each.budget_bytes or 0, each.peak_bytes) for each in steps))
 
@@ -204,7 +204,10 @@ def frontier_table(report: PlanReport) -> FittedTable:
 
 
 def plan_table(report: PlanReport) -> FittedTable:
-    """What is done with each layer, and why; layers that follow one another and are equal are one row."""
+    """Return what is done with each layer, and why.
+
+    Layers that follow one another and are equal are one row.
+    """
     alike = list(zip(report.placements, report.whys, strict=True))
     groups = grouped(report.names, alike)
     firsts = [group.first for group in groups]
@@ -238,7 +241,7 @@ def _prediction(report: PlanReport) -> Iterator[str]:
 
 
 def advice(report: PlanReport, policy_file: str | None) -> str:
-    """What to do, in one sentence.
+    """Return what to do, in one sentence.
 
     Args:
         report: The plan.
@@ -312,7 +315,7 @@ def draw_frontier(report: PlanReport, path: str | os.PathLike[str]) -> None:
 
 
 def title_of(model: Mapping[str, Any], hardware: Mapping[str, Any]) -> str:
-    """The model and the machine of a run in words, as far as its log tells.
+    """Return the model and the machine of a run in words, as far as its log tells.
 
     Args:
         model: What the log's header says about the model; free form.

@@ -232,7 +232,7 @@ def _counted(run_log: RunLog, warmup: int | None) -> Sequence[StepRecord]:
 
 
 def _timed(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """The steps whose time counts."""
+    """Return the steps whose time counts."""
     return [step for step in steps if step.activation_peak_bytes is None] or steps
 
 
@@ -244,13 +244,13 @@ def warmup_of(steps: int) -> int:
 
 
 def _work(steps: Sequence[StepRecord], unit: Unit) -> list[float]:
-    """The work of each step that tells it, in the unit's numerator."""
+    """Return the work of each step that tells it, in the unit's numerator."""
     work = [step.model_flops if unit == "FLOP/s" else step.tokens for step in steps]
     return [amount for amount in work if amount is not None and 0 < amount < _MOST_WORK]
 
 
 def _units(path: Path, steps: Sequence[StepRecord]) -> list[Unit]:
-    """The units in which every one of the steps tells its work, the better one first."""
+    """Return the units in which every one of the steps tells its work, the better one first."""
     units = [unit for unit in get_args(Unit) if len(_work(steps, unit)) == len(steps)]
     if not units:
         raise RunLogError(f"{path}: no throughput, because some steps tell neither model_flops nor tokens")
@@ -258,12 +258,12 @@ def _units(path: Path, steps: Sequence[StepRecord]) -> list[Unit]:
 
 
 def _largest(steps: Sequence[StepRecord], memory: Memory) -> int | None:
-    """The largest peak in bytes; ``None`` if none was measured."""
+    """Return the largest peak in bytes; ``None`` if none was measured."""
     return max((peak for step in steps if (peak := getattr(step, _FIELDS[memory])) is not None), default=None)
 
 
 def _peak(path: Path, steps: Sequence[StepRecord], memory: Memory) -> tuple[int, str | None]:
-    """The largest peak, in bytes, and how it was measured."""
+    """Return the largest peak, in bytes, and how it was measured."""
     peak = _largest(steps, memory)
     if peak is None:
         raise RunLogError(f"{path}: no {_PEAKS[memory]} was measured in the {len(steps)} counted steps")
@@ -291,7 +291,7 @@ def _canonical(value: Mapping[str, object]) -> str:
 
 
 def lines(points: Iterable[RokPoint]) -> dict[str, list[RokPoint]]:
-    """The points of each strategy by batch size; strategies in the order in which they first come."""
+    """Return the points of each strategy by batch size; strategies in the order in which they first come."""
     grouped: dict[str, list[RokPoint]] = defaultdict(list)
     for each in points:
         grouped[each.strategy].append(each)
@@ -303,7 +303,7 @@ def _along_the_line(point: RokPoint) -> tuple[bool, int, int]:
 
 
 def pareto(points: Iterable[RokPoint]) -> list[RokPoint]:
-    """The points that no other beats, by their peaks.
+    """Return the points that no other beats, by their peaks.
 
     A point beats another if it needs no more memory and is no slower, and is better in one of the two.
     """
@@ -329,5 +329,5 @@ _RATES: dict[Unit, dict[str, float]] = {
 
 
 def rate_scale(largest: float, unit: Unit) -> tuple[str, float]:
-    """The multiple of ``unit`` in which to show throughputs up to ``largest``, and its size."""
+    """Return the multiple of ``unit`` in which to show throughputs up to ``largest``, and its size."""
     return scale(largest, _RATES[unit])

@@ -67,7 +67,7 @@ class Profile:
         return began is not None and began < self._until and began + step.seconds * 1e6 > self._since
 
     def those_in(self, steps: Sequence[TimelineEvent]) -> list[TimelineEvent]:
-        """The steps that were profiled.
+        """Return the steps that were profiled.
 
         Raises:
             RunLogError: None was.
@@ -88,12 +88,12 @@ class Profile:
         return max((pid for pid in taken if isinstance(pid, int)), default=0) + 1
 
     def with_events(self, events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """The profile with more events."""
+        """Return the profile with more events."""
         return self._document | {"traceEvents": [*self._events, *events]}
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
-    """Reads a profile that ``export_chrome_trace`` or ``tensorboard_trace_handler`` wrote.
+    """Read a profile that ``export_chrome_trace`` or ``tensorboard_trace_handler`` wrote.
 
     Args:
         path: The file; it may be compressed by gzip.

@@ -22,13 +22,16 @@ _RANK = re.compile(r"\.rank(\d+)(?=\.jsonl$)")
 
 
 def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
-    """The run log of one rank, of a run that logs to ``path``: ``run.rank3.jsonl`` for ``run.jsonl``."""
+    """Return the run log of one rank, of a run that logs to ``path``.
+
+    ``run.rank3.jsonl`` for ``run.jsonl``.
+    """
     name = Path(path)
     return name.with_name(f"{name.name.removesuffix('.jsonl')}.rank{rank}.jsonl")
 
 
 def numbered(path: str | os.PathLike[str], number: int) -> Path:
-    """The run log of the run that is this in number: ``run.jsonl``, then ``run.2.jsonl``."""
+    """Return the run log of the run that is this in number: ``run.jsonl``, then ``run.2.jsonl``."""
     name = Path(path)
     return name if number == 1 else name.with_name(f"{name.name.removesuffix('.jsonl')}.{number}.jsonl")
 
@@ -36,7 +39,7 @@ def numbered(path: str | os.PathLike[str], number: int) -> Path:
 def free_run_log(
     path: str | os.PathLike[str], rank: int, ranks: int, *, agreed: Callable[[int], int] | None = None
 ) -> tuple[Path, Path]:
-    """The run log that a rank would write if none was there, and the first one in number that is free.
+    """Return the run log that a rank would write if none was there, and the first one in number that is free.
 
     Args:
         path: What the run logs to.
@@ -58,7 +61,7 @@ def _is_used(path: Path) -> bool:
 
 
 def paths_of_ranks(path: str | os.PathLike[str]) -> list[Path]:
-    """The run logs that stand for ``path``: itself, or where it does not exist those of its ranks."""
+    """Return the run logs that stand for ``path``: itself, or where it does not exist those of its ranks."""
     name = Path(path)
     with suppress(
         OSError
@@ -74,7 +77,7 @@ def _of_ranks(name: Path) -> Iterator[Path]:
 
 
 def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RunLog]:
-    """Reads run logs; those of the ranks of one run become one.
+    """Read run logs; those of the ranks of one run become one.
 
     Args:
         paths: Run logs. Where ``run.jsonl`` does not exist, it stands for ``run.rank0.jsonl``,

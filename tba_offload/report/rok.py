@@ -35,7 +35,7 @@ _STRATEGY_WIDTH = len("recompute-offload")
 
 
 def table(points: Sequence[RokPoint]) -> FittedTable:
-    """The points (at least one) as a table, by strategy; the Pareto set is starred."""
+    """Return the points (at least one) as a table, by strategy; the Pareto set is starred."""
     winners = pareto(points)
     (peak_unit, peak_size), (speed_unit, speed_size) = _scales(points)
     ordered = [each for line in lines(points).values() for each in line]
@@ -66,12 +66,12 @@ def table(points: Sequence[RokPoint]) -> FittedTable:
 
 
 def text(points: Sequence[RokPoint]) -> str:
-    """The same table as Markdown, for files and pipes: nothing shortened, no colours."""
+    """Return the same table as Markdown, for files and pipes: nothing shortened, no colours."""
     return table(points).markdown()
 
 
 def show(points: Sequence[RokPoint]) -> None:
-    """Prints the table, the Pareto set and the advice."""
+    """Print the table, the Pareto set and the advice."""
     winners = "; ".join(point.name for point in pareto(points))
     tables.show(table(points), f"Pareto set: {winners}.", *(f"- {sentence}" for sentence in advice(points)))
 
@@ -91,7 +91,7 @@ def _caption(points: Sequence[RokPoint]) -> str:
 
 
 def rows(points: Sequence[RokPoint]) -> list[dict[str, object]]:
-    """The points for programs, in plain units and in the order given."""
+    """Return the points for programs, in plain units and in the order given."""
     winners = pareto(points)
     return [
         {
@@ -116,7 +116,7 @@ def rows(points: Sequence[RokPoint]) -> list[dict[str, object]]:
 
 
 def csv_text(points: Sequence[RokPoint]) -> str:
-    """The points as CSV: a header line, then one line each; unknown values are empty.
+    """Return the points as CSV: a header line, then one line each; unknown values are empty.
 
     Text that a spreadsheet would take for a formula gets an apostrophe before it.
     """
@@ -129,7 +129,7 @@ def csv_text(points: Sequence[RokPoint]) -> str:
 
 
 def _cell(value: object) -> object:
-    """A value as spreadsheets show it: text that begins like a formula stays text."""
+    """Return a value as spreadsheets show it: text that begins like a formula stays text."""
     if not isinstance(value, str):
         return value
     text = visible(value)
@@ -171,7 +171,7 @@ def draw(points: Sequence[RokPoint], path: str | os.PathLike[str], *, title: str
 
 
 def picture_kind(path: str | os.PathLike[str]) -> Literal["svg", "png"]:
-    """The kind of picture that the suffix of ``path`` asks for.
+    """Return the kind of picture that the suffix of ``path`` asks for.
 
     Raises:
         ConfigError: It is neither .svg nor .png.
@@ -185,7 +185,7 @@ def picture_kind(path: str | os.PathLike[str]) -> Literal["svg", "png"]:
 
 
 def require_matplotlib(purpose: str = "drawing a ROK curve", extra: str = "plots") -> None:
-    """Checks that pictures can be drawn, for commands that tell before they work for hours.
+    """Check that pictures can be drawn, for commands that tell before they work for hours.
 
     Args:
         purpose: What needs it.

@@ -275,7 +275,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def _kinds(cls: type[RunHeader | StepRecord]) -> dict[str, tuple[type, ...]]:
-    """The types that the value of each field may have, ``extra`` left out."""
+    """Return the types that the value of each field may have, ``extra`` left out."""
     hints = get_type_hints(cls)
     return {item.name: _accepted(hints[item.name]) for item in fields(cls) if item.name != "extra"}
 
@@ -288,7 +288,7 @@ def _accepted(hint: object) -> tuple[type, ...]:
 
 
 def checked(name: str, value: object, kinds: tuple[type, ...]) -> object:
-    """The value of a field, as a float where that is one.
+    """Return the value of a field, as a float where that is one.
 
     Raises:
         RunLogError: It is of none of the kinds.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def describe_step(record: StepRecord) -> str:
-    """The main figures of a step in one line."""
+    """Return the main figures of a step in one line."""
     parts = [f"step {record.step}" + (" (skipped)" if record.skipped else "")]
     if record.activation_peak_bytes is not None:
         parts.append(f"activation peak {readable_size(record.activation_peak_bytes)}")

@@ -105,7 +105,7 @@ def fitted(columns: Sequence[Column], width: int) -> Fitted:
 
 
 def _widths(columns: Sequence[Column], width: int) -> list[int]:
-    """The width of each column: text gives way, the widest first."""
+    """Return the width of each column: text gives way, the widest first."""
     widths, least = [column.width for column in columns], [column.least_width for column in columns]
     if _total(least) > width:  # a label of one letter is better than a number that lacks a digit
         least = [1 if column.gives_way == "shortened" else column.least_width for column in columns]
@@ -143,7 +143,7 @@ class FittedTable:
         return tuple(zip(*(column.cells for column in self.columns), strict=True))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """What rich asks a renderable for."""
+        """Yield what rich asks a renderable for."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -166,13 +166,13 @@ class FittedTable:
             yield Text(visible(self.caption))
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """It takes whatever width there is."""
+        """Return it takes whatever width there is."""
         from rich.measure import Measurement
 
         return Measurement(1, options.max_width)
 
     def markdown(self) -> str:
-        """The same as Markdown, for files and pipes: nothing shortened or left out, no colours."""
+        """Return the same as Markdown, for files and pipes: nothing shortened or left out, no colours."""
         grid = [[_one_line(cell) for cell in (column.heading, *column.cells)] for column in self.columns]
         widths = [max(map(len, cells)) for cells in grid]
         for cells, column, width in zip(grid, self.columns, widths, strict=True):
@@ -200,12 +200,12 @@ def spaced(parts: Sequence[FittedTable | str]) -> Iterator[FittedTable | str]:
 
 
 def text_of(part: FittedTable | str) -> str:
-    """A table as Markdown, or a line, with the end of the line."""
+    """Return a table as Markdown, or a line, with the end of the line."""
     return f"{visible(part)}\n" if isinstance(part, str) else part.markdown()
 
 
 def show(*parts: FittedTable | str) -> None:
-    """Prints tables and lines: fitted to a terminal, as Markdown elsewhere."""
+    """Print tables and lines: fitted to a terminal, as Markdown elsewhere."""
     from rich.console import Console
     from rich.text import Text
 

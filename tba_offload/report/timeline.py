@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def timelines(log: RunLog) -> list[TimelineEvent]:
-    """The steps that a log tells over time, in their order."""
+    """Return the steps that a log tells over time, in their order."""
     return [checked_timeline(event) for event in log.others if event["event"] == TIMELINE]
 
 
@@ -51,7 +51,7 @@ def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
 
 
 def kind_of_timeline(path: str | os.PathLike[str]) -> str:
-    """What is to be written, by its suffix.
+    """Return what is to be written, by its suffix.
 
     Raises:
         ConfigError: It is neither .svg nor .json.
@@ -63,7 +63,7 @@ def kind_of_timeline(path: str | os.PathLike[str]) -> str:
 
 
 def write_timeline(timeline: TimelineEvent, path: str | os.PathLike[str]) -> None:
-    """Writes a picture or a trace.
+    """Write a picture or a trace.
 
     Args:
         timeline: The step.
@@ -87,7 +87,7 @@ def write_timeline(timeline: TimelineEvent, path: str | os.PathLike[str]) -> Non
 def write_merged(
     steps: Sequence[TimelineEvent], path: str | os.PathLike[str], profile: str | os.PathLike[str]
 ) -> list[TimelineEvent]:
-    """Writes a profile of ``torch.profiler`` with the steps that lie in it, on its axis.
+    """Write a profile of ``torch.profiler`` with the steps that lie in it, on its axis.
 
     Args:
         steps: The steps.
@@ -114,7 +114,7 @@ def write_merged(
 
 
 def check_holds_profile(path: str | os.PathLike[str]) -> None:
-    """Checks that a file may hold a profile.
+    """Check that a file may hold a profile.
 
     Raises:
         ConfigError: It is a picture, or has another suffix.
@@ -124,7 +124,7 @@ def check_holds_profile(path: str | os.PathLike[str]) -> None:
 
 
 def trace_of(timeline: TimelineEvent) -> dict[str, Any]:
-    """The step in the trace event format, which begins at zero."""
+    """Return the step in the trace event format, which begins at zero."""
     trace = Trace(1)
     trace.name(f"tba-offload, step {timeline.step}")
     trace.add(timeline)

@@ -56,7 +56,7 @@ _PARTS: tuple[tuple[str, int, Callable[[Moment], int]], ...] = (
 
 
 def timeline_svg(timeline: TimelineEvent, *, salt: str) -> str:
-    """The picture, to be put into a page.
+    """Return the picture, to be put into a page.
 
     Args:
         timeline: The step.
@@ -153,7 +153,7 @@ def _fill(
 
 
 def _with_gaps(timeline: TimelineEvent) -> list[tuple[float, Moment | None]]:
-    """The moments, and between them ``None`` where optimizers worked and memory was not measured."""
+    """Return the moments, and between them ``None`` where optimizers worked and memory was not measured."""
     shown = _thinned(timeline.points)
     found: list[tuple[float, Moment | None]] = [(point.seconds, point) for point in shown]
     first, last = timeline.points[0].seconds, timeline.points[-1].seconds
@@ -164,7 +164,7 @@ def _with_gaps(timeline: TimelineEvent) -> list[tuple[float, Moment | None]]:
 
 
 def _thinned(points: Sequence[Moment]) -> list[Moment]:
-    """The points; where they are too many, of each few the one with the most live bytes."""
+    """Return the points; where they are too many, of each few the one with the most live bytes."""
     each = math.ceil(len(points) / _MOST_POINTS)
     groups = [points[first : first + each] for first in range(0, len(points), each)]
     return [max(group, key=lambda point: point.live) for group in groups]
@@ -180,7 +180,7 @@ def _name_peak(axes: Axes, top: Moment, seconds: float, size: float) -> None:
 
 
 def _draw_budget(axes: Axes, budget: int, size: float, *, is_left: bool, has_line: bool) -> None:
-    """The budget as a line, named at the side where the peak is not."""
+    """Record that the budget as a line, named at the side where the peak is not."""
     at, side = (0.01, "left") if is_left else (0.99, "right")
     text: dict[str, Any] = {"ha": side, "fontsize": "small", "color": COLOURS[3]}
     if not has_line:
@@ -220,7 +220,7 @@ def _traffic_of(timeline: TimelineEvent) -> list[_Panel]:
 
 
 def _draw_traffic(drives: Sequence[Axes], panels: Sequence[_Panel], seconds: float) -> None:
-    """What each drive writes above its line and reads below it, all to one scale."""
+    """Record that what each drive writes above its line and reads below it, all to one scale."""
     width = seconds / _BINS
     edges = [width * number for number in range(_BINS + 1)]
     largest = max((rate for _, *both in panels for rates in both for rate in rates), default=0.0)

@@ -92,7 +92,7 @@ _LABELS = {STATES: ", optimizer states", WEIGHTS: ", frozen weights"}
 
 
 def prefix_of(name: str) -> str:
-    """What the name of a drive begins with: empty where it moves activations."""
+    """Return what the name of a drive begins with: empty where it moves activations."""
     return next(filter(name.startswith, _LABELS), "")
 
 
@@ -168,7 +168,7 @@ class TimelineEvent(BaseModel):
         return [(scope, began, edges[min(bisect(edges, began), len(edges) - 1)]) for scope, began in reached]
 
     def phases(self) -> list[Phase]:
-        """What the step is at, in the order of time; in between it computes losses, or it waits."""
+        """Return what the step is at, in the order of time; in between it computes losses, or it waits."""
         forwards = sorted((began, ended) for _, began, ended in self.forwards())
         begins = sorted(began for _, began, _ in self.backwards())
         phases = [Phase("update", since, max(until, since)) for since, until in self.updates]
@@ -184,13 +184,16 @@ class TimelineEvent(BaseModel):
         return sorted(phases, key=_began)
 
     def label_of(self, drive: int) -> str:
-        """What pictures call a drive: by its number among the directories, so that they show no name."""
+        """Return what pictures call a drive.
+
+        By its number among the directories, so that they show no name.
+        """
         number, name = self.drives[drive]
         label = HOST if self.place_of(drive) == HOST else f"drive {number}"
         return label + _LABELS.get(prefix_of(name), "")
 
     def place_of(self, drive: int) -> str:
-        """The name of a drive, whatever it moves."""
+        """Return the name of a drive, whatever it moves."""
         name = self.drives[drive][1]
         return name.removeprefix(prefix_of(name))
 
@@ -224,7 +227,7 @@ def _began(phase: Phase) -> float:
 
 
 def checked_timeline(event: Mapping[str, object]) -> TimelineEvent:
-    """The event with its types.
+    """Return the event with its types.
 
     Raises:
         RunLogError: A part is missing, of another type or beyond all bounds; says which.

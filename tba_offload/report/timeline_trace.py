@@ -36,14 +36,14 @@ class Trace:
     _rows: dict[str, int] = field(default_factory=dict)
 
     def name(self, title: str) -> None:
-        """Gives the process its name, and the first rows theirs."""
+        """Give the process its name, and the first rows theirs."""
         self._describe("process", 0, title)
         self.events.append(self._event("M", "process_sort_index", 0, 0, args={"sort_index": -1}))
         for row, name in ((_PHASES, "phases"), (_LAYERS, "layers"), (_WAITS, "waits for I/O")):
             self._describe("thread", row, name)
 
     def add(self, step: TimelineEvent, began: float = 0.0) -> None:
-        """Adds a step.
+        """Add a step.
 
         Args:
             step: The step.
@@ -143,7 +143,7 @@ def _traffic(step: TimelineEvent) -> Iterator[_Count]:
 
 
 def _all_traffic(step: TimelineEvent) -> Iterator[_Count]:
-    """The traffic of all drives, where it is not known which of them moved what."""
+    """Yield the traffic of all drives, where it is not known which of them moved what."""
     for before, after in pairwise(step.points):
         span = after.seconds - before.seconds
         if span > 0:

@@ -49,7 +49,7 @@ class Diagnosis:
 
     @classmethod
     def of(cls, log: RunLog) -> Diagnosis:
-        """The diagnosis of a run.
+        """Return the diagnosis of a run.
 
         Raises:
             RunLogError: It has no step.
@@ -66,7 +66,7 @@ class Diagnosis:
         return "".join(map(tables.text_of, tables.spaced(self.parts()))).removesuffix("\n")
 
     def parts(self) -> list[FittedTable | str]:
-        """What there is to say, as lines and tables."""
+        """Return what there is to say, as lines and tables."""
         return [
             _summary(self.evidence),
             holders_table(self.evidence),
@@ -78,7 +78,7 @@ class Diagnosis:
         ]
 
     def advice(self) -> list[str]:
-        """What to do, the change first that would help most; a sentence or two for each."""
+        """Return what to do, the change first that would help most; a sentence or two for each."""
         if not self.findings:
             return [self._nothing()]
         first, *others = self.findings
@@ -107,7 +107,7 @@ class Diagnosis:
         return f" The peak would be about {readable_size(peak - finding.saves)}, not {readable_size(peak)}."
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the same for programs."""
         evidence = self.evidence
         return {
             "step": evidence.step.step,
@@ -125,7 +125,7 @@ class Diagnosis:
 
 
 def why(path: str | os.PathLike[str], *, left_out: Callable[[str], object] | None = None) -> Diagnosis:
-    """The diagnosis of a run by its log; of several ranks that of the fullest.
+    """Return the diagnosis of a run by its log; of several ranks that of the fullest.
 
     Args:
         path: The run log.
@@ -143,7 +143,7 @@ def why(path: str | os.PathLike[str], *, left_out: Callable[[str], object] | Non
 
 
 def show(diagnosis: Diagnosis) -> None:
-    """Prints it."""
+    """Print it."""
     tables.show(*diagnosis.parts())
 
 
@@ -159,7 +159,7 @@ def _summary(evidence: Evidence) -> str:
 
 
 def holders_table(evidence: Evidence) -> FittedTable:
-    """What holds memory at the peak, the largest first."""
+    """Return what holds memory at the peak, the largest first."""
     peak = evidence.peak
     held = sorted(((size, name) for name, size in peak.held.items() if size), reverse=True)
     total = max(peak.nbytes, 1)
@@ -190,7 +190,7 @@ def _holder(name: str, phase: Phase) -> str:
 
 
 def phases_table(evidence: Evidence) -> FittedTable:
-    """The peak of each phase."""
+    """Return the peak of each phase."""
     phases = evidence.phases
     return FittedTable(
         (

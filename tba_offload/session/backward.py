@@ -40,7 +40,7 @@ class BackwardWatch:
         self._ended = ended
 
     def note_gone(self) -> None:
-        """Notes which graphs are gone that a backward pass had left alive.
+        """Note which graphs are gone that a backward pass had left alive.
 
         Their gradients of parameters were put in place by no pass that backward hooks are told of.
         """
@@ -160,7 +160,7 @@ class TailWatch:
         self._ongoing = ongoing
 
     def watch(self, output: object) -> None:
-        """The model's forward has ended with this output."""
+        """Record that the model's forward has ended with this output."""
         step, meter = self._ongoing.step, self._ongoing.meter
         if step is None or meter is None:
             return

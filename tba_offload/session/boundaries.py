@@ -97,14 +97,14 @@ class Boundaries:
             weakref.finalize(self, handle.remove)
 
     def close(self) -> None:
-        """Takes all hooks off."""
+        """Take all hooks off."""
         for handle in self._handles:
             handle.remove()
 
     # ---- forward ---------------------------------------------------------------------------------
 
     def model_begins(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """The model's forward begins: opens a step unless one is open that goes on."""
+        """Record that the model's forward begins: opens a step unless one is open that goes on."""
         if self._ongoing.is_inert or is_recomputation():
             return
         is_running = module in self._forwards
@@ -124,7 +124,7 @@ class Boundaries:
         self._count(module, args, kwargs)
 
     def _count(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Counts the tokens of a micro-batch, which a wrapper around the model may not know by name."""
+        """Count the tokens of a micro-batch, which a wrapper around the model may not know by name."""
         step = self._ongoing.step
         if step is None or self._tokens_are_known:
             return
@@ -134,7 +134,7 @@ class Boundaries:
             step.saw_tokens(tokens)
 
     def model_ended(self, module: nn.Module, _args: object, output: object) -> None:
-        """The model's forward has ended."""
+        """Record that the model's forward has ended."""
         has_called_itself = self._forwards.get(module)
         if has_called_itself is None or is_recomputation() or (has_called_itself and _calls_itself(module)):
             return
@@ -144,7 +144,7 @@ class Boundaries:
             self._forward_ended(output)
 
     def open_step(self) -> None:
-        """Opens a step that has begun by itself, unless one is open that goes on."""
+        """Open a step that has begun by itself, unless one is open that goes on."""
         with self._ongoing.lock:
             step = self._steps.open_step()
             if not self._closures:
@@ -162,7 +162,7 @@ class Boundaries:
                 step.memory.resume()
 
     def backward_ended(self) -> None:
-        """A backward pass is over; what an optimizer does that asked for it is not the step's."""
+        """Record that a backward pass is over; what an optimizer does that asked for it is not the step's."""
         step = self._ongoing.step
         if step is None:
             return
@@ -190,7 +190,7 @@ class Boundaries:
     def _with_closure(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments of an optimizer's step with a closure that is noticed; None if it has none."""
+        """Return the arguments of an optimizer's step with a closure that is noticed; None if it has none."""
         if callable(kwargs.get("closure")):
             return args, kwargs | {"closure": self._noticed(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
@@ -209,7 +209,7 @@ class Boundaries:
         return run
 
     def _raise_failures(self, step: Step) -> None:
-        """Raises what went wrong in a step that opened by itself, before its gradients change the weights."""
+        """Raise what went wrong in a step that opened by itself, before its gradients change the weights."""
         if not step.opened_itself:
             return
         try:
@@ -266,7 +266,7 @@ class Boundaries:
     # ---- ends ------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Ends a step that opened by itself and is over; one that another thread works on is left to that."""
+        """End a step that opened by itself and is over; one that another thread works on is left to that."""
         if not self._ongoing.lock.acquire(blocking=False):
             return
         try:
@@ -286,14 +286,14 @@ class Boundaries:
         return self._ongoing.is_of_another_thread and (bool(is_called) or not is_at_rest)
 
     def finish(self) -> None:
-        """Ends a step that opened by itself, whether an update came or not: no more of it will come."""
+        """End a step that opened by itself, whether an update came or not: no more of it will come."""
         with self._ongoing.lock:
             step = self._steps.open_step()
             if step is not None and step.opened_itself and not is_recomputation():
                 self.end_step(step)
 
     def end_step(self, step: Step) -> None:
-        """Ends a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""
+        """End a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""
         trace = self._steps.trace
         if step.state.failed or trace.in_backward or not trace.backward_ends:
             self._steps.forget(step)
@@ -354,7 +354,10 @@ def _calls_itself(module: nn.Module) -> bool:
 
 
 def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """The modules by whose forward a micro-batch may enter: a model, or what it wraps, down to the layers."""
+    """Yield the modules by whose forward a micro-batch may enter.
+
+    A model, or what it wraps, down to the layers.
+    """
     for module in modules:
         inside = set(module.modules())
         own = {layer for layer in layers if layer in inside and layer is not module}

@@ -83,7 +83,7 @@ class Budget:
         return self._device_bytes is not None
 
     def begin_step(self, base_bytes: int | None) -> None:
-        """Looks at what there is before the forward of a step; one that has less left runs without its plan.
+        """Look at what there is before the forward of a step; one that has less left runs without its plan.
 
         Args:
             base_bytes: Live bytes of the device, without gradients; ``None`` if they were not measured.
@@ -95,7 +95,7 @@ class Budget:
             self._watched.planning.leave_if_over_limits()
 
     def end_step(self, record: StepRecord) -> None:
-        """Takes note of the gradients of a step and of states made in it, before a plan is made."""
+        """Take note of the gradients of a step and of states made in it, before a plan is made."""
         if record.step == _SECOND:
             self._most_gradients = self._at_begin
         self._most_gradients = max(self._most_gradients, record.gradient_peak_bytes or 0)
@@ -127,7 +127,7 @@ class Budget:
         return budget + self._most_gradients - self._at_begin
 
     def device_peak(self, taken: int) -> int | None:
-        """The most bytes on the device in a step; ``None`` if unknown.
+        """Return the most bytes on the device in a step; ``None`` if unknown.
 
         What a step needed beyond what is known of it counts with the last gradients too, and may go with the
         loss: how much less there is, the last step has shown, if it was to take as much and began with as
@@ -144,7 +144,7 @@ class Budget:
         return share.base_bytes + share.gradient_bytes + taken - (less if counts else 0)
 
     def limits_on(self, share: DeviceShare) -> Limits:
-        """What would hold if that lay on the device."""
+        """Return what would hold if that lay on the device."""
         return self._of_policy.on_device(share)
 
     def _derive(self, base_bytes: int | None) -> None:

@@ -59,7 +59,7 @@ class Conclusions:
         self._learned = learned
 
     def draw(self, step: Step, times: Times, number: int) -> StepRecord:
-        """Records a step that has ended, and has the next one planned by what it was like.
+        """Record a step that has ended, and have the next one planned by what it was like.
 
         Args:
             step: The step.
@@ -128,7 +128,7 @@ class Conclusions:
             self._journal.note_look(TIMELINE, figures)
 
     def _figures_of(self, step: Step, times: Times) -> tuple[float | None, LateFigures | None]:
-        """The loss if it is known by now, and what is not."""
+        """Return the loss if it is known by now, and what is not."""
         device, marks, loss = self._parts.device, self._parts.capture.trace.marks, step.loss
         if isinstance(loss, torch.Tensor):
             loss = of_one_element(device, loss)
@@ -152,7 +152,7 @@ class Conclusions:
         parts.notices.full(stats.fallback_kept, number, beyond)
 
     def _warn_of_wide_window(self, number: int) -> None:
-        """A window that holds most of what a step saves leaves most of it in memory."""
+        """Record that a window that holds most of what a step saves leaves most of it in memory."""
         planning, window = self._parts.planning, self._parts.budget.limits.window
         if number > _LOOKED_AT or window is None:
             return

@@ -49,7 +49,7 @@ class StepMemory:
         self._overlaps = False
 
     def begin(self, *, gradients_allocated: bool) -> None:
-        """Reads what is live now; the step begins."""
+        """Read what is live now; the step begins."""
         self.gradients_allocated = gradients_allocated
         self._outputs.begin_step()
         if self.meter is not None:
@@ -57,7 +57,10 @@ class StepMemory:
             self.base_bytes = self.meter.live() - self._outputs.at_begin
 
     def overlapped(self) -> None:
-        """A step of another session is open at the same time: the memory of neither can be told."""
+        """Record that a step of another session is open at the same time.
+
+        The memory of neither can be told.
+        """
         self._overlaps = True
 
     @property
@@ -77,7 +80,7 @@ class StepMemory:
                 self._watch.leave(UPDATE)
 
     def resume(self) -> None:
-        """The optimizer is done; what it has left allocated are its states."""
+        """Record that the optimizer is done; what it has left allocated are its states."""
         born = self._count_states()
         if self.meter is not None:
             self.meter.resume()
@@ -85,7 +88,7 @@ class StepMemory:
                 self._watch.update_ended(born)
 
     def end(self) -> None:
-        """The step has ended."""
+        """Record that the step has ended."""
         if self.meter is not None:
             self._count_states()
             self._peak = max(self.meter.peak() - (self.base_bytes or 0), 0)
@@ -120,13 +123,13 @@ class Updates:
         self._overflows: list[bool | Tensor] = []
 
     def follow(self, seconds: float) -> None:
-        """Notes how long optimizers worked between the last step and this one."""
+        """Note how long optimizers worked between the last step and this one."""
         self.seconds_before = seconds
 
     def add(
         self, began: float, ended: float, *, parameters: frozenset[int], overflowed: bool | Tensor
     ) -> None:
-        """Notes that an optimizer made a step; forward and backward may have taken place in it.
+        """Note that an optimizer made a step; forward and backward may have taken place in it.
 
         Args:
             began: When it began, by :func:`time.perf_counter`.
@@ -181,7 +184,7 @@ class Times(NamedTuple):
     def of(
         cls, began: float, ended: float, updates: Sequence[tuple[float, float]], seconds_before: float
     ) -> Times:
-        """The times of a step.
+        """Return the times of a step.
 
         Args:
             began: When it began.
@@ -196,5 +199,8 @@ class Times(NamedTuple):
 
 
 def _own_part(began: float, ended: float, backward_ends: Sequence[float]) -> tuple[float, float]:
-    """The part of an optimizer's step that is its own: a closure that it calls is forward and backward."""
+    """Return the part of an optimizer's step that is its own.
+
+    A closure that it calls is forward and backward.
+    """
     return max([began, *(end for end in backward_ends if began < end < ended)]), ended

@@ -71,7 +71,7 @@ class Journal:
         return self._run_log is not None
 
     def record(self, record: StepRecord, late: LateFigures | None = None) -> None:
-        """A step has ended well.
+        """Record that a step has ended well.
 
         Args:
             record: What is known of it.
@@ -86,7 +86,7 @@ class Journal:
         self._note("plan", news)
 
     def note_look(self, event: str, figures: dict[str, object]) -> None:
-        """A step was looked at.
+        """Record that a step was looked at.
 
         Args:
             event: At what of it.
@@ -97,7 +97,7 @@ class Journal:
         self._note(event, figures)
 
     def log(self, records: Sequence[StepRecord]) -> RunLog:
-        """What is remembered, as a log that was read.
+        """Return what is remembered, as a log that was read.
 
         Args:
             records: The records.
@@ -107,7 +107,7 @@ class Journal:
         return RunLog(header=self._header, steps=tuple(records), path=path, others=others)
 
     def note_states(self, number: int, record: StatesRecord) -> None:
-        """An optimizer has made an update.
+        """Record that an optimizer has made an update.
 
         Args:
             number: Which of the session's optimizers.
@@ -118,7 +118,7 @@ class Journal:
         self._note("states", document)
 
     def note_states_choice(self, line: str | None, document: dict[str, object]) -> None:
-        """It was decided how many sub-groups of optimizer states travel.
+        """Record that it was decided how many sub-groups of optimizer states travel.
 
         Args:
             line: How many, in words; ``None`` if it is as many as before.
@@ -129,14 +129,14 @@ class Journal:
         self._note("states_plan", document)
 
     def write_known(self) -> None:
-        """Writes what waits for nothing any more."""
+        """Write what waits for nothing any more."""
         waiting = self._waiting
         while waiting and (waiting[0][0] is None or waiting[0][0].are_there()):
             _, write = waiting.popleft()
             write()
 
     def write_all(self) -> None:
-        """Writes everything; waits for the device."""
+        """Write everything; waits for the device."""
         while self._waiting:
             _, write = self._waiting.popleft()
             write()
@@ -168,7 +168,7 @@ class Journal:
                 return
 
     def close(self) -> None:
-        """Writes what is missing, for which it waits, and closes the run log."""
+        """Write what is missing, for which it waits, and close the run log."""
         try:
             self.write_all()
         finally:

@@ -46,7 +46,7 @@ class LateValue(Generic[Value]):
         return all(event.query() for event in self._copied)
 
     def read(self) -> Value:
-        """What is made of the numbers; waits for them."""
+        """Return what is made of the numbers; waits for them."""
         for event in self._copied:
             event.synchronize()
         return self._made(
@@ -55,7 +55,7 @@ class LateValue(Generic[Value]):
 
 
 def of_one_element(device: Device, loss: torch.Tensor) -> LateValue[float | None]:
-    """A loss that is a tensor.
+    """Return a loss that is a tensor.
 
     Raises:
         ValueError: It has more elements than one.
@@ -90,7 +90,7 @@ class LateFigures:
         return (self._marks is None or self._marks.are_reached()) and all(each.is_there() for each in late)
 
     def complete(self, record: StepRecord) -> StepRecord:
-        """A record with these figures; waits for them."""
+        """Return a record with these figures; waits for them."""
         found: dict[str, Any] = {}
         if self._loss is not None:
             found["loss"] = self._loss.read()

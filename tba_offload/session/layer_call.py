@@ -68,11 +68,11 @@ class Call:
         return self._site.index
 
     def keep(self) -> object:
-        """Runs the layer as it is."""
+        """Run the layer as it is."""
         return self._site.forward(*self._args, **self._kwargs)
 
     def offload(self, *, rebuilds: bool = False, percent: int = 100) -> object:
-        """Runs the layer with hooks, through which what it saves travels, or a share of it."""
+        """Run the layer with hooks, through which what it saves travels, or a share of it."""
         if self._parts.planning.chosen or self._parts.verifier.verdicts:
             return self._offload_repeatable(rebuilds=rebuilds, percent=percent)
         with self._hooks(rebuilds=rebuilds, percent=percent):
@@ -92,7 +92,7 @@ class Call:
         return output
 
     def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> object:
-        """Runs the layer in a checkpoint: backward runs it again on its inputs."""
+        """Run the layer in a checkpoint: backward runs it again on its inputs."""
         if not (inputs_travel or attention_travels):
             return self._checkpoint(self._site.forward)
         hooks = self._hooks()
@@ -113,7 +113,7 @@ class Call:
         return pack
 
     def _checkpoint(self, forward: Callable[..., object]) -> object:
-        """Runs the layer in a checkpoint, with what verifies that its second run is the same."""
+        """Run the layer in a checkpoint, with what verifies that its second run is the same."""
         verifier, index = self._parts.verifier, self._site.index
         run = Run(verifier, verifier.mode_of(index), forward, is_planned=self._is_choice)
         return self._stack.checkpoint(run, *self._args, **self._kwargs)
@@ -126,7 +126,7 @@ class Call:
         return self._site.index in self._parts.planning.chosen
 
     def _forward(self, *, may_be_rescued: bool) -> Callable[..., object]:
-        """The layer's forward; with what runs it a second time, if that is of use."""
+        """Return the layer's forward; with what runs it a second time, if that is of use."""
         verifier, world = self._parts.verifier, self._parts.world
         if not self._is_choice and not verifier.verdicts:
             return self._site.forward  # a layer of many modules would be asked for their modes in vain

@@ -65,7 +65,7 @@ class LayerRuns:
         self._load_checkpoint()
 
     def close(self) -> None:
-        """The layers are given back, and keep the session no longer."""
+        """Record that the layers are given back, and keep the session no longer."""
         self._owner = None
 
     def configure(self, config: OffloadConfig) -> None:
@@ -74,7 +74,7 @@ class LayerRuns:
         self._load_checkpoint()
 
     def _load_checkpoint(self) -> None:
-        """What the first call of a checkpoint would load is loaded now, if a layer may be recomputed."""
+        """Load now what the first call of a checkpoint would load, if a layer may be recomputed."""
         controller, placements = self._parts.planning.controller, self._parts.planning.plan.placements
         may_choose = controller is not None and controller.task.may_recompute
         is_wanted = may_choose or any(placement.recomputes for placement in placements)
@@ -83,7 +83,7 @@ class LayerRuns:
             checkpoint.load()
 
     def run(self, site: Site, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Runs a layer the way the plan says.
+        """Run a layer the way the plan says.
 
         Raises:
             UnsupportedError: The policy has the layer recomputed, and it cannot be.
@@ -126,12 +126,12 @@ class LayerRuns:
         return output
 
     def _in_range(self, site: Site, placement: Placement, call: Call) -> object:
-        """Runs a layer in a range of its own, for a profile to show it."""
+        """Run a layer in a range of its own, for a profile to show it."""
         with self._parts.ranges.forward(site.layer.id.name):
             return placement.take(call)
 
     def _graph_before(self, site: Site, placement: Placement) -> object:
-        """What the device ran last as a graph before a layer that is not kept.
+        """Return what the device ran last as a graph before a layer that is not kept.
 
         Raises:
             UnsupportedError: A graph is captured.
@@ -146,7 +146,7 @@ class LayerRuns:
         return device.compiled_graph()
 
     def _check_graphs(self, site: Site, placement: Placement, before: object) -> None:
-        """Checks that a layer that has run, and is not kept, was not compiled to graphs.
+        """Check that a layer that has run, and is not kept, was not compiled to graphs.
 
         Raises:
             UnsupportedError: It was.
@@ -186,7 +186,7 @@ class LayerRuns:
     # ---- the placement ---------------------------------------------------------------------------
 
     def _placement_here(self, site: Site, arguments: Sequence[object]) -> Placement:
-        """What the plan says, unless the layer runs where our hooks or a second run cannot be.
+        """Return what the plan says, unless the layer runs where our hooks or a second run cannot be.
 
         Raises:
             UnsupportedError: The policy has the layer recomputed, and it must not run twice.
@@ -226,7 +226,7 @@ class LayerRuns:
         return Placement.OFFLOAD if is_recomputed else placement
 
     def _notice_outer_checkpoint(self, site: Site) -> None:
-        """A reentrant checkpoint around a layer records no graph of it before backward.
+        """Record that a reentrant checkpoint around a layer records no graph of it before backward.
 
         Nor does a loss that caches gradients, and there no step has opened either.
         """

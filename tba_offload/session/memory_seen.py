@@ -73,7 +73,7 @@ class Peak(NamedTuple):
         return self.nbytes + self.gradients + self.frozen
 
     def figures(self) -> dict[str, object]:
-        """The same for a log."""
+        """Return the same for a log."""
         return {**self._asdict(), "held": self.held._asdict()}
 
 
@@ -94,7 +94,7 @@ class LayerMemory:
     beside: Beside = field(default_factory=Beside)
 
     def left(self, nbytes: int) -> None:
-        """A forward has left ``nbytes`` in memory."""
+        """Record that a forward has left ``nbytes`` in memory."""
         self.leaves = max(self.leaves, nbytes)
 
     def took(self, phase: str, nbytes: int, beside: int, whole: int) -> None:
@@ -139,17 +139,20 @@ class Runs:
         self._leaving: _Left | None = None
 
     def begin(self, index: int) -> bool:
-        """A forward begins; returns whether it is of the layer whose forward was the first in the step."""
+        """Return a forward begins.
+
+        Returns whether it is of the layer whose forward was the first in the step.
+        """
         self._first = index if self._first is None else self._first
         return index == self._first
 
     def end(self, index: int) -> bool:
-        """A forward has ended; returns whether the loss comes next."""
+        """Return a forward has ended; returns whether the loss comes next."""
         self._latest = index
         return index == self.final
 
     def wait(self, index: int, run: _Left) -> None:
-        """A run begins to wait."""
+        """Record that a run begins to wait."""
         self._waiting[index].append(run)
         self._change(run, 1)
 
@@ -189,7 +192,7 @@ class Runs:
 
 
 def holder_of(way: str) -> str:
-    """What holds the bytes that a run of a layer leaves in memory, by how it ran."""
+    """Return what holds the bytes that a run of a layer leaves in memory, by how it ran."""
     placement = Placement(way)
     if placement is Placement.KEEP:
         return "kept"

@@ -94,7 +94,7 @@ class MemoryWatch:
         self._last: tuple[str, _Moment] | None = None  # its forward has ended, and the next has not begun
 
     def begin_step(self, meter: MemoryMeter | None, number: int, *, wanted: bool = False) -> None:
-        """A step begins.
+        """Record that a step begins.
 
         Args:
             meter: Its meter; ``None`` if its memory is not measured.
@@ -113,7 +113,7 @@ class MemoryWatch:
             self._sources.attributes.begin_step()
 
     def started(self) -> None:
-        """What is live from here on is of the step."""
+        """Record that what is live from here on is of the step."""
         if self._meter is not None:
             live = self._meter.live()
             self._base = live - self._sources.outputs.at_begin
@@ -121,7 +121,7 @@ class MemoryWatch:
             self._enter(EMBEDDINGS, 0, live)
 
     def look_back(self) -> None:
-        """The step is about to end; what it has saved is known still."""
+        """Record that the step is about to end; what it has saved is known still."""
         if self.is_on and self._is_due:
             attributes, registry = self._sources.attributes, self._sources.capture.registry
             self._found = {
@@ -136,7 +136,7 @@ class MemoryWatch:
     # ---- what the step is at ---------------------------------------------------------------------
 
     def layer_begins(self, index: int) -> bool:
-        """A layer's forward begins; only while the watch is on, as what follows.
+        """Return a layer's forward begins; only while the watch is on, as what follows.
 
         Returns:
             Whether it is the first layer, whose backward is the last.
@@ -147,7 +147,7 @@ class MemoryWatch:
         return self.runs.begin(index)
 
     def layer_ended(self, index: int, way: str) -> None:
-        """A layer's forward has ended.
+        """Record that a layer's forward has ended.
 
         What it leaves in memory is known when the caller has let go of what the layer was given: when the
         next one begins.
@@ -176,7 +176,7 @@ class MemoryWatch:
         self.runs.wait(before.layer, holders)
 
     def model_ended(self) -> None:
-        """The model's forward has ended: the loss comes next, whichever layer ran last."""
+        """Record that the model's forward has ended: the loss comes next, whichever layer ran last."""
         if self.is_on and self._now.phase == FORWARD:
             live = self._close()
             self._count_last(live)
@@ -207,7 +207,7 @@ class MemoryWatch:
         self._enter(phase, 0, live)
 
     def update_ended(self, born: int) -> None:
-        """The optimizer is done.
+        """Record that the optimizer is done.
 
         Args:
             born: Bytes of its states that came into being, which are none that it works with.
@@ -218,7 +218,7 @@ class MemoryWatch:
         self._enter(BETWEEN, 0, live)
 
     def seen(self, live: int, aside: int) -> None:
-        """The meter has seen bytes that are in use.
+        """Record that the meter has seen bytes that are in use.
 
         Args:
             live: Those that count.
@@ -252,7 +252,7 @@ class MemoryWatch:
         self._note(self._now, live, *self._sources.gradients.parts)
 
     def _close(self) -> int:
-        """Ends what the step is at; returns the live bytes."""
+        """End what the step is at; returns the live bytes."""
         live, now = self._look(), self._now
         if self.layers:
             now.sees(live - self._sources.offloader.ledger.read_ahead)
@@ -302,7 +302,7 @@ class _Uses:
         self._nbytes = 0
 
     def count(self) -> int:
-        """Takes note of what was used since the last time, and tells the bytes of all.
+        """Take note of what was used since the last time, and tell the bytes of all.
 
         Not for two threads at once: a meter takes one sample at a time.
         """

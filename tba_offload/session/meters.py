@@ -54,7 +54,7 @@ class Meters:
                 told.seen(live, aside)
 
     def of_step(self, *, wanted: bool | None, may_help: bool) -> MemoryMeter | None:
-        """The meter of a step that begins.
+        """Return the meter of a step that begins.
 
         Args:
             wanted: Whether the step is to be measured; ``None`` for what holds for all.
@@ -72,12 +72,15 @@ class Meters:
         return self._meter if wanted else None
 
     def leave(self, meter: MemoryMeter | None) -> None:
-        """A step begins with this meter, or none: an interrupted one may have left another watching."""
+        """Record that a step begins with this meter, or none.
+
+        An interrupted one may have left another watching.
+        """
         if self._meter is not None and meter is None:
             self._meter.peak()
 
     def close(self) -> None:
-        """Ends the thread that samples, if there is one."""
+        """End the thread that samples, if there is one."""
         if self._meter is not None:
             self._meter.close()
 

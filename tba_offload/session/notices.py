@@ -58,7 +58,7 @@ class _UntilConfigured(logging.Handler):
     """Writes to stderr as long as nothing else would handle the record."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes one line."""
+        """Write one line."""
         if not any(logging.getLogger(name).handlers for name in (None, "tba_offload")):
             sys.stderr.write(f"tba-offload: {self.format(record)}\n")
 
@@ -108,7 +108,7 @@ class Notices:
             tell(line)
 
     def outside_step(self) -> None:
-        """A layer trains where no step is open."""
+        """Record that a layer trains where no step is open."""
         self.warn_once("outside", _OUTSIDE_STEP)
 
     def backward_outside(self) -> None:
@@ -116,11 +116,11 @@ class Notices:
         self.warn_once("backward outside", _BACKWARD_OUTSIDE)
 
     def no_layer_ran(self) -> None:
-        """The first step has trained the model, and none of its layers."""
+        """Record that the first step has trained the model, and none of its layers."""
         self.warn_once("no layer", _NO_LAYER_RAN, NoEffectWarning)
 
     def layers_replaced(self, names: Sequence[str]) -> None:
-        """A step has trained the model and none of its layers, some of which others stand in place of.
+        """Tell that a step has trained the model and none of its layers, some of which were replaced.
 
         Args:
             names: What those were called.
@@ -134,7 +134,7 @@ class Notices:
         )
 
     def no_update(self) -> None:
-        """Steps that were found end without an update."""
+        """Step that were found end without an update."""
         self.warn_once("no update", _NO_UPDATE, NoEffectWarning)
 
     def overlap(self) -> None:
@@ -142,11 +142,11 @@ class Notices:
         self.warn_once("overlap", _OVERLAP)
 
     def other_ranks(self) -> None:
-        """The planner cannot decide for other ranks."""
+        """Record that the planner cannot decide for other ranks."""
         self.tell_once(_OTHER_RANKS)
 
     def left_alone(self, layer: Layer) -> None:
-        """A layer runs inside hooks of others, where neither ours nor a checkpoint's can be."""
+        """Record that a layer runs inside hooks of others, where neither ours nor a checkpoint's can be."""
         self.warn_once(
             "left alone",
             f"{layer.id} runs inside saved-tensor hooks or a "
@@ -156,7 +156,7 @@ class Notices:
         )
 
     def runs_in_backward(self, layer: Layer) -> None:
-        """A layer runs first in a backward pass, before which no step has opened."""
+        """Record that a layer runs first in a backward pass, before which no step has opened."""
         self.warn_once(
             "runs in backward",
             f"{layer.id} runs forward with a graph only within a backward pass, as in losses that cache "
@@ -166,7 +166,7 @@ class Notices:
         )
 
     def full(self, nbytes: int, step: int, beyond: int) -> None:
-        """The store was full.
+        """Record that the store was full.
 
         Args:
             nbytes: Bytes that stayed in memory for that.
@@ -182,7 +182,7 @@ class Notices:
         )
 
     def nothing_left(self, device: DeviceShare, static: Mapping[str, int]) -> None:
-        """What lies on the device beside activations takes all that may lie there.
+        """Record that what lies on the device beside activations takes all that may lie there.
 
         Args:
             device: What lies there.
@@ -205,7 +205,7 @@ class Notices:
         )
 
     def wide_window(self, saved: int, window: int) -> None:
-        """A window of so many bytes holds most of what a step saves, and so leaves most of it in memory."""
+        """Tell that a window of so many bytes holds most of what a step saves, and so leaves it in memory."""
         self.warn_once(
             "window",
             f"offloading frees little here: the layers save {readable_size(saved)} in a step, and "
@@ -215,7 +215,7 @@ class Notices:
         )
 
     def wide_slots(self, states: int, slots: int) -> None:
-        """The slots of updates are as large as all states of the optimizers, which stay in memory so."""
+        """Tell that the slots of updates are as large as all states, which so stay in memory."""
         self.warn_once(
             "slots",
             f"offloading the states of the optimizer frees nothing: they are {readable_size(states)}, and "
@@ -226,7 +226,10 @@ class Notices:
 
 
 def _eighth(nbytes: int) -> int:
-    """An eighth, in whole MiB or, below one, KiB: drives work on some of it while others are in use."""
+    """Return an eighth, in whole MiB or, below one, KiB.
+
+    Drives work on some of it while others are in use.
+    """
     eighth = nbytes // 8
     unit_bits = 20 if eighth >= 1 << 20 else 10
     return max(eighth >> unit_bits, 1) << unit_bits

@@ -35,14 +35,14 @@ class Ongoing:
         self.lock = threading.RLock()
 
     def opened(self, step: Step) -> None:
-        """A step is open."""
+        """Record that a step is open."""
         step.updates.follow(self._seconds_between)
         self._seconds_between = 0.0
         self.step, self.meter = step, step.memory.meter
         self._opener = threading.get_ident()
 
     def fail(self) -> None:
-        """A forward has raised an exception: the step that is open comes to nothing."""
+        """Record that a forward has raised an exception: the step that is open comes to nothing."""
         if self.step is not None:
             self.step.state.fail()
 
@@ -52,30 +52,30 @@ class Ongoing:
         return self.step is not None and self._opener != threading.get_ident()
 
     def updated_between(self, seconds: float) -> None:
-        """An optimizer has made its step while no step was open."""
+        """Record that an optimizer has made its step while no step was open."""
         self._seconds_between += seconds
 
     def ended(self) -> Step | None:
-        """The step that was open is not open any more; returns it."""
+        """Return the step that was open is not open any more; returns it."""
         step, self.step, self.meter = self.step, None, None
         return step
 
     def counted(self) -> None:
-        """It has ended well."""
+        """Record that it has ended well."""
         self.number += 1
 
     def close(self) -> None:
-        """The session is closed."""
+        """Record that the session is closed."""
         self.is_closed = True
 
     def become_inert(self) -> None:
-        """The process was forked, and this is the child."""
+        """Record that the process was forked, and this is the child."""
         self.is_inert = True
         self.step = self.meter = None
         self.lock = threading.RLock()  # another thread of the parent may have held it
 
     def check_usable(self) -> None:
-        """Checks that steps can be made.
+        """Check that steps can be made.
 
         Raises:
             SessionError: The session is closed, or its process was forked and this is the child.
@@ -91,6 +91,6 @@ class Ongoing:
         return self.step.memory.state_bytes if self.step is not None else 0
 
     def look_at_memory(self, grows_by: int = 0) -> None:
-        """Notes what is live, for a meter that sees only what it looks at."""
+        """Note what is live, for a meter that sees only what it looks at."""
         if self.meter is not None:
             self.meter.sample(grows_by)

@@ -38,11 +38,11 @@ class Outputs:
         return self._live.nbytes
 
     def begin_step(self) -> None:
-        """What is there now is of earlier steps."""
+        """Record that what is there now is of earlier steps."""
         self.at_begin = self.nbytes
 
     def note(self, output: object) -> None:
-        """The model's forward has ended with this output."""
+        """Record that the model's forward has ended with this output."""
         try:
             tensors = list(tensors_in(output))
         except TooManyError:

@@ -90,7 +90,7 @@ def make_parts(
     ongoing: Ongoing,
     measure_memory: bool,
 ) -> Parts:
-    """Opens the store, and makes the other parts.
+    """Open the store, and make the other parts.
 
     Args:
         stack: The layers.
@@ -174,13 +174,13 @@ def make_parts(
 
 
 def plan_of(config: OffloadConfig, layers: Sequence[Layer], world: World, limits: Limits) -> Plan:
-    """The plan of a policy."""
+    """Return the plan of a policy."""
     ids = [layer.id for layer in layers]
     return Plan.from_policy(config.policy, ids, world.layers, window=limits.window)
 
 
 def _check_measured(meters: Meters) -> None:
-    """Checks that it can be told what lies on the device.
+    """Check that it can be told what lies on the device.
 
     Raises:
         UnsupportedError: It cannot.

@@ -25,7 +25,7 @@ class Ranges:
         self._backward: tuple[record_function, int] | None = None
 
     def begin_step(self, number: int, *, wanted: bool) -> None:
-        """A step begins.
+        """Record that a step begins.
 
         Args:
             number: Of the step.
@@ -37,7 +37,7 @@ class Ranges:
             self._step = _entered(f"tba-offload: step {number}")
 
     def forward(self, name: str) -> record_function:
-        """A context manager around the forward of a layer."""
+        """Return a context manager around the forward of a layer."""
         return record_function(f"tba-offload: forward {name}")
 
     def backward_reached(self, name: str) -> None:
@@ -46,7 +46,7 @@ class Ranges:
         self._backward = _entered(f"tba-offload: backward {name}"), threading.get_ident()
 
     def backward_ended(self) -> None:
-        """A backward pass is over.
+        """Record that a backward pass is over.
 
         A range ends on the thread that it began on: another one, as autograd's of a device, may have had a
         range of its own in between, and NVTX ends the latest.
@@ -56,7 +56,7 @@ class Ranges:
         self._backward = None
 
     def end_step(self) -> None:
-        """The step is over, or was left."""
+        """Record that the step is over, or was left."""
         self.backward_ended()
         self.is_on = False
         if self._step is not None:

@@ -38,7 +38,7 @@ def record_of(
     *,
     loss: float | None,
 ) -> StepRecord:
-    """What a step was like.
+    """Return what a step was like.
 
     Args:
         step: The step, which has ended.
@@ -110,7 +110,7 @@ def record_of(
 
 
 def label_of(config: OffloadConfig, world: World, modules: Sequence[nn.Module], *, has_states: bool) -> str:
-    """A label that tells what is offloaded: ``offload``, ``mixed``, ``keep + states + weights``.
+    """Return a label that tells what is offloaded: ``offload``, ``mixed``, ``keep + states + weights``.
 
     Args:
         config: What the user wanted.
@@ -127,7 +127,7 @@ def label_of(config: OffloadConfig, world: World, modules: Sequence[nn.Module], 
 def header_of(
     config: OffloadConfig, strategy: str, model_info: Mapping[str, object] | None, parts: Parts
 ) -> RunHeader:
-    """What a run log begins with.
+    """Return what a run log begins with.
 
     Args:
         config: What the user wanted.
@@ -156,7 +156,7 @@ def header_of(
 
 
 def _explained(policy: Policy, layers: Sequence[LayerId]) -> Iterator[tuple[str, object]]:
-    """The placement of every layer of the model, on whatever rank, and why."""
+    """Yield the placement of every layer of the model, on whatever rank, and why."""
     for layer in layers:
         placement, why = policy.explain(layer)
         yield layer.name, {"layer": layer.number, "placement": placement.value, "why": why}

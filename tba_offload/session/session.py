@@ -245,7 +245,7 @@ class Session:
         )
 
     def apply(self, config: ConfigLike) -> None:
-        """Changes the placements between steps; store and budget stay as they are.
+        """Change the placements between steps; store and budget stay as they are.
 
         Raises:
             SessionError: A step is open, or the session is closed.
@@ -271,7 +271,7 @@ class Session:
         self.offloader.failures.resolve(keep_when_full=wanted.on_full == "keep")
 
     def report(self) -> list[StepRecord]:
-        """The records of the steps so far, oldest first; of the last 10,000, the run log has all.
+        """Return the records of the steps so far, oldest first; of the last 10,000, the run log has all.
 
         Nothing waits for a device: of steps that it has not come to the end of, the loss is missing if it was
         given as a tensor, and ``seconds`` are the host's.
@@ -289,7 +289,7 @@ class Session:
         return Diagnosis.of(self._journal.log(self.report()))
 
     def close(self) -> None:
-        """Gives the model back as it was, closes the store and the run log. May be called twice.
+        """Give the model back as it was, closes the store and the run log. May be called twice.
 
         What a call that was interrupted has left is done by the next one.
 
@@ -353,7 +353,7 @@ class Session:
         close_after(error, self.close)
 
     def finish_step(self) -> None:
-        """Ends a step that opened by itself: no more of it will come. The run log is complete then."""
+        """End a step that opened by itself: no more of it will come. The run log is complete then."""
         self._steps.finish()
         if not self._ongoing.is_inert:
             self._journal.write_all()
@@ -366,7 +366,7 @@ class Session:
     # ---- the plan --------------------------------------------------------------------------------
 
     def _start_planning(self, config: OffloadConfig) -> None:
-        """Starts with the plan of a policy, and with what learns from steps and decides where that is open.
+        """Start with the plan of a policy, and with what learns from steps and decide where that is open.
 
         Without a layer that is placed ``auto`` it is of use for the run log only.
         """
@@ -422,14 +422,14 @@ def _states_choice(config: OffloadConfig, parts: Parts, journal: Journal) -> Sta
 
 
 def _updated(journal: Journal, choice: StatesChoice | None, number: int, record: StatesRecord) -> None:
-    """An optimizer has made an update."""
+    """Record that an optimizer has made an update."""
     journal.note_states(number, record)
     if choice is not None:
         choice.updated(number, record)
 
 
 def _drives_of(config: OffloadConfig) -> tuple[int, ...]:
-    """The device numbers of the file systems that a configuration names, in its order."""
+    """Return the device numbers of the file systems that a configuration names, in its order."""
     directories = config.store.options().directories
     return tuple(Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir())
 
@@ -438,7 +438,7 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def session_of(model: nn.Module | Sequence[nn.Module]) -> Session | None:
-    """The open session of a model, for a program that has lost it, as a notebook may.
+    """Return the open session of a model, for a program that has lost it, as a notebook may.
 
     Args:
         model: The model, wrapped or not, a layer of it, or its chunks.
@@ -462,7 +462,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 @exit_status.failing
 def _finish_at_exit() -> None:
-    """The last step of a session that was never closed is in its run log all the same."""
+    """Record that the last step of a session that was never closed is in its run log all the same."""
     for session in list(_open_sessions):
         session.planning.end()  # for no step that comes; from Python 3.12 on it could start no thread either
         session.finish_step()

@@ -54,7 +54,7 @@ class Basis(NamedTuple):
     share: DeviceShare
 
     def with_states(self, travelling: int) -> DeviceShare:
-        """What lies there if that number of sub-groups travels."""
+        """Return what lies there if that number of sub-groups travels."""
         base = self.share.base_bytes + self.load.device_bytes(travelling)
         return dataclasses.replace(self.share, base_bytes=base)
 
@@ -120,14 +120,14 @@ class StatesChoice:
             self._expect()
 
     def _expect(self) -> None:
-        """What the next updates take, by what the last ones have taken."""
+        """Record that what the next updates take, by what the last ones have taken."""
         basis = self._basis()
         if basis is not None and self._travelling is not None:
             for states in self._states:
                 states.expect(basis.load.seconds(self._travelling) / len(self._states))
 
     def step_ended(self, record: StepRecord) -> None:
-        """Looks whether there is something to choose after a step, or goes on thinking about it.
+        """Look whether there is something to choose after a step, or go on thinking about it.
 
         Raises:
             TransferError: A sub-group cannot be read or written.
@@ -164,7 +164,7 @@ class StatesChoice:
         self._thinking = InSlices(task), basis
 
     def _prospects(self) -> Callable[[Limits], Prediction] | None:
-        """What plans do; where the policy places all layers, they need what they were seen to need."""
+        """Return what plans do; where the policy places all layers, they need what they were seen to need."""
         if self._planning.has_budget:
             controller = self._planning.controller
             return None if controller is None else prospects(controller)
@@ -172,7 +172,7 @@ class StatesChoice:
         return lambda _: seen
 
     def _basis(self) -> Basis | None:
-        """What there is to choose from; ``None`` before each optimizer has made an update, and states."""
+        """Return what there is to choose from; None before each optimizer has made an update, and states."""
         sizes = tuple(states.sizes for states in self._states)
         share, updates = self._budget.share, self._updates.values()
         if share is None or len(updates) < len(self._states) or not any(sizes):
@@ -185,7 +185,7 @@ class StatesChoice:
         return Basis(load, dataclasses.replace(share, base_bytes=share.base_bytes - present))
 
     def _take(self, tried: list[Expected], basis: Basis, record: StepRecord) -> None:
-        """Takes the best if it is clearly better than what there is."""
+        """Take the best if it is clearly better than what there is."""
         before = self._travelling
         best, self._last = settled(tried, before), basis
         self._share = best.limits.device

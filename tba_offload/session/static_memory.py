@@ -120,11 +120,13 @@ class ModuleTensors:
         self._before: set[int] = set()
 
     def begin_step(self) -> None:
-        """Notes what is there before a step."""
+        """Note what is there before a step."""
         self._before = {storage._cdata for _, storage in self._all()}
 
     def lasting(self, registry: Registry, device: torch.device) -> list[tuple[str, int]]:
-        """The largest of a device that were there before the step and no layer has saved: name and bytes.
+        """Return the largest of a device that were there before the step and no layer has saved.
+
+        Name and bytes.
 
         Args:
             registry: What was saved in this step.
@@ -167,7 +169,7 @@ class ModuleTensors:
 
 
 def _own(module: nn.Module) -> Iterator[object]:
-    """What a module is known to hold."""
+    """Yield what a module is known to hold."""
     yield from chain(torch.nn.Module.parameters(module), torch.nn.Module.buffers(module), _gradients(module))
 
 
@@ -176,7 +178,7 @@ def _is_saved(registry: Registry, storage: torch.UntypedStorage) -> bool:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """What a module has beside parameters, buffers and modules, and what its lists and mappings hold."""
+    """Yield the attributes of a module beside parameters, buffers and modules, and the items of its lists."""
     for name, value in list(vars(module).items()):
         if name.startswith("_") and isinstance(value, dict) and name in _OF_TORCH:
             continue

@@ -95,7 +95,7 @@ class Step:
         self.loss = LateValue(self._steps.device, groups, loss)
 
     def saw_tokens(self, count: int) -> None:
-        """Counts the tokens of a micro-batch."""
+        """Count the tokens of a micro-batch."""
         self._seen_tokens = (self._seen_tokens or 0) + count
 
     @property
@@ -152,15 +152,15 @@ class StepState:
         self.skipped = False
 
     def begin(self) -> None:
-        """It begins."""
+        """Record that it begins."""
         self.began = time.perf_counter()
 
     def leave(self) -> None:
-        """It has ended, whatever comes of it."""
+        """Record that it has ended, whatever comes of it."""
         self.left = True
 
     def fail(self) -> None:
-        """A forward has raised an exception: the step comes to nothing."""
+        """Record that a forward has raised an exception: the step comes to nothing."""
         self.failed = True
 
     def skip(self) -> None:
@@ -180,7 +180,7 @@ class Graphs:
         self._all: deque[ref[Callable[..., None]]] = deque()
 
     def add(self, end: int, graph: ref[Callable[..., None]]) -> None:
-        """A layer has run.
+        """Record that a layer has run.
 
         Args:
             end: Number in autograd's sequence of what it put out.

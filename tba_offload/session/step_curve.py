@@ -88,7 +88,7 @@ class StepCurve:
         self._was_on = False
 
     def begin_step(self, meter: MemoryMeter | None, number: int, *, wanted: bool = False) -> None:
-        """A step begins.
+        """Record that a step begins.
 
         Args:
             meter: Its meter; without one there is no memory to record.
@@ -105,7 +105,10 @@ class StepCurve:
             self._movers.tell({prefix: moves.append for prefix, moves in self._moves.items()})
 
     def seen(self, live: int, _aside: int) -> None:
-        """The meter has seen ``live`` bytes in use. Of several moments the one with most of them stays."""
+        """Record that the meter has seen ``live`` bytes in use.
+
+        Of several moments the one with most of them stays.
+        """
         self._samples += 1
         if not self._is_on:
             return
@@ -204,7 +207,10 @@ class StepCurve:
         }
 
     def _moves_since(self, began: float) -> list[Moved]:
-        """The calls that moved bytes; those of optimizer states and of weights name their drives so."""
+        """Return the calls that moved bytes.
+
+        Those of optimizer states and of weights name their drives so.
+        """
         moves = (
             move._replace(place=f"{prefix}{move.place}")
             for prefix, seen in self._moves.items()
@@ -247,7 +253,7 @@ _READINGS = 9
 
 
 def _few(moves: list[Moved]) -> list[Moved]:
-    """The calls, or where they are too many, pairs of those that follow each other on a thread."""
+    """Return the calls, or where they are too many, pairs of those that follow each other on a thread."""
     while len(moves) > _MOST_MOVES:
         waiting: dict[tuple[int, bool, int], Moved] = {}
         paired: list[Moved] = []
@@ -267,7 +273,7 @@ def _times(scope: ScopeTrace) -> tuple[float | None, ...]:
 
 
 def _is_due(number: int) -> bool:
-    """The third step, and from the 16th on each whose number is a power of four."""
+    """Return the third step, and from the 16th on each whose number is a power of four."""
     return number == _FIRST or (number >= 16 and number.bit_count() == 1 and number.bit_length() % 2 == 1)
 
 

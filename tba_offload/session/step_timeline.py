@@ -29,7 +29,7 @@ class StepTimeline:
         self._figures: Mapping[str, object] | None = None
 
     def tell(self, figures: Mapping[str, object]) -> None:
-        """The step has ended, and was recorded."""
+        """Record that the step has ended, and was recorded."""
         self._figures = figures
 
     @property
@@ -47,7 +47,7 @@ class StepTimeline:
         return checked_timeline(self._figures)
 
     def write(self, path: str | os.PathLike[str], *, profile: str | os.PathLike[str] | None = None) -> None:
-        """Writes the step as a picture (``.svg``) or as a trace (``.json``).
+        """Write the step as a picture (``.svg``) or as a trace (``.json``).
 
         Args:
             path: The file.

@@ -50,7 +50,7 @@ class Steps:
         _all.add(self)
 
     def end_by(self, *, settle: Callable[[], object], finish: Callable[[], object]) -> None:
-        """Steps may open by themselves.
+        """Step may open by themselves.
 
         Args:
             settle: Ends such a step if it is over.
@@ -77,7 +77,7 @@ class Steps:
         trace: bool = False,
         opened_itself: bool = False,
     ) -> Step:
-        """A step that has not begun; see :meth:`Session.step`."""
+        """Return a step that has not begun; see :meth:`Session.step`."""
         trace = trace or self.ongoing.number + 1 in self._traced
         planning, meters = self._parts.planning, self._parts.meters
         may_help = trace or planning.wants_memory or self._parts.budget.is_of_device
@@ -98,19 +98,19 @@ class Steps:
         return step
 
     def open_step(self) -> Step | None:
-        """The step that is open; one whose end was interrupted is ended now."""
+        """Return the step that is open; one whose end was interrupted is ended now."""
         step = self.ongoing.step
         if step is not None and step.state.left:
             self.end(failed=True)
         return self.ongoing.step
 
     def settle(self) -> None:
-        """Ends a step that opened by itself and is over."""
+        """End a step that opened by itself and is over."""
         if not self.ongoing.is_inert:
             self._settle()
 
     def finish(self) -> None:
-        """Ends a step that opened by itself: no more of it will come."""
+        """End a step that opened by itself: no more of it will come."""
         if not self.ongoing.is_inert:
             self._finish()
 
@@ -211,11 +211,14 @@ class Steps:
     # ---- end -------------------------------------------------------------------------------------
 
     def look_back(self) -> None:
-        """The step that is open is about to end well: notes what of its activations something else holds."""
+        """Record that the step that is open is about to end well.
+
+        Notes what of its activations something else holds.
+        """
         self._parts.memory_watch.look_back()
 
     def end(self, *, failed: bool) -> None:
-        """The step that is open is over.
+        """Record that the step that is open is over.
 
         Raises:
             TransferError: One of its transfers failed.
@@ -236,7 +239,7 @@ class Steps:
         self.ongoing.counted()
 
     def forget(self, step: Step) -> None:
-        """Ends a step of which nothing is recorded."""
+        """End a step of which nothing is recorded."""
         trace = self.trace
         ran = trace.scopes or trace.left_alone
         if step.updates and not ran and not step.state.failed:
@@ -245,7 +248,9 @@ class Steps:
         self.end(failed=True)
 
     def raise_failures(self) -> None:
-        """The first failed transfer ends the step; those that failed with it must not end the next one.
+        """Record that the first failed transfer ends the step.
+
+        Those that failed with it must not end the next one.
 
         Raises:
             TransferError: A transfer failed.
@@ -259,12 +264,12 @@ class Steps:
             raise
 
     def conclude(self, step: Step, times: Times) -> StepRecord:
-        """Records a step that has ended, and learns from it."""
+        """Record a step that has ended, and learn from it."""
         return self._conclusions.draw(step, times, self.ongoing.number)
 
 
 def _nothing() -> None:
-    """Steps that are told by hand end where they are told to."""
+    """Step that are told by hand end where they are told to."""
 
 
 _all: weakref.WeakSet[Steps] = weakref.WeakSet()

@@ -48,7 +48,7 @@ class _InputIds:
         self._places: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> int | None:
-        """The elements; ``None`` if there are no such arguments."""
+        """Return the elements; ``None`` if there are no such arguments."""
         found = kwargs.get("input_ids")
         if found is None and args:
             place = self._places.get(module, -1)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _given(args: tuple[Any, ...], kwargs: Any) -> list[Any]:
-    """What a function was called with, lists taken apart."""
+    """Return what a function was called with, lists taken apart."""
     values = [*args, *(kwargs or {}).values()]
     return [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
 
@@ -45,7 +45,7 @@ class AwayTensor(torch.Tensor):
         device: torch.device,
         name: str,
     ) -> Self:
-        """Makes one."""
+        """Make one."""
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(size), strides=tuple(stride), dtype=dtype, device=device
         )
@@ -58,7 +58,7 @@ class AwayTensor(torch.Tensor):
         return self
 
     def refused(self, use: str) -> StatesAwayError:
-        """The error of a use of it.
+        """Return the error of a use of it.
 
         Args:
             use: What was done.
@@ -69,7 +69,7 @@ class AwayTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch declares what is switched off by default
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
-        """Raises: there is nothing to compute with."""
+        """Raise: there is nothing to compute with."""
         away = next((each for each in _given(args, kwargs) if isinstance(each, AwayTensor)), None)
         used = cls if away is None else type(away)
         raise used._error(away._name if away is not None else "a state", f"{func} was called with it")
@@ -82,11 +82,11 @@ class AwayTensor(torch.Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """What it is made of: nothing, so that what counts memory by this protocol finds none."""
+        """Return what it is made of: nothing, so that what counts memory by this protocol finds none."""
         return [], None
 
     def numpy(self, **_: Any) -> NoReturn:
-        """Raises, as every use does."""
+        """Raise, as every use does."""
         raise self._error(self._name, "numpy() was called")
 
     def data_ptr(self) -> NoReturn:
@@ -175,7 +175,7 @@ class AwayMaster(torch.Tensor):
 
     @classmethod
     def begin(cls, master: torch.Tensor, name: str) -> None:
-        """Takes the bytes of a tensor, which owns its memory, away.
+        """Take the bytes of a tensor, which owns its memory, away.
 
         Args:
             master: The tensor.
@@ -188,7 +188,7 @@ class AwayMaster(torch.Tensor):
 
     @classmethod
     def allocate(cls, master: torch.Tensor) -> None:
-        """Gives it memory, whose contents are undefined, unless it has some again."""
+        """Give it memory, whose contents are undefined, unless it has some again."""
         nbytes = master.nbytes
         with torch._C.DisableTorchFunctionSubclass():
             storage = master.untyped_storage()
@@ -197,7 +197,7 @@ class AwayMaster(torch.Tensor):
 
     @classmethod
     def end(cls, master: torch.Tensor) -> None:
-        """Gives it its class again, and memory, unless it has some."""
+        """Give it its class again, and memory, unless it has some."""
         cls.allocate(master)
         master.__class__ = vars(master)["_tba_offload_class"]
         del vars(master)["_tba_offload_name"], vars(master)["_tba_offload_class"]

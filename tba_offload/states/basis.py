@@ -47,7 +47,7 @@ class Basis:
         return not self._used
 
     def note(self, group: SubGroup, freed: AbstractSet[torch.Tensor]) -> None:
-        """A sub-group was updated.
+        """Record that a sub-group was updated.
 
         Args:
             group: The sub-group.
@@ -64,7 +64,7 @@ class Basis:
         self._versions.update({piece.parameter: piece.parameter._version for piece in group.pieces})
 
     def what_differs(self) -> str | None:
-        """What a step would be made with now that is not what the updates were made with."""
+        """Return what a step would be made with now that is not what the updates were made with."""
         if any(getattr(self._optimizer, name, None) is not None for name in _SCALER):
             return "a gradient scaler"
         if any(
@@ -160,7 +160,7 @@ def is_plain(gradient: torch.Tensor | None) -> bool:
 
 
 def are_finite(pieces: Sequence[Piece]) -> torch.Tensor:
-    """A boolean on the device of plain gradients: they have neither infinite elements nor NaN."""
+    """Return a boolean on the device of plain gradients: they have neither infinite elements nor NaN."""
     gradients = [_gradient(some) for some in _joined(pieces)]
     values = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in gradients]
     bounds = [torch.stack(torch.aminmax(each)) for each in values if each.numel()]

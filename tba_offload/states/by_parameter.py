@@ -44,7 +44,10 @@ class ByParameter:
         self._shown = 0
 
     def read(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """The states of a parameter, and the master if it is one; those that are away as host copies."""
+        """Return the states of a parameter, and the master if it is one.
+
+        Those that are away as host copies.
+        """
         shown = self._optimizer.state.get(parameter, {})
         if any(has_moved(each, parameter, key) for key, each in shown.items()):
             self.forget()
@@ -58,7 +61,7 @@ class ByParameter:
         return {key: copies.get(key, value) if is_away(value) else value for key, value in entry.items()}
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Takes states that were put into ``optimizer.state[parameter]``, once there are enough of them.
+        """Take states that were put into ``optimizer.state[parameter]``, once there are enough of them.
 
         Likewise a master that was brought back.
         """

@@ -48,7 +48,7 @@ class Checkpoints:
         ]
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
 
@@ -56,7 +56,7 @@ class Checkpoints:
         self._follow()
 
     def _fill(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """A state dict in which each state is a tensor in host memory."""
+        """Return a state dict in which each state is a tensor in host memory."""
         entries = state_dict["state"]
         parameters = parameters_of(optimizer)
         away = {number for number, entry in entries.items() if _has(entry, AwayTensor)}
@@ -72,7 +72,7 @@ class Checkpoints:
 
 
 def _hold_back(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """A state dict whose states come to the device one sub-group after the other, when all is checked."""
+    """Get a state dict whose states come to the device one sub-group after the other, when all is checked."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     known = dict(zip(dict.fromkeys(numbers), parameters_of(optimizer), strict=False))
     full = {
@@ -94,7 +94,7 @@ def _held_back(entry: Any, parameter: torch.Tensor) -> Any:
 
 
 def _wanted(value: torch.Tensor, parameter: torch.Tensor) -> torch.dtype:
-    """The data type in which PyTorch loads a state, as it does in ``Optimizer.load_state_dict``."""
+    """Return the data type in which PyTorch loads a state, as it does in ``Optimizer.load_state_dict``."""
     return parameter.dtype if parameter.is_floating_point() else value.dtype
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, out of wrappers such as that of Accelerate."""
+    """Return the optimizer itself, out of wrappers such as that of Accelerate."""
     inner = getattr(optimizer, "optimizer", None)
     while isinstance(inner, torch.optim.Optimizer):
         optimizer, inner = inner, getattr(inner, "optimizer", None)
@@ -32,7 +32,7 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def check(
     optimizer: torch.optim.Optimizer, config: StatesConfig, modules: Sequence[nn.Module], *, has_masters: bool
 ) -> None:
-    """Checks that an optimizer can be updated in parts, when and where the configuration says.
+    """Check that an optimizer can be updated in parts, when and where the configuration says.
 
     Args:
         optimizer: The optimizer.
@@ -53,7 +53,7 @@ def check(
 
 
 def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
-    """Checks that an optimizer can be updated in parts.
+    """Check that an optimizer can be updated in parts.
 
     Raises:
         UnsupportedError: It cannot, or is not known and not trusted to.
@@ -93,7 +93,7 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
 
 
 def _check_stranger(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
-    """Checks an optimizer of another package.
+    """Check an optimizer of another package.
 
     Raises:
         UnsupportedError: It is not trusted, or shows that it should not be.
@@ -141,7 +141,7 @@ def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _flat(value: object, depth: int = 2) -> Iterator[object]:
-    """A value, or what is in it where that is a container, or a container of containers."""
+    """Yield a value, or what is in it where that is a container, or a container of containers."""
     if isinstance(value, dict):
         value = [*value.values()]
     if depth and isinstance(value, (list, tuple, set)):
@@ -154,7 +154,7 @@ def _flat(value: object, depth: int = 2) -> Iterator[object]:
 def _check_backward(
     optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], *, has_masters: bool, frees: bool
 ) -> None:
-    """Checks that an optimizer can be updated in backward.
+    """Check that an optimizer can be updated in backward.
 
     Raises:
         UnsupportedError: It cannot.
@@ -194,7 +194,7 @@ def _check_backward(
 
 
 def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
-    """Checks that the processor can update sub-groups of an optimizer.
+    """Check that the processor can update sub-groups of an optimizer.
 
     Raises:
         UnsupportedError: It cannot.
@@ -228,7 +228,7 @@ def _takes_eps_from_the_first(group: dict[str, Any]) -> bool:
 
 
 def device_of_parameters(optimizer: torch.optim.Optimizer) -> torch.device:
-    """The device of the parameters.
+    """Return the device of the parameters.
 
     Raises:
         UnsupportedError: They lie on several.

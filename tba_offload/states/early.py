@@ -85,7 +85,7 @@ class Early:
             self._watch.follow(parameters_of(self._optimizer))
 
     def close(self) -> None:
-        """Takes all hooks off."""
+        """Take all hooks off."""
         self._watch.close()
 
     # ---- backward --------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Early:
         _at_the_end_of_the_pass(self._gradients_are_there)
 
     def _gradients_are_there(self) -> None:
-        """A loop may leave the step out, since a gradient is not finite, and read parameters as they were.
+        """Expect that a loop leaves the step out, since a gradient is not finite, and reads old parameters.
 
         The host asks once, at the end: asking after each sub-group would leave the device idle.
         """
@@ -132,7 +132,7 @@ class Early:
             _at_the_end_of_the_pass(self._pass_ends)
 
     def _update(self, group: SubGroup) -> None:
-        """Updates a sub-group whose gradients are final; at rest it only notes what that would use.
+        """Update a sub-group whose gradients are final; at rest it only notes what that would use.
 
         Raises:
             SessionError: The optimizer has begun to change gradients that are kept.
@@ -164,7 +164,7 @@ class Early:
     # ---- what comes of it ------------------------------------------------------------------------
 
     def step_begins(self, options: Mapping[str, Any]) -> None:
-        """The optimizer's step has begun: what was updated with something else is taken back.
+        """Record that the optimizer's step has begun: what was updated with something else is taken back.
 
         Args:
             options: Arguments of the step.
@@ -208,7 +208,7 @@ class Early:
             self._undo()
 
     def take_back(self, reason: str) -> None:
-        """Takes back what a step that has not come would have made final; that one is made as a whole then.
+        """Take back what a step that has not come would have made final; that one is made as a whole then.
 
         Args:
             reason: What came instead.
@@ -254,7 +254,7 @@ class Early:
         self._forget()
 
     def _check_untouched(self) -> None:
-        """Checks that nothing else has changed what was updated.
+        """Check that nothing else has changed what was updated.
 
         Raises:
             SessionError: Something has; what was before is there again.

@@ -64,7 +64,7 @@ class Exchange:
     # ---- for an update ---------------------------------------------------------------------------
 
     def load(self, group: SubGroup) -> Slot[SubGroup] | None:
-        """The slot with the states of a sub-group, once they are there; ``None`` if it has none yet.
+        """Return the slot with the states of a sub-group, once they are there; ``None`` if it has none yet.
 
         Raises:
             TransferError: They cannot be read.
@@ -79,7 +79,10 @@ class Exchange:
         return slot
 
     def entry(self, piece: Piece) -> Entry:
-        """The states of a piece that are in memory; a slice gets copies, since others start from the same."""
+        """Return the states of a piece that are in memory.
+
+        A slice gets copies, since others start from the same.
+        """
         entry = self._optimizer.state.get(piece.parameter, {})
         resident = {key: value for key, value in entry.items() if not isinstance(value, AwayTensor)}
         return resident if piece.is_whole else {key: _copy(value) for key, value in resident.items()}
@@ -90,7 +93,7 @@ class Exchange:
         bound: Mapping[Piece, Mapping[str, torch.Tensor]],
         entries: Mapping[Piece, Entry],
     ) -> None:
-        """Takes the states that an update left.
+        """Take the states that an update left.
 
         Args:
             group: The sub-group that was updated.
@@ -103,7 +106,7 @@ class Exchange:
             self._show(group, piece, entry)
 
     def end(self) -> None:
-        """Shows what the slices of a parameter have in common, such as its count of steps."""
+        """Show what the slices of a parameter have in common, such as its count of steps."""
         for parameter, entry in self._shared.items():
             known = self._optimizer.state[parameter]
             self._optimizer.state[parameter] = {  # at once, so that nothing is lost between two calls
@@ -127,7 +130,7 @@ class Exchange:
         )
 
     def take_shown(self, groups: Iterable[SubGroup]) -> None:
-        """Takes the states that ``optimizer.state`` shows, and forgets those that it shows no more.
+        """Take the states that ``optimizer.state`` shows, and forget those that it shows no more.
 
         Args:
             groups: Sub-groups; where a slice of a parameter is in one, all others with slices of it too.
@@ -157,7 +160,7 @@ class Exchange:
     def _take_shown(
         self, group: SubGroup, shown: dict[torch.Tensor, Entry]
     ) -> list[tuple[SubGroup, Piece, Entry]]:
-        """Takes those of a sub-group; returns what is to be shown of slices, whose bytes slots have then."""
+        """Take those of a sub-group; returns what is to be shown of slices, whose bytes slots have then."""
         entries = {
             piece: {key: _of_piece(piece, value) for key, value in shown[piece.parameter].items()}
             for piece in group.pieces
@@ -180,14 +183,14 @@ class Exchange:
     def _bound(
         self, group: SubGroup, entries: Mapping[Piece, Entry]
     ) -> Mapping[Piece, Mapping[str, torch.Tensor]]:
-        """The states of a sub-group as views of its slot, if any of these are still away."""
+        """Return the states of a sub-group as views of its slot, if any of these are still away."""
         if not any(is_away(value) for entry in entries.values() for value in entry.values()):
             return {}
         slot = self.load(group)
         return {} if slot is None else group.views(slot.lend())
 
     def give_back(self, groups: Sequence[SubGroup]) -> None:
-        """Puts states back into ``optimizer.state``, in memory of their own; not those that were cleared.
+        """Put states back into ``optimizer.state``, in memory of their own; not those that were cleared.
 
         Args:
             groups: Sub-groups; where a slice of a parameter is in one, all others with slices of it too.
@@ -225,7 +228,7 @@ class Exchange:
         slot: Slot[SubGroup],
         wholes: dict[tuple[torch.Tensor, str], torch.Tensor],
     ) -> None:
-        """Puts states back that are whole; of others the slices into ``wholes``."""
+        """Put states back that are whole; of others the slices into ``wholes``."""
         for place in places:
             parameter, view = place.piece.parameter, place.view(slot.lend())
             if place.key == MASTER:
@@ -244,7 +247,7 @@ class Exchange:
             place.piece.part_of(wholes[parameter, place.key]).copy_(view)
 
     def drop_replaced(self, groups: Iterable[SubGroup]) -> None:
-        """Gives up what travels of sub-groups whose states were all replaced, written or not."""
+        """Give up what travels of sub-groups whose states were all replaced, written or not."""
         for group in groups:
             if not self.shows_any(group) and not self.slots.stays(group):
                 self.slots.drop(group)
@@ -252,7 +255,7 @@ class Exchange:
     def on_host(
         self, parameters: AbstractSet[torch.Tensor], groups: Iterable[SubGroup], *, masters: bool = False
     ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Copies of states in host memory, read sub-group by sub-group.
+        """Copy of states in host memory, read sub-group by sub-group.
 
         Args:
             parameters: Those whose states are wanted; what comes with them is copied too, but for slices of
@@ -278,7 +281,7 @@ class Exchange:
     # ---- the parts of it -------------------------------------------------------------------------
 
     def _held(self, group: SubGroup) -> Slot[SubGroup] | None:
-        """The slot that holds a sub-group, with its bytes; ``None`` if they are at home."""
+        """Return the slot that holds a sub-group, with its bytes; ``None`` if they are at home."""
         slot = self.host_slots.of(group) or self.slots.of(group)
         if slot is not None:
             slot.settle()
@@ -301,7 +304,7 @@ class Exchange:
         bound: Mapping[Piece, Mapping[str, torch.Tensor]],
         entries: Mapping[Piece, Entry],
     ) -> None:
-        """Gives the states of a sub-group places, and a slot."""
+        """Give the states of a sub-group places, and a slot."""
         stays = self.slots.stays(group)
         if self.slots.of(group) is not None:  # states in it are copied first, because their places change
             for piece, entry in entries.items():
@@ -317,7 +320,7 @@ class Exchange:
                 arrived(group)
 
     def _show(self, group: SubGroup, piece: Piece, entry: Entry) -> None:
-        """Shows in ``optimizer.state`` the states of a piece: what is away as such, all else as it is."""
+        """Show in ``optimizer.state`` the states of a piece: what is away as such, all else as it is."""
         away = group.keys_of(piece)
         if MASTER in away and piece.is_whole:
             self._masters.send_away(piece.parameter, self._name_of(piece.parameter))
@@ -355,7 +358,7 @@ def read_moved(
     exchange: Exchange,
     with_any: Callable[[set[torch.Tensor]], Iterable[SubGroup]],
 ) -> None:
-    """Reads states that a program has given to another parameter, as to one in the place of the first.
+    """Read states that a program has given to another parameter, as to one in the place of the first.
 
     Args:
         optimizer: The optimizer.
@@ -430,7 +433,10 @@ def is_alike(value: object, view: torch.Tensor) -> bool:
 
 
 def _of_piece(piece: Piece, value: Any) -> Any:
-    """The part of a state that belongs to a piece; in memory of its own, but for the whole of a tensor."""
+    """Return the part of a state that belongs to a piece.
+
+    In memory of its own, but for the whole of a tensor.
+    """
     if piece.is_whole and not isinstance(value, Incoming):
         return value
     device = piece.parameter.device

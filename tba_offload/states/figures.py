@@ -62,14 +62,14 @@ class _Sums:
     taken_back: int = 0
 
     def add(self, seconds: float, waited: float, read: int, written: int) -> None:
-        """Counts what was done for a time."""
+        """Count what was done for a time."""
         self.seconds += seconds
         self.waited += waited
         self.read += read
         self.written += written
 
     def took_back(self, sub_groups: int) -> None:
-        """Updates were in vain."""
+        """Update were in vain."""
         self.taken_back += sub_groups
 
 
@@ -86,7 +86,7 @@ class Tally:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """What is done within counts."""
+        """Return what is done within counts."""
         homes = self._homes
         began, waited = time.perf_counter(), homes.waited
         read, written = homes.read_bytes, homes.written_bytes
@@ -101,11 +101,11 @@ class Tally:
             )
 
     def took_back(self, sub_groups: int) -> None:
-        """Updates were in vain."""
+        """Update were in vain."""
         self._sums.took_back(sub_groups)
 
     def record(self, sizes: Mapping[str, int], *, predicted: float | None = None) -> StatesRecord:
-        """The update is done; counting begins anew.
+        """Return the update is done; counting begins anew.
 
         Args:
             sizes: What else the record says.

@@ -65,7 +65,7 @@ class Homes:
         self._has_told = False
 
     def on_host(self) -> Homes:
-        """The same for memory of the host, which counts for itself."""
+        """Return the same for memory of the host, which counts for itself."""
         return Homes(
             self.store,
             CpuDevice(),
@@ -76,7 +76,7 @@ class Homes:
         )
 
     def wait(self, transfer: IoFuture) -> None:
-        """Waits for a transfer, within the limit.
+        """Wait for a transfer, within the limit.
 
         Raises:
             HangingError: Its drive hangs.
@@ -97,12 +97,12 @@ class Homes:
             self.waited += time.perf_counter() - began
 
     def count(self, *, read: int = 0, written: int = 0) -> None:
-        """Counts bytes whose transfers begin."""
+        """Count bytes whose transfers begin."""
         self.read_bytes += read
         self.written_bytes += written
 
     def hand_over(self, others: Homes) -> None:
-        """Counts with others what was moved until now."""
+        """Count with others what was moved until now."""
         others.count(read=self.read_bytes, written=self.written_bytes)
         self.read_bytes = self.written_bytes = 0
 
@@ -146,7 +146,7 @@ class Home:
         self._homes = homes
 
     def another(self, what: str = "optimizer states") -> Home:
-        """An empty home for other bytes of the same owner.
+        """Return an empty home for other bytes of the same owner.
 
         Args:
             what: What will live there, for messages.
@@ -181,7 +181,7 @@ class Home:
         return writes
 
     def settle_writes(self, writes: list[IoFuture], memory: ByteRange) -> None:
-        """Waits for writes; what could not be written is kept in host memory.
+        """Wait for writes; what could not be written is kept in host memory.
 
         Raises:
             TransferError: A write failed, and the policy says that this is an error; or the drive hangs.
@@ -224,7 +224,7 @@ class Home:
         return homes.store.read_many(orders, padded=homes.padded)
 
     def settle_reads(self, reads: list[IoFuture], memory: ByteRange) -> None:
-        """Waits for reads; one that failed is tried again.
+        """Wait for reads; one that failed is tried again.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -254,7 +254,7 @@ class Home:
         )
 
     def on_host(self, nbytes: int) -> torch.Tensor:
-        """A copy of the bytes in new host memory, 1-D uint8; the slots are left alone.
+        """Return a copy of the bytes in new host memory, 1-D uint8; the slots are left alone.
 
         Raises:
             TransferError: They cannot be read.
@@ -264,7 +264,7 @@ class Home:
         return target.tensor()
 
     def release(self) -> None:
-        """Gives the extents back, and forgets what is kept."""
+        """Give the extents back, and forget what is kept."""
         extents, self._extents, self._kept = self._extents, (), None
         for extent in extents:
             self._homes.store.release(extent)
@@ -305,5 +305,5 @@ def part_bytes_of(store: ActivationStore) -> int:
 
 
 def page_aligned(nbytes: int, device: Device, alignment: int) -> ByteRange:
-    """New memory for the bytes of a sub-group: direct I/O fills and empties it without a copy."""
+    """Return new memory for the bytes of a sub-group: direct I/O fills and empties it without a copy."""
     return aligned_range(nbytes, 0, max(alignment, BLOCK), device)

@@ -73,7 +73,7 @@ class NoHostLane:
         yield groups
 
     def welcome(self, group: SubGroup) -> None:
-        """A sub-group has got its states, which lie in a slot of the device."""
+        """Record that a sub-group has got its states, which lie in a slot of the device."""
 
     def give_up(self, groups: Iterable[SubGroup]) -> None:
         """Leaves sub-groups to the device.
@@ -83,10 +83,10 @@ class NoHostLane:
         """
 
     def forget(self, groups: Iterable[SubGroup]) -> None:
-        """These sub-groups are no more."""
+        """Record that these sub-groups are no more."""
 
     def check_may_stay(self) -> None:
-        """Checks that sub-groups may stay on the device.
+        """Check that sub-groups may stay on the device.
 
         Raises:
             UnsupportedError: They may not.
@@ -106,7 +106,7 @@ class _Split(NamedTuple):
     host_ended: float
 
     def lanes(self) -> tuple[LaneTime, LaneTime]:
-        """What the device did, and the processor."""
+        """Return what the device did, and the processor."""
         began = self.began.result()
         device, host = self.device_ended.result() - began, self.host_ended - began
         return LaneTime(self.on_device, device), LaneTime(self.on_host, host)
@@ -217,7 +217,7 @@ class HostLane(NoHostLane):
         self._workers.close()
 
     def _chosen(self, groups: Sequence[SubGroup]) -> list[SubGroup]:
-        """Takes over the sub-groups that it updates now, and gives up the others."""
+        """Take over the sub-groups that it updates now, and give up the others."""
         updated = set(groups)
         able = [group for group in self._roster.spread if group in updated and can_be_copied(group)]
         able.sort(key=lambda group: group not in self._groups)  # those that it has stay as far as they may
@@ -245,7 +245,7 @@ class HostLane(NoHostLane):
         self._ring.count()
 
     def _take(self, group: SubGroup, update: HostUpdate) -> None:
-        """Shows the states that an update has left; where they are others than before, they arrive anew."""
+        """Show the states that an update has left; where they are others than before, they arrive anew."""
         if update.is_as_before:
             self._exchange.take(group, update.bound, update.entries)
             return

@@ -36,7 +36,7 @@ class HostRing:
         self._lock = threading.Lock()
 
     def enter(self, group: SubGroup) -> None:
-        """A sub-group is the processor's from now on."""
+        """Record that a sub-group is the processor's from now on."""
         group.home.serve(self._own_homes)
 
     def adopt(self, group: SubGroup, states: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ class HostRing:
         slot.give_to(group)
 
     def leave(self, group: SubGroup) -> None:
-        """A sub-group is the device's again.
+        """Record that a sub-group is the device's again.
 
         Raises:
             TransferError: Its states cannot be written.
@@ -70,7 +70,7 @@ class HostRing:
         group.home.serve(self._homes)
 
     def load(self, group: SubGroup) -> torch.Tensor:
-        """The bytes of a sub-group's states, once they are there, for an update.
+        """Return the bytes of a sub-group's states, once they are there, for an update.
 
         Raises:
             TransferError: They cannot be read.
@@ -99,7 +99,7 @@ class HostRing:
             self._busy.discard(group)
 
     def count(self) -> None:
-        """What was moved counts with what is moved for the device."""
+        """Record that what was moved counts with what is moved for the device."""
         self._own_homes.hand_over(self._homes)
 
     def _next_use(self, group: SubGroup) -> int:

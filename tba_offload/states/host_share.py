@@ -77,7 +77,7 @@ class HostShare:
         return self._seconds(on_device, on_host)
 
     def learn(self, device: LaneTime, host: LaneTime) -> None:
-        """Takes note of an update."""
+        """Take note of an update."""
         for lane, rates in ((device, self._device), (host, self._host)):
             if lane.nbytes:
                 rates.append(lane.seconds / lane.nbytes)

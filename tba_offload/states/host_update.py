@@ -106,19 +106,19 @@ class _Part:
         self._master = master
 
     def arriving(self) -> list[Pair]:
-        """What is copied to host memory: target and source."""
+        """Return what is copied to host memory: target and source."""
         if self._gradient is None or self.tensor.grad is None:
             return []
         pairs = [(self.tensor.grad, self._gradient)]
         return pairs if self._master is not None else [*pairs, (self._copy, self._model)]
 
     def cast(self) -> None:
-        """Rounds a master to what the model has, before that is copied."""
+        """Round a master to what the model has, before that is copied."""
         if self._master is not None and self._gradient is not None:
             self._copy.copy_(self._master)
 
     def leaving(self, *, with_gradient: bool) -> list[Pair]:
-        """What is copied to the device: target and source."""
+        """Return what is copied to the device: target and source."""
         if self._gradient is None or self.tensor.grad is None:
             return []
         pairs = [(self._model, self._copy)]
@@ -167,11 +167,11 @@ class HostUpdate:
         ]
 
     def fetch(self) -> None:
-        """Copies parameters and gradients to host memory, on the calling thread's stream."""
+        """Copy parameters and gradients to host memory, on the calling thread's stream."""
         _copy([pair for part in self._parts for pair in part.arriving()])
 
     def give_back(self, *, with_gradients: bool) -> None:
-        """Copies parameters to the device, on the calling thread's stream, and states that lay there.
+        """Copy parameters to the device, on the calling thread's stream, and states that lay there.
 
         Args:
             with_gradients: Whether gradients are as well, as the update has changed them.
@@ -182,7 +182,7 @@ class HostUpdate:
             entry.update({key: _like(entry[key], before.get(key)) for key in entry.keys() - bound.keys()})
 
     def entries_on(self, device: torch.device) -> dict[Piece, Entry]:
-        """The states of all pieces, with those of more than one element on a device."""
+        """Return the states of all pieces, with those of more than one element on a device."""
         return {
             piece: {
                 key: value.to(device) if isinstance(value, torch.Tensor) and value.numel() > 1 else value
@@ -192,7 +192,7 @@ class HostUpdate:
         }
 
     def run(self, own: OwnStep, options: Mapping[str, Any]) -> None:
-        """Runs the optimizer's code.
+        """Run the optimizer's code.
 
         Args:
             own: The code.
@@ -213,13 +213,13 @@ class HostUpdate:
             own.discard()
 
     def _let_go_of_bytes(self) -> None:
-        """Copies what lies in the bytes, which are those of another sub-group by the time it is taken."""
+        """Copy what lies in the bytes, which are those of another sub-group by the time it is taken."""
         for piece, bound in self.bound.items():
             entry = self.entries[piece]
             entry.update({key: view.clone() for key, view in bound.items() if entry.get(key) is view})
 
     def _take(self, part: _Part, left: Entry) -> None:
-        """Notes the states of a piece."""
+        """Note the states of a piece."""
         piece, bound = part.piece, self.bound.get(part.piece, {})
         now = dict(left)
         if MASTER in bound:
@@ -252,7 +252,7 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 
 def _dense_like(gradient: torch.Tensor | None) -> torch.Tensor:
-    """A gradient, or a tensor without bytes that says how a copy of it is to lie in memory."""
+    """Return a gradient, or a tensor without bytes that says how a copy of it is to lie in memory."""
     if gradient is None:
         return torch.empty(0, device="meta")
     if is_dense(gradient):
@@ -261,7 +261,7 @@ def _dense_like(gradient: torch.Tensor | None) -> torch.Tensor:
 
 
 def on_host(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, with tensors of a device copied to host memory; also those in tuples, as betas are."""
+    """Return the same, with tensors of a device copied to host memory; also those in tuples, as betas are."""
     return {name: _on_host(value) for name, value in values.items()}
 
 
@@ -279,7 +279,7 @@ def _copy(pairs: Sequence[Pair]) -> None:
 
 
 def _like(value: Any, before: Any) -> Any:
-    """A state on the device that had it before."""
+    """Return a state on the device that had it before."""
     if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
         return value.to(before.device)
     return value

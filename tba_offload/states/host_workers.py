@@ -67,7 +67,7 @@ class HostWorkers:
         return sum(desk.nbytes for desk in self._desks)
 
     def close(self) -> None:
-        """Ends the threads, and frees the memory."""
+        """End the threads, and free the memory."""
         self._pool.shutdown()
         self._clock.shutdown()
         self._desks.clear()

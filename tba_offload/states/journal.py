@@ -42,13 +42,13 @@ class NoJournal:
         """Its update is about to begin."""
 
     def accept(self) -> None:
-        """The update is done."""
+        """Record that the update is done."""
 
     def take_back(self) -> None:
         """There is nothing to be taken back."""
 
     def forget(self, groups: Sequence[SubGroup]) -> None:
-        """These sub-groups are no more."""
+        """Record that these sub-groups are no more."""
 
     def clear(self) -> None:
         """There is nothing to be freed."""
@@ -87,7 +87,7 @@ class Journal(NoJournal):
         return tuple(self._noted)
 
     def note(self, group: SubGroup) -> None:
-        """Takes down what a sub-group has whose update is about to begin.
+        """Take down what a sub-group has whose update is about to begin.
 
         Raises:
             TransferError: Something cannot be written, and the policy says that this is an error.
@@ -110,13 +110,13 @@ class Journal(NoJournal):
         group.begin_version()
 
     def accept(self) -> None:
-        """The update is done as a whole."""
+        """Record that the update is done as a whole."""
         noted, self._noted = self._noted, {}
         for group in noted:
             group.end_version()
 
     def take_back(self) -> None:
-        """Puts back what was noted, the latest first.
+        """Put back what was noted, the latest first.
 
         Raises:
             TransferError: Parameters of some sub-groups cannot be read back; all else was put back.
@@ -151,7 +151,7 @@ class Journal(NoJournal):
         undo.restore(buffer.lend())
 
     def forget(self, groups: Sequence[SubGroup]) -> None:
-        """Gives up what belongs to sub-groups that are no more."""
+        """Give up what belongs to sub-groups that are no more."""
         for group in groups:
             undo = self._undo.pop(group, None)
             if undo is not None:
@@ -161,7 +161,7 @@ class Journal(NoJournal):
                 undo.home.release()
 
     def clear(self) -> None:
-        """Gives up everything, and frees the memory."""
+        """Give up everything, and free the memory."""
         self.forget(tuple(self._undo))
         self._buffers.clear()
 
@@ -214,24 +214,27 @@ class _Undo:
         self._number = 0
 
     def begin(self, number: int) -> None:
-        """An update begins, whose number is greater than those before; data types may be others by now."""
+        """Record that an update begins, whose number is greater than those before.
+
+        Data types may be others by now.
+        """
         self._number = number
         starts, end = side_by_side(piece.nbytes for piece in self._pieces)
         self._places = list(zip(self._pieces, starts, strict=True))
         self.nbytes = max(round_up(end, BLOCK), BLOCK)
 
     def age(self) -> int:
-        """The greater, the older."""
+        """Return the greater, the older."""
         return -self._number
 
     def save(self, flat: torch.Tensor) -> None:
-        """Copies the parameters there."""
+        """Copy the parameters there."""
         for piece, start in self._places:
             own = piece.own(piece.parameter)
             _view(flat, start, own).copy_(own)
 
     def restore(self, flat: torch.Tensor) -> None:
-        """Copies them back."""
+        """Copy them back."""
         for piece, start in self._places:
             own = piece.own(piece.parameter)
             own.copy_(_view(flat, start, own))

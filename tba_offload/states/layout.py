@@ -47,11 +47,11 @@ class Place:
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
     def wrapped(self, value: torch.Tensor) -> torch.Tensor:
-        """The state whose local bytes these are."""
+        """Return the state whose local bytes these are."""
         return value if self.wrap is None else self.wrap(value)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The bytes of the state in those of its sub-group, with its size and data type."""
+        """Return the bytes of the state in those of its sub-group, with its size and data type."""
         part = flat[self.start : self.start + self.nbytes].view(self.dtype)
         return part.as_strided(self.size, self.stride)
 
@@ -72,7 +72,7 @@ class Layout:
 
     @classmethod
     def of(cls, states: Mapping[Piece, Mapping[str, Any]]) -> Layout:
-        """The layout of the states that an update made, each at the alignment that PyTorch gives a tensor."""
+        """Return the layout of the states that an update made, each aligned as PyTorch aligns a tensor."""
         found = [
             (piece, key, local(value), wrap_of(value))
             for piece, entry in states.items()
@@ -88,7 +88,7 @@ class Layout:
 
 
 def side_by_side(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """The offset of each tensor if tensors of these sizes lie one after another, and where the last one ends.
+    """Return the offset of each of consecutive tensors of these sizes, and the end of the last.
 
     Each begins at a cache line, as PyTorch's own do.
     """

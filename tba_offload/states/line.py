@@ -43,7 +43,7 @@ class Line:
             yield group
 
     def reach(self, group: SubGroup) -> None:
-        """A sub-group is updated now; a new one is the last in line."""
+        """Record that a sub-group is updated now; a new one is the last in line."""
         if group not in self._places:
             self._places[group] = len(self._groups)
             self._groups.append(group)

@@ -65,7 +65,7 @@ class Masters:
         return {**entry, MASTER: parameter.detach()} if parameter in self._copies else dict(entry)
 
     def tensor(self, piece: Piece, bound: torch.Tensor | None) -> torch.Tensor:
-        """What an update gets as a piece: the bytes in a slot, if it belongs to a master."""
+        """Return what an update gets as a piece: the bytes in a slot, if it belongs to a master."""
         if bound is None:
             return piece.tensor()
         for name, value in vars(piece.parameter).items():  # an optimizer may know a parameter by them
@@ -74,11 +74,14 @@ class Masters:
         return bound
 
     def copy(self, piece: Piece, value: torch.Tensor) -> None:
-        """Sets the parameter of the model to its master, which was updated."""
+        """Set the parameter of the model to its master, which was updated."""
         self.model_part(piece).copy_(value)
 
     def model_part(self, piece: Piece) -> torch.Tensor:
-        """What an update of a piece changes of the model: what a master is a copy of, else the piece."""
+        """Return what an update of a piece changes of the model.
+
+        What a master is a copy of, else the piece.
+        """
         return piece.own(self._copies.get(piece.parameter, piece.parameter))
 
     def send_away(self, master: torch.Tensor, name: str | None = None) -> None:
@@ -94,12 +97,12 @@ class Masters:
             AwayMaster.begin(master, self._names[master])
 
     def bring_back(self, master: torch.Tensor) -> None:
-        """It is in memory, with the bytes of :meth:`fill`, or with undefined ones."""
+        """Record that it is in memory, with the bytes of :meth:`fill`, or with undefined ones."""
         if type(master) is AwayMaster:
             AwayMaster.end(master)
 
     def fill(self, piece: Piece, value: torch.Tensor) -> None:
-        """Sets the bytes of a piece of a master, which counts as away until :meth:`bring_back`."""
+        """Set the bytes of a piece of a master, which counts as away until :meth:`bring_back`."""
         if type(piece.parameter) is AwayMaster:
             AwayMaster.allocate(piece.parameter)
         with torch._C.DisableTorchFunctionSubclass():

@@ -112,7 +112,7 @@ class OptimizerStates:
         self._takeover.begin(self._step, None if self._early is None else self._early.zero_grad)
 
     def read(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """The states of a parameter, those that are away as copies in host memory.
+        """Return the states of a parameter, those that are away as copies in host memory.
 
         Raises:
             TransferError: They cannot be read.
@@ -120,7 +120,7 @@ class OptimizerStates:
         return {key: value for key, value in self.read_all(parameter).items() if key != MASTER}
 
     def read_all(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """The states of a parameter, and the parameter itself, as ``MASTER``, if it is a master that travels.
+        """Return the states of a parameter, and the parameter itself, as ``MASTER``, if it is such a master.
 
         Raises:
             TransferError: They cannot be read.
@@ -147,7 +147,7 @@ class OptimizerStates:
             yield
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Takes the states that a program has put into ``optimizer.state[parameter]`` itself.
+        """Take the states that a program has put into ``optimizer.state[parameter]`` itself.
 
         The next update would do so too; until then they would be in memory. They are taken when there are as
         many of them as a sub-group has.
@@ -288,7 +288,7 @@ class OptimizerStates:
 def _on_host(
     roster: Roster, exchange: Exchange, parameters: set[torch.Tensor], *, masters: bool = False
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """Copies of states of parameters in host memory, and of others that travel with them."""
+    """Copy of states of parameters in host memory, and of others that travel with them."""
     return exchange.on_host(parameters, roster.with_any(parameters), masters=masters)
 
 
@@ -301,7 +301,7 @@ def offload_optimizer(
     directories: Paths | None = None,
     updated: Callable[[StatesRecord], object] | None = None,
 ) -> OptimizerStates:
-    """Keeps the states of an optimizer in a store between its updates.
+    """Keep the states of an optimizer in a store between its updates.
 
     An update goes through the parameters in sub-groups: while one is updated by the optimizer's own code, the
     states of the next are read and those of the last are written. So at most three sub-groups are in memory,
@@ -340,4 +340,4 @@ def offload_optimizer(
 
 
 def _nothing(_: StatesRecord) -> None:
-    """The record is kept, and nothing else is told."""
+    """Record that the record is kept, and nothing else is told."""

@@ -60,7 +60,7 @@ class OwnStep:
         return set(self._groups)
 
     def run(self, number: int, entries: Mapping[torch.Tensor, Entry], options: Mapping[str, Any]) -> None:
-        """Updates some parameters of one parameter group; ``states`` holds their states afterwards.
+        """Update some parameters of one parameter group; ``states`` holds their states afterwards.
 
         After an error it holds what there is of them. What the update leaves in the parameter group, and in
         states of no parameter, must not depend on which parameters of the group were updated.
@@ -88,7 +88,7 @@ class OwnStep:
         self._check(number)
 
     def _check(self, number: int) -> None:
-        """Checks that parameters are updated each by itself, as far as what updates have left tells."""
+        """Check that parameters are updated each by itself, as far as what updates have left tells."""
         if self._is_known:
             return
         left = {f"{key} in its parameter group": each for key, each in self._groups[number].changes().items()}
@@ -104,15 +104,15 @@ class OwnStep:
         number: int,
         entries: Mapping[torch.Tensor, Entry],  # noqa: ARG002 - a choice may depend on them
     ) -> dict[str, Any]:
-        """What the twin's parameter group says."""
+        """Return what the twin's parameter group says."""
         return self._optimizer.param_groups[number]
 
     def _own_attributes(self) -> dict[str, Any]:
-        """The attributes that the twin starts with."""
+        """Return the attributes that the twin starts with."""
         return vars(self._optimizer)
 
     def commit(self) -> None:
-        """Gives the optimizer what its update changed in itself and in its parameter groups."""
+        """Give the optimizer what its update changed in itself and in its parameter groups."""
         for number, group in self._groups.items():
             group.give_back(self._optimizer.param_groups[number])
         self._attributes.give_back(vars(self._optimizer))
@@ -148,7 +148,7 @@ class _Loan:
         taken.update(self._given)
 
     def changes(self) -> dict[str, Any]:
-        """What the twin has changed: other values, and numbers in tensors that it has written to."""
+        """Return what the twin has changed: other values, and numbers in tensors that it has written to."""
         return {
             name: value
             for name, value in self.taken.items()
@@ -156,7 +156,7 @@ class _Loan:
         }
 
     def give_back(self, own: dict[str, Any]) -> None:
-        """Changes the optimizer's own values where the twin has; others may have been changed meanwhile."""
+        """Change the optimizer's own values where the twin has; others may have been changed meanwhile."""
         for name, value in self.changes().items():
             if self._is_given(name):
                 self._numbers[name].copy_(value)  # others may hold it, as schedulers do
@@ -200,6 +200,9 @@ def _versions_of_gradients(parameters: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _beneath_hooks(kind: type[torch.optim.Optimizer]) -> Any:
-    """The update of a class without the wrapper that calls the user's hooks: they are called once a step."""
+    """Return the update of a class without the wrapper that calls the user's hooks.
+
+    They are called once a step.
+    """
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step

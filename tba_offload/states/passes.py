@@ -38,12 +38,12 @@ class Passes:
         return has_begun
 
     def step_ends(self) -> None:
-        """The step comes: its passes are counted."""
+        """Record that the step comes: its passes are counted."""
         self._of_steps.append(self._count)
         self._count = 0
 
     def start_again(self) -> None:
-        """The gradients of the passes so far are not used."""
+        """Record that the gradients of the passes so far are not used."""
         self._count = 0
 
 
@@ -63,7 +63,7 @@ class Waiting:
                 self._groups.setdefault(parameter, []).append(group)
 
     def came(self, parameter: torch.Tensor) -> list[SubGroup]:
-        """The gradient of a parameter is there.
+        """Return the gradient of a parameter is there.
 
         Returns:
             The sub-groups that have all gradients now.
@@ -74,7 +74,7 @@ class Waiting:
         return [group for group in groups if not self._missing[group]]
 
     def is_done(self, group: SubGroup) -> set[torch.Tensor]:
-        """A sub-group is updated.
+        """Return a sub-group is updated.
 
         Returns:
             Those of its parameters of which no other sub-group has a slice that is to be updated yet.

@@ -64,7 +64,7 @@ class Piece:
         return (self.stop - self.start) * self.parameter.element_size()
 
     def tensor(self) -> torch.Tensor:
-        """The parameter itself, or a view of the slice that has a view of its gradient."""
+        """Return the parameter itself, or a view of the slice that has a view of its gradient."""
         if self.is_whole:
             return self.parameter
         view = self.part_of(self.parameter.detach())
@@ -82,7 +82,10 @@ class Piece:
         return plain if self.is_whole else self.part_of(plain)
 
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
-        """The slice of a tensor of the parameter's shape, 1-D; a copy where that one is not contiguous."""
+        """Return the slice of a tensor of the parameter's shape, 1-D.
+
+        A copy where that one is not contiguous.
+        """
         return value.reshape(-1)[self.start : self.stop]
 
 
@@ -96,7 +99,7 @@ _FUSED = frozenset(
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of an optimizer, each once, in the order in which ``state_dict`` counts them."""
+    """Return the parameters of an optimizer, each once, in the order in which ``state_dict`` counts them."""
     return list(dict.fromkeys(each for group in optimizer.param_groups for each in group["params"]))
 
 
@@ -135,7 +138,7 @@ def can_be_cut(parameter: torch.Tensor) -> bool:
 
 
 def pieces_of(parameter: torch.Tensor, most: int, *, sliced: bool) -> Iterator[Piece]:
-    """A parameter as pieces.
+    """Yield a parameter as pieces.
 
     Args:
         parameter: The parameter.

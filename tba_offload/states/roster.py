@@ -65,7 +65,7 @@ class Roster:
         return [groups[place] for place in evenly(len(groups))]
 
     def outdated(self) -> list[SubGroup]:
-        """The sub-groups that hold a parameter which left its parameter group or can be cut no more."""
+        """Get the sub-groups that hold a parameter which left its parameter group or can be cut no more."""
         now = self._now()
         self._numbers = {each: number for number, each in enumerate(parameters_of(self._optimizer))}
         gone = {each for each, place in self._members.items() if now.get(each) != place}
@@ -78,13 +78,13 @@ class Roster:
         )
 
     def with_any(self, parameters: set[torch.Tensor]) -> list[SubGroup]:
-        """The sub-groups that hold any of some parameters."""
+        """Return the sub-groups that hold any of some parameters."""
         return [
             group for group in self.groups if any(piece.parameter in parameters for piece in group.pieces)
         ]
 
     def with_slices(self, groups: Sequence[SubGroup]) -> list[SubGroup]:
-        """The same sub-groups, and all others with slices of parameters that have slices in these."""
+        """Return the same sub-groups, and all others with slices of parameters that have slices in these."""
         found = set(groups)
         while True:
             cut = {piece.parameter for group in found for piece in group.pieces if not piece.is_whole}
@@ -113,7 +113,7 @@ class Roster:
                 self._members.pop(piece.parameter, None)
 
     def newcomers(self, *, with_gradients: bool = False) -> dict[int, list[torch.Tensor]]:
-        """The parameters that are in no sub-group yet, by the number of their parameter group.
+        """Return the parameters that are in no sub-group yet, by the number of their parameter group.
 
         Args:
             with_gradients: Only those that have one.
@@ -125,11 +125,11 @@ class Roster:
         return found
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """A parameter by its number, as ``state_dict`` counts them."""
+        """Return a parameter by its number, as ``state_dict`` counts them."""
         return f"parameter {self._numbers.get(parameter)}"
 
     def arrivals(self, number: int, parameters: Sequence[torch.Tensor]) -> Iterator[SubGroup]:
-        """Makes sub-groups of parameters, each of which is updated before the next is asked for.
+        """Make sub-groups of parameters, each of which is updated before the next is asked for.
 
         Args:
             number: The number of their parameter group.
@@ -139,7 +139,7 @@ class Roster:
         yield from self.add(number, [each for each in parameters if each not in self._members])
 
     def _add_first(self, number: int, parameters: Sequence[torch.Tensor]) -> list[SubGroup]:
-        """Makes sub-groups of the first parameters only, or of all if the size of states is known."""
+        """Make sub-groups of the first parameters only, or of all if the size of states is known."""
         count = 0
         for place, parameter in enumerate(parameters, 1):
             count += parameter.numel()
@@ -148,7 +148,7 @@ class Roster:
         return self.add(number, parameters)
 
     def add(self, number: int, parameters: Sequence[torch.Tensor]) -> list[SubGroup]:
-        """Makes sub-groups of parameters.
+        """Make sub-groups of parameters.
 
         Args:
             number: The number of their parameter group.
@@ -170,7 +170,7 @@ class Roster:
         return made
 
     def learn(self, group: SubGroup) -> None:
-        """Takes over how many bytes of states a byte of parameters has, from a sub-group that has them."""
+        """Take over how many bytes of states a byte of parameters has, from a sub-group that has them."""
         # States of single numbers stay: they say nothing of those of others.
         nbytes = sum(piece.nbytes for piece in group.pieces if piece.parameter.numel() > 1)
         if group.number not in self._ratios and nbytes and not group.is_new:

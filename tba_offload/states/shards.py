@@ -36,7 +36,7 @@ def is_fully_sharded(modules: Iterable[nn.Module], parameters: Iterable[torch.Te
 
 
 def local(value: Any) -> Any:
-    """The part of a distributed tensor that lies on this rank; anything else is itself."""
+    """Return the part of a distributed tensor that lies on this rank; anything else is itself."""
     if not is_distributed(value):
         return value
     with torch.no_grad():  # where gradients are recorded this would be a node of the graph
@@ -44,7 +44,7 @@ def local(value: Any) -> Any:
 
 
 def wrap_of(value: Any) -> Wrap | None:
-    """Makes a tensor with other local bytes of them; ``None`` for a value that is no distributed tensor."""
+    """Make a tensor with other local bytes of them; ``None`` for a value that is no distributed tensor."""
     if not is_distributed(value):
         return None
     return partial(

@@ -86,7 +86,7 @@ class Slot(Generic[T]):
             self._is_newer = self._is_used = False
 
     def settle(self) -> None:
-        """Waits until no transfer is under way.
+        """Wait until no transfer is under way.
 
         Raises:
             TransferError: The bytes cannot be read, or not be written where the policy forbids to keep them.
@@ -124,7 +124,7 @@ class Slot(Generic[T]):
         self.holder, self._is_newer = None, False
 
     def drop(self) -> None:
-        """Gives up what it holds, written or not."""
+        """Give up what it holds, written or not."""
         try:
             self.clear()
         except TransferError:
@@ -132,7 +132,7 @@ class Slot(Generic[T]):
             self._allocate(self.memory.nbytes)  # a write that hangs may take from the old memory yet
 
     def grow(self, nbytes: int) -> None:
-        """Gets larger memory, if it is smaller; it holds nothing."""
+        """Get larger memory, if it is smaller; it holds nothing."""
         if self.memory.nbytes < nbytes:
             del self.memory, self._bytes  # before there is more
             self._allocate(nbytes)
@@ -170,13 +170,13 @@ class Slots(Generic[T]):
         return self.nbytes + sum(slot.memory.nbytes for slot in self._own.values())
 
     def of(self, group: T) -> Slot[T] | None:
-        """The slot that holds a sub-group, or is about to."""
+        """Return the slot that holds a sub-group, or is about to."""
         if self.stays(group):
             return self._own[group]
         return next((slot for slot in self._slots if slot.holder is group), None)
 
     def held(self) -> list[T]:
-        """The sub-groups that slots hold, or are about to."""
+        """Return the sub-groups that slots hold, or are about to."""
         return [*self._own, *(slot.holder for slot in self._slots if slot.holder is not None)]
 
     # ---- sub-groups that stay --------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Slots(Generic[T]):
         return own is not None and own.holder is group
 
     def stay(self, group: T) -> Slot[T]:
-        """Gives a sub-group a slot of its own; its bytes are on the way, or the caller puts them there."""
+        """Give a sub-group a slot of its own; its bytes are on the way, or the caller puts them there."""
         slot: Slot[T] = Slot(group.nbytes, self._homes)
         held = self.of(group)
         if held is not None:
@@ -201,7 +201,7 @@ class Slots(Generic[T]):
         return slot
 
     def came(self, group: T) -> None:
-        """Waits until the bytes of a sub-group are in its own slot.
+        """Wait until the bytes of a sub-group are in its own slot.
 
         Raises:
             TransferError: They cannot be read; it has none.
@@ -216,7 +216,7 @@ class Slots(Generic[T]):
         slot.give_to(group)
 
     def leave(self, group: T) -> None:
-        """Waits until a sub-group is written, and frees the slot of its own.
+        """Wait until a sub-group is written, and free the slot of its own.
 
         Raises:
             TransferError: It cannot be written, where the policy forbids to keep it in host memory.
@@ -246,14 +246,14 @@ class Slots(Generic[T]):
             self._own.pop(group, None)
 
     def drop(self, group: T) -> None:
-        """Gives up what a slot holds of a sub-group, written or not, if one does."""
+        """Give up what a slot holds of a sub-group, written or not, if one does."""
         slot = self.of(group)
         if slot is not None:
             slot.drop()
             self._own.pop(group, None)
 
     def take(self, nbytes: int, next_use: Callable[[T], int], most: int = SLOTS) -> Slot[T]:
-        """A slot for other bytes; waits until there is one.
+        """Return a slot for other bytes; waits until there is one.
 
         Args:
             nbytes: How many.
@@ -272,7 +272,7 @@ class Slots(Generic[T]):
     def take_now(
         self, group: T, nbytes: int, next_use: Callable[[T], int], most: int = SLOTS
     ) -> Slot[T] | None:
-        """A slot for a sub-group, if there is one for which nothing has to be waited.
+        """Return a slot for a sub-group, if there is one for which nothing has to be waited.
 
         Args:
             group: The sub-group.
@@ -313,5 +313,5 @@ def _next_use(slot: Slot[T], next_use: Callable[[T], int]) -> int:
 
 
 def _latest(slots: Sequence[Slot[T]], next_use: Callable[[T], int]) -> Slot[T]:
-    """The slot whose sub-group is needed last."""
+    """Return the slot whose sub-group is needed last."""
     return max(slots, key=lambda slot: _next_use(slot, next_use))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 
 def evenly(count: int) -> list[int]:
-    """The places 0 to ``count`` - 1 in that order: by their bits in the reverse order (van der Corput)."""
+    """Return the places 0 to ``count`` - 1 in that order.
+
+    By their bits in the reverse order (van der Corput).
+    """
     bits = max(count - 1, 1).bit_length()
     return sorted(range(count), key=lambda place: int(f"{place:0{bits}b}"[::-1], 2))

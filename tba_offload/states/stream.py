@@ -72,7 +72,7 @@ class Stream:
         self._failure: TransferError | None = None
 
     def step(self, options: Mapping[str, Any]) -> StatesRecord:
-        """Updates all parameters that have gradients.
+        """Update all parameters that have gradients.
 
         Args:
             options: Further arguments of the optimizer's ``step``.
@@ -103,7 +103,7 @@ class Stream:
         return self._tally.record(sizes, predicted=self._host.predicted_seconds)
 
     def update_in_backward(self, group: SubGroup) -> None:
-        """Updates one sub-group before the step.
+        """Update one sub-group before the step.
 
         Raises:
             TransferError: States cannot be read; nothing is changed by this update and those before it.
@@ -186,7 +186,7 @@ class Stream:
                 slots.clear()
 
     def give_back(self, *, follows: bool = True) -> None:
-        """Puts all states back into ``optimizer.state``, and frees slots and extents.
+        """Put all states back into ``optimizer.state``, and free slots and extents.
 
         Args:
             follows: Whether states that others have put there are taken first.
@@ -219,7 +219,7 @@ class Stream:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """What fails within is undone where that is possible; else further updates are refused."""
+        """Return what fails within is undone where that is possible; else further updates are refused."""
         try:
             yield
         except BaseException as error:
@@ -239,7 +239,7 @@ class Stream:
     # ---- the update ------------------------------------------------------------------------------
 
     def _update_all(self, early: Sequence[SubGroup], options: Mapping[str, Any]) -> None:
-        """Updates all but those that were updated in backward."""
+        """Update all but those that were updated in backward."""
         done = set(early)
         groups = [group for group in self._roster.groups if group.has_gradient and group not in done]
         newcomers = self._roster.newcomers(with_gradients=True)
@@ -259,14 +259,14 @@ class Stream:
     def _update_newcomers(
         self, number: int, parameters: list[torch.Tensor], options: Mapping[str, Any]
     ) -> None:
-        """Makes sub-groups of parameters that are in none yet, and updates them."""
+        """Make sub-groups of parameters that are in none yet, and update them."""
         for group in self._roster.arrivals(number, parameters):
             self.line.reach(group)
             self._update(group, options)
             self.exchange.slots.write(group)
 
     def _update_empty(self, options: Mapping[str, Any]) -> None:
-        """Runs the update for parameter groups without gradients: it may count steps all the same."""
+        """Run the update for parameter groups without gradients: it may count steps all the same."""
         for number in set(range(len(self._optimizer.param_groups))) - self.own.ran_for:
             self.own.run(number, {}, options)
 

@@ -64,7 +64,7 @@ class SubGroup:
         return any(piece.parameter.grad is not None for piece in self.pieces)
 
     def keys_of(self, piece: Piece) -> AbstractSet[str]:
-        """The names of the states of a piece that travel."""
+        """Return the names of the states of a piece that travel."""
         return self._keys.get(piece, frozenset())
 
     @property
@@ -79,13 +79,13 @@ class SubGroup:
         self.home = self._spare or self.home.another()
 
     def end_version(self) -> None:
-        """The new states count, and the extents of the old ones are for the next."""
+        """Record that the new states count, and the extents of the old ones are for the next."""
         if self._before is not None:
             self._spare = self._before[2]
         self._before = None
 
     def take_back(self) -> None:
-        """The states before :meth:`begin_version` count again."""
+        """Record that the states before :meth:`begin_version` count again."""
         if self._before is not None:
             if self.home is not self._before[2]:
                 self.home.release()
@@ -93,7 +93,7 @@ class SubGroup:
         self._before = None
 
     def release(self) -> None:
-        """Gives all extents back."""
+        """Give all extents back."""
         before = None if self._before is None else self._before[2]
         for home in (self.home, self._spare, before):
             if home is not None:
@@ -116,6 +116,6 @@ class SubGroup:
         return self.layout is not None
 
     def fill(self, flat: torch.Tensor, states: Mapping[Piece, Mapping[str, Any]]) -> None:
-        """Copies all states to their places."""
+        """Copy all states to their places."""
         for place in self.places:
             place.view(flat).copy_(local(states[place.piece][place.key]))

@@ -58,7 +58,7 @@ class Takeover:
         optimizer.__class__ = _class_for(self.kind)
 
     def end(self) -> None:
-        """Gives the optimizer its own class and step back."""
+        """Give the optimizer its own class and step back."""
         optimizer = self._optimizer
         vars(optimizer).pop(_STEP, None)
         vars(optimizer).pop(_ZERO_GRAD, None)
@@ -81,7 +81,10 @@ def _class_for(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]
 
 
 def _hooked(kind: type[torch.optim.Optimizer]) -> Step:
-    """The step of a class: calls the user's hooks once, and what :meth:`Takeover.begin` was given between."""
+    """Return the step of a class.
+
+    Calls the user's hooks once, and what :meth:`Takeover.begin` was given between.
+    """
 
     @functools.wraps(kind.step)
     def step(self: torch.optim.Optimizer, closure: Any = None, **options: Any) -> Any:
@@ -96,7 +99,7 @@ def _hooked(kind: type[torch.optim.Optimizer]) -> Step:
 
 
 def _clearing(kind: type[torch.optim.Optimizer]) -> Step:
-    """The ``zero_grad`` of a class, which calls what :meth:`Takeover.begin` was given first."""
+    """Return the ``zero_grad`` of a class, which calls what :meth:`Takeover.begin` was given first."""
 
     @functools.wraps(kind.zero_grad)
     def zero_grad(self: torch.optim.Optimizer, *arguments: Any, **options: Any) -> None:

@@ -70,7 +70,7 @@ class Watch:
             self._on_forwards = register_module_forward_pre_hook(_Hook(self._forward_begins, takes=1))
 
     def __del__(self) -> None:
-        """The hook on all forwards goes too."""
+        """Record that the hook on all forwards goes too."""
         self.no_forwards()
 
     def no_forwards(self) -> None:
@@ -88,7 +88,7 @@ class Watch:
         return dict.fromkeys(each for module in self._modules for each in module.modules())
 
     def close(self) -> None:
-        """Takes all hooks off."""
+        """Take all hooks off."""
         self.no_forwards()
         for handle in (*self._handles, *self._on_parameters.values()):
             handle.remove()

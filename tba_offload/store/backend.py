@@ -37,16 +37,16 @@ class Backend(Protocol):
         """Bytes that there is room for."""
 
     def grow(self, size: int) -> None:
-        """Makes room for ``size`` bytes; raises ``StoreFullError`` and changes nothing if there is none."""
+        """Make room for ``size`` bytes; raises ``StoreFullError`` and change nothing if there is none."""
 
     def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
-        """Writes, on an I/O thread; returns the checksum of the bytes, ``None`` if checksums are off."""
+        """Write, on an I/O thread; returns the checksum of the bytes, ``None`` if checksums are off."""
 
     def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
-        """Reads, on an I/O thread; returns the checksum of the bytes, ``None`` if checksums are off."""
+        """Read, on an I/O thread; returns the checksum of the bytes, ``None`` if checksums are off."""
 
     def digest(self, data: torch.Tensor) -> int | None:
-        """The checksum of bytes in the device's memory, as of their transfer."""
+        """Return the checksum of bytes in the device's memory, as of their transfer."""
 
     def close(self) -> None:
         """Frees everything; takes no lock, because the cyclic collector may call it."""
@@ -71,7 +71,7 @@ class Joining(Backend, Protocol):
         """Bytes that neighbours come to at most to go together; 0 if each goes by itself after all."""
 
     def move_out_together(self, moves: Sequence[Move]) -> list[int | None] | None:
-        """Writes, on an I/O thread; returns the checksums as :meth:`Backend.move_out` does, or ``None``."""
+        """Write, on an I/O thread; returns the checksums as :meth:`Backend.move_out` does, or ``None``."""
 
     def move_in_together(self, moves: Sequence[Move], *, padded: bool) -> list[int | None] | None:
-        """Reads, on an I/O thread; returns the checksums as :meth:`Backend.move_in` does, or ``None``."""
+        """Read, on an I/O thread; returns the checksums as :meth:`Backend.move_in` does, or ``None``."""

@@ -110,7 +110,7 @@ class IoFuture:
             raise StoreError(errno.ECANCELED, "the transfer was cancelled before it started")
 
     def cancel(self) -> bool:
-        """Keeps the transfer from running if it has not started.
+        """Keep the transfer from running if it has not started.
 
         Returns:
             True if it has not started and now never will; its callbacks are then not called. False if it is
@@ -158,7 +158,7 @@ class IoFuture:
         self._ended.release()
 
     def _drop(self) -> None:
-        """What a store does with a transfer that is cancelled: forget it and its tensor."""
+        """Record that what a store does with a transfer that is cancelled: forget it and its tensor."""
 
     @interrupts.waits
     def _block(self, timeout: float | None) -> None:
@@ -177,7 +177,7 @@ class IoFuture:
 
 @interrupts.waits
 def in_ticks(has_ended: Callable[[float], bool], limit: float | None) -> bool:
-    """Waits within a limit of the time that this process runs.
+    """Wait within a limit of the time that this process runs.
 
     Clocks go on while a process is stopped, by a batch system that suspends the job or with its container.
     A drive is not to blame for that time: of each stop a second counts at most.
@@ -198,7 +198,7 @@ def in_ticks(has_ended: Callable[[float], bool], limit: float | None) -> bool:
 
 
 def acquired(lock: LockType, limit: float | None) -> bool:
-    """Takes a lock; see :func:`in_ticks`.
+    """Take a lock; see :func:`in_ticks`.
 
     Args:
         lock: The lock.
@@ -209,7 +209,7 @@ def acquired(lock: LockType, limit: float | None) -> bool:
 
 
 def take_back(transfers: Iterable[IoFuture], limit: float | None = STALL_SECONDS) -> None:
-    """Cancels transfers, or waits for them: none of them runs afterwards, unless its drive hangs.
+    """Cancel transfers, or wait for them: none of them runs afterwards, unless its drive hangs.
 
     Args:
         transfers: The transfers.
@@ -231,7 +231,7 @@ def take_back(transfers: Iterable[IoFuture], limit: float | None = STALL_SECONDS
 
 
 def _anew(error: BaseException) -> BaseException:
-    """The same error, to be raised.
+    """Return the same error, to be raised.
 
     One that is raised comes to know the frames of all callers and what they hold, such as the graph of a
     step. A future that kept it would keep them.
@@ -344,7 +344,7 @@ class ActivationStore(ABC):
 
     @abstractmethod
     def reserve(self, nbytes: int, address: int) -> Extent:
-        """Takes an extent for a range of bytes.
+        """Take an extent for a range of bytes.
 
         Args:
             nbytes: Length of the range, at least 1.
@@ -359,7 +359,7 @@ class ActivationStore(ABC):
         """
 
     def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
-        """Takes extents for the first of several ranges of bytes, at best next to each other.
+        """Take extents for the first of several ranges of bytes, at best next to each other.
 
         For how many, the store decides: for one where it places each by how far the writes before it have
         come. The caller asks again for the others when those are queued.
@@ -379,7 +379,7 @@ class ActivationStore(ABC):
 
     @abstractmethod
     def release(self, extent: Extent) -> None:
-        """Gives an extent back; may be called from any thread and from a callback.
+        """Give an extent back; may be called from any thread and from a callback.
 
         After :meth:`close` it does nothing: the extents are gone with the store.
 
@@ -388,7 +388,10 @@ class ActivationStore(ABC):
         """
 
     def leased(self) -> list[Extent]:
-        """The extents that are reserved; of a store that does not tell, one that its owner lost stays so."""
+        """Return the extents that are reserved.
+
+        Of a store that does not tell, one that its owner lost stays so.
+        """
         return []
 
     @abstractmethod
@@ -478,7 +481,7 @@ class ActivationStore(ABC):
 
     @abstractmethod
     def take_loads(self) -> list[DriveLoad]:
-        """What each drive has moved since the last call."""
+        """Return what each drive has moved since the last call."""
 
     @abstractmethod
     def write_rate(self) -> float | None:
@@ -500,21 +503,21 @@ class ActivationStore(ABC):
         """Bytes whose writes are queued or running."""
 
     def suspend(self, extent: Extent, cause: BaseException) -> None:  # noqa: B027 - as below
-        """Takes the drive that an extent lies on out of service: a read of it failed for good.
+        """Take the drive that an extent lies on out of service: a read of it failed for good.
 
         A failed write does that by itself. The drive is tried again by one write, after one second, and twice
         as long after each further failure.
         """
 
     def take_outages(self) -> list[tuple[str, str]]:
-        """The drives that were taken out of service since the last call, each with the cause.
+        """Return the drives that were taken out of service since the last call, each with the cause.
 
         That a drive is full is none of them.
         """
         return []
 
     def resume(self) -> None:  # noqa: B027 - as below
-        """Puts every drive back in service: the next transfer tells whether it works."""
+        """Put every drive back in service: the next transfer tells whether it works."""
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:  # noqa: B027 - as above
         """Has a function told of each call that moves bytes, when it has ended well, on its I/O thread.
@@ -539,7 +542,7 @@ class ActivationStore(ABC):
 
     @abstractmethod
     def prepare(self, nbytes: int) -> None:
-        """Makes room for extents of ``nbytes`` in all, so that no step has to wait while the store grows.
+        """Make room for extents of ``nbytes`` in all, so that no step has to wait while the store grows.
 
         Raises:
             StoreFullError: There is no such room.
@@ -548,7 +551,7 @@ class ActivationStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Cancels what is queued, waits for what is running, ends the threads and frees everything.
+        """Cancel what is queued, waits for what is running, ends the threads and free everything.
 
         Idempotent. Not to be called from a callback. A transfer that has run for longer than the limit, see
         :meth:`limit_waits`, is not waited for: its thread, its memory and the file stay until the process
@@ -569,7 +572,7 @@ class ActivationStore(ABC):
 
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Closes what uses a store at the end of a block; after an error of the block its own is only a warning.
+    """Close what uses a store at the end of a block; after an error of the block its own is only a warning.
 
     Args:
         error: What the block raised.

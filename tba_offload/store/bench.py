@@ -161,7 +161,7 @@ class _Blocks:
         self._noted: SimpleQueue[float] = SimpleQueue()
 
     def measured(self, seconds: float) -> Iterator[Cell]:
-        """What they do in each direction.
+        """Yield what they do in each direction.
 
         Args:
             seconds: How long each direction is measured.
@@ -220,13 +220,13 @@ class _Blocks:
         return [self._noted.get(timeout=TRANSFER_SECONDS) for _ in range(count)]
 
     def _land(self, most: int) -> None:
-        """Waits for the oldest transfers until no more than ``most`` are in flight."""
+        """Wait for the oldest transfers until no more than ``most`` are in flight."""
         while len(self._flying) > most:
             self._flying[0].wait(TRANSFER_SECONDS)
             self._flying.popleft()
 
     def _end(self) -> None:
-        """Gives all extents back, also after an error, when some transfers may still run."""
+        """Give all extents back, also after an error, when some transfers may still run."""
         for future in self._flying:
             future.cancel()
         while self._flying:
@@ -256,7 +256,10 @@ class Advice(NamedTuple):
 
 
 def advised(cells: Sequence[Cell]) -> Advice:
-    """The settings that follow: the threads by the best size of blocks, and the sizes worth a transfer."""
+    """Return the settings that follow.
+
+    The threads by the best size of blocks, and the sizes worth a transfer.
+    """
 
     def best(direction: str) -> Cell:
         return max(_of(cells, direction), key=lambda cell: cell.bytes_per_second)

@@ -31,14 +31,14 @@ class Checksums:
         self._lock = Lock()
 
     def hasher(self) -> xxh3_64 | None:
-        """A new checksum for one transfer, ``None`` if checksums are off.
+        """Return a new checksum for one transfer, ``None`` if checksums are off.
 
         An object, because the functions of xxhash before 4.0 hold the interpreter's lock while they hash.
         """
         return xxh3_64() if self.on else None
 
     def of(self, data: torch.Tensor) -> int | None:
-        """The checksum of bytes on any device."""
+        """Return the checksum of bytes on any device."""
         if (hasher := self.hasher()) is None:
             return None
         on_host = data.cpu()
@@ -46,11 +46,11 @@ class Checksums:
         return hasher.intdigest()
 
     def of_range(self, memory: ByteRange) -> int | None:
-        """The checksum of bytes in host memory."""
+        """Return the checksum of bytes in host memory."""
         return self.of_ranges([memory])[0]
 
     def of_ranges(self, memories: Iterable[ByteRange]) -> list[int | None]:
-        """The checksum of each."""
+        """Return the checksum of each."""
         if not self.on:
             return [None for _ in memories]
         began = time.thread_time()

@@ -50,7 +50,7 @@ class CombinedStore(BatchingStore):
 
     @abstractmethod
     def _store_of(self, extent: Extent) -> ActivationStore:
-        """The store that an extent lies in."""
+        """Return the store that an extent lies in."""
 
     @property
     def used_bytes(self) -> int:
@@ -63,19 +63,19 @@ class CombinedStore(BatchingStore):
         return sum(store.high_water_bytes for store in self.stores)
 
     def reserve(self, nbytes: int, address: int) -> Extent:
-        """Takes an extent where it is written soon; see :meth:`ActivationStore.reserve`."""
+        """Take an extent where it is written soon; see :meth:`ActivationStore.reserve`."""
         return self.reserve_many([(nbytes, address)])[0]
 
     @abstractmethod
     def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
-        """Takes extents in one of the stores for some ranges; see :meth:`ActivationStore.reserve_many`."""
+        """Take extents in one of the stores for some ranges; see :meth:`ActivationStore.reserve_many`."""
 
     def release(self, extent: Extent) -> None:
-        """Gives an extent back; see :meth:`ActivationStore.release`."""
+        """Give an extent back; see :meth:`ActivationStore.release`."""
         self._store_of(extent).release(extent)
 
     def leased(self) -> list[Extent]:
-        """The extents of all stores; see :meth:`ActivationStore.leased`."""
+        """Return the extents of all stores; see :meth:`ActivationStore.leased`."""
         return [extent for store in self.stores for extent in store.leased()]
 
     def write_many(self, orders: Sequence[WriteOrder]) -> list[IoFuture]:
@@ -111,24 +111,24 @@ class CombinedStore(BatchingStore):
         return self._store_of(extent).place(extent)
 
     def holds(self, extent: Extent, source: ByteRange) -> bool | None:
-        """Compares bytes with a checksum; see :meth:`ActivationStore.holds`."""
+        """Compare bytes with a checksum; see :meth:`ActivationStore.holds`."""
         return self._store_of(extent).holds(extent, source)
 
     def suspend(self, extent: Extent, cause: BaseException) -> None:
-        """Takes the drive of an extent out of service; see :meth:`ActivationStore.suspend`."""
+        """Take the drive of an extent out of service; see :meth:`ActivationStore.suspend`."""
         self._store_of(extent).suspend(extent, cause)
 
     def take_outages(self) -> list[tuple[str, str]]:
-        """What took drives out of service; see :meth:`ActivationStore.take_outages`."""
+        """Return what took drives out of service; see :meth:`ActivationStore.take_outages`."""
         return [outage for store in self.stores for outage in store.take_outages()]
 
     def resume(self) -> None:
-        """Puts every drive back in service; see :meth:`ActivationStore.resume`."""
+        """Put every drive back in service; see :meth:`ActivationStore.resume`."""
         for store in self.stores:
             store.resume()
 
     def take_loads(self) -> list[DriveLoad]:
-        """What each store has moved; see :meth:`ActivationStore.take_loads`."""
+        """Return what each store has moved; see :meth:`ActivationStore.take_loads`."""
         return [load for store in self.stores for load in store.take_loads()]
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
@@ -149,20 +149,20 @@ class CombinedStore(BatchingStore):
         return sum(store.pending_write_bytes() for store in self.stores)
 
     def limit_waits(self, seconds: float | None) -> None:
-        """The same limit for every store; see :meth:`ActivationStore.limit_waits`."""
+        """Record that the same limit for every store; see :meth:`ActivationStore.limit_waits`."""
         self.limit = seconds
         for store in self.stores:
             store.limit_waits(seconds)
 
     def close(self) -> None:
-        """Closes every store, also if one of them raises; see :meth:`ActivationStore.close`."""
+        """Close every store, also if one of them raises; see :meth:`ActivationStore.close`."""
         with ExitStack() as stack:
             for store in self.stores:
                 stack.callback(store.close)
 
 
 def first_ranges(ranges: Sequence[tuple[int, int]], nbytes: int) -> Sequence[tuple[int, int]]:
-    """The first ranges that together have at least ``nbytes``; all ranges if they have less."""
+    """Return the first ranges that together have at least ``nbytes``; all ranges if they have less."""
     for number, (length, _) in enumerate(ranges):
         nbytes -= length
         if nbytes <= 0:

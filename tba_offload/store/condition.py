@@ -27,7 +27,7 @@ class Refusal:
         self._name = name
 
     def check(self, size: int) -> None:
-        """Checks that growing to ``size`` is worth a try.
+        """Check that growing to ``size`` is worth a try.
 
         Raises:
             StoreFullError: There was no room a moment ago.
@@ -63,39 +63,39 @@ class Condition:
         self._outage: str | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Takes the drive out of service; that there was no room is told elsewhere."""
+        """Take the drive out of service; that there was no room is told elsewhere."""
         self.service.failed(error)
         if self._outage is None and not isinstance(error, StoreFullError):
             self._outage = str(error)
 
     def note_write(self, error: StoreError | None) -> None:
-        """A write has ended: tells whether the drive is in service."""
+        """Record that a write has ended: tells whether the drive is in service."""
         if error is None:
             self.service.succeeded()
         elif is_of_drive(error):
             self.fail(error)
 
     def out_of_service(self) -> OutOfServiceError:
-        """The error of what is refused meanwhile."""
+        """Return the error of what is refused meanwhile."""
         cause = self.service.cause
         return OutOfServiceError(
             errno.EIO, f"left alone since it failed, to be tried again: {cause}", self._name
         )
 
     def resume(self) -> None:
-        """Puts the drive back in service."""
+        """Put the drive back in service."""
         self.service.resume()
         self.refusal.service.resume()
 
     def take_outages(self) -> list[tuple[str, str]]:
-        """What took the drive out of service since the last call."""
+        """Return what took the drive out of service since the last call."""
         if self._outage is None:
             return []
         outage, self._outage = self._outage, None
         return [(self._name, outage)]
 
     def take_load(self, capacity: int | None, high_water: int) -> DriveLoad:
-        """What the drive has moved since the last call.
+        """Return what the drive has moved since the last call.
 
         Args:
             capacity: The most bytes that it may hold, as far as that is known.

@@ -53,7 +53,7 @@ _NO_GDS = (
 
 
 def examine(directories: Sequence[str | os.PathLike[str]], device: Device) -> Findings:
-    """Tries every way to every directory.
+    """Try every way to every directory.
 
     Some dozens of MiB are written to and read from each of them, on a GPU up to two GiB; nothing stays there,
     and none is made.
@@ -140,7 +140,7 @@ def _examine_directory(directory: str, device: Device) -> Findings:
 
 
 def _of_ways(ways: dict[str, Findings]) -> Iterator[Finding]:
-    """What is doubtful about the ways to a directory."""
+    """Yield what is doubtful about the ways to a directory."""
     for way in ways.values():
         if way.get("path") in _REMEDIES:
             yield _REMEDIES[way["path"]]
@@ -169,12 +169,12 @@ def _try(kind: str, directory: str, device: Device) -> Findings:
 
 
 def _said(error: BaseException) -> str:
-    """An error without number and path: what is said of a directory stands below its name."""
+    """Return an error without number and path: what is said of a directory stands below its name."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def lines(findings: Findings) -> list[str]:
-    """The findings in words."""
+    """Return the findings in words."""
     machine = findings["machine"]
     known = [
         f"{name} {machine[key] or 'not found'}"

@@ -67,7 +67,7 @@ class Drive(NamedTuple):
 
 
 def drive_of(fd: int, mount: Mount | None) -> Drive | None:
-    """The drive that an open file or directory lies on.
+    """Return the drive that an open file or directory lies on.
 
     Args:
         fd: The file or directory.
@@ -89,7 +89,10 @@ def drive_of(fd: int, mount: Mount | None) -> Drive | None:
 
 
 def drive_numbered(major: int, minor: int) -> Drive | None:
-    """The drive of a number of a block device; of a partition its disk, ``None`` if the system shows none."""
+    """Return the drive of a number of a block device.
+
+    Of a partition its disk, None if the system shows none.
+    """
     return _at(_node(os.makedev(major, minor)))
 
 
@@ -98,7 +101,10 @@ def _node(device: int) -> Path:
 
 
 def _of_btrfs(node: Path) -> Drive | None:
-    """The drives of a Btrfs, which has a number of its own, if they are several; by one of its devices."""
+    """Return the drives of a Btrfs, which has a number of its own, if they are several.
+
+    By one of its devices.
+    """
     one = node.resolve().name
     for devices in (SYS / "fs" / "btrfs").glob("*/devices"):
         nodes: list[Path] = []
@@ -111,7 +117,7 @@ def _of_btrfs(node: Path) -> Drive | None:
 
 
 def _at(node: Path, depth: int = 0) -> Drive | None:
-    """The device of a node in ``/sys``; of a partition its disk."""
+    """Return the device of a node in ``/sys``; of a partition its disk."""
     try:
         disk = node.resolve(strict=True)
     except (OSError, RuntimeError):
@@ -160,7 +166,7 @@ def _kind_of(disk: Path) -> str:
 
 
 def _word(path: Path) -> str | None:
-    """What a file of ``/sys`` says; ``None`` if it is not there, or empty."""
+    """Return what a file of ``/sys`` says; ``None`` if it is not there, or empty."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip() or None
     except OSError:

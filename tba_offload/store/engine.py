@@ -79,12 +79,12 @@ class QueuedStore(Figures):
     # What callers see.
 
     def holds(self, extent: Extent, source: ByteRange) -> bool | None:
-        """Compares bytes with the checksum of an extent; see :meth:`ActivationStore.holds`."""
+        """Compare bytes with the checksum of an extent; see :meth:`ActivationStore.holds`."""
         written = self._leases.digest_of(extent)
         return None if written is None else self._backend.digest(source.tensor()) == written
 
     def reserve(self, nbytes: int, address: int) -> Extent:
-        """Takes an extent; see :meth:`ActivationStore.reserve`."""
+        """Take an extent; see :meth:`ActivationStore.reserve`."""
         if nbytes < 1:
             raise ValueError(f"an extent holds at least 1 byte, not {nbytes}")
         lead = address % self.alignment
@@ -101,7 +101,7 @@ class QueuedStore(Figures):
             self._growing.to(size)
 
     def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
-        """Takes extents next to each other where there is room for all of them, and else one.
+        """Take extents next to each other where there is room for all of them, and else one.
 
         See :meth:`ActivationStore.reserve_many`.
         """
@@ -114,7 +114,7 @@ class QueuedStore(Figures):
         return super().reserve_many(ranges)
 
     def release(self, extent: Extent) -> None:
-        """Gives an extent back; see :meth:`ActivationStore.release`."""
+        """Give an extent back; see :meth:`ActivationStore.release`."""
         if self._life.forked:
             self._life.check_process()
         self._leases.give_back(extent)
@@ -137,11 +137,11 @@ class QueuedStore(Figures):
         return [*self._queue([(*order, None) for order in orders], writes=False, padded=padded)]
 
     def suspend(self, extent: Extent, cause: BaseException) -> None:  # noqa: ARG002 - one drive
-        """Takes the drive out of service; see :meth:`ActivationStore.suspend`."""
+        """Take the drive out of service; see :meth:`ActivationStore.suspend`."""
         self._condition.fail(cause)
 
     def resume(self) -> None:
-        """Puts the drive back in service; see :meth:`ActivationStore.resume`."""
+        """Put the drive back in service; see :meth:`ActivationStore.resume`."""
         self._condition.resume()
 
     def limit_waits(self, seconds: float | None) -> None:
@@ -161,7 +161,7 @@ class QueuedStore(Figures):
         self._growing.to(round_up(nbytes, BLOCK))
 
     def close(self) -> None:
-        """Ends the store; see :meth:`ActivationStore.close`."""
+        """End the store; see :meth:`ActivationStore.close`."""
         if self._life.forked or not self._finalizer.alive:
             return
         if self._lanes.are_of(threading.current_thread()):
@@ -179,7 +179,7 @@ class QueuedStore(Figures):
             raise self._life.callback_error
 
     def give_up(self) -> None:
-        """Ends the store without waiting for transfers that hang.
+        """End the store without waiting for transfers that hang.
 
         Their threads, and the file, stay until the process ends; so does the memory that they write from or
         read into, which the threads hold.
@@ -242,18 +242,18 @@ class QueuedStore(Figures):
     # At a fork.
 
     def reading(self) -> list[threading.Lock]:
-        """A lock for each thread that reads, held while it does."""
+        """Return a lock for each thread that reads, held while it does."""
         return self._lanes.reading()
 
     def abandon(self) -> None:
-        """Makes the store inert in a forked child and closes its descriptors there."""
+        """Make the store inert in a forked child and close its descriptors there."""
         self._life.forked = True
         if self._finalizer.detach() is not None:
             self._backend.abandon()
 
 
 def _end_forgotten(name: str, lanes: Lanes, backend: Backend) -> None:
-    """Ends a store that was collected without close(); nothing is pending, or it would not be collected.
+    """End a store that was collected without close(); nothing is pending, or it would not be collected.
 
     This may run inside any lock, so it takes none and waits for nothing.
     """

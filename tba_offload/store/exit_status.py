@@ -31,7 +31,7 @@ class _FailingStream:
 
 
 def failing(function: Function) -> Function:
-    """An ``atexit`` callback after whose error the process does not exit with 0.
+    """Return an ``atexit`` callback after whose error the process does not exit with 0.
 
     Python prints what callbacks raise and drops it. ``os._exit`` would cut off the callbacks of others. But
     when all have run Python flushes the standard streams, and exits with 120 if that fails, as the

@@ -25,7 +25,7 @@ _FANOUT = 32
 
 
 def round_up(nbytes: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``nbytes``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``nbytes``."""
     return -(-nbytes // multiple) * multiple
 
 
@@ -51,7 +51,7 @@ class ExtentAllocator:
         self._holes = _Holes()  # those below the end, never adjacent to each other or to the end
 
     def allocate(self, nbytes: int) -> int | None:
-        """Takes a range.
+        """Take a range.
 
         Args:
             nbytes: Its length, a positive multiple of 4096.
@@ -72,7 +72,7 @@ class ExtentAllocator:
         return offset
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Gives a range back.
+        """Give a range back.
 
         Raises:
             ValueError: Part of the range is free already.
@@ -96,7 +96,7 @@ class ExtentAllocator:
         self._holes.put(start, end + after - start)
 
     def rebuild(self, taken: Iterable[tuple[int, int]]) -> None:
-        """Starts anew from what is taken, after an interrupt that may have struck anywhere.
+        """Start anew from what is taken, after an interrupt that may have struck anywhere.
 
         Args:
             taken: Offset and length of each range.
@@ -165,13 +165,13 @@ class _Holes:
         return length if start == offset else 0
 
     def put(self, start: int, length: int) -> None:
-        """Adds a range, or sets the length of the one that starts there."""
+        """Add a range, or set the length of the one that starts there."""
         right = self._root.put(start, length)
         if right is not None:
             self._root = _Node.above([self._root, right])
 
     def remove(self, start: int) -> None:
-        """Takes out the range that starts there."""
+        """Take out the range that starts there."""
         self._root.remove(start)
         if not self._root.starts:
             self._root = _Node([], [], None)
@@ -189,18 +189,18 @@ class _Node:
 
     @classmethod
     def above(cls, nodes: list[_Node]) -> _Node:
-        """A node over others."""
+        """Return a node over others."""
         return cls([node.starts[0] for node in nodes], [max(node.lengths) for node in nodes], nodes)
 
     def first_of(self, nbytes: int) -> int | None:
-        """The first entry with a range that is at least so long."""
+        """Return the first entry with a range that is at least so long."""
         for index, length in enumerate(self.lengths):
             if length >= nbytes:
                 return index
         return None
 
     def put(self, start: int, length: int) -> _Node | None:
-        """Adds a range or sets a length; returns the upper half of the node if it had to be split."""
+        """Add a range or set a length; returns the upper half of the node if it had to be split."""
         if self.below is None:
             index = bisect_left(self.starts, start)
             if index < len(self.starts) and self.starts[index] == start:
@@ -219,7 +219,7 @@ class _Node:
         return self._split() if len(self.starts) > _FANOUT else None
 
     def remove(self, start: int) -> None:
-        """Takes out the range that starts there, which is below this node."""
+        """Take out the range that starts there, which is below this node."""
         index = bisect_right(self.starts, start) - 1
         if self.below is not None:
             self.below[index].remove(start)
@@ -230,7 +230,7 @@ class _Node:
         del self.starts[index], self.lengths[index]
 
     def _look_at(self, index: int) -> None:
-        """Takes note of what has changed below an entry."""
+        """Take note of what has changed below an entry."""
         if self.below is not None:
             node = self.below[index]
             self.starts[index], self.lengths[index] = node.starts[0], max(node.lengths)

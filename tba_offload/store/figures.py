@@ -30,7 +30,7 @@ class Figures(BatchingStore):
         self._life = life
 
     def place(self, extent: Extent) -> str:  # noqa: ARG002 - a store without parts is one place
-        """The name of this store; see :meth:`ActivationStore.place`."""
+        """Return the name of this store; see :meth:`ActivationStore.place`."""
         return self.name
 
     @property
@@ -44,13 +44,13 @@ class Figures(BatchingStore):
         return self._leases.high_water_bytes
 
     def leased(self) -> list[Extent]:
-        """The extents that are reserved; see :meth:`ActivationStore.leased`."""
+        """Return the extents that are reserved; see :meth:`ActivationStore.leased`."""
         if self._life.closed or self._life.forked:  # they are gone, or the parent's
             return []
         return self._leases.reserved()
 
     def take_loads(self) -> list[DriveLoad]:
-        """What the drive has moved; see :meth:`ActivationStore.take_loads`."""
+        """Return what the drive has moved; see :meth:`ActivationStore.take_loads`."""
         return [self._condition.take_load(self.capacity_bytes, self._leases.high_water_bytes)]
 
     def write_rate(self) -> float | None:
@@ -58,7 +58,7 @@ class Figures(BatchingStore):
         return self._condition.writes.rate if self._condition.service.cause is None else None
 
     def take_outages(self) -> list[tuple[str, str]]:
-        """What took the drive out of service; see :meth:`ActivationStore.take_outages`."""
+        """Return what took the drive out of service; see :meth:`ActivationStore.take_outages`."""
         return self._condition.take_outages()
 
     def pending(self) -> int:

@@ -141,7 +141,7 @@ class FileBackend(RunFileBackend):
         return self._checksums.of_ranges(target for _, target in moves)
 
     def _moved_together(self, call: posix.Call, moves: Sequence[Move], filler: int) -> bool:
-        """Moves neighbouring extents wholly, by one call; after the span of each comes the filler."""
+        """Move neighbouring extents wholly, by one call; after the span of each comes the filler."""
         parts: list[tuple[int, int]] = []
         for extent, memory in moves:
             span = self._span(extent)
@@ -204,7 +204,7 @@ class FileBackend(RunFileBackend):
     def _transfer(
         self, verb: str, call: posix.Call, extent: Extent, address: int, start: int, nbytes: int
     ) -> None:
-        """Moves ``nbytes`` between memory at ``address`` and the extent from ``start`` on."""
+        """Move ``nbytes`` between memory at ``address`` and the extent from ``start`` on."""
         offset = extent.offset + start
         try:
             moved = posix.transfer(call, self._file.fd, address, nbytes, offset, self.block)
@@ -266,7 +266,7 @@ class FileStore(QueuedStore):
         }
 
     def take_loads(self) -> list[DriveLoad]:
-        """What the drive has moved; see :meth:`ActivationStore.take_loads`."""
+        """Return what the drive has moved; see :meth:`ActivationStore.take_loads`."""
         (load,) = super().take_loads()
         return [load._replace(checksum_seconds=self._file.take_checksum_seconds())]
 
@@ -276,11 +276,11 @@ class FileStore(QueuedStore):
         return self._file.ring.allocated_bytes
 
     def fileno(self) -> int:
-        """The descriptor of the file, for tools that look at it or measure its drive."""
+        """Return the descriptor of the file, for tools that look at it or measure its drive."""
         return self._file.fd
 
     def close(self) -> None:
-        """Ends the store; see :meth:`ActivationStore.close`."""
+        """End the store; see :meth:`ActivationStore.close`."""
         try:
             super().close()
         finally:
@@ -312,7 +312,7 @@ def _pieces(extent: Extent, span: int, slab_bytes: int) -> Iterator[_Piece]:
 
 
 def _failure(file: RunFile, what: str, error: OSError) -> StoreError:
-    """The error of a system call as a caller can use it."""
+    """Return the error of a system call as a caller can use it."""
     what = f"{what} failed: {error.strerror}"
     if error.errno in FULL:
         room = "a quota or `ulimit -f` allows no more"
@@ -327,7 +327,7 @@ def _failure(file: RunFile, what: str, error: OSError) -> StoreError:
 
 
 def _choose_path(file: RunFile) -> tuple[int, str | None]:
-    """Turns on direct I/O where it works.
+    """Turn on direct I/O where it works.
 
     Returns:
         The alignment, and why the I/O is buffered; ``None`` if it is direct.
@@ -368,7 +368,7 @@ def _direct_path(file: RunFile) -> tuple[int, str | None]:
 
 
 def _probe(file: RunFile, alignment: int) -> None:
-    """Moves one block each way, because some systems accept the flag and refuse the transfer."""
+    """Move one block each way, because some systems accept the flag and refuse the transfer."""
     file.grow(_UNKNOWN_ALIGNMENT)
     block = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
     for call in (posix.pwrite, posix.pread):

@@ -49,7 +49,7 @@ class FileSystem(NamedTuple):
         return self.place is Place.NETWORK
 
     def limits(self) -> list[str]:
-        """What a store cannot rely on there, and what follows, in sentences."""
+        """Return what a store cannot rely on there, and what follows, in sentences."""
         told = []
         if self.place is Place.MEMORY:
             told.append(f"{self.name} lies in host memory, so that what is offloaded still takes memory")
@@ -124,12 +124,15 @@ class Mount(NamedTuple):
 
 
 def file_system_of(fd: int) -> FileSystem:
-    """The kind of file system that an open file or directory lies on."""
+    """Return the kind of file system that an open file or directory lies on."""
     return FILE_SYSTEMS.get(posix.file_system_magic(fd), UNKNOWN)
 
 
 def mount_id_of(fd: int) -> str:
-    """The kernel's number of the mount of an open file; unlike the device it also tells bind mounts apart."""
+    """Return the kernel's number of the mount of an open file.
+
+    Unlike the device it also tells bind mounts apart.
+    """
     lines = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
     return next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
 
@@ -150,7 +153,7 @@ def mount_of(fd: int) -> Mount | None:
 
 
 def _unescaped(text: str) -> str:
-    """A word of ``mountinfo``, in which white space and backslashes are octal."""
+    """Return a word of ``mountinfo``, in which white space and backslashes are octal."""
     for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         text = text.replace(code, character)
     return text

@@ -109,7 +109,7 @@ class GdsBackend(RunFileBackend):
         return self.digest(data)
 
     def digest(self, data: torch.Tensor) -> int | None:
-        """The checksum of bytes on the device, computed there."""
+        """Return the checksum of bytes on the device, computed there."""
         hasher = self._checksums.hasher()
         if hasher is None:
             return None
@@ -134,7 +134,7 @@ class GdsBackend(RunFileBackend):
             raise short_transfer(self.name, verb, nbytes, offset, moved)
 
     def _try(self) -> None:
-        """Moves one block each way.
+        """Move one block each way.
 
         Raises:
             StoreError: It cannot be moved, or comes back changed.
@@ -182,7 +182,7 @@ class GdsStore(QueuedStore):
         super().__init__(self._file, options, drive=drive)
 
     def fileno(self) -> int:
-        """The descriptor of the file, for tools that look at it or measure its drive."""
+        """Return the descriptor of the file, for tools that look at it or measure its drive."""
         return self._file.fd
 
     @property
@@ -230,7 +230,7 @@ class _GdsFile(RunFile):
         self._opened = _descriptors_of(fd) - before  # by cuFile, too
 
     def close(self) -> None:
-        """Gives the file back to cuFile and frees the blocks."""
+        """Give the file back to cuFile and free the blocks."""
         self.cufile.close()
         super().close()
 
@@ -242,7 +242,7 @@ class _GdsFile(RunFile):
 
 
 def import_kvikio() -> Any:
-    """The module; the cuFile library is loaded afterwards.
+    """Return the module; the cuFile library is loaded afterwards.
 
     Raises:
         MissingDependencyError: It is not installed, or a library that it needs is missing.
@@ -262,7 +262,7 @@ def import_kvikio() -> Any:
 
 
 def _needed_by_kvikio() -> str:
-    """The package that kvikio does not find its library without."""
+    """Return the package that kvikio does not find its library without."""
     if find_spec("rapids_logger") is None:
         return "rapids-logger"
     try:
@@ -272,7 +272,7 @@ def _needed_by_kvikio() -> str:
 
 
 def _extra() -> str:
-    """The extra of tba-offload that brings kvikio for the CUDA of this PyTorch."""
+    """Return the extra of tba-offload that brings kvikio for the CUDA of this PyTorch."""
     return "gds-cu13" if (torch.version.cuda or "").startswith("13.") else "gds-cu12"
 
 
@@ -304,7 +304,10 @@ def _refusal(kvikio: Any, fd: int) -> str | None:
 
 
 def _missing_in_udev(fd: int) -> str:
-    """What to do where udev does not know the drive of a file, for which cuFile asks it; or nothing."""
+    """Return what to do where udev does not know the drive of a file, for which cuFile asks it.
+
+    Or nothing.
+    """
     device = os.fstat(fd).st_dev
     entry = UDEV / "data" / f"b{os.major(device)}:{os.minor(device)}"
     if not os.major(device) or entry.exists():

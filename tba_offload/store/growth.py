@@ -28,7 +28,7 @@ class _Growth(IoFuture):
         self._size = size
 
     def run(self) -> tuple[()]:
-        """Makes room; on the thread that has claimed the job."""
+        """Make room; on the thread that has claimed the job."""
         error: BaseException | None = None
         try:
             self._backend.device.bind_thread()
@@ -60,7 +60,7 @@ class Growing:
         self._life = life
 
     def to(self, size: int) -> None:
-        """Makes room for ``size`` bytes; no lock is held meanwhile.
+        """Make room for ``size`` bytes; no lock is held meanwhile.
 
         Raises:
             StoreFullError: There is none, or there was none a moment ago.
@@ -89,7 +89,7 @@ class Growing:
         refusal.service.succeeded()
 
     def _await(self, growth: _Growth, size: int) -> None:
-        """Waits for room for ``size`` bytes; a wait that gets long is named in a warning.
+        """Wait for room for ``size`` bytes; a wait that gets long is named in a warning.
 
         Raises:
             StoreError: The file cannot grow.

@@ -26,7 +26,7 @@ def ask(
     *,
     undo: Callable[[Result], object] = lambda _: None,
 ) -> Result:
-    """Does some work with a drive, and returns or raises what it does.
+    """Do some work with a drive, and return or raise what it does.
 
     Args:
         work: What to do, on another thread.
@@ -56,7 +56,7 @@ def ask(
 
 
 def opened(make: Callable[[], QueuedStore], place: str, device: Device, limit: float | None) -> QueuedStore:
-    """Opens a store.
+    """Open a store.
 
     Args:
         make: Opens it.
@@ -93,7 +93,7 @@ class _Question(threading.Thread, Generic[Result]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Does the work; if it was given up meanwhile, undoes it."""
+        """Do the work; if it was given up meanwhile, undoes it."""
         try:
             result = self._work()
         except BaseException as error:  # noqa: BLE001 - every failure reaches the thread that waits
@@ -106,18 +106,18 @@ class _Question(threading.Thread, Generic[Result]):
             self._undo(result)
 
     def ends_within(self, seconds: float) -> bool:
-        """Waits for the end of the work."""
+        """Wait for the end of the work."""
         self.join(seconds)
         return not self.is_alive()
 
     def give_up(self) -> bool:
-        """Waits no longer; whether the work has not ended."""
+        """Wait no longer; whether the work has not ended."""
         with self._lock:
             self._given_up = not self._results and self._error is None
             return self._given_up
 
     def result(self) -> Result:
-        """What the work gave."""
+        """Return what the work gave."""
         try:
             if self._error is not None:
                 raise self._error

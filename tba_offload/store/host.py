@@ -68,7 +68,7 @@ class HostBackend:
         return JOINED_BYTES if self.device.pins_memory else 0
 
     def grow(self, size: int) -> None:
-        """Adds slabs until there are ``size`` bytes, which are within the limit."""
+        """Add slabs until there are ``size`` bytes, which are within the limit."""
         while self.size < size:
             nbytes = self.slab_bytes
             if self._limit is not None:
@@ -84,7 +84,7 @@ class HostBackend:
                 ) from error
 
     def parts(self, offset: int, nbytes: int) -> Iterator[torch.Tensor]:
-        """The pieces of slabs that make up a range of bytes."""
+        """Yield the pieces of slabs that make up a range of bytes."""
         while nbytes:
             index, start = divmod(offset, self.slab_bytes)
             length = min(nbytes, self.slab_bytes - start)
@@ -114,7 +114,7 @@ class HostBackend:
         return [None] * len(moves)
 
     def _places(self, extent: Extent, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The parts of some bytes, each with the piece of a slab that has them in an extent."""
+        """Yield the parts of some bytes, each with the piece of a slab that has them in an extent."""
         at = 0
         for part in self.parts(extent.offset, extent.nbytes):
             yield data[at : at + part.numel()], part
@@ -198,6 +198,6 @@ class HostStore(QueuedStore):
         return capacity is None or self.used_bytes + round_up(nbytes, BLOCK) <= capacity // BLOCK * BLOCK
 
     def close(self) -> None:
-        """Ends the store; see :meth:`ActivationStore.close`."""
+        """End the store; see :meth:`ActivationStore.close`."""
         super().close()
         self._slabs.device.give_back_host_memory()

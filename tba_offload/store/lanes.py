@@ -19,7 +19,7 @@ WRITE, READ, GROW = range(3)
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Starts a thread.
+    """Start a thread.
 
     Raises:
         StoreError: The process may have no more.
@@ -40,10 +40,10 @@ class Job(Protocol):
         """Decides that the job runs; False if it was cancelled."""
 
     def run(self) -> Iterable[Job]:
-        """Does it, and returns what is still to be done; what it raises would end the thread."""
+        """Do it, and return what is still to be done; what it raises would end the thread."""
 
     def cancel(self) -> bool:
-        """Keeps it from running if it has not started."""
+        """Keep it from running if it has not started."""
 
 
 class Lanes:
@@ -83,7 +83,7 @@ class Lanes:
         return any(thread in lane.threads for lane in self._lanes)
 
     def end(self) -> None:
-        """Cancels what is queued, and has every thread end with what it is at; does not wait."""
+        """Cancel what is queued, and have every thread end with what it is at; does not wait."""
         for lane in self._lanes:
             lane.cancel_queued()
             lane.stop()
@@ -94,12 +94,12 @@ class Lanes:
             lane.stop()
 
     def join(self) -> bool:
-        """Waits until all threads have ended; false when one job has run for longer than the limit."""
+        """Wait until all threads have ended; false when one job has run for longer than the limit."""
         joined = [lane.join(self.limit) for lane in self._lanes]  # each of them, whatever the first says
         return all(joined)
 
     def reading(self) -> list[threading.Lock]:
-        """A lock for each thread that reads, held while it does."""
+        """Return a lock for each thread that reads, held while it does."""
         return [shift.busy for shift in self._lanes[READ].shifts]
 
 
@@ -119,7 +119,7 @@ class _Lane:
         ]
 
     def cancel_queued(self) -> None:
-        """Cancels every transfer that has not started."""
+        """Cancel every transfer that has not started."""
         for shift in self.shifts:
             shift.leave_rest()
         while True:
@@ -140,7 +140,7 @@ class _Lane:
         return any((left := shift.left(limit)) is not None and left <= 0 for shift in self.shifts)
 
     def join(self, limit: float | None) -> bool:
-        """Waits until the threads have ended; false when one transfer has run for ``limit`` seconds."""
+        """Wait until the threads have ended; false when one transfer has run for ``limit`` seconds."""
         for thread, shift in zip(self.threads, self.shifts, strict=True):
             while thread.is_alive():
                 began, left = shift.began, shift.left(limit)
@@ -182,7 +182,7 @@ class _Shift:
 
 
 def _serve(jobs: SimpleQueue[Job | None], shift: _Shift) -> None:
-    """The life of an I/O thread."""
+    """Record that the life of an I/O thread."""
     while (job := jobs.get()) is not None:
         with shift.busy:
             _do(job, shift)
@@ -191,7 +191,7 @@ def _serve(jobs: SimpleQueue[Job | None], shift: _Shift) -> None:
 
 
 def _do(job: Job, shift: _Shift) -> None:
-    """Does a job, then what it left: each may be cancelled until then, and take as long as the limit says."""
+    """Do a job, then what it left: each may be cancelled until then, and take as long as the limit says."""
     shift.began = time.monotonic()
     if not job.claim():
         return

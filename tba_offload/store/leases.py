@@ -87,7 +87,7 @@ class Leases:
         return self._space.high_water
 
     def take(self, nbytes: int, lead: int, length: int) -> Extent:
-        """Takes an extent of ``length`` bytes without growing.
+        """Take an extent of ``length`` bytes without growing.
 
         Raises:
             TooSmallError: That takes growing.
@@ -117,7 +117,7 @@ class Leases:
         )
 
     def take_run(self, places: Sequence[tuple[int, int]]) -> list[Extent]:
-        """Takes extents next to each other without growing; none if not all fit.
+        """Take extents next to each other without growing; none if not all fit.
 
         Args:
             places: Bytes and lead of each.
@@ -180,12 +180,12 @@ class Leases:
             raise ValueError(f"{extent} cannot be released: a transfer of it has not ended")
 
     def reserved(self) -> list[Extent]:
-        """The extents that are reserved."""
+        """Return the extents that are reserved."""
         with self.lock:
             return [lease.extent for lease in self._leases.values()]
 
     def of(self, extent: Extent) -> Lease:
-        """The lease of an extent; the lock is held.
+        """Return the lease of an extent; the lock is held.
 
         Raises:
             ValueError: There is none.
@@ -197,13 +197,13 @@ class Leases:
         return lease
 
     def digest_of(self, extent: Extent) -> int | None:
-        """The checksum of what was written to an extent; ``None`` if there is none."""
+        """Return the checksum of what was written to an extent; ``None`` if there is none."""
         with self.lock:
             lease = self._leases.get(extent.offset)
             return lease.digest if lease is not None and lease.extent == extent else None
 
     def fitting(self, extent: Extent, memory: ByteRange) -> Lease:
-        """The lease of an extent that these bytes fit; the lock is held.
+        """Return the lease of an extent that these bytes fit; the lock is held.
 
         Raises:
             ValueError: There is none, or they do not fit.
@@ -213,7 +213,7 @@ class Leases:
         return self.of(extent)
 
     def settle(self, lease: Lease, *, wrote: bool, succeeded: bool) -> None:
-        """Notes that a transfer has ended or was cancelled."""
+        """Note that a transfer has ended or was cancelled."""
         with self.lock:
             self.pending -= 1
             self.pending_bytes -= lease.extent.nbytes
@@ -226,7 +226,7 @@ class Leases:
 
 
 def check_idle(lease: Lease, *, writes: bool) -> None:
-    """Checks that an extent may be written, or read, now.
+    """Check that an extent may be written, or read, now.
 
     Raises:
         ValueError: It may not.
@@ -239,7 +239,7 @@ def check_idle(lease: Lease, *, writes: bool) -> None:
 
 
 def _check_size(backend: Backend, size: int) -> None:
-    """Checks that there is room for ``size`` bytes.
+    """Check that there is room for ``size`` bytes.
 
     Raises:
         TooSmallError: There is not.

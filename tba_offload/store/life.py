@@ -26,7 +26,7 @@ class Life:
         self._name = name
 
     def check_open(self) -> None:
-        """Checks that transfers may be queued.
+        """Check that transfers may be queued.
 
         Raises:
             SessionError: They may not.
@@ -39,7 +39,7 @@ class Life:
             ) from self.callback_error
 
     def check_process(self) -> None:
-        """Checks that this is no forked child.
+        """Check that this is no forked child.
 
         Before a lock is taken: a thread that does not exist in the child may have held it at the fork.
 

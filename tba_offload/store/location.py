@@ -85,7 +85,7 @@ class Location(NamedTuple):
         return self.file_system.is_network or any(each.is_remote for each in drives)
 
     def findings(self) -> Iterator[Finding]:
-        """What is doubtful about it."""
+        """Yield what is doubtful about it."""
         system, name = self.file_system, self.file_system_name
         on_drive = "a directory on a local NVMe drive, with ext4 or XFS"
         if system.is_network or system.place in {Place.MEMORY, Place.PROCESS, Place.LAYERS}:
@@ -152,7 +152,7 @@ class Location(NamedTuple):
         }
 
     def lines(self) -> Iterator[str]:
-        """The same in words."""
+        """Yield the same in words."""
         where = "not known" if self.drive is None else str(self.drive)
         if self.drive is None and self.file_system.place in {Place.MEMORY, Place.NETWORK, Place.PROCESS}:
             where = "none of this machine"
@@ -167,7 +167,7 @@ class Location(NamedTuple):
 
 
 def location_of(directory: str) -> Location:
-    """Looks at a directory, and asks its drives how worn they are.
+    """Look at a directory, and ask its drives how worn they are.
 
     Raises:
         StoreError: It cannot be reached.

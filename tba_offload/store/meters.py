@@ -35,14 +35,14 @@ class Meter:
         self._recent_seconds = 0.0
 
     def begin(self) -> None:
-        """A transfer starts."""
+        """Record that a transfer starts."""
         with self._lock:
             if not self._moving:
                 self._since = self._clock()
             self._moving += 1
 
     def end(self, nbytes: int) -> None:
-        """It has ended, and has moved so many bytes."""
+        """Record that it has ended, and has moved so many bytes."""
         with self._lock:
             self._pass_time()
             self._moving -= 1
@@ -55,7 +55,7 @@ class Meter:
                 self._recent_seconds /= 2
 
     def take(self) -> Load:
-        """What was moved since the last call."""
+        """Return what was moved since the last call."""
         with self._lock:
             if self._moving:
                 self._pass_time()
@@ -64,7 +64,7 @@ class Meter:
             return load
 
     def _pass_time(self) -> None:
-        """Counts the time since it was last counted, in all of which something moved."""
+        """Count the time since it was last counted, in all of which something moved."""
         now = self._clock()
         self._seconds += now - self._since
         self._recent_seconds += now - self._since

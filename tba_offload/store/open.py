@@ -39,7 +39,7 @@ def open_store(
     device: Device,
     **settings: Any,
 ) -> ActivationStore:
-    """Opens a store.
+    """Open a store.
 
     Args:
         options: What to open.
@@ -91,7 +91,7 @@ def _open_drives(options: StoreOptions, device: Device) -> ActivationStore:
 
 
 def _open_drive(path: str, options: StoreOptions, device: Device, drive: int) -> QueuedStore:
-    """The store on one drive; "auto" is the faster kind where there are two ways to it."""
+    """Return the store on one drive; "auto" is the faster kind where there are two ways to it."""
     kind: str = options.kind
     chosen = None
     if kind == "auto" and device.pins_memory:
@@ -121,7 +121,7 @@ def _with_host_memory(drives: ActivationStore, options: StoreOptions, device: De
 
 
 def _check_distinct(options: StoreOptions) -> None:
-    """Checks that each directory is a place of its own, links followed.
+    """Check that each directory is a place of its own, links followed.
 
     Raises:
         ConfigError: Two are the same place.

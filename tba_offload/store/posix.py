@@ -43,7 +43,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _function(*names: str, result: Any, arguments: list[Any]) -> Any:
-    """The first of these functions that the C library has, or ``None``."""
+    """Return the first of these functions that the C library has, or ``None``."""
     for name in names:
         function = getattr(_libc, name, None)
         if function is not None:
@@ -89,7 +89,7 @@ def _checked(moved: int) -> int:
 
 
 def pwrite(fd: int, address: int, nbytes: int, offset: int) -> int:
-    """Writes bytes at an address to a file; returns how many went.
+    """Write bytes at an address to a file; returns how many went.
 
     Raises:
         OSError: The call failed; ``InterruptedError`` for a signal.
@@ -98,7 +98,7 @@ def pwrite(fd: int, address: int, nbytes: int, offset: int) -> int:
 
 
 def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
-    """Reads bytes of a file to an address; returns how many came, 0 at the end of the file.
+    """Read bytes of a file to an address; returns how many came, 0 at the end of the file.
 
     Raises:
         OSError: The call failed; ``InterruptedError`` for a signal.
@@ -131,7 +131,7 @@ def preadv(fd: int, address: int, parts: int, offset: int) -> int:
 
 
 def transfer_together(call: Call, fd: int, parts: Sequence[tuple[int, int]], offset: int) -> bool:
-    """Moves pieces of memory and neighbouring bytes of a file by one :func:`pwritev` or :func:`preadv`.
+    """Move pieces of memory and neighbouring bytes of a file by one :func:`pwritev` or :func:`preadv`.
 
     Args:
         call: Which of the two.
@@ -208,7 +208,7 @@ def fallocate(fd: int, offset: int, nbytes: int) -> None:
 
 
 def file_system_magic(fd: int) -> int:
-    """The magic number of the file system that a file lies on; 0 if the system does not tell."""
+    """Return the magic number of the file system that a file lies on; 0 if the system does not tell."""
     buffer = (ctypes.c_ulong * 64)()
     if _fstatfs is None or _fstatfs(fd, ctypes.addressof(buffer)) != 0:
         return 0
@@ -231,7 +231,7 @@ def overwrite_in_place(fd: int) -> None:
 
 
 def direct_alignment(fd: int) -> int | None:
-    """What addresses, offsets and lengths of direct I/O must be multiples of.
+    """Return what addresses, offsets and lengths of direct I/O must be multiples of.
 
     Returns:
         Bytes; 0 where the file allows no direct I/O; ``None`` where kernel or file system do not tell.
@@ -262,6 +262,6 @@ def needs_stable_pages(fd: int) -> bool:
 
 
 def view(address: int, nbytes: int) -> memoryview:
-    """The bytes at an address, read-only; the caller keeps the memory alive."""
+    """Return the bytes at an address, read-only; the caller keeps the memory alive."""
     window: memoryview = _memoryview_at(address, nbytes, _PY_BUF_READ)
     return window

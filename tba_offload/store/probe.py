@@ -98,15 +98,15 @@ class Probe:
         self._full: list[Extent] = []
 
     def write(self) -> float:
-        """Writes; bytes a second."""
+        """Write; bytes a second."""
         return self._timed(writes=True, reads=False)
 
     def read(self) -> float:
-        """Reads what was written last; bytes a second."""
+        """Read what was written last; bytes a second."""
         return self._timed(writes=False, reads=True)
 
     def both(self, busy_seconds: float = 0.0) -> float:
-        """Reads what was written last while as much is written; bytes a second of both together.
+        """Read what was written last while as much is written; bytes a second of both together.
 
         Args:
             busy_seconds: For how long the device has work meanwhile.
@@ -114,7 +114,7 @@ class Probe:
         return self._timed(writes=True, reads=True, busy_seconds=busy_seconds)
 
     def done(self) -> None:
-        """Gives the extents back."""
+        """Give the extents back."""
         while self._full:
             self._store.release(self._full.pop())
 
@@ -149,7 +149,7 @@ class Probe:
         return len(futures) * self._source.nbytes / seconds
 
     def _undo(self, written: list[Extent], futures: list[IoFuture]) -> None:
-        """Gives all extents back when some transfers have failed and others may still run."""
+        """Give all extents back when some transfers have failed and others may still run."""
         for future in futures:
             with suppress(StoreError):
                 future.wait(self._transfer_seconds)
@@ -168,7 +168,7 @@ def random_bytes(nbytes: int, device: Device) -> ByteRange:
 def measure(
     store: ActivationStore, device: Device, *, extent_bytes: int | None = None, extents: int = EXTENTS
 ) -> Rates:
-    """What a store moves; the best of a few rounds.
+    """Return what a store moves; the best of a few rounds.
 
     The first round does not count: in it the file grows, memory is pinned and drivers start.
 
@@ -207,12 +207,12 @@ class Choice(NamedTuple):
     rates: dict[str, float]
 
     def as_json(self) -> dict[str, object]:
-        """What the run log says of it."""
+        """Return what the run log says of it."""
         return {"why": self.why, "bytes_per_second": self.rates}
 
 
 def choose(directory: str | os.PathLike[str], device: Device, options: StoreOptions | None = None) -> Choice:
-    """The faster kind of store on a drive, by what they move in both directions at once.
+    """Return the faster kind of store on a drive, by what they move in both directions at once.
 
     They take turns, and the best round of each counts; both are gone when this returns. The device has work
     meanwhile, as in training. Neither kind waits for it, but a driver might, for copies of its own that are
@@ -301,7 +301,9 @@ def has_room(options: StoreOptions, extents: int) -> bool:
 
 
 def for_trial(options: StoreOptions, extents: int) -> StoreOptions:
-    """The options of a store that is tried, not used: with room for what is moved, and little patience.
+    """Return the options of a store that is tried, not used.
+
+    With room for what is moved, and little patience.
 
     Args:
         options: Of the store that is going to be used.
@@ -322,7 +324,7 @@ def _room(extents: int) -> int:
 def in_turn(
     stores: Mapping[_Key, ActivationStore], device: Device, transfer_seconds: float, *, extents: int = EXTENTS
 ) -> dict[_Key, float]:
-    """What each of some stores moves in both directions at once, the best of a few rounds in turn.
+    """Return what each of some stores moves in both directions at once, the best of a few rounds in turn.
 
     Args:
         stores: The stores.

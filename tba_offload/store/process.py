@@ -25,23 +25,23 @@ _held_at_fork: list[threading.Lock] = []
 
 
 def opened(store: QueuedStore) -> None:
-    """A store is in use from now on."""
+    """Record that a store is in use from now on."""
     _open_stores.add(store)
 
 
 def ended(store: QueuedStore) -> None:
-    """It was closed, or given up."""
+    """Record that it was closed, or given up."""
     _open_stores.discard(store)
 
 
 def open_stores() -> list[QueuedStore]:
-    """The stores of this process that are in use: neither closed nor given up."""
+    """Return the stores of this process that are in use: neither closed nor given up."""
     return list(_open_stores)
 
 
 @exit_status.failing
 def close_all() -> None:
-    """Closes every store, also if one of them raises."""
+    """Close every store, also if one of them raises."""
     with ExitStack() as stack:
         for store in open_stores():
             stack.callback(store.close)

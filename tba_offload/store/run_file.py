@@ -81,7 +81,7 @@ class RunFile:
             self._open()
 
     def grow(self, size: int) -> None:
-        """Makes the file at least this long, with blocks allocated where the file system can.
+        """Make the file at least this long, with blocks allocated where the file system can.
 
         Raises:
             StoreFullError: There is no room; the file is as long as before.
@@ -118,7 +118,7 @@ class RunFile:
         return file_system_of(self._parent) if found is UNKNOWN else found  # as in free_bytes()
 
     def close(self) -> None:
-        """Closes the descriptors, which frees the blocks.
+        """Close the descriptors, which frees the blocks.
 
         An error that the file system has left to be told now is of bytes that are not needed any more; and
         the run directory may be gone, or the server that has it.
@@ -146,13 +146,13 @@ class RunFile:
         logger.warning("%s: %s stays: %s", self.directory, name, why)
 
     def abandon(self) -> None:
-        """Closes the descriptors in a forked child, which would keep the disk space; the parent goes on."""
+        """Close the descriptors in a forked child, which would keep the disk space; the parent goes on."""
         os.close(self.fd)
         os.close(self._parent)
         self._maker.forget()
 
     def _open(self) -> None:
-        """Opens the directory and makes the file; again if another store removed the directory meanwhile."""
+        """Open the directory and make the file; again if another store removed the directory meanwhile."""
         for attempt in itertools.count(1):
             self._maker = Maker()
             try:
@@ -170,7 +170,7 @@ class RunFile:
                 return
 
     def _extend(self, size: int) -> bool:
-        """Tries one size; false if there is no room for it."""
+        """Try one size; false if there is no room for it."""
         try:
             try:
                 self._allocate(size)
@@ -235,7 +235,7 @@ class RunFile:
             )
 
     def _remove_directory(self, name: str) -> None:
-        """Removes the run directory, unless an unlinked file keeps it from being empty until the end."""
+        """Remove the run directory, unless an unlinked file keeps it from being empty until the end."""
         try:
             os.rmdir(name, dir_fd=self._parent)
         except OSError as error:
@@ -251,7 +251,7 @@ class RunFile:
 
 
 def short_transfer(directory: str, verb: str, nbytes: int, offset: int, moved: int) -> ShortTransferError:
-    """The error of a transfer that moved fewer bytes than it should."""
+    """Return the error of a transfer that moved fewer bytes than it should."""
     return ShortTransferError(
         errno.EIO,
         f"{verb} of {nbytes} bytes at offset {offset} stopped after {moved}; the drive or the file system is "
@@ -261,7 +261,7 @@ def short_transfer(directory: str, verb: str, nbytes: int, offset: int, moved: i
 
 
 def check_directory(path: str) -> None:
-    """Checks that :func:`open_directory` would find or make a directory, and makes none.
+    """Check that :func:`open_directory` would find or make a directory, and make none.
 
     Raises:
         StoreError: It would not; the message says what to do.
@@ -272,7 +272,7 @@ def check_directory(path: str) -> None:
 
 @contextmanager
 def _named(directory: str) -> Iterator[None]:
-    """Gives an error of the system the directory's name and a remedy."""
+    """Give an error of the system the directory's name and a remedy."""
     try:
         yield
     except StoreError:
@@ -318,7 +318,7 @@ class Maker:
         self._made: tuple[int, str, os.stat_result] | None = None
 
     def make(self, here: int, name: str, path: str) -> int:
-        """Makes a directory and opens it.
+        """Make a directory and open it.
 
         Args:
             here: Descriptor of the one above.
@@ -346,7 +346,7 @@ class Maker:
         return made
 
     def undo(self) -> None:
-        """Removes the directory if it was made here, is still the same, and nothing is in it."""
+        """Remove the directory if it was made here, is still the same, and nothing is in it."""
         if self._made is None:
             return
         above, name, status = self._made
@@ -363,7 +363,7 @@ class Maker:
 
 
 def open_directory(path: str, *, maker: Maker | None = None) -> int:
-    """Opens a directory.
+    """Open a directory.
 
     Symbolic links are followed, except one that another user has put into a directory that everybody may
     write to.
@@ -384,7 +384,7 @@ def open_directory(path: str, *, maker: Maker | None = None) -> int:
 
 
 def _walk(path: str, find_missing: Callable[[int, str, str], int]) -> int:
-    """Opens a directory step by step; what its last part is, where it is missing, ``find_missing`` says."""
+    """Open a directory step by step; what its last part is, where it is missing, ``find_missing`` says."""
     names = [*reversed(Path(path).expanduser().absolute().parts[1:])]
     here = os.open("/", _SEARCH)
     links = 0
@@ -416,7 +416,7 @@ def _enter(here: int, name: str, path: str, find_missing: Callable[[int, str, st
 
 
 def _may_make(here: int, name: str, path: str) -> int:
-    """The directory in which one may be made.
+    """Return the directory in which one may be made.
 
     Raises:
         StoreError: It may not.
@@ -446,7 +446,7 @@ def _is_mount_point(directory: int) -> bool:
 
 
 def _read_link(here: int, name: str, path: str, links: int) -> str:
-    """The target of a link that may be followed."""
+    """Return the target of a link that may be followed."""
     link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
     try:
         status = os.fstat(link)

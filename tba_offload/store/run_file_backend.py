@@ -56,7 +56,7 @@ class RunFileBackend:
         self._file.abandon()
 
     def digest(self, data: torch.Tensor) -> int | None:
-        """The checksum of bytes on any device."""
+        """Return the checksum of bytes on any device."""
         return self._checksums.of(data)
 
     def take_checksum_seconds(self) -> float:

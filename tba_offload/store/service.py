@@ -68,7 +68,7 @@ class Service:
         return self.cause is not None and not self._on_trial
 
     def failed(self, error: BaseException) -> None:
-        """A transfer failed; one that was queued before the first failure tells nothing new.
+        """Record that a transfer failed; one that was queued before the first failure tells nothing new.
 
         Nor does one that was refused because of that failure, if a trial has begun by now.
         """
@@ -84,7 +84,7 @@ class Service:
             self._on_trial = False
 
     def succeeded(self) -> None:
-        """A write went well; what was queued before the failure does not end the rest."""
+        """Record that a write went well; what was queued before the failure does not end the rest."""
         if self.cause is None:
             return
         with self._lock:
@@ -92,7 +92,7 @@ class Service:
                 self._resume()
 
     def resume(self) -> None:
-        """Ends the rest: the next write is tried."""
+        """End the rest: the next write is tried."""
         with self._lock:
             self._resume()
 

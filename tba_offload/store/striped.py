@@ -73,7 +73,7 @@ class StripedStore(CombinedStore):
         }
 
     def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
-        """Takes extents on one drive for some ranges; see :meth:`ActivationStore.reserve_many`.
+        """Take extents on one drive for some ranges; see :meth:`ActivationStore.reserve_many`.
 
         Each drive gets its even share of them, but not less than one call should move.
         """
@@ -96,7 +96,7 @@ class StripedStore(CombinedStore):
         )
 
     def write_rate(self) -> float | None:
-        """The sum over the drives in service; see :meth:`ActivationStore.write_rate`."""
+        """Return the sum over the drives in service; see :meth:`ActivationStore.write_rate`."""
         return sum(store.write_rate() or 0.0 for store in self.stores) or None
 
     def prepare(self, nbytes: int) -> None:
@@ -110,7 +110,7 @@ class StripedStore(CombinedStore):
         return self.stores[extent.drive]
 
     def _choose(self, nbytes: int, refused: Container[int]) -> int:
-        """The drive for ``nbytes``, none of those that refused them."""
+        """Return the drive for ``nbytes``, none of those that refused them."""
         speeds = self._speeds()
         idle: list[int] = []
         soonest, busy = math.inf, -1

@@ -36,6 +36,6 @@ TESTED = {
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: ``"2.13.0+cpu"`` is (2, 13, 0)."""
+    """Return the numbers that a version begins with: ``"2.13.0+cpu"`` is (2, 13, 0)."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found is not None else ()

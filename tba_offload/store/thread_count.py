@@ -48,11 +48,11 @@ class ThreadCount(NamedTuple):
     rates: Mapping[int, float] = {}
 
     def of(self, options: StoreOptions) -> StoreOptions:
-        """The same options with these numbers of threads."""
+        """Return the same options with these numbers of threads."""
         return replace(options, readers=self.readers, writers=self.writers)
 
     def as_json(self) -> dict[str, object]:
-        """What run log and doctor say of it."""
+        """Return what run log and doctor say of it."""
         rates = {str(threads): rate for threads, rate in self.rates.items()}
         return {"readers": self.readers, "writers": self.writers, "bytes_per_second_by_threads": rates}
 

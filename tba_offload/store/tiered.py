@@ -57,7 +57,7 @@ class TieredStore(CombinedStore):
         }
 
     def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
-        """Takes extents for as many as go to the same tier; see :meth:`ActivationStore.reserve_many`."""
+        """Take extents for as many as go to the same tier; see :meth:`ActivationStore.reserve_many`."""
         first: ActivationStore = self.drives
         second: ActivationStore = self.host
         nbytes, address = ranges[0]
@@ -79,12 +79,12 @@ class TieredStore(CombinedStore):
             ) from None
 
     def take_loads(self) -> list[DriveLoad]:
-        """What each drive and host memory have moved; see :meth:`ActivationStore.take_loads`."""
+        """Return what each drive and host memory have moved; see :meth:`ActivationStore.take_loads`."""
         host = [load._replace(tier=HOST_TIER) for load in self.host.take_loads()]
         return [*self.drives.take_loads(), *host]
 
     def write_rate(self) -> float | None:
-        """That of the drives; see :meth:`ActivationStore.write_rate`."""
+        """Return that of the drives; see :meth:`ActivationStore.write_rate`."""
         return self.drives.write_rate()
 
     def prepare(self, nbytes: int) -> None:
@@ -99,7 +99,7 @@ class TieredStore(CombinedStore):
             self.host.prepare(nbytes - share)
 
     def resize_window(self, window: int | None) -> None:
-        """Sets when host memory is used, by the window; see :meth:`ActivationStore.resize_window`."""
+        """Set when host memory is used, by the window; see :meth:`ActivationStore.resize_window`."""
         self.spill_bytes = Window(window).spills_above
 
     def _store_of(self, extent: Extent) -> ActivationStore:

@@ -70,7 +70,7 @@ class Transfer(IoFuture):
         self.padded = padded
 
     def run(self) -> tuple[()]:
-        """Moves the bytes; on an I/O thread that has claimed the transfer. Nothing is left to do then."""
+        """Move the bytes; on an I/O thread that has claimed the transfer. Nothing is left to do then."""
         _store = self.store  # not collected before the outcome is told
         error: StoreError | None = None
         try:
@@ -81,13 +81,13 @@ class Transfer(IoFuture):
         return ()
 
     def what(self) -> tuple[ByteRange, Event]:
-        """The memory, and the point of the device's work that it waits for."""
+        """Return the memory, and the point of the device's work that it waits for."""
         if self.memory is None or self.after is None:
             raise RuntimeError("a transfer can run only once")
         return self.memory, self.after
 
     def end(self, error: StoreError | None) -> None:
-        """Makes the outcome known; on the I/O thread."""
+        """Make the outcome known; on the I/O thread."""
         mover = self.mover
         if self.writes:
             mover.condition.note_write(error)
@@ -131,7 +131,7 @@ class Batch:
         return bool(self._transfers)
 
     def run(self) -> Sequence[Job]:
-        """Moves all by one call; what could not be is still to be done, one by one."""
+        """Move all by one call; what could not be is still to be done, one by one."""
         transfers, self._transfers = self._transfers, []
         _store = transfers[0].store  # not collected before the outcomes are told
         alone: list[Job] = []
@@ -148,13 +148,13 @@ class Batch:
         return alone
 
     def cancel(self) -> bool:
-        """Keeps all from running that have not started."""
+        """Keep all from running that have not started."""
         cancelled = [transfer.cancel() for transfer in self._transfers]  # each, whatever the first says
         return all(cancelled)
 
 
 def _neighbours(transfers: Sequence[Transfer], most: int) -> Iterator[list[Transfer]]:
-    """Runs of transfers whose extents lie next to each other, each in the order of the extents.
+    """Run of transfers whose extents lie next to each other, each in the order of the extents.
 
     Args:
         transfers: In any order.
@@ -183,7 +183,7 @@ def _neighbours(transfers: Sequence[Transfer], most: int) -> Iterator[list[Trans
 
 
 def begin(transfers: Sequence[Transfer], leases: Leases, store: object) -> None:
-    """Takes note of transfers that are about to be queued; the lock of their leases is held.
+    """Take note of transfers that are about to be queued; the lock of their leases is held.
 
     Args:
         transfers: All write, or all read.
@@ -231,7 +231,10 @@ class Mover:
         self._seen = seen
 
     def jobs(self, transfers: Sequence[Transfer]) -> Iterator[Job]:
-        """The jobs that do transfers which are queued together: neighbours are one, if they can be joined."""
+        """Yield the jobs that do transfers which are queued together.
+
+        Neighbours are one, if they can be joined.
+        """
         if len(transfers) == 1 or not self._joined_bytes():
             yield from transfers
             return
@@ -246,11 +249,11 @@ class Mover:
         return _neighbours(transfers, self._joined_bytes())
 
     def _joined_bytes(self) -> int:
-        """What several may come to that go together; 0 where the backend cannot join them."""
+        """Return what several may come to that go together; 0 where the backend cannot join them."""
         return getattr(self.backend, "joined_bytes", 0)
 
     def move(self, transfer: Transfer) -> None:
-        """Moves the bytes of a transfer, and compares what is read with its checksum.
+        """Move the bytes of a transfer, and compare what is read with its checksum.
 
         Raises:
             OutOfServiceError: The drive failed meanwhile.
@@ -275,7 +278,7 @@ class Mover:
             raise error
 
     def move_together(self, transfers: Sequence[Transfer]) -> list[ChecksumError | None] | None:
-        """Moves the bytes of transfers of neighbouring extents by one call.
+        """Move the bytes of transfers of neighbouring extents by one call.
 
         Returns:
             The error of each, or ``None`` for one that went well; ``None`` alone if each has to go by itself.
@@ -289,7 +292,7 @@ class Mover:
         return [self._compare(transfer, digest) for transfer, digest in zip(transfers, digests, strict=True)]
 
     def _joined(self, transfers: Sequence[Transfer]) -> list[int | None] | None:
-        """Moves the bytes; returns the checksums, or ``None`` if they could not go together."""
+        """Move the bytes; returns the checksums, or ``None`` if they could not go together."""
         backend: Joining = self.backend  # type: ignore[assignment]  # else there were no batches
         first, moves, moved = transfers[0], [], 0
         reached: Event | None = None
@@ -314,7 +317,7 @@ class Mover:
         return digests
 
     def _now(self) -> float:
-        """The time, if calls are told."""
+        """Return the time, if calls are told."""
         return 0.0 if self._seen is None else time.perf_counter()
 
     def _tell(self, transfer: Transfer, began: float, nbytes: int) -> None:
@@ -325,7 +328,7 @@ class Mover:
             seen(Moved(drive, self.backend.name, transfer.writes, thread, began, ended, nbytes))
 
     def _ready(self, transfer: Transfer, after: Event) -> Meter:
-        """Waits until a transfer may start; returns what measures it."""
+        """Wait until a transfer may start; returns what measures it."""
         condition = self.condition
         self.backend.device.bind_thread()
         after.synchronize()  # before the clock starts: this is not the drive's time
@@ -337,7 +340,7 @@ class Mover:
         return condition.writes
 
     def _compare(self, transfer: Transfer, digest: int | None) -> ChecksumError | None:
-        """Notes the checksum of what was written; compares that of what was read."""
+        """Note the checksum of what was written; compares that of what was read."""
         lease = transfer.lease
         if transfer.writes:
             lease.digest = digest
@@ -352,7 +355,10 @@ class Mover:
         return None
 
     def as_store_error(self, failure: BaseException, transfer: Transfer) -> StoreError:
-        """The error as waiters get it; the frames in its traceback let go of the memory and of the store."""
+        """Return the error as waiters get it.
+
+        The frames in its traceback let go of the memory and of the store.
+        """
         if failure.__traceback__ is not None:
             failure.__traceback__ = failure.__traceback__.tb_next  # the frame of run(), which goes on
             traceback.clear_frames(failure.__traceback__)
@@ -361,7 +367,7 @@ class Mover:
 
 
 def store_error(failure: BaseException, what: str) -> StoreError:
-    """What an I/O thread could not do, as an error of the store."""
+    """Return what an I/O thread could not do, as an error of the store."""
     if isinstance(failure, StoreError):
         return failure
     if is_device_failure(failure):

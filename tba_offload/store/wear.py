@@ -107,7 +107,7 @@ def wear_of(drive: Drive) -> Wear:
 
 
 def _told(command: list[str]) -> dict[str, Any]:
-    """What a tool prints.
+    """Return what a tool prints.
 
     Raises:
         ValueError: It is no JSON object, or an error.

@@ -52,11 +52,11 @@ class _Surrounded:
         return getattr(self._backend, name)
 
     def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
-        """Writes."""
+        """Write."""
         with self._around("write", extent):
             return self._backend.move_out(extent, source, after)
 
     def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
-        """Reads."""
+        """Read."""
         with self._around("read", extent):
             return self._backend.move_in(extent, target, after, padded=padded)

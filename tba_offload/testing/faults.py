@@ -100,7 +100,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Reads a fault as it stands on a command line.
+        """Read a fault as it stands on a command line.
 
         Args:
             text: ``KIND-VERB`` or ``KIND-VERB:KEY=VALUE,…``; the keys are the attributes, such as
@@ -181,7 +181,7 @@ _READERS: dict[str, tuple[Callable[[str], float], str]] = {
 
 
 def _value_of(text: str, key: str, value: str) -> float:
-    """The value of one condition of a fault.
+    """Return the value of one condition of a fault.
 
     Raises:
         ConfigError: There is no such key, or it has no such value.
@@ -241,7 +241,7 @@ class _Trigger:
         return struck
 
     def bit(self, nbytes: int) -> int:
-        """A bit in the middle half of ``nbytes``: at the ends there may be padding."""
+        """Return a bit in the middle half of ``nbytes``: at the ends there may be padding."""
         return self._random.randrange(2 * nbytes, max(6 * nbytes, 2 * nbytes + 1))
 
     def _conditions(self, nbytes: int) -> Iterable[bool]:
@@ -270,7 +270,7 @@ class Faults:
         self._begin_anew()
 
     def start(self) -> Self:
-        """Puts the faults below the stores of this process; for scripts that shall never be healthy again.
+        """Put the faults below the stores of this process; for scripts that shall never be healthy again.
 
         Raises:
             RuntimeError: Other faults are there already.
@@ -293,7 +293,7 @@ class Faults:
         self._pwritev, self._preadv = posix.pwritev, posix.preadv
 
     def stop(self) -> None:
-        """Takes the faults away, and lets go of what hangs."""
+        """Take the faults away, and let go of what hangs."""
         if posix.pwrite == self._write:  # else they are gone, and others may be there
             posix.pwrite, posix.pread, posix.fallocate = self._pwrite, self._pread, self._fallocate
             posix.pwritev, posix.preadv = self._pwritev, self._preadv
@@ -381,7 +381,7 @@ class Faults:
         self._fallocate(fd, offset, nbytes)
 
     def _begin(self, fault: Fault, nbytes: int) -> int:
-        """What comes before the call itself; returns how many bytes it is to move."""
+        """Return what comes before the call itself; returns how many bytes it is to move."""
         if fault.kind == "fail":
             raise OSError(fault.errno, os.strerror(fault.errno))
         if fault.kind == "delay":
@@ -394,7 +394,7 @@ class Faults:
     def _strike(
         self, verb: str, fd: int, offset: int, nbytes: int, extents: Sequence[tuple[int, int]] = ()
     ) -> tuple[Fault | None, int]:
-        """The fault that strikes this call, if any, and a bit of the bytes.
+        """Return the fault that strikes this call, if any, and a bit of the bytes.
 
         Args:
             verb: What the call does.
@@ -436,7 +436,7 @@ def _extents_of(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @contextmanager
 def _pages(nbytes: int) -> Iterator[int]:
-    """The address of zeros that are aligned for direct I/O."""
+    """Return the address of zeros that are aligned for direct I/O."""
     with mmap.mmap(-1, nbytes) as pages:
         here = ctypes.c_char.from_buffer(pages)
         try:
@@ -452,7 +452,10 @@ def _flip(address: int, bit: int) -> None:
 
 
 def _drive_of(fd: int) -> tuple[int | None, str]:
-    """Number and directory of the drive whose file this is; no number while its store is still opening."""
+    """Return number and directory of the drive whose file this is.
+
+    No number while its store is still opening.
+    """
     for store in open_stores():
         if isinstance(store, FileStore) and store.fileno() == fd:
             return store.drive_index, store.directory

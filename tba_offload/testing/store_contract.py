@@ -73,21 +73,21 @@ def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def at_lead(nbytes: int, lead: int, alignment: int) -> torch.Tensor:
-    """A target whose address is ``lead`` modulo the alignment, with padding of its own, filled with 0xAA."""
+    """Return a target whose address is ``lead`` modulo the alignment, padded, filled with 0xAA."""
     room = torch.full((nbytes + 3 * alignment,), 0xAA, dtype=torch.uint8)
     start = (lead - room.data_ptr()) % alignment + alignment
     return room[start : start + nbytes]
 
 
 def put(store: ActivationStore, data: torch.Tensor) -> Extent:
-    """Writes a tensor of bytes into a new extent and waits until it is written."""
+    """Write a tensor of bytes into a new extent and wait until it is written."""
     extent = store.reserve(data.nbytes, data.data_ptr())
     store.write(extent, ByteRange.of(data), READY).wait(PATIENCE)
     return extent
 
 
 def get(store: ActivationStore, extent: Extent, *, padded: bool = True) -> torch.Tensor:
-    """Reads an extent into new memory and waits until it is read."""
+    """Read an extent into new memory and wait until it is read."""
     target = at_lead(extent.nbytes, extent.lead, store.alignment)
     store.read(extent, ByteRange.of(target), READY, padded=padded).wait(PATIENCE)
     return target
@@ -127,11 +127,11 @@ class StoreContract:
     """Whether small extents lie on a drive, whose bytes are checked."""
 
     def make_store(self, directory: Path, **options: Any) -> ActivationStore:
-        """A new store of the kind that a subclass tests, closed by the test."""
+        """Return a new store of the kind that a subclass tests, closed by the test."""
         raise NotImplementedError
 
     def corrupt(self, store: ActivationStore, extent: Extent) -> None:
-        """Changes one byte of the payload of an extent behind the store's back."""
+        """Change one byte of the payload of an extent behind the store's back."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -763,7 +763,7 @@ class StoreContract:
 def _in_child(
     store: ActivationStore, extent: Extent, data: torch.Tensor, running: IoFuture, before: set[str]
 ) -> int:
-    """What must hold in a forked child; the exit status says how many uses did not raise."""
+    """Return what must hold in a forked child; the exit status says how many uses did not raise."""
     uses: list[Callable[[], object]] = [
         lambda: store.reserve(1, 0),
         lambda: store.release(extent),

@@ -47,7 +47,7 @@ class ReadAhead:
         return (begins or ledger.in_flight <= ledger.fills_below) and not self._shared.inert
 
     def start(self, upcoming: Iterable[tuple[Record, bool]]) -> None:
-        """Starts reading what backward is going to use, until the window is full.
+        """Start reading what backward is going to use, until the window is full.
 
         A record that is still in memory is about to be used there: writes of it that have not started
         are taken back, and where one has, the memory stays all the same.
@@ -74,7 +74,7 @@ class ReadAhead:
             self._writer.flush()  # it is needed later than this record, or it would have been taken out
 
     def _choose(self, upcoming: Iterable[tuple[Record, bool]], batch: list[Span]) -> bool:
-        """Collects spans to be read that the window has room for; whether it is full of what comes later."""
+        """Collect spans to be read that the window has room for; whether it is full of what comes later."""
         for record, across_forward in upcoming:
             if record.state is State.WAITS:
                 if across_forward:
@@ -93,7 +93,7 @@ class ReadAhead:
         return False
 
     def _has_room_for(self, record: Record, batch: list[Span], *, across_forward: bool) -> bool:
-        """Takes the room that the spans of a record need in the window; whether there was enough."""
+        """Take the room that the spans of a record need in the window; whether there was enough."""
         ledger = self.ledger
         for span in record.unrestored():
             if span in ledger.ahead:  # a record that is expected twice is read once
@@ -107,7 +107,7 @@ class ReadAhead:
         return True
 
     def _start_ahead(self, batch: list[Span]) -> None:
-        """Submits reads for which the window has room; fewer where the device's memory has none."""
+        """Submit reads for which the window has room; fewer where the device's memory has none."""
         is_short = False
         while batch:
             try:
@@ -124,7 +124,7 @@ class ReadAhead:
             self._memory = self.ledger.in_flight
 
     def give_up(self) -> None:
-        """Drops what was read ahead and not used in the step that is over."""
+        """Drop what was read ahead and not used in the step that is over."""
         shared = self._shared
         self._memory = math.inf
         with shared.lock:

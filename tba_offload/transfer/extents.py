@@ -36,7 +36,7 @@ class Extents:
         self._being_read: dict[Extent, None] = {}  # by reads of which no record knows any more
 
     def reserve(self, pieces: Sequence[Piece], sources: Sequence[ByteRange]) -> list[Extent]:
-        """Finds a place for the first of several pieces.
+        """Find a place for the first of several pieces.
 
         Raises:
             StoreError: There is no room for the first, or the drive failed.
@@ -58,13 +58,13 @@ class Extents:
         return self.store.reserve_many(ranges)
 
     def give_back(self, piece: Piece) -> None:
-        """Gives back the extent of a piece; :meth:`reconcile` ends what an interrupt cuts short."""
+        """Give back the extent of a piece; :meth:`reconcile` ends what an interrupt cuts short."""
         extent = piece.take_extent()
         if extent is not None:
             self.release(extent)
 
     def release(self, extent: Extent) -> None:
-        """Gives back an extent that no piece has any more.
+        """Give back an extent that no piece has any more.
 
         A transfer that hangs may still use it if an interrupt let no piece know of that, or when nothing is
         to wait for it any longer: then :meth:`reconcile` gives it back after the next step that fails.
@@ -76,7 +76,7 @@ class Extents:
                 raise
 
     def give_back_after(self, read: IoFuture, piece: Piece) -> None:
-        """Gives back an extent when a read, which still fills its buffer from it, has ended.
+        """Give back an extent when a read, which still fills its buffer from it, has ended.
 
         The store keeps the buffer alive.
         """
@@ -86,13 +86,13 @@ class Extents:
         piece.take_extent()
 
     def _read_ended(self, extent: Extent, _: IoFuture) -> None:
-        """Gives back an extent on an I/O thread; once, however often it was asked for."""
+        """Give back an extent on an I/O thread; once, however often it was asked for."""
         if extent in self._being_read:
             self.store.release(extent)
             self._being_read.pop(extent, None)
 
     def reconcile(self, records: Iterable[Record]) -> None:
-        """Gives back the extents of which an interrupt let no piece know.
+        """Give back the extents of which an interrupt let no piece know.
 
         While another thread reserves one it cannot be told from those; the next time finds them.
 
@@ -111,7 +111,7 @@ class Extents:
             self._reserving.release()
 
     def suspend(self, piece: Piece, cause: BaseException) -> None:
-        """Takes the drive of a piece out of service: it did not do what it was asked."""
+        """Take the drive of a piece out of service: it did not do what it was asked."""
         self.store.suspend(extent_of(piece), cause)
 
     def place(self, piece: Piece) -> str:
@@ -119,7 +119,7 @@ class Extents:
         return self.store.place(piece.extent) if piece.extent is not None else "the store"
 
     def where(self, piece: Piece) -> str:
-        """The same to the block."""
+        """Return the same to the block."""
         extent = extent_of(piece)
         return f"{self.store.place(extent)}, offset {extent.offset}"
 

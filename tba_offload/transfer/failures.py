@@ -52,22 +52,22 @@ class Failures:
         self._rescued_from: set[str] = set()
 
     def resolve(self, *, keep_when_full: bool) -> None:
-        """Sets what becomes of what cannot be written; between steps."""
+        """Set what becomes of what cannot be written; between steps."""
         self.keep_when_full = keep_when_full
 
     def of_write(self, record: Record, error: BaseException, epoch: int) -> None:
-        """A write failed, and that is an error of the step that it began in."""
+        """Record that a write failed, and that is an error of the step that it began in."""
         record.failed(error)
         if epoch == self.epoch:
             self._errors.put(transfer_error("write", record, error))
 
     def forget(self) -> None:
-        """The step is given up, and its failures with it."""
+        """Record that the step is given up, and its failures with it."""
         self.epoch += 1
         self._errors = SimpleQueue()
 
     def raise_first(self) -> None:
-        """Raises the error of a transfer that failed on an I/O thread, if there is one.
+        """Raise the error of a transfer that failed on an I/O thread, if there is one.
 
         Raises:
             TransferError: Names the layer, the cause and the remedy.
@@ -120,7 +120,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def transfer_error(what: str, record: Record, cause: BaseException | None, where: str = "") -> TransferError:
-    """The error of a transfer: names the layer, the cause and the remedy.
+    """Return the error of a transfer: names the layer, the cause and the remedy.
 
     Args:
         what: "write", "read" or "keep".

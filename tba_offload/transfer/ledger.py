@@ -59,7 +59,7 @@ class TransferStats:
     marked_stalls: list[tuple[Mark, Mark]] = field(default_factory=list)
 
     def stalled(self, began: float, ended: float) -> None:
-        """The training thread waited for I/O, by :func:`time.perf_counter`."""
+        """Record that the training thread waited for I/O, by :func:`time.perf_counter`."""
         self.stall_seconds += ended - began
         if ended - began >= NOTICEABLE:
             self.stalls.append((began, ended))
@@ -119,7 +119,7 @@ class Ledger:
     # ---- what is in memory -----------------------------------------------------------------------
 
     def note(self, record: Record) -> None:
-        """Takes note of a transition of a record."""
+        """Take note of a transition of a record."""
         state, nbytes = record.state, record.nbytes
         charged = departing = settled = 0
         if state is State.KEPT:
@@ -146,7 +146,7 @@ class Ledger:
             self.noted.pop(record, None)
 
     def charge(self, span: Span) -> None:
-        """The buffer of a span that is read ahead is in flight from the submission of its read on."""
+        """Count the buffer of a span that is read ahead from the submission of its read on."""
         self.ahead[span] = span.nbytes
         self.read_ahead += span.nbytes
         self.in_flight += span.nbytes
@@ -154,7 +154,7 @@ class Ledger:
             self._look_at_peaks()
 
     def uncharge(self, span: Span, *, in_vain: bool = False) -> None:
-        """It was unpacked, or dropped; perhaps in vain, to make room."""
+        """Record that it was unpacked, or dropped; perhaps in vain, to make room."""
         charged = self.ahead.pop(span, 0)
         self.read_ahead -= charged
         self.in_flight -= charged
@@ -164,7 +164,7 @@ class Ledger:
     # ---- sums ------------------------------------------------------------------------------------
 
     def reset_stats(self) -> TransferStats:
-        """Starts new :attr:`stats` and returns the old ones."""
+        """Start new :attr:`stats` and return the old ones."""
         old, self.stats = self.stats, TransferStats()
         self._largest_before, self._largest = self._largest, 0
         self._look_at_largest()
@@ -172,7 +172,7 @@ class Ledger:
         return old
 
     def recount(self, records: Iterable[Record]) -> None:
-        """Makes the sums anew, after an interrupt that may have fallen between two.
+        """Make the sums anew, after an interrupt that may have fallen between two.
 
         Args:
             records: All that some handle needs.

@@ -76,7 +76,7 @@ class Offloader:
         self.drops: Drops = self._shared.drops
 
     def resize_window(self, window: int | None) -> None:
-        """Sets the most bytes in flight; between steps."""
+        """Set the most bytes in flight; between steps."""
         self.writer.resize(Window(window))
 
     # ---- what is counted -------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Offloader:
         return self.ledger.in_flight + self.ledger.settled
 
     def reset_stats(self) -> TransferStats:
-        """Starts new :attr:`stats` and returns the old ones."""
+        """Start new :attr:`stats` and return the old ones."""
         with self._shared.lock:
             return self.ledger.reset_stats()
 
@@ -108,7 +108,7 @@ class Offloader:
     # ---- handles ---------------------------------------------------------------------------------
 
     def borrow(self, record: Record, lo: int, hi: int) -> Handle | None:
-        """A handle for a look that is no use by backward; ``None`` if the bytes were given back."""
+        """Return a handle for a look that is no use by backward; ``None`` if the bytes were given back."""
         handle = Handle(record, lo, hi, self.drops, is_use=False)
         return None if record.state is State.RELEASED else handle
 
@@ -117,13 +117,13 @@ class Offloader:
         return handle.is_told(self.drops)
 
     def drain(self) -> None:
-        """Takes note of the handles that autograd has dropped."""
+        """Take note of the handles that autograd has dropped."""
         self._shared.drain()
 
     # ---- ends ------------------------------------------------------------------------------------
 
     def protect(self, storage: torch.UntypedStorage, record: Record) -> None:
-        """Called before the owner of ``storage`` resizes it: no write may read its memory any more.
+        """Take the call before the owner of ``storage`` resizes it: no write may read its memory any more.
 
         The record keeps the same storage object, whose owner is going to fill it again.
 
@@ -142,7 +142,7 @@ class Offloader:
             shared.wait_for_write(record, piece)
 
     def quiesce(self) -> None:
-        """Waits until every write has ended or was taken back, and accounts for dropped handles.
+        """Wait until every write has ended or was taken back, and accounts for dropped handles.
 
         Raises:
             TransferError: A transfer failed.
@@ -153,7 +153,7 @@ class Offloader:
         self.raise_failures()
 
     def _is_departing(self) -> bool:
-        """Waits for one change if anything is to be written; whether there was."""
+        """Wait for one change if anything is to be written; whether there was."""
         self.writer.flush()  # also what another thread saved meanwhile
         shared = self._shared
         with shared.lock:
@@ -164,7 +164,7 @@ class Offloader:
         return True
 
     def abandon(self) -> None:
-        """Gives a step up that failed: drops what was read ahead, and its other failures with it."""
+        """Give a step up that failed: drops what was read ahead, and its other failures with it."""
         with self._shared.lock:
             self.failures.forget()
         self.repair()
@@ -176,7 +176,7 @@ class Offloader:
         self._shared.repair()
 
     def raise_failures(self) -> None:
-        """Raises the error of a transfer that failed on an I/O thread, if there is one.
+        """Raise the error of a transfer that failed on an I/O thread, if there is one.
 
         Raises:
             TransferError: Names the layer, the cause and the remedy.

@@ -56,7 +56,7 @@ class Reader:
     # ---- from unpack -----------------------------------------------------------------------------
 
     def recall(self, handle: Handle) -> torch.Tensor | None:
-        """The saved tensor of a handle whose record waits for its batch, and will not be part of it.
+        """Return the saved tensor of a handle whose record waits for its batch, and will not be part of it.
 
         The pass of backward that uses it frees it.
 
@@ -84,7 +84,7 @@ class Reader:
         return tensor
 
     def fetch(self, handle: Handle) -> tuple[torch.UntypedStorage, int]:
-        """The bytes of a handle: from memory if they are still there, from the store otherwise.
+        """Return the bytes of a handle: from memory if they are still there, from the store otherwise.
 
         Returns:
             A storage and a shift in bytes: byte b of the original storage is byte b + shift of it.
@@ -131,7 +131,7 @@ class Reader:
             record.all_read()
 
     def _read(self, handle: Handle, span: Span | None) -> tuple[torch.UntypedStorage, Span]:
-        """Waits for the bytes of a handle, which are not in memory."""
+        """Wait for the bytes of a handle, which are not in memory."""
         shared, record = self._shared, handle.record
         while span is not None:
             while (reads := self._started(record, span)) is None:
@@ -150,7 +150,7 @@ class Reader:
         raise transfer_error("keep", record, record.error)
 
     def _started(self, record: Record, span: Span) -> list[IoFuture] | None:
-        """Starts the reads of a span if need be; ``None`` if there was no memory and another attempt is due.
+        """Start the reads of a span if need be; ``None`` if there was no memory and another attempt is due.
 
         Raises:
             torch.OutOfMemoryError: Nothing that was read ahead, and no transfer, holds memory of the device.
@@ -181,7 +181,7 @@ class Reader:
     # ---- waiting ---------------------------------------------------------------------------------
 
     def _await(self, record: Record, span: Span, reads: list[IoFuture]) -> None:
-        """Waits for the reads of a span; the time is a stall."""
+        """Wait for the reads of a span; the time is a stall."""
         if span.has_come(reads):
             return
         with self._shared.stall(is_marked=not span.arrived()):
@@ -197,7 +197,7 @@ class Reader:
     def _await_read(
         self, record: Record, span: Span, reads: list[IoFuture], number: int, piece: Piece
     ) -> None:
-        """Waits for one read, and tries again where that may help.
+        """Wait for one read, and try again where that may help.
 
         Raises:
             StoreError: It failed for good.
@@ -219,7 +219,7 @@ class Reader:
         reads[number].wait()
 
     def _read_again(self, span: Span, reads: list[IoFuture], number: int, piece: Piece) -> None:
-        """Submits a read that failed once more, into the same buffer."""
+        """Submit a read that failed once more, into the same buffer."""
         with self._shared.lock:
             # Another thread that waits for the same bytes may have done so, or given them up.
             if reads[number].error is None or span.reads is not reads or span.buffer is None:
@@ -229,7 +229,7 @@ class Reader:
             self._ledger.stats.reread += piece.nbytes
 
     def _failed(self, record: Record, span: Span, piece: Piece, error: StoreError) -> TransferError:
-        """A read failed for good: its buffer goes, unless a read still fills it. Returns the error."""
+        """Return a read failed for good: its buffer goes, unless a read still fills it. Returns the error."""
         shared = self._shared
         with shared.lock:
             if span.arrived():
@@ -264,7 +264,7 @@ class Reader:
     def replace(
         self, handle: Handle, storage: torch.UntypedStorage, error: TransferError
     ) -> tuple[torch.UntypedStorage, int]:
-        """Takes bytes that were computed again in place of those that a read did not give.
+        """Take bytes that were computed again in place of those that a read did not give.
 
         Args:
             handle: What needs them.

@@ -35,7 +35,7 @@ class Reads:
         self._device = device
 
     def start(self, spans: Sequence[Span]) -> None:
-        """Submits the reads of spans, all or none. Called on the training thread, under the lock."""
+        """Submit the reads of spans, all or none. Called on the training thread, under the lock."""
         whole = [span for span in spans if len(span.pieces) == 1]
         if whole:
             self._submit(whole, padded=True)
@@ -48,7 +48,7 @@ class Reads:
         self._ledger.stats.read += sum([span.nbytes for span in spans])
 
     def _submit(self, spans: Sequence[Span], *, padded: bool) -> None:
-        """Submits the reads of spans, into a new buffer each; ``padded`` if each has one piece."""
+        """Submit the reads of spans, into a new buffer each; ``padded`` if each has one piece."""
         store, device = self._store, self._device
         check_not_captured(device)
         alignment = store.alignment
@@ -74,7 +74,7 @@ class Reads:
             raise
 
     def _take_back(self, spans: Iterable[Span], reads: Iterable[IoFuture]) -> None:
-        """Cancels reads: no buffer must be taken for one that holds the bytes, and no read be forgotten.
+        """Cancel reads: no buffer must be taken for one that holds the bytes, and no read be forgotten.
 
         A span whose drive hangs keeps its reads, and the buffer that they fill.
         """
@@ -84,7 +84,7 @@ class Reads:
                 span.forget()
 
     def start_again(self, span: Span, piece: Piece, room: ByteRange) -> IoFuture:
-        """Submits the read of one piece once more, without the padding if it has neighbours in the buffer."""
+        """Submit the read of one piece once more, without the padding if it has neighbours in the buffer."""
         alone = len(span.pieces) == 1
         target = room if alone else _place(room, span, piece)
         return self._store.read(extent_of(piece), target, self._device.event(), padded=alone)

@@ -52,18 +52,18 @@ class Outbox:
         self.nbytes = 0
 
     def wait(self, record: Record) -> None:
-        """Adds a record that waits for its batch."""
+        """Add a record that waits for its batch."""
         self.items[record] = record, record.nbytes
         self.nbytes += record.nbytes
 
     def put(self, record: Record, pieces: Iterable[Piece]) -> None:
-        """Adds pieces of a record."""
+        """Add pieces of a record."""
         for piece in pieces:
             self.items[piece] = record, piece.weight
             self.nbytes += piece.weight
 
     def take(self, held_back: int) -> list[tuple[Record, Piece]]:
-        """Takes out the oldest items, all but the latest of which ``held_back`` bytes of memory wait.
+        """Take out the oldest items, all but the latest of which ``held_back`` bytes of memory wait.
 
         Returns:
             Pieces. Records join now; what nothing needs any more is left out.
@@ -88,7 +88,7 @@ class Outbox:
         return pieces
 
     def discard(self, item: Record | Piece) -> bool:
-        """Takes out one item; whether it was there."""
+        """Take out one item; whether it was there."""
         found = self.items.pop(item, None)
         if found is None:
             return False
@@ -96,7 +96,7 @@ class Outbox:
         return True
 
     def clear(self) -> None:
-        """Takes out everything, after an interrupt."""
+        """Take out everything, after an interrupt."""
         self.items.clear()
         self.nbytes = 0
 
@@ -151,7 +151,7 @@ class Shared:
         self.ledger.note(record)
 
     def release(self, record: Record) -> None:
-        """The last handle is gone: nothing will ask for these bytes again.
+        """Record that the last handle is gone: nothing will ask for these bytes again.
 
         What a write still reads is given back when that has ended. To do this twice does no harm.
         """
@@ -175,13 +175,13 @@ class Shared:
             self.ledger.note(record)
 
     def _end_reads(self, span: Span) -> None:
-        """Cancels reads that nothing needs; what one still fills goes back when it has ended."""
+        """Cancel reads that nothing needs; what one still fills goes back when it has ended."""
         for piece, read in zip(span.pieces, span.reads, strict=True):
             if not read.done() and not read.cancel():
                 self.extents.give_back_after(read, piece)
 
     def cancel_writes(self, record: Record) -> None:
-        """Takes back the writes that have not started; the memory then stays until the handles are gone."""
+        """Take back the writes that have not started; the memory then stays until the handles are gone."""
         cancelled = {
             piece
             for piece in record.pieces()
@@ -206,18 +206,18 @@ class Shared:
         self.watchdog.notify()
 
     def give_up_unfinished(self, record: Record) -> None:
-        """Takes back what was saved of a record and never came to the store."""
+        """Take back what was saved of a record and never came to the store."""
         if lost := {piece for piece in record.pieces() if piece.is_unfinished()}:
             self.take_back(record, lost)
             self.settle(record)
 
     def forget_ahead(self, span: Span) -> None:
-        """A span that was read ahead is in use, or will not be."""
+        """Record that a span that was read ahead is in use, or will not be."""
         self.ahead.pop(span, None)
         self.ledger.uncharge(span)
 
     def give_up_farthest(self) -> bool:
-        """Drops what was read ahead, is needed last and is not being read; whether there is such a span."""
+        """Drop what was read ahead, is needed last and is not being read; whether there is such a span."""
         for span in reversed(self.ahead):
             if span.arrived() or (len(span.reads) == 1 and span.reads[0].cancel()):
                 del self.ahead[span]
@@ -233,7 +233,7 @@ class Shared:
     # ---- handles that are gone; the lock is not held ---------------------------------------------
 
     def drain(self) -> None:
-        """Takes note of the handles that autograd has dropped."""
+        """Take note of the handles that autograd has dropped."""
         queue = self.drops.queue
         if self.inert or not queue:
             return
@@ -270,7 +270,7 @@ class Shared:
     # ---- waiting; the lock is not held -----------------------------------------------------------
 
     def wait(self, change: LockType) -> None:
-        """Waits for a change that the watchdog told of.
+        """Wait for a change that the watchdog told of.
 
         Raises:
             TransferError: Nothing has changed within the limit.
@@ -299,7 +299,7 @@ class Shared:
             self.ledger.note(record)
 
     def wait_for_write(self, record: Record, piece: Piece) -> None:
-        """Waits until the write of a piece has ended.
+        """Wait until the write of a piece has ended.
 
         Raises:
             TransferError: It has not ended within the limit; its drive is left alone.
@@ -314,7 +314,7 @@ class Shared:
             raise
 
     def _describe_writes(self) -> str:
-        """What is being written, by its oldest piece."""
+        """Return what is being written, by its oldest piece."""
         with self.lock:
             running = [
                 (record, piece)
@@ -328,7 +328,7 @@ class Shared:
         return self.describe("write", record, piece, sum(piece.nbytes for _, piece in running))
 
     def describe(self, what: str, record: Record, piece: Piece, nbytes: int) -> str:
-        """What is waited for: "read" or "write", its bytes, the first layer and its place."""
+        """Return what is waited for: "read" or "write", its bytes, the first layer and its place."""
         place = self.extents.place(piece)
         return f"{nbytes} bytes wait to be {_PAST[what]}, first {record.key}, at {place}"
 

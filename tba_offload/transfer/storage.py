@@ -97,20 +97,23 @@ class Piece:
         self.write = None
 
     def take_extent(self) -> Extent | None:
-        """Gives up its place in the store, once."""
+        """Give up its place in the store, once."""
         extent, self.extent = self.extent, None
         return extent
 
 
 def reserved(pieces: Iterable[Piece], sources: Iterable[ByteRange], extents: Iterable[Extent]) -> None:
-    """The first of several pieces have a place in the store from now on."""
+    """Record that the first of several pieces have a place in the store from now on."""
     for piece, source, extent in zip(pieces, sources, extents, strict=False):
         piece.address = source.address
         piece.extent = extent
 
 
 def handed_over(pieces: Iterable[Piece], writes: Iterable[IoFuture]) -> None:
-    """The writes of the first of several pieces are queued from now on; some may have ended already."""
+    """Record that the writes of the first of several pieces are queued from now on.
+
+    Some may have ended already.
+    """
     for piece, write in zip(pieces, writes, strict=False):
         if piece.pending:
             piece.write = write
@@ -149,13 +152,13 @@ class Span:
         self.weak: weakref.ref[torch.UntypedStorage] | None = None
 
     def restored(self) -> torch.UntypedStorage | None:
-        """The buffer that holds, or is about to hold, the bytes, if one is alive."""
+        """Return the buffer that holds, or is about to hold, the bytes, if one is alive."""
         if self.buffer is not None:
             return self.buffer
         return self.weak() if self.weak is not None else None
 
     def restores_into(self, room: ByteRange, reads: list[IoFuture], stream: object) -> None:
-        """The bytes are on their way into ``room``, allocated on ``stream``."""
+        """Record that the bytes are on their way into ``room``, allocated on ``stream``."""
         self.stream = stream
         self.shift = room.start - self.lo
         self.buffer = room.storage
@@ -173,7 +176,7 @@ class Span:
         return True
 
     def cut(self, piece: Piece, parts: list[Piece]) -> None:
-        """A piece of it, if it is one, travels as these."""
+        """Record that a piece of it, if it is one, travels as these."""
         if piece in self.pieces:
             at = self.pieces.index(piece)
             self.pieces[at : at + 1] = parts
@@ -246,7 +249,7 @@ class Record:
     # ---- where the bytes are ---------------------------------------------------------------------
 
     def memory(self) -> torch.UntypedStorage | None:
-        """The original storage while it is alive with its bytes in it."""
+        """Return the original storage while it is alive with its bytes in it."""
         storage = self.source if self.source is not None else self.origin()
         # A storage that was resized to nothing is alive but empty.
         return storage if storage is not None and storage.nbytes() >= self.nbytes else None
@@ -257,7 +260,7 @@ class Record:
             yield from span.pieces
 
     def unrestored(self) -> list[Span]:
-        """The spans of which no buffer is alive."""
+        """Return the spans of which no buffer is alive."""
         spans = []
         for span in self.spans:
             if span.buffer is None and (span.weak is None or span.weak() is None):
@@ -265,7 +268,7 @@ class Record:
         return spans
 
     def span_over(self, lo: int, hi: int) -> Span | None:
-        """The span that covers bytes [lo, hi), if there is one."""
+        """Return the span that covers bytes [lo, hi), if there is one."""
         for span in self.spans:
             if span.lo <= lo and hi <= span.hi:
                 return span
@@ -303,7 +306,7 @@ class Record:
             self.source = storage
 
     def decide(self) -> None:
-        """What had to be written was saved meanwhile."""
+        """Record that what had to be written was saved meanwhile."""
         if self.state is State.UNDECIDED:
             self.state = State.TRAVELS
 
@@ -326,7 +329,7 @@ class Record:
         return missing
 
     def _claim(self, lo: int, hi: int, stream: object) -> list[Piece]:
-        """Makes sure that one span covers [lo, hi); returns the new pieces that have to be written.
+        """Make sure that one span covers [lo, hi); returns the new pieces that have to be written.
 
         Spans that the range overlaps are merged with it, because a view must lie in one buffer.
         """
@@ -344,7 +347,7 @@ class Record:
         return missing
 
     def written(self, piece: Piece) -> None:
-        """A piece is in the store."""
+        """Record that a piece is in the store."""
         piece.write_ended()
         self.writes -= 1
 
@@ -370,7 +373,7 @@ class Record:
             self.state = State.STAYS
 
     def failed(self, error: BaseException) -> None:
-        """It was not written, and that is an error."""
+        """Record that it was not written, and that is an error."""
         self.error = copy.copy(error)  # without the frames of callers, which hold the graph
 
     def keep(self, storage: torch.UntypedStorage | None = None) -> bool:
@@ -398,7 +401,7 @@ class Record:
     # ---- used by backward ------------------------------------------------------------------------
 
     def hand_out(self, handle: Handle) -> tuple[torch.UntypedStorage | None, int, Span | None]:
-        """Gives backward the bytes of a handle if they are in memory: it was unpacked.
+        """Give backward the bytes of a handle if they are in memory: it was unpacked.
 
         Returns:
             A storage, a shift in bytes, and the span if the storage is its buffer and not the original one.
@@ -445,7 +448,7 @@ class Record:
     # ---- released --------------------------------------------------------------------------------
 
     def release(self) -> list[Extent]:
-        """The last handle is gone: nothing will ask for these bytes again.
+        """Return the last handle is gone: nothing will ask for these bytes again.
 
         Returns:
             The extents that go back; none while a write still reads the memory.
@@ -467,7 +470,7 @@ class Record:
         return extents
 
     def recount(self) -> None:
-        """Counts its writes anew: after an interrupt, and where one became several."""
+        """Count its writes anew: after an interrupt, and where one became several."""
         self.writes = sum(piece.pending for piece in self.pieces())
 
 
@@ -532,7 +535,7 @@ class Drop(weakref.ref["Handle"]):
 
 
 def forget(drops: Drops, count: int) -> list[Record]:
-    """The first handles of a queue are gone; to be told twice of one does no harm.
+    """Return the first handles of a queue are gone; to be told twice of one does no harm.
 
     Returns:
         The records that have no handle left, or of which every handle was read.
@@ -617,7 +620,7 @@ class Handle:
 
 
 def _gaps(spans: list[Span], lo: int, hi: int) -> Iterator[tuple[int, int]]:
-    """The parts of [lo, hi) that sorted, disjoint spans leave uncovered."""
+    """Yield the parts of [lo, hi) that sorted, disjoint spans leave uncovered."""
     for span in spans:
         if lo < span.lo:
             yield lo, span.lo
@@ -627,7 +630,7 @@ def _gaps(spans: list[Span], lo: int, hi: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Groups pieces into runs without a gap."""
+    """Group pieces into runs without a gap."""
     run: list[Piece] = []
     for piece in sorted(pieces, key=lambda piece: piece.lo):
         if run and run[-1].hi != piece.lo:

@@ -48,7 +48,7 @@ class Watchdog:
     # ---- transfers -------------------------------------------------------------------------------
 
     def wait_for(self, transfer: IoFuture, describe: Callable[[], str], *, spent: float = 0.0) -> None:
-        """Waits until a transfer has ended, failed or not.
+        """Wait until a transfer has ended, failed or not.
 
         Args:
             transfer: The transfer.
@@ -64,7 +64,7 @@ class Watchdog:
     # ---- changes ---------------------------------------------------------------------------------
 
     def next_change(self) -> LockType:
-        """A lock that is let go of at the next :meth:`notify`; the lock of the records is held.
+        """Return a lock that is let go of at the next :meth:`notify`; the lock of the records is held.
 
         No condition variable: an interrupt in its Python code may leave it without the lock that the caller
         believes to hold.
@@ -75,7 +75,7 @@ class Watchdog:
         return change
 
     def wait_until_changed(self, change: LockType, describe: Callable[[], str]) -> None:
-        """Waits for a change that :meth:`next_change` told of; no lock is held.
+        """Wait for a change that :meth:`next_change` told of; no lock is held.
 
         Raises:
             TransferError: Nothing has changed within the limit.
@@ -99,7 +99,7 @@ class Watchdog:
 
 @interrupts.waits
 def has_ended(transfer: IoFuture, timeout: float | None) -> bool:
-    """Waits for a transfer; one that failed has ended too."""
+    """Wait for a transfer; one that failed has ended too."""
     try:
         transfer.wait(timeout)
     except TimeoutError:
@@ -111,5 +111,5 @@ def has_ended(transfer: IoFuture, timeout: float | None) -> bool:
 
 @interrupts.waits
 def pause(seconds: float) -> None:
-    """Waits before another attempt."""
+    """Wait before another attempt."""
     time.sleep(seconds)

@@ -48,7 +48,7 @@ class Writer:
         self.resize(window)
 
     def resize(self, window: Window) -> None:
-        """Looks the sizes up that every save asks for, and tells the store; between steps."""
+        """Look the sizes up that every save asks for, and tell the store; between steps."""
         self._ledger.resize(window)
         self._held_back = window.held_back
         self._batch = window.batch
@@ -58,7 +58,7 @@ class Writer:
     # ---- room ------------------------------------------------------------------------------------
 
     def admit(self, nbytes: int) -> None:
-        """Waits until ``nbytes`` more may be in flight, or until waiting cannot help.
+        """Wait until ``nbytes`` more may be in flight, or until waiting cannot help.
 
         Raises:
             TransferError: A transfer failed meanwhile, or nothing moved for too long.
@@ -90,7 +90,7 @@ class Writer:
     # ---- from pack -------------------------------------------------------------------------------
 
     def collect(self, record: Record) -> None:
-        """A record whose one handle has the saved tensor waits for its batch.
+        """Record that a record whose one handle has the saved tensor waits for its batch.
 
         Raises:
             TransferError: Another one could not be written and is not allowed to stay in memory.
@@ -106,7 +106,7 @@ class Writer:
             self._flush_due()
 
     def join(self, record: Record) -> None:
-        """Ends the wait of a record, for more than its one handle is to have its bytes.
+        """End the wait of a record, for more than its one handle is to have its bytes.
 
         In a forked child nothing comes of it: a thread of the parent may have held the lock.
         """
@@ -126,7 +126,7 @@ class Writer:
                 self._outbox.put(record, (piece,))
 
     def defer(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """Holds the memory of ``record`` until :meth:`decide`: what to write is not known yet."""
+        """Hold the memory of ``record`` until :meth:`decide`: what to write is not known yet."""
         shared = self._shared
         with shared.lock:
             shared.records[record] = None
@@ -134,7 +134,7 @@ class Writer:
             shared.ledger.note(record)
 
     def decide(self, record: Record) -> None:
-        """Ends :meth:`defer`: what had to be written was saved meanwhile."""
+        """End :meth:`defer`: what had to be written was saved meanwhile."""
         with self._shared.lock:
             if record.state is State.UNDECIDED:
                 record.decide()
@@ -143,7 +143,7 @@ class Writer:
     def save(
         self, record: Record, storage: torch.UntypedStorage, lo: int, hi: int, *, at_once: bool = False
     ) -> bool:
-        """Makes sure that bytes [lo, hi) of ``storage`` are written or about to be.
+        """Make sure that bytes [lo, hi) of ``storage`` are written or about to be.
 
         Only what no earlier view covers is written.
 
@@ -177,12 +177,15 @@ class Writer:
         return True
 
     def _flush_due(self) -> None:
-        """Writes what is due: all but the latest, or all, if the next activation may find no room."""
+        """Write what is due: all but the latest, or all, if the next activation may find no room."""
         is_tight = self._ledger.in_flight > self._ledger.tight_above
         self.flush(0 if is_tight else self._held_back)
 
     def end_scope(self, *, at_once: bool) -> None:
-        """A scope has saved everything; without a window nothing is held back, nor if ``at_once``."""
+        """Record that a scope has saved everything.
+
+        Without a window nothing is held back, nor if ``at_once``.
+        """
         if at_once or not self._held_back:
             self.flush()
 
@@ -217,7 +220,7 @@ class Writer:
             raise
 
     def _send(self, batch: list[tuple[Record, Piece]]) -> None:
-        """Writes pieces, each after the work of the stream that produced its bytes."""
+        """Write pieces, each after the work of the stream that produced its bytes."""
         check_not_captured(self._device)
         saved: list[tuple[Record, Piece]] = []
         sources: list[ByteRange] = []
@@ -269,7 +272,7 @@ class Writer:
     # ---- on an I/O thread ------------------------------------------------------------------------
 
     def _written(self, record: Record, piece: Piece, epoch: int, future: IoFuture) -> None:
-        """A write has ended."""
+        """Record that a write has ended."""
         shared = self._shared
         with shared.lock:
             if not piece.pending:
@@ -283,7 +286,10 @@ class Writer:
             shared.watchdog.notify()
 
     def _unwritten(self, record: Record, piece: Piece, error: BaseException, epoch: int) -> None:
-        """A piece could not be written: its memory stays, and the policy says whether that is an error."""
+        """Record that a piece could not be written.
+
+        Its memory stays, and the policy says whether that is an error.
+        """
         shared, stats = self._shared, self._ledger.stats
         shared.take_back(record, {piece})
         if record.state is State.RELEASED:

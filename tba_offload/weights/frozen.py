@@ -51,7 +51,7 @@ def offload_frozen(
     layers: Sequence[nn.Module] | None = None,
     directories: Paths | None = None,
 ) -> FrozenWeights:
-    """Keeps the frozen weights of a model's layers in a store, but for those of the layer that computes.
+    """Keep the frozen weights of a model's layers in a store, but for those of the layer that computes.
 
     Weights count as frozen that need no gradient now. Only ``torch.nn.Parameter`` itself travels, of at least
     ``min_tensor_bytes``, whose memory no other layer and nothing outside the layers uses. Read from outside
@@ -237,7 +237,9 @@ class FrozenWeights:
     # ---- while the model runs --------------------------------------------------------------------
 
     def begins(self, number: int, *, is_part: bool = False) -> None:
-        """The forward of a layer begins: for the first time, or once more because backward has come to it.
+        """Record that the forward of a layer begins.
+
+        For the first time, or once more because backward has come to it.
 
         Args:
             number: The layer.
@@ -280,7 +282,7 @@ class FrozenWeights:
             piece.use()
 
     def ran(self, number: int, output: object) -> None:
-        """The forward of a layer has ended."""
+        """Record that the forward of a layer has ended."""
         returns = self.note_return(number, output)
         with self._lock:
             if not self._in_use.end(number):  # it was made again for its backward, which is to come
@@ -371,7 +373,7 @@ class FrozenWeights:
 
 
 def _next(number: int, pieces: Sequence[Sequence[Piece]], *, by: int = 1) -> int:
-    """The next layer of which a weight travels, after another one; that one itself if there is none.
+    """Return the next layer of which a weight travels, after another one; that one itself if there is none.
 
     Args:
         number: The other one.

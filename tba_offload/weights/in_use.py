@@ -34,14 +34,14 @@ class InUse:
         )
 
     def begin(self, number: int) -> None:
-        """The forward of a layer begins in this thread."""
+        """Record that the forward of a layer begins in this thread."""
         layers = self._forward.setdefault(threading.get_ident(), [])
         if number in layers:  # an interrupt has ended it, and what it ran inside, untold
             del layers[layers.index(number) :]
         layers.append(number)
 
     def end(self, number: int) -> bool:
-        """The forward of a layer has ended in this thread; whether its beginning was told."""
+        """Return the forward of a layer has ended in this thread; whether its beginning was told."""
         thread = threading.get_ident()
         layers = self._forward.get(thread, [])
         if number not in layers:
@@ -52,7 +52,7 @@ class InUse:
         return True
 
     def follow(self, number_of_pass: int, number: int, at_end: Callable[[], object]) -> None:
-        """A pass has come to its first layer.
+        """Record that a pass has come to its first layer.
 
         Args:
             number_of_pass: The pass.
@@ -63,7 +63,7 @@ class InUse:
         self._backward = {**alive, number_of_pass: _Pass(weakref.ref(at_end), number)}
 
     def reach(self, number_of_pass: int, number: int) -> int | None:
-        """A pass has come to a layer: the one where it was before; ``None`` if it is not followed."""
+        """Return a pass has come to a layer: the one where it was before; ``None`` if it is not followed."""
         followed = self._backward.get(number_of_pass)
         if followed is None:
             return None
@@ -71,5 +71,5 @@ class InUse:
         return followed.layer
 
     def leave(self, number_of_pass: int) -> None:
-        """A backward pass has ended."""
+        """Record that a backward pass has ended."""
         self._backward.pop(number_of_pass, None)

@@ -49,7 +49,10 @@ class Look(NamedTuple):
 
     @torch.inference_mode(mode=False)
     def at(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor that looks like it at a storage; an inference tensor could not be trained with later."""
+        """Return a tensor that looks like it at a storage.
+
+        An inference tensor could not be trained with later.
+        """
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
@@ -94,7 +97,7 @@ class Piece:
         return [look.parameter for look in self._looks]
 
     def send(self) -> None:
-        """Writes the bytes for the first time; they are away then.
+        """Write the bytes for the first time; they are away then.
 
         Raises:
             TransferError: They cannot be written; they stay here.
@@ -141,7 +144,7 @@ class Piece:
         self.is_here = True
 
     def use(self) -> None:
-        """The calling thread's stream is about to compute with the bytes.
+        """Record that the calling thread's stream is about to compute with the bytes.
 
         A piece is read ahead, into memory of the stream of the layer before. If it was freed there while
         another stream computes with it, the allocator would give it to the next tensor.
@@ -201,7 +204,7 @@ class Piece:
         return spoilt
 
     def copies(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """The weights, each with its values in new host memory.
+        """Return the weights, each with its values in new host memory.
 
         Raises:
             TransferError: They cannot be read.

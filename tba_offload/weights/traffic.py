@@ -55,7 +55,7 @@ class WeightsTraffic:
         self._read = homes.read_bytes
 
     def end(self) -> None:
-        """The weights are in memory for good."""
+        """Record that the weights are in memory for good."""
         self._homes = None
 
     @contextmanager
@@ -75,7 +75,7 @@ class WeightsTraffic:
                     self._waits.append((began, time.perf_counter()))
 
     def begin_step(self, resident: int) -> None:
-        """A step begins: what was moved before is none of it, but for what is in memory.
+        """Record that a step begins: what was moved before is none of it, but for what is in memory.
 
         Args:
             resident: Bytes of weights that are.
@@ -85,7 +85,7 @@ class WeightsTraffic:
                 self._read -= resident
 
     def take(self) -> WeightsMoved | None:
-        """What was moved since the step began, or the last call; ``None`` without weights in a store."""
+        """Return what was moved since the step began, or the last call; None without weights in a store."""
         homes = self._homes
         if homes is None:
             return None
