@@ -30,12 +30,12 @@ from unittest import mock
 
 import click
 import torch
+from faults import GROW, SILENT_KINDS, Fault, Strike, inject
 from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload.errors import TbaError
 from tba_offload.store import run_file
-from tba_offload.testing.faults import GROW, SILENT_KINDS, Fault, Strike, inject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

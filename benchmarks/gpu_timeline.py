@@ -13,10 +13,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from around import surrounded
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tba_offload.store.engine import QueuedStore
-from tba_offload.testing.around import surrounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

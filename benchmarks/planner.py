@@ -28,6 +28,7 @@ from unittest import mock
 import click
 import families
 import torch
+from around import put_around
 from gpt_runner import HEAD_WIDTH, SHAPE, dtype_option, settled_dtype, shown_race
 from rich.console import Console
 from rich.table import Table
@@ -54,7 +55,6 @@ from tba_offload.plan.search import make_plan
 from tba_offload.plan.what_if import one_f_one_b, peak_of_keep
 from tba_offload.store.file import FileStore
 from tba_offload.store.thread_count import STORES
-from tba_offload.testing.around import put_around
 from tba_offload.what_if import composition
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from faults import inject
 from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

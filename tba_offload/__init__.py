@@ -27,7 +27,6 @@ from tba_offload.errors import (
     NothingSavedWarning,
     PatchError,
     RecomputationError,
-    RenamedWarning,
     RunLogError,
     SavedTensorModifiedError,
     SessionError,
@@ -39,7 +38,6 @@ from tba_offload.errors import (
     TransferError,
     UnsupportedError,
 )
-from tba_offload.renamed import find_old_modules
 
 if TYPE_CHECKING:
     from tba_offload.attachment import attach
@@ -61,8 +59,6 @@ if TYPE_CHECKING:
     from tba_offload.weights import FrozenWeights, offload_frozen
 
 __version__ = "0.1.0"
-
-find_old_modules()
 
 # Loaded on first use, so that what needs no torch (policies, run logs, plots) starts fast.
 _HOMES = {
@@ -106,7 +102,6 @@ __all__ = [
     "Placement",
     "Policy",
     "RecomputationError",
-    "RenamedWarning",
     "Rule",
     "RunLogError",
     "SavedTensorModifiedError",

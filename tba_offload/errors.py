@@ -23,7 +23,6 @@
 
     NoEffectWarning (UserWarning)             a legal setting that does not do what it seems to
     └── NothingSavedWarning                   offloading frees little memory or none, as it is set up
-    RenamedWarning (FutureWarning)        an old name was used, which has a new one
 
 Every message says what happened, where, and what to do about it.
 """
@@ -83,10 +82,6 @@ class NoEffectWarning(UserWarning):
 
 class NothingSavedWarning(NoEffectWarning):
     """Offloading frees little memory or none: a CPU's goes to host memory, or the window holds most of it."""
-
-
-class RenamedWarning(FutureWarning):
-    """An old name or word was used; it works, and what to write instead is said once in a process."""
 
 
 class UnsupportedError(TbaError, RuntimeError):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Where an assertion of a module that tests import fails, pytest shows the values too, if it knows the module
 # before it is imported: here ``lanes`` is, and ``compiled`` by the plugin ``lagging``.
 HELPERS = {path.stem for path in (Path(__file__).parent / "support").glob("*.py")} - {"lanes", "compiled"}
-pytest.register_assert_rewrite(*HELPERS, "tba_offload.testing.store_contract")
+pytest.register_assert_rewrite(*HELPERS, "store_contract")
 
 
 def pytest_configure() -> None:

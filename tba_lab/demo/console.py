@@ -68,12 +68,10 @@ def run_on_console(*, as_json: bool, time_limit: float, **options: Any) -> None:
             summary, settings = _run(progress, click.echo, **options)
         _print(summary, settings)
     if not (summary["identical_losses"] and summary["identical_parameters"]):
-        raise TbaError(_why_losses_differ(summary))
+        raise TbaError(_why_losses_differ())
 
 
-def _why_losses_differ(summary: dict[str, Any]) -> str:
-    if "faults" in summary:
-        return "the losses differ: a fault changed numbers, as it may where store.checksum is false"
+def _why_losses_differ() -> str:
     return "the losses of the strategies differ: this must not happen, please report it"
 
 
@@ -111,7 +109,6 @@ def _settings(
     steps: int | None,
     batch_sizes: tuple[int, ...],
     control: bool,
-    faults: tuple[str, ...],
     states: str,
     output: Path,
     directories: tuple[Path, ...],
@@ -125,10 +122,7 @@ def _settings(
     from tba_lab.demo.run import DemoSettings, read_policy, refuse_budgets, refuse_run_logs, strategies_of
     from tba_lab.demo.sizing import fitted
     from tba_lab.megatron_cpu import training_device
-    from tba_offload.testing.faults import Fault
 
-    for fault in faults:
-        Fault.parse(fault)
     in_flight_bytes = None if window is None else parse_size(window)
     peak, on_device = (None if each is None else _budget(each) for each in (budget, device_budget))
     refuse_budgets(policy, peak, on_device, fewest_states=states == "auto")
@@ -156,7 +150,6 @@ def _settings(
         fewest_states=states == "auto",
         threads=threads,
         control=control,
-        faults=tuple(str(Fault.parse(fault)) for fault in faults),
         states=_STATES[states],
     )
 
@@ -204,26 +197,8 @@ def _print(summary: dict[str, Any], settings: DemoSettings) -> None:
     for what in ("losses", "parameters"):
         same = "identical to the last bit" if summary[f"identical_{what}"] else "DIFFERENT"
         click.echo(f"{what} of the {len(settings.strategies)} strategies over {settings.steps} steps: {same}")
-    for size, faults in summary.get("faults", {}).items():
-        lines = _fault_lines(faults, identical=summary["identical_losses"])
-        click.echo("\n".join([f"batch size {size}: {lines[0]}", *lines[1:]]))
     click.echo(f"activation peak: {summary['measured']['activation_peak_bytes']}")
     click.echo(f"curve: {settings.output / 'rok.png'}; figures: {settings.output / 'summary.json'}")
-
-
-def _fault_lines(faults: dict[str, Any], *, identical: bool) -> list[str]:
-    """Return what struck a lane and what was noticed of it."""
-    struck = "; ".join(f"{fault} struck {count} x" for fault, count in faults["struck"].items())
-    lines = [f"{struck} in {faults['lane']}"]
-    lines += [f"  noticed, and the step done again: {error}" for error in faults["noticed"]]
-    if again := faults["reread_bytes"]:
-        lines.append(f"  {readable_size(again)} were read again because a read failed")
-    if kept := faults["fallback_kept_bytes"]:
-        lines.append(f"  up to {readable_size(kept)} of a step stayed in memory instead of on the drive")
-    if len(lines) == 1:
-        harmless = "nothing to notice: no byte that was needed was wrong or missing"
-        lines.append(f"  {harmless if identical else 'nothing was noticed'}")
-    return lines
 
 
 def _print_states(summary: dict[str, Any], size: str) -> None:

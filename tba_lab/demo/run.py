@@ -61,9 +61,6 @@ activations are in flight whatever their size. In whole MiB; 10 of them at width
 _SUB_GROUPS = 20
 """Of the default size, at width 1536 in bf16."""
 
-_STALL_SECONDS = 10.0
-"""Seconds that a drive may stand still where faults are injected."""
-
 WARM_UP = 3
 """Steps that medians and peaks leave out: the first allocates, the second settles."""
 
@@ -92,8 +89,6 @@ class DemoSettings:
         fewest_states: Whether as few states travel as let a step be fastest.
         threads: Compute threads of each process; ``None`` for PyTorch's own choice.
         control: Whether keep races twice, as :data:`CONTROL` too.
-        faults: What goes wrong in the drives of the offload strategy, as
-            :class:`~tba_offload.testing.faults.Fault` reads it.
         states: How the optimizer's states are offloaded in :data:`STATES`; without it that does not race.
     """
 
@@ -109,7 +104,6 @@ class DemoSettings:
     fewest_states: bool = False
     threads: int | None = None
     control: bool = False
-    faults: tuple[str, ...] = ()
     states: StatesConfig | None = None
 
     def __post_init__(self) -> None:
@@ -234,8 +228,6 @@ def run_demo(settings: DemoSettings, *, watch: Watch | None = None) -> Figures:
             str(size): _on_device(lanes[settings.on_device_budget], settings, budgets[size].device or 0)
             for size, lanes in races.items()
         }
-    if settings.faults:
-        summary["faults"] = {str(size): _faults_of(lanes, settings) for size, lanes in races.items()}
     offloads_states = STATES in settings.strategies
     drawn = _points_of(logs, summary["batch_sizes"], on_device=offloads_states)
     for name in ("rok.svg", "rok.png"):
@@ -279,10 +271,7 @@ def _race_all(
             keep = _config(settings, policy, "keep", size, Path(scratch))
             budgets[size] = limits = _budgets_of(settings, keep, size, text, watch)
             configs = {
-                name: _impatient(
-                    _within(_config(settings, policy, name, size, Path(scratch)), settings, name, limits),
-                    settings,
-                )
+                name: _within(_config(settings, policy, name, size, Path(scratch)), settings, name, limits)
                 for name in settings.strategies
             }
             watch.phase(f"starting {len(configs)} processes at batch size {size}: {', '.join(configs)}")
@@ -427,28 +416,6 @@ def summarize(races: Mapping[int, Mapping[str, Sequence[Figures]]], ours: str = 
     }
 
 
-def _faults_of(lanes: Mapping[str, Sequence[Figures]], settings: DemoSettings) -> Figures:
-    """Return what struck the steps of the offload strategy, and how it was noticed.
-
-    Returns:
-        ``lane``, its name; ``struck``, how often each fault did; ``noticed``, the errors of steps that were
-        done again; ``reread_bytes``, read again in all because a read failed; ``fallback_kept_bytes``, the
-        most that a step kept in memory because it could not be written.
-    """
-    steps = lanes[settings.ours]
-    return {
-        "lane": settings.ours,
-        "struck": steps[-1]["struck"],
-        "noticed": [
-            f"step {number}: {step['noticed']}"
-            for number, step in enumerate(steps, start=1)
-            if step["noticed"]
-        ],
-        "reread_bytes": sum(step["reread_bytes"] for step in steps),
-        "fallback_kept_bytes": max(step["fallback_kept_bytes"] for step in steps),
-    }
-
-
 def _strategy(steps: Sequence[Figures]) -> Figures:
     counted, timed = steps[WARM_UP:], [step for (step,) in _timed(steps)]
     peaks = [step[_PEAK] for step in _measured(steps)]
@@ -569,7 +536,6 @@ def _entrants(
                 "steps": settings.steps,
                 "run_log": logs.get((size, name)),
                 "threads": settings.threads,
-                "faults": settings.faults if name == settings.ours else (),
                 "device_bytes": config.budget.device_bytes if settings.is_auto else None,
             },
             FAST_ALLOCATOR,
@@ -603,13 +569,6 @@ def _in_proportion(settings: DemoSettings) -> StatesConfig:
     nbytes = 2 * ITEM_BYTES[shape.dtype] * parameters_of(shape) // _SUB_GROUPS
     most = states.sub_group_on("cpu")  # also on a GPU, since a demo has few of them
     return dataclasses.replace(states, sub_group_bytes=min(max(nbytes, 2**18), most))
-
-
-def _impatient(config: OffloadConfig, settings: DemoSettings) -> OffloadConfig:
-    """With faults a drive that hangs is given up soon: it is known to."""
-    if not settings.faults:
-        return config
-    return dataclasses.replace(config, store=dataclasses.replace(config.store, stall_seconds=_STALL_SECONDS))
 
 
 def describe(settings: DemoSettings) -> str:

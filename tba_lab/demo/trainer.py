@@ -14,15 +14,12 @@ import tba_offload as tba
 from tba_lab.demo.race import measures_memory
 from tba_lab.demo.text import batches
 from tba_lab.gpt import Batch, GptShape, build_gpt, gpt_loss, model_flops
-from tba_lab.megatron_cpu import random_state, single_process, training_device
+from tba_lab.megatron_cpu import single_process, training_device
 from tba_offload.device import device_of
 from tba_offload.device.malloc import keep_freed_pages
 from tba_offload.device.memory import meter_of
-from tba_offload.errors import TbaError
-from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -55,8 +52,6 @@ class Trainer:
         steps: Steps that are going to be asked for. The figures of the last hold a digest of the parameters.
         run_log: Where to write the run log.
         threads: Compute threads; ``None`` for PyTorch's own choice.
-        faults: What goes wrong in the drives, as :class:`~tba_offload.testing.faults.Fault` reads it. A step
-            that fails by it is done again, once.
         device_bytes: The budget of the policy for weights, gradients, states and activations; what Python
             and its libraries have is added to it here, since a CPU counts that too.
         seed: Of weights, data order and dropout.
@@ -73,7 +68,6 @@ class Trainer:
         steps: int,
         run_log: Path | None,
         threads: int | None = None,
-        faults: Sequence[str] = (),
         device_bytes: int | None = None,
         seed: int = 1234,
     ) -> None:
@@ -88,7 +82,6 @@ class Trainer:
         self._round = 0
         self._of_update: float | None = None
         self._stack = contextlib.ExitStack()
-        self._faults = self._stack.enter_context(inject(*faults)) if faults else None
         self._stack.enter_context(single_process(seed=seed))
         self.model = build_gpt(shape, seed=seed)
         self._batches = batches(
@@ -124,7 +117,7 @@ class Trainer:
         batch = next(self._batches)
         measure_memory, self._round = measures_memory(self._round), self._round + 1
         began = time.perf_counter()
-        noticed = self._train(batch, measure_memory=measure_memory)
+        self._forward_and_backward(batch, measure_memory=measure_memory)
         if measure_memory:
             self._meter.reset()
         self._optimizer.step()
@@ -143,8 +136,6 @@ class Trainer:
         if any(states["in_backward"] for states in figures["states"]):
             self._of_update = seconds - figures["seconds"]
         figures["parameters"] = self._digest() if self._round == self._steps else None
-        if self._faults is not None:
-            figures |= {"struck": self._faults.counts(), "noticed": noticed}
         return figures
 
     def _digest(self) -> str:
@@ -153,23 +144,6 @@ class Trainer:
         for parameter in self.model.parameters():
             digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
-
-    def _train(self, batch: Batch, *, measure_memory: bool) -> str | None:
-        """Forward and backward, once more after a fault; what was noticed of it."""
-        if self._faults is None:
-            self._forward_and_backward(batch, measure_memory=measure_memory)
-            return None
-        go_back = random_state()
-        try:
-            self._forward_and_backward(batch, measure_memory=measure_memory)
-        except TbaError as error:
-            go_back()
-            self._optimizer.zero_grad()
-            noticed = f"{type(error.__cause__ or error).__name__}: {error}"
-        else:
-            return None
-        self._forward_and_backward(batch, measure_memory=measure_memory)
-        return noticed
 
     def _forward_and_backward(self, batch: Batch, *, measure_memory: bool) -> None:
         with self.session.step(

@@ -48,7 +48,6 @@ from tba_offload.layers.graph import (
     pop_hooks,
     push_hooks,
 )
-from tba_offload.renamed import names_of
 from tba_offload.transfer.storage import Handle, Record, State
 
 if TYPE_CHECKING:
@@ -665,7 +664,3 @@ def set_aside() -> Iterator[None]:
     finally:
         if is_aside:
             push_hooks(*top)
-
-
-if not TYPE_CHECKING:
-    __getattr__ = names_of(__name__)

@@ -22,7 +22,6 @@ from torch.nn.parameter import is_lazy
 
 from tba_offload.device.ranges import blank
 from tba_offload.layers.nested import modules_in
-from tba_offload.renamed import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -252,7 +251,3 @@ def _has_storage(tensor: object) -> bool:
         and tensor.layout is torch.strided
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
-
-
-if not TYPE_CHECKING:
-    __getattr__ = names_of(__name__)

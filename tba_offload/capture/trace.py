@@ -13,8 +13,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from tba_offload.renamed import names_of
-
 if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Sequence
@@ -368,7 +366,3 @@ class DeviceTimes:
 
 def _in_order(scope: ScopeMarks) -> tuple[Mark, Mark, Mark]:
     return scope.forward_began, scope.forward_ended, scope.backward_began
-
-
-if not TYPE_CHECKING:
-    __getattr__ = names_of(__name__)

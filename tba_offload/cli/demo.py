@@ -94,15 +94,6 @@ class _PolicyType(click.Path):
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Compute threads of each process.")
 @click.option(
-    "--fault",
-    "faults",
-    metavar="FAULT",
-    multiple=True,
-    help="What goes wrong in the drives of the offload strategy: flip-read:n=3 flips a bit of the third "
-    "read, fail-write:errno=EIO,after=5 fails all writes after five; hang-write:after=5, "
-    "lost-write:chance=0.1 and so on. May be given several times.",
-)
-@click.option(
     "--control",
     is_flag=True,
     help="Let keep race twice: what the two differ by is the noise of the machine.",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tba_offload.device.ranges import ByteRange
 from tba_offload.device.streams import (
     READY,
@@ -15,7 +13,6 @@ from tba_offload.device.streams import (
     device_of,
     is_device_failure,
 )
-from tba_offload.renamed import names_of
 
 __all__ = [
     "READY",
@@ -28,6 +25,3 @@ __all__ = [
     "device_of",
     "is_device_failure",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = names_of(__name__)

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from tba_offload.device.malloc import allocator_count
-from tba_offload.renamed import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -383,7 +382,3 @@ def meter_of(device: Device, static: Callable[[], int] = _nothing) -> MemoryMete
     """
     where = device.torch_device
     return MallocMeter(static=static) if where.type == "cpu" else AllocatorMeter(where, static)
-
-
-if not TYPE_CHECKING:
-    __getattr__ = names_of(__name__)

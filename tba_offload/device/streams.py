@@ -27,7 +27,6 @@ import torch
 
 from tba_offload.device.pinned import pinned_memory
 from tba_offload.errors import UnsupportedError
-from tba_offload.renamed import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -508,7 +507,3 @@ def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.nbytes != nbytes:
         raise ValueError(f"cannot copy {nbytes} bytes into {target.nbytes}")
     ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
-
-
-if not TYPE_CHECKING:
-    __getattr__ = names_of(__name__)

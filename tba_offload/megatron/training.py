@@ -30,7 +30,6 @@ from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
 from tba_offload.megatron.loss import report_loss
 from tba_offload.megatron.optimizer import children_of, follow, inner_of, masters_of
-from tba_offload.renamed import names_of
 from tba_offload.report.curves import curves_of
 from tba_offload.report.ranks import free_run_log
 from tba_offload.report.tables import Column, FittedTable
@@ -407,7 +406,3 @@ def draw_curves(record: StepRecord) -> None:
             board.add_scalar(name, value, iteration)
     if wandb:
         wandb.log(figures, iteration)
-
-
-if not TYPE_CHECKING:
-    __getattr__ = names_of(__name__)

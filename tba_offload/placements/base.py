@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from tba_offload import renamed
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -63,21 +61,13 @@ class _ByName(type):
         (name,) = arguments
         found = _known.get(name) if isinstance(name, str) else None
         if found is None and isinstance(name, str):
-            found = _known.get(renamed.placement(name)) or _found_by_percent(name)
+            found = _found_by_percent(name)
         if found is None:
             raise ValueError(f"{name!r} is not one of {', '.join(names())}")
         return found
 
     def __iter__(cls) -> Iterator[Placement]:
         return iter(_known.values())
-
-    if not TYPE_CHECKING:  # or every misspelt name were one
-
-        def __getattr__(cls, name: str) -> Placement:
-            word = name.lower().replace("_", "-")
-            if cls is not Placement or word not in renamed.PLACEMENTS:
-                raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}", name=name)
-            return Placement(word)
 
 
 class Placement(str, metaclass=_ByName):

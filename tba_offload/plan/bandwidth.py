@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tba_offload.plan.tuning import TUNING
-from tba_offload.renamed import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -170,7 +169,3 @@ class DriveRates:
             if drive is not None:
                 cls._of_drives[drive] = found
         return found
-
-
-if not TYPE_CHECKING:
-    __getattr__ = names_of(__name__)

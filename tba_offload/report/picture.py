@@ -20,7 +20,6 @@ from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 
 from tba_offload.formatting import byte_scale, readable_size, visible
-from tba_offload.renamed import PLACEMENTS
 from tba_offload.report.points import lines, pareto, peak_sources, rate_scale
 
 if TYPE_CHECKING:
@@ -412,7 +411,7 @@ def _limits(values: NDArray[np.float64]) -> tuple[float, float]:
 def _looks(strategies: Iterable[str]) -> dict[str, _Look]:
     """Return a look for each strategy."""
     more = _more_looks()
-    return {strategy: _LOOKS.get(PLACEMENTS.get(strategy, strategy)) or next(more) for strategy in strategies}
+    return {strategy: _LOOKS.get(strategy) or next(more) for strategy in strategies}
 
 
 def _more_looks() -> Iterator[_Look]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 from tba_offload.errors import ConfigError, MissingDependencyError
 from tba_offload.formatting import byte_scale, significant, visible
-from tba_offload.renamed import names_of
 from tba_offload.report import tables
 from tba_offload.report.advice import advice
 from tba_offload.report.points import lines, pareto, peak_sources, rate_scale
@@ -200,7 +199,3 @@ def require_matplotlib(purpose: str = "drawing a ROK curve", extra: str = "plots
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         raise MissingDependencyError("matplotlib", purpose, extra=extra) from error
-
-
-if not TYPE_CHECKING:
-    __getattr__ = names_of(__name__)

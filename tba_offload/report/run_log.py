@@ -30,7 +30,6 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, ClassVar, get_args, get_origin, get_type_hints
 
 from tba_offload.errors import RunLogError
-from tba_offload.renamed import names_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -307,7 +306,3 @@ def checked(name: str, value: object, kinds: tuple[type, ...]) -> object:
 
 KINDS = {cls.EVENT: _kinds(cls) for cls in (RunHeader, StepRecord)}
 """Event: the types that each of its fields may have."""
-
-
-if not TYPE_CHECKING:
-    __getattr__ = names_of(__name__)

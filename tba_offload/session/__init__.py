@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from tba_offload.renamed import names_of
 from tba_offload.session.session import Session, session_of
 from tba_offload.session.world import World
 
 __all__ = ["Session", "World", "session_of"]
-
-if not TYPE_CHECKING:
-    __getattr__ = names_of(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.testing.faults import inject
+from faults import inject
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 from covering import of_which
+from faults import inject
 
 import tba_offload as tba
 from fuzz.choices import DENIED, Layer, Program, choices_of, draw, simpler
 from fuzz.comparing import judge
 from fuzz.shrinking import shrunk
 from tba_offload.capture import hooks
-from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,6 @@ from click.testing import CliRunner
 from covering import full
 
 from tba_lab.demo import drive
-from tba_lab.demo.console import _fault_lines
 from tba_lab.demo.race import RaceError, Watch, measures_memory
 from tba_lab.demo.run import WARM_UP, DemoSettings, describe, run_demo, summarize
 from tba_lab.gpt import GptShape
@@ -752,74 +751,3 @@ OFFLOADING = (
     *("--steps", "5", "--dtype", "fp32", "--window", "256KiB", "--threads", "1"),
 )
 """A model so large that some of its activations travel."""
-
-
-@pytest.mark.full
-def test_a_fault_is_noticed_and_changes_no_loss(tmp_path: Path) -> None:
-    result = call("demo", *OFFLOADING, "--output", str(tmp_path / "out"), "--fault", "flip-write:n=1")
-    assert result.exit_code == 0, result.output
-    assert "identical to the last bit" in result.output
-    assert "batch size 2: flip-write:n=1 struck 1 x in offload" in result.output
-    assert "noticed, and the step done again: step 1: ChecksumError: could not read" in result.output
-    assert "stayed in memory instead of on the drive" in result.output
-    found = json.loads((tmp_path / "out" / "summary.json").read_text())["faults"]["2"]
-    assert (found["lane"], found["struck"], len(found["noticed"])) == ("offload", {"flip-write:n=1": 1}, 1)
-    assert found["fallback_kept_bytes"] > 0  # the drive is left alone for a while
-
-
-@pytest.mark.full
-def test_a_drive_that_hangs_ends_the_demo_with_a_named_error(tmp_path: Path) -> None:
-    result = call("demo", *OFFLOADING, "--output", str(tmp_path / "out"), "--fault", "hang-write:after=5")
-    assert result.exit_code == 1
-    # The step that is made once more keeps its activations in memory.
-    said = " ".join(result.output.split())
-    assert "offload failed: HangingError" in said
-    assert "have not moved for 10 s and are given up" in said
-    assert list((tmp_path / "out").iterdir()) == []
-    assert multiprocessing.active_children() == []
-
-
-def test_faults_are_for_the_lane_that_offloads(seen: list[dict[str, Any]], tmp_path: Path) -> None:
-    arguments = (
-        "demo",
-        *TINY,
-        "--batch-size",
-        "2",
-        "--output",
-        str(tmp_path / "out"),
-        "--fault",
-        "flip-read:n=2",
-    )
-    result = call(*arguments)
-    assert isinstance(result.exception, KeyError)  # races that are only played strike nothing
-    assert {each["strategy"]: each["faults"] for each in seen} == {
-        "keep": (),
-        "recompute": (),
-        "offload": ("flip-read:n=2",),
-    }
-
-
-def test_what_is_no_fault_is_one_line(tmp_path: Path) -> None:
-    result = call("demo", *TINY, "--output", str(tmp_path / "out"), "--fault", "burn-write")
-    assert_one_line(result, 1, "'burn-write' is not one of fail-write")
-
-
-@pytest.mark.parametrize(
-    ("faults", "identical", "line"),
-    [
-        ({"noticed": [], "fallback_kept_bytes": 0}, True, "nothing to notice"),
-        ({"noticed": [], "fallback_kept_bytes": 0}, False, "nothing was noticed"),
-        (
-            {"noticed": ["step 2: ChecksumError: x"], "fallback_kept_bytes": 0},
-            True,
-            "step done again: step 2",
-        ),
-        ({"noticed": [], "fallback_kept_bytes": 2**20}, True, "up to 1.00 MiB of a step stayed in memory"),
-        ({"noticed": [], "fallback_kept_bytes": 0, "reread_bytes": 2**20}, True, "1.00 MiB were read again"),
-    ],
-)
-def test_what_came_of_a_fault_is_said(faults: dict[str, Any], identical: bool, line: str) -> None:
-    given = {"lane": "offload", "struck": {"flip-read": 2}, "reread_bytes": 0}
-    lines = _fault_lines(given | faults, identical=identical)
-    assert lines[0] == "flip-read struck 2 x in offload"
-    assert line in lines[1]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from unittest import mock
 
 import pytest
+from around import put_around
 
 import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
@@ -17,7 +18,6 @@ from tba_offload.device import CpuDevice
 from tba_offload.errors import StoreError
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
-from tba_offload.testing.around import put_around
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

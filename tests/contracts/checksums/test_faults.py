@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from faults import KINDS, Fault, inject
+from store_contract import CPU, PATIENCE, READY, at_lead, get, pattern, put
 
 from tba_offload.device import ByteRange
 from tba_offload.errors import ConfigError, ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import open_store, posix
 from tba_offload.store.file import FileStore
-from tba_offload.testing.faults import KINDS, Fault, inject
-from tba_offload.testing.store_contract import CPU, PATIENCE, READY, at_lead, get, pattern, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,11 +6,11 @@ import warnings
 from typing import TYPE_CHECKING
 
 import pytest
+from faults import inject
 from harness import KIB, assert_all_given_back, made, session_for
 from models import History, assert_same_history, make_model, train
 
 from tba_offload.errors import TransferError
-from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 from covering import full, of_which
+from faults import inject
 from harness import in_time
+from store_contract import CPU, PATIENCE, READY, descriptors, io_threads, pattern
 
 from tba_offload.device import ByteRange
 from tba_offload.errors import StoreError
 from tba_offload.store import lanes, open_store, posix, run_file
 from tba_offload.store.file import FileStore
-from tba_offload.testing.faults import inject
-from tba_offload.testing.store_contract import CPU, PATIENCE, READY, descriptors, io_threads, pattern
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    from faults import Faults
     from warm import Warm
-
-    from tba_offload.testing.faults import Faults
 
 LIMIT = 2.0
 """Seconds that the drive may stand still."""
@@ -41,7 +40,7 @@ import torch
 began = []
 atexit.register(lambda: began and print(f"ended after {time.monotonic() - began[0]:.1f} s", file=sys.stderr))
 import tba_offload as tba
-from tba_offload.testing.faults import inject
+from faults import inject
 
 torch.manual_seed(0)
 layers = (torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()) for _ in range(4))

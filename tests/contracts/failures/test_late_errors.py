@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import KIB, MIB
 from models import assert_same_history, make_model, train
+from store_contract import CPU, descriptors
 
 import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
@@ -25,7 +26,6 @@ from tba_offload.store.file_systems import FILE_SYSTEMS, UNKNOWN
 from tba_offload.store.late import LateErrors
 from tba_offload.store.location import location_of
 from tba_offload.store.run_file import RunFile
-from tba_offload.testing.store_contract import CPU, descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

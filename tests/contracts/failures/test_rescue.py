@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import each_once
+from faults import inject
 from harness import KIB, Drive, assert_all_given_back, config_for, session_for
 from models import History, all_written, assert_same_history, make_model, numbered_loss, same_bits, train
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from tba_offload.config.policy import Placement
 from tba_offload.errors import StoreError, TransferError
 from tba_offload.session import Session, World
-from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

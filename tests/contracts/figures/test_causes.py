@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from faults import inject
 from harness import MIB
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
 from tba_offload.report.why import Diagnosis, why
-from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

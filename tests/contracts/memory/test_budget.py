@@ -14,6 +14,7 @@ import pytest
 import torch
 from covering import EVERYTHING, full, product_with
 from exact_memory import exact_memory
+from faults import inject
 from harness import KIB, MIB, Drive, session_for
 from models import HIDDEN, SEQUENCE, loss_of, make_model, make_tokens
 
@@ -21,7 +22,6 @@ import tba_offload as tba
 from tba_offload.adapt.controller import Controller
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.config.policy import Placement
-from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

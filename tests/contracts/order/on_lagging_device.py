@@ -34,6 +34,9 @@ from torch import Tensor, nn
 sys.path.append(str(BENCHMARKS))  # behind all others: it has an io.py
 
 import link
+import store_contract
+from around import put_around
+from store_contract import StoreContract
 
 import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
@@ -49,9 +52,6 @@ from tba_offload.store import open_store, striped
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.store.tiered import TieredStore
-from tba_offload.testing import store_contract
-from tba_offload.testing.around import put_around
-from tba_offload.testing.store_contract import StoreContract
 from tba_offload.transfer import reads
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.storage import Handle, Record

@@ -18,6 +18,7 @@ import lagging
 import pytest
 import torch
 from covering import each_once
+from faults import inject
 from models import same_bits
 from optimizers import (
     MAKERS,
@@ -38,7 +39,6 @@ from tba_offload.states.host_share import HostShare
 from tba_offload.states.host_update import HostUpdate
 from tba_offload.states.slots import SLOTS
 from tba_offload.store import open_store
-from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from covering import combinations, in_turn, of_which, product_with
+from faults import inject
 from live_bytes import LiveBytes
 from models import same_bits
 from optimizers import MAKERS, Training, assert_same, pair, policy
@@ -31,7 +32,6 @@ from tba_offload.states.home import Home
 from tba_offload.states.own_step import OwnStep
 from tba_offload.states.slots import SLOTS, Slot
 from tba_offload.states.subgroup import SubGroup
-from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

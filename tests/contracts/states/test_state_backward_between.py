@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 import torch
 from covering import EVERYTHING, full, of_which
+from faults import inject
 from models import same_bits
 from optimizers import MAKERS, Training, assert_same, pair, plain_copy, policy
 from torch import nn, optim
@@ -25,7 +26,6 @@ from tba_offload.states.figures import Tally
 from tba_offload.states.journal import Journal
 from tba_offload.states.stream import Stream
 from tba_offload.states.subgroup import SubGroup
-from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from collections.abc import Callable

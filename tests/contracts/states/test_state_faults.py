@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from covering import of_which
+from faults import inject
 from models import same_bits
 from optimizers import (
     SUB_GROUP,
@@ -30,7 +31,6 @@ from torch import optim
 import tba_offload as tba
 from tba_offload.errors import ChecksumError, SessionError, StoreError, TransferError
 from tba_offload.states.subgroup import SubGroup
-from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -170,7 +170,7 @@ sys.path[:0] = {sys.path!r}
 import torch, tba_offload as tba
 from optimizers import pair, policy
 from pathlib import Path
-from tba_offload.testing.faults import inject
+from faults import inject
 found, _ = pair("adamw")
 tba.offload_optimizer(found.optimizer, policy(Path({str(tmp_path)!r}), store={{"stall_seconds": 1.5}}))
 found.step(0)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from covering import of_which
+from faults import inject
 from harness import KIB, PLACEMENTS
 from models import same_bits
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ import tba_offload as tba
 from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
 from tba_offload.report.log_reader import read_run_log
 from tba_offload.report.run_log import MEMORY
-from tba_offload.testing.faults import inject
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from faults import inject
 from models import same_bits
 from test_frozen_weights import LAYERS, WEIGHTS, WIDTH, Model, assert_same, frozen, offloaded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from tba_offload.errors import SessionError, TransferError
-from tba_offload.testing.faults import inject
 from tba_offload.weights.piece import Piece
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner, Result
+from faults import inject
+from store_contract import CPU, descriptors
 
 from tba_offload import cli
 from tba_offload.config import OffloadConfig
@@ -16,8 +18,6 @@ from tba_offload.device import streams
 from tba_offload.store import bench, posix
 from tba_offload.store.bench import DIRECTIONS, MIXED, READ, WRITE, Cell, advised
 from tba_offload.store.file import FileStore
-from tba_offload.testing.faults import inject
-from tba_offload.testing.store_contract import CPU, descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

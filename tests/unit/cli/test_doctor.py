@@ -13,6 +13,7 @@ import fake_kvikio
 import pytest
 from click.testing import CliRunner, Result
 from ordered_device import OrderedDevice
+from store_contract import CPU, descriptors
 
 from tba_offload import cli
 from tba_offload.device import streams
@@ -21,7 +22,6 @@ from tba_offload.report.run_log import RunHeader, StepRecord
 from tba_offload.report.updates import Update
 from tba_offload.store import doctor, gds, posix, probe
 from tba_offload.store.wear import Wear
-from tba_offload.testing.store_contract import CPU, descriptors
 
 if TYPE_CHECKING:
     import types

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner, Result
+from store_contract import CPU
 
 import tba_offload.cli.init as command
 from tba_offload import cli
@@ -19,7 +20,6 @@ from tba_offload.device import streams
 from tba_offload.store.drives import Drive
 from tba_offload.store.file_systems import FILE_SYSTEMS
 from tba_offload.store.location import Location, location_of
-from tba_offload.testing.store_contract import CPU
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from store_contract import get, pattern, put
 
 from tba_offload.device import Accelerator, CpuDevice
 from tba_offload.device.pinned import PORTABLE, pinned_memory
 from tba_offload.store.file import SLAB_BYTES, FileStore
-from tba_offload.testing.store_contract import get, pattern, put
 
 SIZES = [1, 4096, 10_000, SLAB_BYTES]
 

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
+from store_contract import PATIENCE
 
 from tba_offload.device import CpuDevice
 from tba_offload.device.staging import StagingRing
 from tba_offload.errors import SessionError, UnsupportedError
-from tba_offload.testing.store_contract import PATIENCE
 
 SLAB = 1 << 16
 

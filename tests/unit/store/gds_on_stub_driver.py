@@ -18,6 +18,7 @@ import pytest
 import stub_driver
 import torch
 from places import SUPPORT
+from store_contract import StoreContract, descriptors, get, pattern, put
 from stub_driver import StubDevice, count, tell, told
 from test_store_file import flip_a_bit
 
@@ -25,7 +26,6 @@ from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import gds, probe
 from tba_offload.store.cufile import CuFile
 from tba_offload.store.gds import GdsStore
-from tba_offload.testing.store_contract import StoreContract, descriptors, get, pattern, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

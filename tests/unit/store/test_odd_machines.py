@@ -37,7 +37,7 @@ from tba_offload.device import ByteRange, CpuDevice, READY
 from tba_offload.store.base import take_back
 from tba_offload.store.file import FileStore
 from tba_offload.store.hanging import ask
-from tba_offload.testing.around import put_around
+from around import put_around
 
 what, place = sys.argv[1:]
 

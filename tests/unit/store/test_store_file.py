@@ -21,6 +21,18 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from faults import inject
+from store_contract import (
+    CPU,
+    PATIENCE,
+    READY,
+    StoreContract,
+    at_lead,
+    descriptors,
+    get,
+    pattern,
+    put,
+)
 
 import tba_offload as tba
 from tba_offload.device import Accelerator, ByteRange
@@ -37,18 +49,6 @@ from tba_offload.store import open_store, posix
 from tba_offload.store import run_file as directory
 from tba_offload.store.file import FileStore
 from tba_offload.store.run_file import RunFile, check_directory, lies_in_memory, open_directory
-from tba_offload.testing.faults import inject
-from tba_offload.testing.store_contract import (
-    CPU,
-    PATIENCE,
-    READY,
-    StoreContract,
-    at_lead,
-    descriptors,
-    get,
-    pattern,
-    put,
-)
 
 if TYPE_CHECKING:
     from warm import Warm

@@ -14,13 +14,13 @@ import stub_driver
 import torch
 from fake_kvikio import HAS_KVIKIO
 from places import ROOT
+from store_contract import CPU, PATIENCE, at_lead, pattern
 
 from tba_offload.device import Accelerator, ByteRange
 from tba_offload.device.checksum import sums
 from tba_offload.errors import MissingDependencyError, UnsupportedError
 from tba_offload.store import gds, open_store
 from tba_offload.store.gds import GdsStore
-from tba_offload.testing.store_contract import CPU, PATIENCE, at_lead, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from store_contract import CPU, PATIENCE, StoreContract, get, pattern, put
 
 from tba_offload.device import Accelerator, ByteRange, CpuDevice
 from tba_offload.errors import StoreFullError
 from tba_offload.store import open_store
 from tba_offload.store.host import HostStore
-from tba_offload.testing.store_contract import CPU, PATIENCE, StoreContract, get, pattern, put
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,6 +13,7 @@ import fake_kvikio
 import pytest
 import torch
 from ordered_device import OrderedDevice
+from store_contract import CPU, descriptors, get, pattern, put
 
 import tba_offload as tba
 from tba_offload import StoreConfig
@@ -26,7 +27,6 @@ from tba_offload.store.gds import GdsBackend, GdsStore
 from tba_offload.store.host import HostBackend, HostStore
 from tba_offload.store.probe import EXTENTS, Probe, choose, measure
 from tba_offload.store.process import open_stores
-from tba_offload.testing.store_contract import CPU, descriptors, get, pattern, put
 
 if TYPE_CHECKING:
     from pathlib import Path

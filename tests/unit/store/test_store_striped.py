@@ -13,8 +13,22 @@ from unittest import mock
 
 import pytest
 import torch
+from around import put_around
+from faults import inject
 from harness import KIB, Drive, DrivenHostStore, assert_all_given_back, config_for, wait_until
 from models import loss_of, make_model, make_tokens, same_bits
+from store_contract import (
+    CPU,
+    PATIENCE,
+    READY,
+    Gate,
+    StoreContract,
+    descriptors,
+    get,
+    io_threads,
+    pattern,
+    put,
+)
 
 import tba_offload as tba
 from tba_offload.adapt.rates import Rates
@@ -32,20 +46,6 @@ from tba_offload.store.host import HostStore
 from tba_offload.store.meters import Meter
 from tba_offload.store.service import Service
 from tba_offload.store.striped import StripedStore
-from tba_offload.testing.around import put_around
-from tba_offload.testing.faults import inject
-from tba_offload.testing.store_contract import (
-    CPU,
-    PATIENCE,
-    READY,
-    Gate,
-    StoreContract,
-    descriptors,
-    get,
-    io_threads,
-    pattern,
-    put,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,18 +11,7 @@ import pytest
 import torch
 from harness import KIB, MIB, Drive, DrivenFileStore, assert_all_given_back, config_for, in_time, made
 from models import assert_same_history, make_model, train
-
-import tba_offload as tba
-from tba_offload.device import ByteRange
-from tba_offload.errors import ConfigError, StoreError, StoreFullError, TransferError
-from tba_offload.plan.window import SPILL_BYTES
-from tba_offload.report.log_reader import read_run_log
-from tba_offload.store import open_store
-from tba_offload.store.file import FileStore
-from tba_offload.store.host import HostStore
-from tba_offload.store.striped import StripedStore
-from tba_offload.store.tiered import TieredStore
-from tba_offload.testing.store_contract import (
+from store_contract import (
     CPU,
     PATIENCE,
     READY,
@@ -34,6 +23,17 @@ from tba_offload.testing.store_contract import (
     pattern,
     put,
 )
+
+import tba_offload as tba
+from tba_offload.device import ByteRange
+from tba_offload.errors import ConfigError, StoreError, StoreFullError, TransferError
+from tba_offload.plan.window import SPILL_BYTES
+from tba_offload.report.log_reader import read_run_log
+from tba_offload.store import open_store
+from tba_offload.store.file import FileStore
+from tba_offload.store.host import HostStore
+from tba_offload.store.striped import StripedStore
+from tba_offload.store.tiered import TieredStore
 from tba_offload.transfer.offloader import Offloader
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from ordered_device import OrderedDevice
+from store_contract import CPU, descriptors, get, pattern, put
 
 from tba_offload.config.store import StoreOptions
 from tba_offload.errors import ConfigError, HangingError, StoreError
@@ -21,7 +22,6 @@ from tba_offload.store import doctor, open_store, probe
 from tba_offload.store.file import FileBackend, FileStore
 from tba_offload.store.process import open_stores
 from tba_offload.store.thread_count import threads_that_pay
-from tba_offload.testing.store_contract import CPU, descriptors, get, pattern, put
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from faults import inject
 from harness import in_time
+from store_contract import CPU, PATIENCE, READY, Gate, at_lead, io_threads, pattern
 
 from tba_offload.device import ByteRange, CpuDevice
 from tba_offload.errors import ChecksumError, StoreError
@@ -20,8 +22,6 @@ from tba_offload.store.file import JOINED_BYTES, FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.store.striped import StripedStore
 from tba_offload.store.tiered import TieredStore
-from tba_offload.testing.faults import inject
-from tba_offload.testing.store_contract import CPU, PATIENCE, READY, Gate, at_lead, io_threads, pattern
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from around import put_around
 from covering import of_which
 from harness import CPU, KIB, MIB, Drive, DrivenHostStore, wait_until
 from interrupts import Aim
@@ -22,7 +23,6 @@ from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.store.striped import StripedStore
 from tba_offload.store.tiered import TieredStore
-from tba_offload.testing.around import put_around
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.reads import Reads
 from tba_offload.transfer.storage import Handle, Record

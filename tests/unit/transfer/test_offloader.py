@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from faults import inject
 from harness import (
     CPU,
     KIB,
@@ -34,7 +35,6 @@ from harness import (
 from tba_offload.errors import ChecksumError, ShortTransferError, StoreError, StoreFullError, TransferError
 from tba_offload.store import run_file
 from tba_offload.store.service import Service
-from tba_offload.testing.faults import inject
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.storage import Handle, Record
 from tba_offload.transfer.watchdog import Watchdog

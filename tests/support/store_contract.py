@@ -3,7 +3,7 @@
 It needs pytest. For assertions that show their values, a ``conftest.py`` says, before anything imports this
 module::
 
-    pytest.register_assert_rewrite("tba_offload.testing.store_contract")
+    pytest.register_assert_rewrite("store_contract")
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def _names() -> list[str]:
 def _number_of_error(text: str) -> int:
     number = getattr(errno, text, None)
     if not isinstance(number, int):
-        raise ValueError(text)  # noqa: TRY004 - the name of a module's function is a wrong value
+        raise ValueError(text)
     return number
 
 
@@ -226,7 +226,7 @@ class _Trigger:
 
     def __init__(self, fault: Fault, drive: int, began: float) -> None:
         self._fault = fault
-        self._random = random.Random(f"{fault.seed} {drive}")  # noqa: S311 - a repeatable draw is the point
+        self._random = random.Random(f"{fault.seed} {drive}")
         self._began = began
         self._calls = 0
         self._bytes = 0
