@@ -30,8 +30,8 @@ def _finite(_context: click.Context, _parameter: click.Parameter, number: float)
 )
 @click.option(
     "--objective",
-    type=click.Choice(["time", "memory", "endurance"]),
-    help="What the plan is for: least step time, least memory without waiting, fewest written bytes.  "
+    type=click.Choice(["time", "memory"]),
+    help="What the plan is for: least step time, least memory without waiting.  "
     "[default: time with --budget or --device-bytes, memory without]",
 )
 @click.option(
@@ -96,7 +96,7 @@ def plan(
     wanted = None if objective is None else Objective(objective)
     if budget is not None and device_bytes is not None:
         raise click.UsageError("--budget and --device-bytes both say what activations may take; give one")
-    if budget is None and device_bytes is None and wanted in {Objective.TIME, Objective.ENDURANCE}:
+    if budget is None and device_bytes is None and wanted is Objective.TIME:
         raise click.UsageError(
             f"--objective {wanted} needs --budget or --device-bytes: without one nothing would leave memory"
         )

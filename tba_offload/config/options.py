@@ -85,9 +85,9 @@ class BudgetConfig:
             optimizers that are not offloaded, activations. What it leaves for activations is measured in the
             first step and is a budget as activation_bytes is; of both the smaller one holds.
         in_flight_bytes: Activations that are being written, or read back and not yet used.
-        objective: What layers placed ``auto`` are planned for: the least ``time`` of a step, the least
-            ``memory`` at which nothing waits, or ``endurance``, the fewest written bytes. None means ``time``
-            with activation_bytes or device_bytes and ``memory`` without.
+        objective: What layers placed ``auto`` are planned for: the least ``time`` of a step, or the
+            least ``memory`` at which nothing waits. None means ``time`` with activation_bytes or
+            device_bytes and ``memory`` without.
     """
 
     activation_bytes: Limit = None
@@ -98,7 +98,7 @@ class BudgetConfig:
     @pydantic.field_validator("objective")
     @classmethod
     def _has_a_budget(cls, objective: Objective | None, info: ValidationInfo) -> Objective | None:
-        needs = objective in {Objective.TIME, Objective.ENDURANCE}
+        needs = objective is Objective.TIME
         if needs and info.data.get("activation_bytes") is None and info.data.get("device_bytes") is None:
             raise ConfigError(
                 f"{objective} needs activation_bytes or device_bytes: without a budget nothing would leave "

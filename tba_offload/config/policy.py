@@ -51,9 +51,6 @@ class Objective(StrEnum):
     MEMORY = "memory"
     """The lowest peak at which compute waits for nothing; what would free hardly anything stays."""
 
-    ENDURANCE = "endurance"
-    """The fewest written bytes under the budget."""
-
 
 @dataclass(frozen=True)
 class LayerId:

@@ -116,18 +116,7 @@ class _Memory(Goal):
         return self.broken(outcome), cost, outcome.peak_bytes, outcome.written_bytes, outcome.seconds
 
 
-class _Endurance(Goal):
-    """The fewest written bytes."""
-
-    def score(self, outcome: Outcome) -> Score:
-        return self.broken(outcome), outcome.written_bytes, outcome.seconds
-
-
-GOALS: dict[Objective, type[Goal]] = {
-    Objective.TIME: _Time,
-    Objective.MEMORY: _Memory,
-    Objective.ENDURANCE: _Endurance,
-}
+GOALS: dict[Objective, type[Goal]] = {Objective.TIME: _Time, Objective.MEMORY: _Memory}
 """The goal of each objective."""
 
 

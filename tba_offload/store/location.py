@@ -112,7 +112,7 @@ class Location(NamedTuple):
             if wear.used is not None and wear.used >= _WORN:
                 yield Finding(
                     f"{wear.drive} has used {wear.used:g} % of its rated life",
-                    "replace it, or spare it: budget.objective: endurance, or store.write_bytes_per_day",
+                    "replace it, or spare it: store.write_bytes_per_day",
                 )
 
     def _of_room(self) -> Iterator[Finding]:

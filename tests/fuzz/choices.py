@@ -101,7 +101,7 @@ class Program:
     budget: str | None = among(
         None, "activation 16KiB", "activation 256KiB", "device 1MiB", "device 64MiB", often=0.4
     )
-    objective: str | None = among(None, "time", "memory", "endurance", often=0.3)
+    objective: str | None = among(None, "time", "memory", often=0.3)
     store: str = among("host", "file", "tiered", "striped", "small file", "small host", often=0.7)
     checksum: bool = among(True, False)
     drive: str = among("healthy", "slow", "slow writes", "fails to write", "cuts short", often=0.2)
@@ -188,7 +188,7 @@ DENIED: dict[str, Callable[[Program], bool]] = {
     "states need an optimizer": lambda p: p.attached == "optimizer alone" and p.states in {None, "auto"},
     "auto needs a budget": lambda p: (
         (p.states == "auto" and not (p.budget or "").startswith("device"))
-        or (p.objective in {"time", "endurance"} and p.budget is None)
+        or (p.objective == "time" and p.budget is None)
         or (p.objective is not None and "auto" not in p.placements)
     ),
     "a scaler, a closure and gradients by hand do not go together": lambda p: (

@@ -71,7 +71,7 @@ def test_flags_alone_make_a_policy(tmp_path: Path) -> None:
         *("--tba-placement", "auto", "--tba-activation-bytes", "12GiB", "--tba-in-flight-bytes", "1GiB"),
         *("--tba-device-bytes", "70GiB"),
         *("--tba-store", "file", "--tba-checksum", "--tba-directory", *directories),
-        *("--tba-objective", "endurance", "--tba-host-capacity", "2GiB"),
+        *("--tba-objective", "memory", "--tba-host-capacity", "2GiB"),
     )
     assert config_of(flags) == OffloadConfig(
         default=Placement.AUTO,
@@ -79,7 +79,7 @@ def test_flags_alone_make_a_policy(tmp_path: Path) -> None:
             activation_bytes=12 * GIB,
             device_bytes=70 * GIB,
             in_flight_bytes=GIB,
-            objective=Objective.ENDURANCE,
+            objective=Objective.MEMORY,
         ),
         store=StoreConfig(kind="file", directories=tuple(directories), host_capacity=2 * GIB, checksum=True),
     )

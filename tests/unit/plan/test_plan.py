@@ -691,19 +691,6 @@ def test_a_slower_drive_means_more_recomputation(share: float) -> None:
     assert recomputed[0] == 0 < recomputed[-1]
 
 
-def test_endurance_writes_less_than_time_does() -> None:
-    profile = make_profile(16)
-    budget = int(0.4 * peak_of_keep(profile))
-    plans = [
-        plan_for(profile, FAST, budget, objective=objective)
-        for objective in (Objective.ENDURANCE, Objective.TIME)
-    ]
-    lasting, fast = (outcome_of(profile, plan, FAST) for plan in plans)
-    assert max(lasting.peak_bytes, fast.peak_bytes) <= budget
-    assert lasting.written_bytes < fast.written_bytes
-    assert fast.seconds < lasting.seconds
-
-
 @given(
     profiles, behind, st.integers(MIB, 64 * MIB), shares, st.sampled_from([Objective.TIME, Objective.MEMORY])
 )
@@ -860,7 +847,6 @@ FORWARD, BACKWARD = 0.03, 0.06
         (Objective.MEMORY, 0.04, 12, False),  # it frees much
         (Objective.MEMORY, 0.05, 12, True),  # but takes longer than it may
         (Objective.MEMORY, 0.04, 1, True),  # it does not
-        (Objective.ENDURANCE, 0.0, 1, True),
     ],
 )
 def test_the_plan_in_force_stays_unless_another_is_clearly_better(
@@ -991,20 +977,6 @@ def test_without_a_budget_a_little_rebuilding_lets_more_travel(seconds: float, p
     assert 0.8 * peak * MIB <= found.peak_bytes <= peak * MIB
     assert found.rebuild_seconds == pytest.approx(found.seconds - found.stall_seconds - 24 * 0.09 - 0.03)
     assert found.rebuild_seconds + found.stall_seconds <= 0.01 * found.seconds
-
-
-def test_what_cannot_be_recomputed_is_rebuilt_to_write_less() -> None:
-    unknown = make_profile(16)
-    profile = rebuilding(unknown, seconds=0.001)
-    budget, held = int(0.3 * peak_of_keep(profile)), frozenset(range(16))
-    plan, before = (
-        plan_for(each, FAST, budget, objective=Objective.ENDURANCE, not_recomputed=held)
-        for each in (profile, unknown)
-    )
-    assert set(plan.placements) == {KEEP, OFFLOAD_REMAT}
-    assert outcome_of(profile, plan, FAST).peak_bytes <= budget
-    written = [outcome_of(profile, each, FAST).written_bytes for each in (plan, before)]
-    assert written[0] < 0.7 * written[1]
 
 
 def test_a_plan_says_what_is_rebuilt_and_why() -> None:
