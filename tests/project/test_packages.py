@@ -1,0 +1,91 @@
+"""What must not be needed to import or to train, and what the package shows."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from children import OPTIONAL, run_without
+from places import ROOT
+
+import tba_offload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from warm import Warm
+
+
+def test_every_public_name_has_a_docstring_and_is_on_the_page_of_the_api() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    for name in tba_offload.__all__:
+        assert getattr(tba_offload, name).__doc__, name
+        assert re.search(rf"[ .]{name}\b", page), name
+
+
+def test_every_public_name_is_there_without_optional_packages(python_with_torch: Warm) -> None:
+    code = "import tba_offload as t\nfor name in t.__all__: getattr(t, name)\nassert not t.attach is None"
+    done = run_without(OPTIONAL | {"tba_lab"}, code, python=python_with_torch)
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_needs_no_optional_package(tmp_path: Path) -> None:
+    """Not even NumPy, which pictures, the demo and the programs that it is built on bring along."""
+    code = f"""
+import sys, warnings
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's own, when it is imported
+import torch, tba_offload as tba
+torch.set_num_threads(1)
+blocks = (torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4))
+model = torch.nn.Sequential(*blocks)
+policy = {{"budget": {{"in_flight_bytes": "32KiB"}}, "min_tensor_bytes": 0}}
+for checksum in (False, True):
+    policy["store"] = {{"kind": "file", "checksum": checksum}}
+    with tba.attach(model, policy, directories={str(tmp_path)!r}) as session:
+        with session.step() as step:
+            model(torch.randn(64, 64, requires_grad=True)).square().sum().backward()
+    assert step.record.offloaded_bytes > 0 < step.record.read_bytes, step.record
+assert "numpy" not in sys.modules
+"""
+    done = run_without(OPTIONAL | {"numpy"}, code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_policies_and_logs_need_no_torch() -> None:
+    done = run_without(OPTIONAL | {"torch"}, "import tba_offload as t\nt.OffloadConfig()\nt.read_run_log")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        *(
+            (f"import tba_offload.integrations.{name}", f"pip install 'tba-offload[{extra}]'")
+            for name, extra in (
+                ("transformers", "transformers"),
+                ("lightning", "lightning"),
+                ("pytorch_lightning", "lightning"),
+            )
+        ),
+        ("import tba_offload.megatron as m; m.require_core('this')", "pip install 'tba-offload[megatron]'"),
+        (
+            "from tba_offload.report.rok import require_matplotlib as r; r()",
+            "pip install 'tba-offload[plots]'",
+        ),
+        (
+            """
+from tba_offload.store import open_store
+from tba_offload.device import device_of
+open_store(kind="gds", directories=["/tmp"], device=device_of("cpu"))
+""",
+            f"pip install 'tba-offload[gds-cu{13 if (torch.version.cuda or '').startswith('13.') else 12}]'",
+        ),
+    ],
+)
+def test_a_missing_package_is_named_with_its_remedy(code: str, remedy: str, python_with_torch: Warm) -> None:
+    done = run_without(OPTIONAL, code, python=python_with_torch)
+    assert done.returncode == 1
+    assert "MissingDependencyError" in done.stderr
+    assert remedy in done.stderr
