@@ -50,7 +50,7 @@ _NOTHING_KEEPS_TO_IT = (
 def _obeys_no_budget(placements: set[Placement]) -> bool:
     """Whether no layer changes for a budget."""
     is_auto = Placement.AUTO in placements
-    return not (is_auto or any(placement.travels for placement in placements))
+    return not (is_auto or any(placement.offloads for placement in placements))
 
 
 def _why_no_budget(config: OffloadConfig, placements: set[Placement]) -> str | None:

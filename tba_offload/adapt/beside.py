@@ -73,7 +73,7 @@ class BesideLayers:
                 own = own_bytes(profile.kind_of(layer), plan, layer)
                 look = Beside(*(max(a - b, 0) for a, b in zip(beside, own, strict=True)))
                 looks = self._looks[layer]
-                looks[computed_as(plan.placements[layer], layer)] = self._count, look
+                looks[computed_as(plan.placements[layer])] = self._count, look
                 self._looks[layer] = {
                     placement: known
                     for placement, known in looks.items()

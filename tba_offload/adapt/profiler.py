@@ -252,7 +252,7 @@ def _samples(
     found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     odd: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     for run in runs:
-        placement = computed_as(Placement(run.scope.placement), run.layer)
+        placement = computed_as(Placement(run.scope.placement))
         finds_out = placement is Placement.OFFLOAD_REMAT and not (
             before is not None and before.kind_of(run.layer).knows_rebuilt
         )
@@ -325,7 +325,7 @@ def _kinds(
     for activation in trace.activations:
         saved[activation.key.scope].append(activation)
     captured = [run for run in runs if Placement(run.scope.placement).is_offloaded]
-    hooked = [run for run in runs if Placement(run.scope.placement).travels]
+    hooked = [run for run in runs if Placement(run.scope.placement).offloads]
     small = _small_bytes(trace) // max(len(hooked), 1)
     members: list[list[tuple[_Run, list[ActivationTrace]]]] = []
     sizes = _Sizes(alike)

@@ -250,7 +250,7 @@ def _untried(case: Case, plan: Plan) -> Iterator[tuple[int, Placement]]:
             for layer in _free_layers(case, kind)
             if not (task.is_shared and plan.placements[layer].recomputes)
         ]
-        measured = {computed_as(plan.placements[layer], layer) for layer in free}
+        measured = {computed_as(plan.placements[layer]) for layer in free}
         missing = [
             placement
             for placement in _LOOKS

@@ -47,7 +47,7 @@ class _Commands(click.Group):
     "modules",
     metavar="MODULE",
     multiple=True,
-    help="Import a module first, which registers placements or kinds of stores; may be given several times.",
+    help="Import a module first, which registers kinds of stores; may be given several times.",
 )
 def main(modules: tuple[str, ...]) -> None:
     """Offload activations to NVMe while a large model trains."""

@@ -32,7 +32,7 @@ from pydantic import (
 )
 
 from tba_offload.config.document import Keys, Problem, Source, not_too_deep, plain, read_yaml
-from tba_offload.config.policy import Objective, Placement, Policy, Rule
+from tba_offload.config.policy import Objective, Placement, PlacementName, Policy, Rule
 from tba_offload.config.store import BLOCK, STALL_SECONDS, StoreOptions, threads_per_direction
 from tba_offload.config.values import (
     Directories,
@@ -370,7 +370,7 @@ class OffloadConfig:
         lines: The lines of its settings there, likewise.
     """
 
-    default: Placement = Placement.OFFLOAD
+    default: PlacementName = Placement.OFFLOAD
     layers: tuple[Rule, ...] = ()
     budget: BudgetConfig = BudgetConfig()
     store: StoreConfig = StoreConfig()

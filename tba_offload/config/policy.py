@@ -20,7 +20,9 @@ import functools
 import re
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BeforeValidator, WithJsonSchema
 
 from tba_offload.errors import ConfigError
 from tba_offload.formatting import quoted, shortened
@@ -108,7 +110,7 @@ class Rule:
     """
 
     match: str
-    placement: Placement
+    placement: PlacementName
     line: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -116,9 +118,12 @@ class Rule:
             raise ConfigError(f"match: {quoted(self.match)} is not text; {_LEGAL_FORMS}", line=self.line)
         try:
             _matcher(self.match)
-            object.__setattr__(self, "placement", _placement(self.placement))
         except ValueError as error:
             raise ConfigError(str(error), line=self.line) from None
+        try:
+            object.__setattr__(self, "placement", _placement(self.placement))
+        except ValueError as error:
+            raise ConfigError(f"placement: {error}", line=self.line) from None
 
     def matches(self, layer: LayerId) -> bool:
         """Whether this rule speaks of the layer.
@@ -361,11 +366,20 @@ def _checked_name(match: str, name: str) -> str:
     return name
 
 
-def _placement(word: str) -> Placement:
+def _placement(word: object) -> Placement:
     try:
-        return Placement(word)
+        return Placement(str(word))
     except ValueError:
-        raise ValueError(f"placement must be one of {', '.join(names())}, not {quoted(word)}") from None
+        raise ValueError(f"must be one of {', '.join(names())}, not {quoted(word)}") from None
+
+
+PlacementName = Annotated[
+    Placement,
+    BeforeValidator(_placement),
+    WithJsonSchema(
+        {"anyOf": [{"enum": list(Placement)}, {"type": "string", "pattern": "^offload-[1-9][0-9]?%$"}]}
+    ),
+]
 
 
 def _is_ambiguous(rule: Rule, layers: Iterable[LayerId]) -> bool:

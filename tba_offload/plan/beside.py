@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tba_offload.config.policy import Placement
-from tba_offload.placements.builtin import way_of
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -63,12 +60,12 @@ def own_bytes(kind: LayerKind, plan: Plan, layer: int) -> Beside:
         plan: The plan that was in force.
         layer: Index of the layer.
     """
-    way = way_of(plan.placements[layer], layer)
+    way = plan.placements[layer]
     if way.recomputes:
-        spared = kind.attention_bytes or 0 if way is Placement.RECOMPUTE_EXCEPT_ATTENTION else 0
+        spared = kind.attention_bytes or 0 if way.spares_attention else 0
         again = max(kind.recomputed_bytes - spared, 0)
-        return Beside(0 if way.travels else kind.input_bytes, again, again)
-    if not way.travels:
+        return Beside(0 if way.offloads else kind.input_bytes, again, again)
+    if not way.offloads:
         return Beside(kind.nbytes + kind.small_bytes)
     again = 0
     if way.rebuilds:

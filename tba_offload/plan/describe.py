@@ -62,35 +62,41 @@ def _window(plan: Plan) -> str:
 
 def explain(profile: StepProfile, plan: Plan, bandwidth: Bandwidth, layer: int) -> str:
     """Why a plan places a layer as it does, in one line."""
-    return plan.placements[layer].take(_Why(profile, plan, bandwidth, layer))
+    return _Why(profile, plan, bandwidth, layer).words()
 
 
 class _Why(NamedTuple):
-    """The ways that a layer can go, each in words."""
+    """The placement of a layer in words."""
 
     profile: StepProfile
     plan: Plan
     bandwidth: Bandwidth
     layer: int
 
-    def keep(self) -> str:
+    def words(self) -> str:
+        placement = self.plan.placements[self.layer]
+        if placement.recomputes:
+            return self._recompute(placement)
+        if not placement.offloads:
+            return self._keep()
+        return self._offload_remat() if placement.rebuilds else self._offload()
+
+    def _keep(self) -> str:
         cost = _milliseconds(self._timing(Placement.OFFLOAD).whole - self._timing(Placement.KEEP).whole)
         return f"{self._size} have room; offloading takes {self._travel} of the drive and {cost} more compute"
 
-    def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> str:
-        if attention_travels:
+    def _recompute(self, placement: Placement) -> str:
+        if placement.spares_attention:
             moved = readable_size(self._kind.input_bytes + (self._kind.attention_bytes or 0))
             again = self._more(Placement.RECOMPUTE_EXCEPT_ATTENTION)
             all_of_it = f"{again} of compute, {self._again} with attention"
             return f"{all_of_it}, and {moved} travel instead of {self._size}"
-        if inputs_travel:
+        if placement.offloads:
             inputs = readable_size(self._kind.input_bytes)
             return f"{self._again} of compute, and {inputs} travel instead of {self._size}"
         return f"{self._again} of compute spare the drive {self._travel} for {self._size}"
 
-    def offload(self, *, rebuilds: bool = False, percent: int = 100) -> str:  # noqa: ARG002 - the plan has it
-        if rebuilds:
-            return self._offload_remat()
+    def _offload(self) -> str:
         is_part = self._moved < self._kind.nbytes
         what = f"{readable_size(self._moved)} of {self._size}" if is_part else self._size
         return f"{what} take {self._travel} of the drive, and recomputing takes {self._again} of compute"

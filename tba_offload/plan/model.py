@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.days import DAY
-from tba_offload.placements.builtin import way_of
 from tba_offload.plan.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ class Plan:
 
     def staying(self, layer: int, kind: LayerKind) -> frozenset[int]:
         """Numbers of the activations of an offloaded layer that stay in memory."""
-        percent = way_of(self.placements[layer], layer).percent
+        percent = self.placements[layer].percent
         return kind.staying(percent) if percent < 100 else frozenset()
 
     def kept_bytes(self, layer: int, kind: LayerKind) -> int:

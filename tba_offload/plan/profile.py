@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.config.policy import Placement
-from tba_offload.placements.builtin import way_of
-from tba_offload.placements.share import staying
+from tba_offload.placements import staying
 from tba_offload.plan.beside import Beside
 from tba_offload.plan.tuning import TUNING
 
@@ -162,12 +161,12 @@ def _most_known(*sizes: int | None) -> int | None:
     return max((size for size in sizes if size is not None), default=None)
 
 
-def computed_as(placement: Placement, layer: int) -> Placement:
+def computed_as(placement: Placement) -> Placement:
     """Return the placement by which a layer computes the same, of those that are measured each for itself.
 
     A layer of which a share travels computes as one that offloads, less what that takes for what stays.
     """
-    way = way_of(placement, layer)
+    way = placement.as_run
     if way.percent < 100:
         return Placement.OFFLOAD
     return Placement.RECOMPUTE if way is Placement.RECOMPUTE_OFFLOAD else way  # the inputs travel meanwhile
@@ -271,7 +270,7 @@ class StepProfile:
 
     def beside_bytes(self, placements: Sequence[Placement]) -> int:
         """Most bytes that lie beside the layers at one time, if they are placed so."""
-        ways = {(self.layers[layer], computed_as(each, layer)) for layer, each in enumerate(placements)}
+        ways = {(self.layers[layer], computed_as(each)) for layer, each in enumerate(placements)}
         return self.rest_bytes + max(self.loss_bytes, *(max(self.kinds[k].beside_as(way)) for k, way in ways))
 
     def kind_of(self, layer: int) -> LayerKind:
@@ -348,7 +347,7 @@ class StepProfile:
         cheap parts. That doing something again takes much less than that, or nothing, is noise too.
         """
         kind = self.layers[layer]
-        placement = computed_as(placement, layer)
+        placement = computed_as(placement)
         if placement is Placement.RECOMPUTE:
             return self._timing_of_recompute(layer)
         if placement is Placement.RECOMPUTE_EXCEPT_ATTENTION:
@@ -385,8 +384,7 @@ class StepProfile:
         Where keep was not measured, a layer that keeps is taken to compute for as long as one that offloads.
         """
         return all(
-            self._measured(kind, computed_as(placement, layer)) is not None
-            for layer, kind in enumerate(self.layers)
+            self._measured(kind, computed_as(placement)) is not None for layer, kind in enumerate(self.layers)
         )
 
     def rebuild_seconds(self, layer: int) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tba_offload.config.policy import Placement
-from tba_offload.placements.builtin import offload_share
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -29,7 +28,7 @@ def ways_to_share(profile: StepProfile) -> list[Shares]:
         found.setdefault(tuple(kind.staying(percent) for kind in profile.kinds), percent)
     return [
         tuple(
-            (Placement.KEEP if len(stays) == len(kind.activations) else offload_share(percent))
+            (Placement.KEEP if len(stays) == len(kind.activations) else Placement(f"offload-{percent}%"))
             if stays
             else None
             for kind, stays in zip(profile.kinds, staying, strict=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
-from tba_offload.placements.builtin import way_of
 from tba_offload.plan.model import Prediction
 from tba_offload.plan.profile import Timing, computed_as
 from tba_offload.plan.traffic import Traffic
@@ -133,8 +132,6 @@ class _Event(NamedTuple):
 class _Run:
     """Plays the slots of a step: what layers take, and what they leave in memory.
 
-    To the placement of a layer it is the ways that the layer can go in the slot that is played.
-
     Args:
         profile: The step.
         plan: A placement for each of its layers, and the window.
@@ -151,11 +148,11 @@ class _Run:
         self._kinds = [profile.kinds[kind] for kind in profile.layers]
         in_all = [kind.nbytes + kind.small_bytes for kind in profile.kinds]
         self._nbytes = [in_all[kind] for kind in profile.layers]
-        ways = [way_of(placement, layer) for layer, placement in enumerate(plan.placements)]
+        ways = [placement.as_run for placement in plan.placements]
         self._staying = [plan.staying(layer, kind) for layer, kind in enumerate(self._kinds)]
         self._kept_bytes = [plan.kept_bytes(layer, kind) for layer, kind in enumerate(self._kinds)]
         self._timings = [self._timing_of(layer, way) for layer, way in enumerate(ways)]
-        self._beside = [kind.beside_as(computed_as(ways[n], n)) for n, kind in enumerate(self._kinds)]
+        self._beside = [kind.beside_as(computed_as(ways[n])) for n, kind in enumerate(self._kinds)]
         self._rebuilding = [
             profile.rebuild_seconds(layer) if way.rebuilds else 0.0 for layer, way in enumerate(ways)
         ]
@@ -183,9 +180,22 @@ class _Run:
             traffic.begin(place, slot, self._beside[slot.layer][slot.backward])
             if slot.backward:
                 traffic.read_ahead()
-            placements[slot.layer].take(self)
+            self._play(placements[slot.layer])
         traffic.compute(self._profile.tail)
         return self._outcome()
+
+    def _play(self, placement: Placement) -> None:
+        """Play the slot of a layer that is placed so."""
+        if placement.recomputes:
+            self._recompute(placement)
+        elif not placement.offloads:
+            self._keep()
+        elif not self._slot.backward:
+            self._offload_forward(rebuilds=placement.rebuilds)
+        elif placement.rebuilds:
+            self._rebuild_backward()
+        else:
+            self._offload_backward()
 
     def _outcome(self) -> Outcome:
         traffic, drive, host = self._traffic, self._traffic.tiers.drive, self._traffic.tiers.host
@@ -228,7 +238,7 @@ class _Run:
 
     # ---- layers that stay ------------------------------------------------------------------------
 
-    def keep(self) -> None:
+    def _keep(self) -> None:
         """Record that the layer keeps what it saves."""
         self._traffic.compute(self._seconds)
         nbytes = self._nbytes[self.layer]
@@ -237,10 +247,10 @@ class _Run:
         else:
             self._traffic.hold(nbytes)
 
-    def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> None:
-        """Record that the layer keeps its inputs, unless they travel, and runs again in backward."""
-        if inputs_travel or attention_travels:
-            self._recompute_from_store(attention_travels=attention_travels)
+    def _recompute(self, placement: Placement) -> None:
+        """Record that the layer keeps its inputs, unless they are offloaded, and runs again in backward."""
+        if placement.offloads:
+            self._recompute_from_store(spares_attention=placement.spares_attention)
             return
         kind = self._kind
         self._traffic.compute(self._seconds)
@@ -258,10 +268,10 @@ class _Run:
 
     # ---- layers that travel ----------------------------------------------------------------------
 
-    def _recompute_from_store(self, *, attention_travels: bool) -> None:
+    def _recompute_from_store(self, *, spares_attention: bool) -> None:
         """Offload the inputs of such a layer, and the output of attention that is not computed again."""
         kind, scope, traffic = self._kind, self._scope, self._traffic
-        attention = kind.attention_bytes or 0 if attention_travels else 0
+        attention = kind.attention_bytes or 0 if spares_attention else 0
         if self._slot.backward:
             used = 0
             for item in traffic.begin_backward(scope):
@@ -276,15 +286,6 @@ class _Run:
             items = [traffic.save(nbytes, 0.0) for nbytes in (kind.input_bytes, attention) if nbytes]
             traffic.compute(self._seconds)
             traffic.end_forward(scope, items)
-
-    def offload(self, *, rebuilds: bool = False, percent: int = 100) -> None:  # noqa: ARG002 - the plan has it
-        """Record that what the layer saves travels, but for what it keeps and what it can rebuild."""
-        if not self._slot.backward:
-            self._offload_forward(rebuilds=rebuilds)
-        elif rebuilds:
-            self._rebuild_backward()
-        else:
-            self._offload_backward()
 
     def _offload_forward(self, *, rebuilds: bool) -> None:
         traffic, kind, kept, seconds = self._traffic, self._kind, self._staying[self.layer], self._seconds

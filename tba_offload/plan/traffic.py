@@ -11,7 +11,6 @@ from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
 from tba_offload.config.store import BLOCK
-from tba_offload.placements.builtin import way_of
 from tba_offload.plan.window import Window
 
 if TYPE_CHECKING:
@@ -372,7 +371,7 @@ class Traffic:
     """
 
     def __init__(self, profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> None:
-        moves = [way_of(placement, layer).travels for layer, placement in enumerate(plan.placements)]
+        moves = [placement.offloads for placement in plan.placements]
         self._window = Window(plan.window)
         self.memory = Memory(profile.gradient_bytes, profile.loss_bytes)
         self.tiers = Tiers(bandwidth, self._window)

@@ -98,7 +98,7 @@ class Trials:
         plan = Plan(placements, window=self._window if window is None else window)
         trial = self.play(plan)
         excess = self.goal.excess(trial.outcome)
-        if not excess or not any(placement.travels for placement in placements):
+        if not excess or not any(placement.offloads for placement in placements):
             return trial
         largest = trial.outcome.peak_bytes if plan.window is None else plan.window
         if largest <= self.least_window:

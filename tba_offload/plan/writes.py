@@ -72,4 +72,4 @@ def writes_of(
 
 def _stays(plan: Plan, layer: int, kind: LayerKind) -> int:
     """Bytes of a layer's activations that stay, or of which none travel because it is recomputed."""
-    return plan.kept_bytes(layer, kind) if plan.placements[layer].travels else kind.nbytes
+    return plan.kept_bytes(layer, kind) if plan.placements[layer].offloads else kind.nbytes

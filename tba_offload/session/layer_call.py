@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 from tba_offload.capture.hooks import LayerHooks, SharingHooks
 from tba_offload.capture.rematerialize import RematerializingHooks
-from tba_offload.placements import Placement
-from tba_offload.placements.builtin import way_of
-from tba_offload.placements.share import Staying
+from tba_offload.placements import Placement, Staying
 from tba_offload.recompute.attention import AttentionOnce
 from tba_offload.recompute.rescue import Rescue
 from tba_offload.recompute.run import Run
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """One call of a layer; as :class:`~tba_offload.placements.Ways`.
+    """One call of a layer, run as its placement says.
 
     Args:
         parts: What works in a step.
@@ -62,27 +60,22 @@ class Call:
         self._args = args
         self._kwargs = kwargs
 
-    @property
-    def layer(self) -> int:
-        """Index of the layer among those of the session."""
-        return self._site.index
-
-    def keep(self) -> object:
-        """Run the layer as it is."""
-        return self._site.forward(*self._args, **self._kwargs)
-
-    def offload(self, *, rebuilds: bool = False, percent: int = 100) -> object:
-        """Run the layer with hooks, through which what it saves travels, or a share of it."""
+    def run(self) -> object:
+        """Run the layer: in a checkpoint, with hooks that offload what the layer saves, or plainly."""
+        if self._placement.recomputes:
+            return self._recompute()
+        if not self._placement.offloads:
+            return self._site.forward(*self._args, **self._kwargs)
         if self._parts.planning.chosen or self._parts.verifier.verdicts:
-            return self._offload_repeatable(rebuilds=rebuilds, percent=percent)
-        with self._hooks(rebuilds=rebuilds, percent=percent):
+            return self._offload_repeatable()
+        with self._hooks():
             return self._site.forward(*self._args, **self._kwargs)
 
-    def _offload_repeatable(self, *, rebuilds: bool, percent: int) -> object:
-        """As :meth:`offload`, with what runs the layer a second time, if that is of use."""
-        forward = self._forward(may_be_rescued=not rebuilds)
+    def _offload_repeatable(self) -> object:
+        """Offload, with what runs the layer a second time, if that is of use."""
+        forward = self._forward(may_be_rescued=not self._placement.rebuilds)
         rescue = forward if isinstance(forward, Rescue) else None
-        hooks = self._hooks(rebuilds=rebuilds, percent=percent, rescue=rescue)
+        hooks = self._hooks(rescue)
         if isinstance(forward, Trial):
             hooks.wrap_unpack(forward.noticing)
         with hooks:
@@ -91,13 +84,13 @@ class Call:
             forward.saved(hooks.saved)
         return output
 
-    def recompute(self, *, inputs_travel: bool = False, attention_travels: bool = False) -> object:
+    def _recompute(self) -> object:
         """Run the layer in a checkpoint: backward runs it again on its inputs."""
-        if not (inputs_travel or attention_travels):
+        if not self._placement.offloads:
             return self._checkpoint(self._site.forward)
         hooks = self._hooks()
         forward = self._site.forward
-        if attention_travels:
+        if self._placement.spares_attention:
             forward = AttentionOnce(forward, self._packing(hooks), self._parts.capture.unpack)
         with hooks:
             # Checkpoints save the inputs through the hooks around them, and nothing else.
@@ -158,15 +151,13 @@ class Call:
 
     # ---- hooks -----------------------------------------------------------------------------------
 
-    def _hooks(
-        self, *, rebuilds: bool = False, percent: int = 100, rescue: Rescue | None = None
-    ) -> LayerHooks:
+    def _hooks(self, rescue: Rescue | None = None) -> LayerHooks:
         key, slow = self._scope.key, self._keeps_when_slow
-        if rebuilds and not self._site.is_compiled:  # a graph of one node tells nothing
+        if self._placement.rebuilds and not self._site.is_compiled:  # a graph of one node tells nothing
             layer, recipes = self._site.layer.module, self._parts.rebuilds
             return RematerializingHooks(recipes, layer, key, when_slow=slow)
-        if percent < 100:
-            stays = Staying(percent).stays
+        if self._placement.percent < 100:
+            stays = Staying(self._placement.percent).stays
             return SharingHooks(self._parts.capture, key, stays, when_slow=slow, rescue=rescue)
         return LayerHooks(self._parts.capture, key, when_slow=slow, rescue=rescue)
 
@@ -180,6 +171,5 @@ class Call:
             on_slow = "keep" if self._placement is Placement.AUTO and not has_budget else "wait"
         if on_slow == "wait" or planning.has_planned:
             return False  # what a plan keeps was decided with the budget in view
-        placements = enumerate(planning.plan.placements)
         # What layers hold that do not travel is not counted.
-        return not has_budget or all(way_of(placement, layer).is_offloaded for layer, placement in placements)
+        return not has_budget or all(placement.is_offloaded for placement in planning.plan.placements)

@@ -13,7 +13,6 @@ from tba_offload.layers.checkpoint import is_recomputation
 from tba_offload.layers.graph import latest_node
 from tba_offload.layers.guards import cache_warning, holds_cache, is_checkpointed
 from tba_offload.layers.nested import TooManyError, tensors_in
-from tba_offload.placements.builtin import way_of
 from tba_offload.plan.sizes import rough_bytes
 from tba_offload.session.layer_call import Call
 from tba_offload.session.notices import tell
@@ -101,7 +100,7 @@ class LayerRuns:
         # Graphs spare a host the launches that it makes ahead of its device: other devices have none.
         may_be_graph = parts.device.runs_behind and placement is not Placement.KEEP
         graph = self._graph_before(site, placement) if may_be_graph else None
-        trace, memory, way = parts.capture.trace, parts.memory_watch, way_of(placement, site.index)
+        trace, memory, way = parts.capture.trace, parts.memory_watch, placement.as_run
         if trace.gone:
             self._watch.note_gone()
         before = latest_node() - 1
@@ -110,7 +109,7 @@ class LayerRuns:
             self._watch.watch_input(arguments)
         try:
             call = Call(parts, self._config, self._stack, site, placement, scope, args, kwargs)
-            output = self._in_range(site, placement, call) if parts.ranges.is_on else placement.take(call)
+            output = self._in_range(site, call) if parts.ranges.is_on else call.run()
             if may_be_graph:
                 self._check_graphs(site, placement, graph)
         except BaseException:
@@ -125,10 +124,10 @@ class LayerRuns:
         self._watch.watch(site, output, scope, before)
         return output
 
-    def _in_range(self, site: Site, placement: Placement, call: Call) -> object:
+    def _in_range(self, site: Site, call: Call) -> object:
         """Run a layer in a range of its own, for a profile to show it."""
         with self._parts.ranges.forward(site.layer.id.name):
-            return placement.take(call)
+            return call.run()
 
     def _graph_before(self, site: Site, placement: Placement) -> object:
         """Return what the device ran last as a graph before a layer that is not kept.
@@ -215,7 +214,7 @@ class LayerRuns:
         Raises:
             UnsupportedError: The policy wants it to.
         """
-        is_recomputed = way_of(placement, site.index).recomputes
+        is_recomputed = placement.recomputes
         if is_recomputed and site.index not in self._parts.planning.chosen:
             raise UnsupportedError(
                 f"{site.layer.id} is placed {placement.value}, but its forward appends to a cache of "

@@ -21,7 +21,7 @@ from tba_offload.errors import SessionError, TransferError
 from tba_offload.layers import untraced
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.layers.stack import explicit_layers, find_layers
-from tba_offload.placements.share import Staying
+from tba_offload.placements import Staying
 from tba_offload.states.home import Home, Homes
 from tba_offload.store import open_store
 from tba_offload.store.base import close_after

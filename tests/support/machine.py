@@ -170,7 +170,7 @@ def trace_of_step(profile: StepProfile, plan: Plan, slower: float = 1.0) -> tupl
 
 
 def _times(profile: StepProfile, slot: Slot, placement: Placement) -> Timing:
-    return profile.timing(slot.layer, computed_as(placement, slot.layer))
+    return profile.timing(slot.layer, computed_as(placement))
 
 
 def _saved(

@@ -11,7 +11,7 @@ from tba_offload.adapt.profiler import profile_of
 from tba_offload.capture.scope import ActivationKey, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTrace, Treatment
 from tba_offload.config.policy import Placement
-from tba_offload.placements.share import staying
+from tba_offload.placements import staying
 
 if TYPE_CHECKING:
     from tba_offload.plan.profile import StepProfile

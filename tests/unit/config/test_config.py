@@ -30,8 +30,8 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 UNITS = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
 TOP_KEYS = "default, layers, budget, store, states, weights, on_full, on_slow, min_tensor_bytes"
 PLACEMENTS = (
-    "'keep', 'offload', 'recompute', 'recompute-offload', 'recompute-except-attention', 'offload-remat', "
-    "'auto' or 'offload-N%'"
+    "one of keep, offload, recompute, recompute-offload, recompute-except-attention, offload-remat, "
+    "auto, offload-N%"
 )
 STORE_KEYS = (
     "kind, directories, capacity, host_capacity, write_bytes_per_day, checksum, stall_seconds, readers, "
@@ -601,7 +601,7 @@ def test_python_users_get_the_same_errors(arguments: dict[str, object], message:
 
 
 def test_errors_name_arguments_that_were_given_by_position() -> None:
-    with pytest.raises(ConfigError, match=r"^default: must be 'keep'"):
+    with pytest.raises(ConfigError, match=r"^default: must be one of keep, "):
         OffloadConfig("no")  # type: ignore[arg-type]
 
 

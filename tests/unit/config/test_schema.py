@@ -9,15 +9,12 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba_offload import cli
 from tba_offload.config import OffloadConfig
 from tba_offload.config.schema import URL, policy_schema
 from tba_offload.errors import ConfigError
-from tba_offload.placements import Placement, register, unregister
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
@@ -60,10 +57,6 @@ layers: [{match: 0, placement: keep}, {match: last 2, placement: recompute}]
 layers: [{match: 0, placement: offload-1%}, {match: last 2, placement: offload-99%}]
 min_tensor_bytes: 0
 """.strip().splitlines()
-
-
-class Mine(Placement):
-    travels = False
 
 
 def problems(document: object) -> list[str]:
@@ -123,17 +116,6 @@ def test_what_the_package_reads_follows_the_schema(settings: list[tuple[list[str
     except ConfigError:
         return
     assert problems(document) == []
-
-
-def test_the_command_prints_it_with_what_is_registered() -> None:
-    mine = register(Mine("mine"))
-    try:
-        result = CliRunner().invoke(cli.main, ["schema"])
-        assert problems({"default": "mine"}) == []
-    finally:
-        unregister(mine)
-    assert "mine" in json.loads(result.stdout)["properties"]["default"]["anyOf"][0]["enum"]
-    assert problems({"default": "mine"}) != []
 
 
 def test_the_documentation_has_it() -> None:

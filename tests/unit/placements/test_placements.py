@@ -1,4 +1,4 @@
-"""A placement is an object with one method: adding one needs no other file."""
+"""Placements by name, and layers of which a share of the bytes is offloaded."""
 
 from __future__ import annotations
 
@@ -8,148 +8,117 @@ from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
-from harness import assert_all_given_back, config_for, session_for
+from harness import Drive, assert_all_given_back, session_for
+from hypothesis import given
+from hypothesis import strategies as st
 from models import assert_same_history, make_model, train
+from profiles import KEEP, MIB, OFFLOAD, RECOMPUTE, make_profile
 
 import tba_offload as tba
+from tba_offload import Placement
 from tba_offload.cli import main
-from tba_offload.config import read_config
-from tba_offload.config.policy import Placement, Rule
-from tba_offload.placements import register, unregister
+from tba_offload.placements import Staying, staying
 from tba_offload.plan.bandwidth import Bandwidth
-from tba_offload.plan.describe import explain
-from tba_offload.plan.model import Plan
-from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.plan.model import Limits, Plan
+from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
-from tba_offload.report.log_reader import read_run_log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-    from tba_offload.placements import Ways
-    from tba_offload.placements.base import Result_co
+HALF = Placement("offload-50%")
 
-LAYERS = 4
-
-
-class Alternating(Placement):
-    """Layers with an even number travel, the others are recomputed."""
-
-    travels = True
-    recomputes = True
-
-    def take(self, ways: Ways[Result_co]) -> Result_co:
-        return ways.recompute() if ways.layer % 2 else ways.offload()
+sizes = st.lists(st.integers(1, 1 << 40), min_size=1, max_size=40)
 
 
-@pytest.fixture
-def alternating() -> Iterator[Placement]:
-    placement = register(Alternating("alternating"))
-    yield placement
-    unregister(placement)
+@given(sizes, sizes, st.integers(1, 99))
+def test_the_share_is_met_by_each_beginning(nbytes: list[int], others: list[int], percent: int) -> None:
+    stays = staying(nbytes, percent)
+    away = (100 - percent) * sum(nbytes) - 100 * sum(nbytes[number] for number in stays)
+    assert abs(away) <= 50 * max(nbytes)
+    assert stays == {number for number in staying([*nbytes, *others], percent) if number < len(nbytes)}
+    rule = Staying(percent)  # what has no size counts neither way
+    assert stays == {n for n, size in enumerate(nbytes) if (rule.stays(0), rule.stays(size))[1]}
 
 
-def profile() -> StepProfile:
-    layers, size = range(LAYERS), 1 << 20
-    forward = [Slot(layer, 0, False, 0.0) for layer in layers]
-    backward = [Slot(layer, 0, True, 0.0) for layer in reversed(layers)]
-    return StepProfile(
-        kinds=(LayerKind((Saved(size, 0.5, 0.5), Saved(size, 0.9, 0.1)), 0, size // 4),),
-        layers=(0,) * LAYERS,
-        timings=({Placement.OFFLOAD: Timing(0.01, 0.02), Placement.KEEP: Timing(0.01, 0.02)},),
-        slots=(*forward, *backward),
-    )
+def test_equal_tensors_stay_in_turn() -> None:
+    assert staying([MIB] * 8, 50) == {1, 3, 5, 7}
+    assert staying([MIB] * 8, 75) == {2, 6}
+    assert staying([MIB], 50) == set()
 
 
-def test_training_goes_the_way_that_a_placement_says(alternating: Placement) -> None:
-    expected = train(make_model(layers=LAYERS))
-    model = make_model(layers=LAYERS)
-    with session_for(model, default=alternating) as session:
-        assert_same_history(train(model, session), expected)
-        record = session.report()[-1]
-        ran = [scope.placement for scope in session.capture.trace.scopes]
-        told = {step.recomputed_scopes for step in session.report()}
-        seen = {activation.key.scope.layer for activation in session.capture.trace.activations}
-        assert_all_given_back(session)
-    assert seen == {0, 2}
-    assert ran == ["offload", "recompute"] * 2  # as each layer ran
-    assert told == {2}
-    assert record.offloaded_bytes or record.forwarded_bytes
+@pytest.mark.parametrize("placement", [*Placement, HALF, Placement("offload-7%")], ids=str)
+def test_a_placement_is_its_name(placement: Placement) -> None:
+    assert Placement(placement.value) is copy.deepcopy(placement) is placement
+    assert pickle.loads(pickle.dumps(placement)) is placement
+    assert f"{placement}" == placement.value == placement
+    assert {placement: 1}[placement.value] == 1  # type: ignore[index]
 
 
-class OddLayers(Placement):
-    """Layers with an odd number travel, the others stay."""
-
-    travels = True
-
-    def take(self, ways: Ways[Result_co]) -> Result_co:
-        return ways.offload() if ways.layer % 2 else ways.keep()
+def test_a_share_is_a_placement() -> None:
+    assert [Placement(f"offload-{n}%").percent for n in range(1, 100)] == list(range(1, 100))
+    assert HALF.is_offloaded
+    assert HALF not in list(Placement)
 
 
-def test_a_layer_that_it_keeps_is_not_taken_for_one_that_saves_nothing(tmp_path: Path) -> None:
-    placement, log = register(OddLayers("odd-layers")), tmp_path / "run.jsonl"
-    model = make_model(layers=LAYERS)
-    policy = config_for(default=Placement.AUTO, rules=(Rule("0-1", placement),))
-    try:
-        with tba.attach(model, policy, run_log=log, measure_memory=False) as session:
-            train(model, session, steps=5)
-    finally:
-        unregister(placement)
-    event = [event for event in read_run_log(log).others if event["event"] == "plan"][-1]
-    assert event["policy"] == ["odd-layers", "odd-layers", "auto", "auto"]
-    saved = [StepProfile.from_json(event["profile"]).kind_of(layer).nbytes for layer in range(LAYERS)]
-    assert saved == [saved[-1]] * LAYERS > [0] * LAYERS
+@pytest.mark.parametrize(
+    "word", ["offload-0%", "offload-100%", "offload-05%", "offload-5.5%", "offload-50", "offload-N%", "Keep"]
+)
+def test_other_words_are_errors_that_list_the_names(word: str) -> None:
+    with pytest.raises(ValueError, match=r"is not one of keep, .*auto, offload-N%"):
+        Placement(word)
+    with pytest.raises(tba.ConfigError, match=r"offload-N%"):
+        tba.OffloadConfig.from_yaml(f"default: {word}")
 
 
-def test_the_simulator_and_the_words_go_the_same_way(alternating: Placement) -> None:
-    drive, layers = Bandwidth(1e9, 1e9), range(LAYERS)
-    mixed = tuple(Placement.RECOMPUTE if layer % 2 else Placement.OFFLOAD for layer in layers)
-    plan, same = Plan((alternating,) * LAYERS), Plan(mixed)
-    assert simulate(profile(), plan, drive) == simulate(profile(), same, drive)
-    for layer in layers:
-        assert explain(profile(), plan, drive, layer) == explain(profile(), same, drive, layer)
-        assert profile().timing(layer, alternating) == profile().timing(layer, mixed[layer])
-
-
-def test_policies_know_it_by_its_name(alternating: Placement, tmp_path: Path) -> None:
+def test_policies_and_commands_know_shares(tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
-    policy.write_text("default: alternating\nlayers: [{match: '0', placement: keep}]\n")
-    config = read_config(policy)
-    assert config.default is alternating
-    assert "default: alternating" in config.to_yaml()
+    policy.write_text("default: offload-50%\nlayers: [{match: last 1, placement: offload-25%}]\n")
+    config = tba.load_config(policy)
+    assert config.default is HALF
+    assert tba.OffloadConfig.from_yaml(config.to_yaml()) == config
     done = CliRunner().invoke(main, ["check", str(policy), "--layers", "3"])
     assert done.exit_code == 0
-    assert "alternating" in done.output
+    assert "offload-50%" in done.output
+    assert "offload-25%" in done.output
 
 
-def test_a_placement_is_one_object(alternating: Placement) -> None:
-    for placement in Placement:
-        assert Placement(placement.value) is placement
-        assert copy.deepcopy(placement) is pickle.loads(pickle.dumps(placement)) is placement
-        assert f"{placement}" == placement.value == str(placement)
-    assert alternating in list(Placement)
-    assert repr(alternating) == "Placement('alternating')"
+@pytest.mark.parametrize("percent", [25, 75])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_training_keeps_its_bits(percent: int, micro_batches: int) -> None:
+    expected = train(make_model(layers=4), micro_batches=micro_batches)
+    model = make_model(layers=4)
+    with session_for(model, default=Placement(f"offload-{percent}%")) as session:
+        assert_same_history(train(model, session, micro_batches=micro_batches), expected)
+        assert_all_given_back(session)
 
 
-def test_a_name_is_given_once_and_forgotten_names_are_unknown() -> None:
-    with pytest.raises(ValueError, match="'keep' is known already"):
-        register(Alternating("keep"))
-    with pytest.raises(ValueError, match=r"'alternating' is not one of keep, offload, .*auto"):
-        Placement("alternating")
-    with pytest.raises(ValueError, match="is not one of"):
-        Placement(3)  # type: ignore[arg-type]
+def test_the_smaller_the_share_the_more_stays() -> None:
+    kept, moved = [], []
+    for word in ("offload", "offload-66%", "offload-33%"):
+        model, options = make_model(layers=8), {"in_flight": 1 << 16, "on_slow": "wait"}
+        with session_for(model, drive=Drive(), default=Placement(word), **options) as session:
+            train(model, session, steps=2)
+            record = session.report()[-1]
+        kept.append(record.kept_bytes)
+        moved.append(record.offloaded_bytes + record.forwarded_bytes)
+    assert kept == sorted(set(kept))
+    assert len({sum(both) for both in zip(kept, moved, strict=True)}) == 1
 
 
-class Silent(Placement):
-    pass
-
-
-def test_a_placement_that_says_nothing_keeps() -> None:
-    model, placement = make_model(layers=2), register(Silent("silent"))
-    try:
-        with session_for(model, default=placement) as session:
-            train(model, session)
-            assert session.report()[-1].offloaded_bytes == 0
-    finally:
-        unregister(placement)
+def test_the_planner_finds_the_share_that_the_drive_has_time_for() -> None:
+    profile = make_profile(4, sizes=(MIB,) * 16, forward=0.1, backward=0.2)
+    drive = Bandwidth(80 * MIB, 80 * MIB)  # half of what layers save in their time
+    budget = int(0.6 * simulate(profile, Plan((KEEP,) * 4), drive).peak_bytes)
+    plan = make_plan(profile, drive, Limits(budget), policy=(Placement.AUTO,) * 4)
+    assert any(40 <= placement.percent <= 60 for placement in plan.placements)
+    found = simulate(profile, plan, drive)
+    whole = (
+        simulate(profile, Plan((way,) * (4 - kept) + (KEEP,) * kept, window=window * MIB), drive)
+        for way in (OFFLOAD, RECOMPUTE)
+        for kept in range(4)
+        for window in (3, 12, 48)
+    )
+    fastest = min(each.seconds for each in whole if each.peak_bytes <= budget)
+    assert found.peak_bytes <= budget
+    assert found.seconds < 0.95 * fastest
