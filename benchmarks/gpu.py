@@ -37,13 +37,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import gpu_timeline
 import torch
 from gpt_runner import dtype_option
 from gpu_ways import OURS, WAYS, Figures, Places, Size, Subject, Way, deterministic, directory_in, make_way
 from rich.console import Console
 from rich.table import Table
-from torch.profiler import ProfilerActivity
 
 from tba_lab.demo.dtype import choose_dtype, instruction_set
 from tba_lab.demo.race import Spread, measures_memory, paired_ratio, turns
@@ -103,7 +101,6 @@ class Settings:
     drive: Path
     tmpfs: Path
     output: Path
-    timeline: tuple[str, ...]
 
 
 class TooSlowError(Exception):
@@ -167,31 +164,6 @@ class Contest:
                 self._drop_the_slow(left / (LEAST_ROUNDS - 2 + PROOF_ROUNDS))
             if left < 0 and number + 1 >= LEAST_ROUNDS:
                 break
-
-    def record_timelines(self, folder: Path) -> dict[str, Any]:
-        """One more step of some ways, as trace and picture; what the lanes come to."""
-        activities = {ProfilerActivity.CPU}
-        if self.subject.device.torch_device.type == "cuda":
-            activities.add(ProfilerActivity.CUDA)
-        found = {}
-        for name in self.settings.timeline:
-            way = self.ways.get(name)
-            if way is None or way.session is None:
-                continue
-            try:
-                stem = folder / f"timeline-{self.subject.size}-{slug(name)}"
-                lanes = gpu_timeline.record(
-                    lambda name=name: self._step(name, 0, measure_memory=False),
-                    way.session.store,
-                    activities,
-                    stem.with_suffix(".json.gz"),
-                )
-                found[name] = gpu_timeline.summary(lanes)
-                with contextlib.suppress(ModuleNotFoundError):
-                    gpu_timeline.draw(lanes, f"{name}, {self.subject.size}", stem.with_suffix(".png"))
-            except Exception as error:  # noqa: BLE001 - a trace is an extra: the figures are measured by now
-                found[name] = {"error": f"{type(error).__name__}: {error}"}
-        return found
 
     def close(self) -> None:
         """End all sessions."""
@@ -513,7 +485,6 @@ def run_size(settings: Settings, size: Size, folder: Path, machine: Figures) -> 
         try:
             contest.enter(tiers)
             contest.run()
-            timelines = {} if contest.interrupted else contest.record_timelines(folder)
             write_logs(contest, folder / "runs", machine)
             return {
                 "size": str(size),
@@ -526,7 +497,6 @@ def run_size(settings: Settings, size: Size, folder: Path, machine: Figures) -> 
                 "tiers": tiers,
                 "rows": rows_of(contest, tiers),
                 "left_out": contest.left_out,
-                "timelines": timelines,
                 "interrupted": contest.interrupted,
                 "steps": contest.steps,
             }
@@ -593,14 +563,6 @@ def megatron_is_there() -> bool:
 @click.option("--tmpfs", default="/dev/shm", show_default=True, help="A directory in memory.")  # noqa: S108
 @click.option("--output", default="benchmarks/results", show_default=True, help="Where results go.")
 @click.option(
-    "--timeline",
-    type=click.Choice(OURS),
-    multiple=True,
-    default=("host", "tmpfs"),
-    show_default=True,
-    help="Of which ways to record one more step.",
-)
-@click.option(
     "--quick", is_flag=True, help=f"{QUICK[0]}, and no further round after {QUICK_MINUTES:g} minutes."
 )
 def main(
@@ -617,7 +579,6 @@ def main(
     drive: str,
     tmpfs: str,
     output: str,
-    timeline: tuple[str, ...],
     quick: bool,
 ) -> None:
     """Race the ways of keeping activations on a GPU."""
@@ -643,7 +604,6 @@ def main(
             drive=on_drive,
             tmpfs=in_memory,
             output=Path(output),
-            timeline=timeline,
         )
         document = run(settings)
     broken = [

@@ -4,7 +4,6 @@
     python benchmarks/states.py DIRECTORY --rows 1024     # steps: forward, backward and update
     python benchmarks/states.py DIRECTORY --deepspeed     # beside DeepSpeed's ZeRO-3: zero_lane.py
     python benchmarks/states.py DIRECTORY --device cuda --store host    # on a GPU, states in host memory
-    python benchmarks/states.py --simulate h100           # where to update, by a model: update_lanes.py
 
 Lanes take turns in one process, each with parameters and an optimizer of its own and the same gradients: the
 plain optimizer, the same once more as a control, and one whose states are offloaded. Printed are the seconds
@@ -43,9 +42,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import update_lanes
 import zero_lane
-from update_lanes import MACHINES
 
 import tba_offload as tba
 from tba_lab.demo.race import Spread, paired_ratio
@@ -348,10 +345,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", type=Path, nargs="?", help="a directory on the drive")
-    parser.add_argument(
-        "--simulate", choices=MACHINES, help="measure nothing; say where updates would be made"
-    )
+    parser.add_argument("directory", type=Path, help="a directory on the drive")
     parser.add_argument("--matrices", type=int, default=48, help="parameters (default %(default)s)")
     parser.add_argument(
         "--width", type=int, default=1024, help="rows and columns of each (default %(default)s)"
@@ -391,11 +385,6 @@ def main() -> None:
         help="a lane of DeepSpeed, or one for each JSON object of settings of its aio",
     )
     arguments = parser.parse_args()
-    if arguments.simulate:
-        update_lanes.show(MACHINES[arguments.simulate])
-        return
-    if arguments.directory is None:
-        parser.error("a directory on the drive, or --simulate")
     if arguments.deepspeed is not None:
         try:
             zero_lane.require()

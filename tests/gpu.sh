@@ -17,7 +17,6 @@
 #     tests      120 s  all that is marked gpu but what the next two have, by JOBS processes at once, 8 by default
 #     alone       70 s  those whose times or peaks other processes would change
 #     compiled   100 s  compiled layers, and other allocators: processes and compilers of their own
-#     link       150 s  benchmarks/link.py; likewise
 #     states      90 s  benchmarks/states.py: steps whose backward covers what travels
 #     sanitizer  190 s  the tests of orderly access once more, under compute-sanitizer if that is there
 #     benchmark  560 s  benchmarks/gpu.py; likewise
@@ -28,7 +27,7 @@
 #     1. here:  bash tests/gpu.sh download WHEELS
 #     2. there: bash tests/gpu.sh run WHEELS RESULTS doctor smoke                  within 2:50 min
 #     3. there: bash tests/gpu.sh run WHEELS RESULTS quick tests alone compiled    within 9:05 min
-#     4. there, another time: bash tests/gpu.sh run WHEELS RESULTS link states sanitizer    within 7:10 min
+#     4. there, another time: bash tests/gpu.sh run WHEELS RESULTS states sanitizer    within 4:40 min
 #     5. there, another time: bash tests/gpu.sh run WHEELS RESULTS benchmark         within 9:20 min
 # Mend what the second step found before going on; LIMIT=seconds replaces the limit of every step, and ARGUMENTS go
 # to pytest, or to the benchmark: ARGUMENTS='-x -k host', ARGUMENTS='--size 8192x4x4096x1 --model torch'.
@@ -134,11 +133,6 @@ do_step() {
         ;;
     compiled)
         limited 100 "${TESTS[@]}" "${TOGETHER[@]}" -k "$APART" --durations=10 "${arguments[@]}"
-        ;;
-    link)
-        folder=$(mktemp -d)
-        packing "$folder" "$results/$1.tar.gz" limited 150 "$PYTHON" benchmarks/link.py \
-            --output "$folder/link.json" "${arguments[@]}"
         ;;
     states)
         limited 90 "$PYTHON" benchmarks/states.py "${DRIVE:-.}" "${STATES[@]}" "${arguments[@]}"

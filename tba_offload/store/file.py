@@ -56,8 +56,8 @@ _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 JOINED_BYTES = 4 << 20
 """Bytes. Neighbouring extents go together up to this.
 
-Processor time of the I/O thread for each written extent, by itself and so joined (``benchmarks/batches.py``,
-EPYC, O_DIRECT): 35 and 8 us at 64 KiB, 52 and 22 at 256 KiB, 115 and 83 at 1 MiB, no gain at 4 MiB.
+Processor time of the I/O thread for each written extent, by itself and so joined (EPYC,
+O_DIRECT): 35 and 8 us at 64 KiB, 52 and 22 at 256 KiB, 115 and 83 at 1 MiB, no gain at 4 MiB.
 """
 
 

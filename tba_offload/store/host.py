@@ -28,8 +28,8 @@ SLAB_BYTES = 64 << 20
 JOINED_BYTES = 16 << 20
 """Bytes. Neighbouring extents are copied together up to this, between a device and pinned memory.
 
-Waking the thread after each copy takes longer than a small copy. On an H200 (``benchmarks/link.py``, two
-threads) extents of 4 MiB that went one by one used half of the link: 25 GB/s of 52; those of 64 MiB used all.
+Waking the thread after each copy takes longer than a small copy. On an H200 with two
+threads extents of 4 MiB that went one by one used half of the link: 25 GB/s of 52; those of 64 MiB used all.
 """
 
 _NAME = "host memory"

@@ -23,8 +23,8 @@ TOGETHER_BYTES = 1 << 20
 EXTENT_BYTES = 32 << 20
 """Bytes. A larger activation lies on several drives, where its parts need no padding.
 
-Time of a step that waits for its drives, by that with whole extents, in a simulation of layers of 1.07 GB
-(``benchmarks/extents.py``): on four drives 0.97 with a window of two layers, 0.93 of one and 0.54 of half a
+Time of a step that waits for its drives, by that with whole extents, in a simulation of layers of 1.07 GB:
+on four drives 0.97 with a window of two layers, 0.93 of one and 0.54 of half a
 layer, on eight 0.93, 0.50 and 0.32, on two 1.00, 1.00 and 0.97. 16 MiB gain 0.01 more.
 """
 

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 sys.path.append(str(BENCHMARKS))  # behind all others: it has an io.py
 
-import link
 import store_contract
 from around import put_around
 from store_contract import StoreContract
@@ -512,30 +511,6 @@ def test_copies_of_both_directions_go_at_once() -> None:
     device.copy(there[1], here[1], after)
     assert out.is_alive()
     out.join()
-
-
-def test_transfers_of_a_store_end_in_order(tmp_path: Path) -> None:
-    """By the benchmark of the link. Of two threads the scheduler may halt one before it gives its copy."""
-    settings = link.Settings(
-        device=device_of(LAG),
-        stores=link.STORES,
-        threads=(1, 2),
-        sizes=(MIB,),
-        amount=4 * MIB,
-        rounds=1,
-        width=32,
-        directory=tmp_path,
-    )
-    told: list[int] = []
-    with lagging.late(copies=0.02):
-        document = link.run(settings, lambda found: told.append(len(found["rows"])))
-    assert told == [3, 6, 9, 12]
-    for row in document["rows"]:
-        assert row["places"] == 0 or row["threads"] > 1
-        assert row["of_bound"] > 0
-        assert row["reserved_bytes"] >= row["allocated_bytes"] >= 5 * MIB
-    assert json.dumps(document)
-    assert link.table_of(document).row_count == 12
 
 
 def test_transfers_between_a_drive_and_the_device_end_in_order(

@@ -6,14 +6,13 @@ their number says what a hook costs better than a clock on a busy machine does.
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from calls import Calls
 from harness import KIB, MIB, assert_all_given_back, session_for
-from places import BENCHMARKS
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tba_offload.session import Session
-
-sys.path.append(str(BENCHMARKS))  # after all others: it has an io.py
-
-from calls import Calls
 
 SAVED = 256
 ONE = 64 * KIB
