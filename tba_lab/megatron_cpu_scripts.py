@@ -353,7 +353,7 @@ def _installed_helpers() -> str | None:
 
 
 if __name__ == "__main__":
-    from tba_offload.megatron.script import enter, run
+    from tba_offload.megatron.launch import enter, run
 
     entered = enter(sys.argv[1:])
     install_for_scripts()

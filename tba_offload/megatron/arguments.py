@@ -1,131 +1,123 @@
 """The flags of Megatron-LM's training scripts: one argparse group, and what it makes of the policy file.
 
-Flags begin with ``--tba-`` and override the file. Offloading is on when any of them is given. What cannot go
-together with it is refused when the command line is read, before a process group or a model exists.
+Flags begin with ``--tba-`` and override the file. Offloading is on when any of them is given. Settings that
+do not go together with offloading are refused when the command line is read, before a process group exists.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tba_offload.config import OffloadConfig, StatesConfig, load_config, parse_size
-from tba_offload.config.policy import Objective, Placement
-from tba_offload.config.store import kinds
+from tba_offload.config import OffloadConfig, StatesConfig, load_config
+from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, StoreError
 from tba_offload.store.hanging import ask
 from tba_offload.store.run_file import check_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
 
-@dataclass(frozen=True, slots=True)
-class Conflict:
+_FILE, _SIZE = {"metavar": "FILE"}, {"metavar": "SIZE"}
+_DIRECTORIES = {"metavar": "DIR", "nargs": "+"}
+_STEPS = {"metavar": "STEP", "nargs": "+", "type": int}
+_SWITCH = {"action": argparse.BooleanOptionalAction, "default": None}
+_STATES = {"choices": ("keep", "offload")}
+
+_FLAGS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    ("policy", "", _FILE, "Policy in YAML."),
+    ("placement", "default", {"metavar": "PLACEMENT"}, "Placement of layers that no rule matches."),
+    ("directory", "store.directories", _DIRECTORIES, "One for each drive; ranks of a node share them out."),
+    ("activation-bytes", "budget.activation_bytes", _SIZE, "Most bytes of resident activations: 12GiB."),
+    ("device-bytes", "budget.device_bytes", _SIZE, "Most bytes on each rank's device, with weights."),
+    ("in-flight-bytes", "budget.in_flight_bytes", _SIZE, "Most bytes in flight, such as 1GiB."),
+    ("objective", "budget.objective", {"metavar": "GOAL"}, "What layers placed auto are planned for."),
+    ("store", "store.kind", {"metavar": "KIND"}, "Kind of store."),
+    ("host-capacity", "store.host_capacity", _SIZE, "Host memory for what drives have no time for."),
+    ("checksum", "store.checksum", _SWITCH, "Compare bytes that are read with those written (default)."),
+    ("optimizer-states", "states", _STATES, "Where optimizer states are between updates."),
+    ("run-log", "", _FILE, "Run log; each of several ranks has its own, run.rank0.jsonl and so on."),
+    ("trace-steps", "", _STEPS, "Steps, from 1, that the run log tells over time, for tba-offload timeline."),
+)
+"""Name of a flag, the setting that it overrides, its options for argparse, its help."""
+
+
+class Conflict(NamedTuple):
     """A setting of Megatron that does not go together with offloading.
 
     Attributes:
-        name: The attribute of Megatron's arguments; a release that lacks it has no such setting.
-        taken: Whether a value of it is in the way.
-        flag: What to change on the command line.
-        why: Why.
-        instead: What to do otherwise than to change that.
+        flag: The flag, with its value where only that is in the way.
+        why: The reason.
+        allowed: Other values that are not in the way.
+        instead: What to do instead of removing the flag.
     """
 
-    name: str
-    taken: Callable[[Any], bool]
     flag: str
     why: str
+    allowed: tuple[str, ...] = ("none",)
     instead: str = "the --tba- flags"
 
+    @property
+    def name(self) -> str:
+        """The attribute of Megatron's arguments; a release that lacks it has no such setting."""
+        return self.flag.partition(" ")[0].removeprefix("--").replace("-", "_")
+
+    def is_in_the_way(self, arguments: argparse.Namespace) -> bool:
+        """Return True if the setting has a value that does not go together with offloading."""
+        value = getattr(arguments, self.name, None)
+        return bool(value) and value not in self.allowed
+
+
+_SAME_ACTIVATIONS, _SAME_STATES = "it moves the same activations", "it moves the same states"
+_GRAPH = "a graph fixes the addresses of activations"
+_OUTSIDE = "it uses activations outside of backward"
+_FSDP = "it is not supported yet"
+_KEEP_MASTERS = "set states.masters to keep in the policy"
 
 CONFLICTS = (
     Conflict(
-        "recompute_granularity",
-        lambda value: value == "full",
         "--recompute-granularity full",
         "it recomputes whole layers on its own; place layers recompute in the policy instead",
+        ("selective",),
     ),
-    Conflict("cpu_offloading", bool, "--cpu-offloading", "it moves the same activations"),
+    Conflict("--cpu-offloading", _SAME_ACTIVATIONS),
+    Conflict("--cpu-offloading-num-layers", _SAME_ACTIVATIONS),
+    Conflict("--fine-grained-activation-offloading", _SAME_ACTIVATIONS),
+    Conflict("--moe-paged-stash", _SAME_ACTIVATIONS),
+    Conflict("--enable-cuda-graph", _GRAPH),
+    Conflict("--external-cuda-graph", _GRAPH),
+    Conflict("--cuda-graph-impl", _GRAPH),
     Conflict(
-        "cpu_offloading_num_layers", bool, "--cpu-offloading-num-layers", "it moves the same activations"
-    ),
-    Conflict(
-        "fine_grained_activation_offloading",
-        bool,
-        "--fine-grained-activation-offloading",
-        "it moves the same activations",
-    ),
-    Conflict("enable_cuda_graph", bool, "--enable-cuda-graph", "a graph fixes the addresses of activations"),
-    Conflict(
-        "external_cuda_graph", bool, "--external-cuda-graph", "a graph fixes the addresses of activations"
-    ),
-    Conflict(
-        "cuda_graph_impl",
-        lambda value: value not in {None, "none"},
-        "--cuda-graph-impl",
-        "a graph fixes the addresses of activations",
-    ),
-    Conflict(
-        "overlap_moe_expert_parallel_comm",
-        bool,
         "--overlap-moe-expert-parallel-comm",
         "it runs layers in pieces that belong to different micro-batches",
     ),
-    Conflict(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        bool,
-        "--overlap-dispatch-backward-with-experts-wgrad",
-        "it uses activations outside of backward",
-    ),
-    Conflict("moe_paged_stash", bool, "--moe-paged-stash", "it moves the same activations"),
-    Conflict(
-        "yaml_cfg", bool, "--yaml-cfg", "it makes Megatron ignore the command line, these flags included"
-    ),
-    Conflict("delay_wgrad_compute", bool, "--delay-wgrad-compute", "it uses activations outside of backward"),
-    Conflict("use_megatron_fsdp", bool, "--use-megatron-fsdp", "it is not supported yet"),
-    Conflict("use_custom_fsdp", bool, "--use-custom-fsdp", "it is not supported yet"),
-    Conflict("use_torch_fsdp2", bool, "--use-torch-fsdp2", "it is not supported yet"),
+    Conflict("--overlap-dispatch-backward-with-experts-wgrad", _OUTSIDE),
+    Conflict("--delay-wgrad-compute", _OUTSIDE),
+    Conflict("--yaml-cfg", "it makes Megatron ignore the command line, these flags included"),
+    Conflict("--use-megatron-fsdp", _FSDP),
+    Conflict("--use-custom-fsdp", _FSDP),
+    Conflict("--use-torch-fsdp2", _FSDP),
 )
 
 STATES_CONFLICTS = (
-    Conflict(
-        "use_precision_aware_optimizer",
-        bool,
-        "--use-precision-aware-optimizer",
-        "it keeps states in a form of its own",
-    ),
-    Conflict("optimizer_cpu_offload", bool, "--optimizer-cpu-offload", "it moves the same states"),
-    Conflict("offload_optimizer_states", bool, "--offload-optimizer-states", "it moves the same states"),
-    Conflict(
-        "rl_offload_optimizer_during_inference",
-        bool,
-        "--rl-offload-optimizer-during-inference",
-        "it moves the same states",
-    ),
-    Conflict("optimizer_cuda_graph", bool, "--optimizer-cuda-graph", "a graph fixes the addresses of states"),
-    Conflict(
-        "optimizer",
-        lambda value: value not in {None, "adam", "sgd"},
-        "--optimizer",
-        "states of adam and sgd alone are offloaded",
-    ),
+    Conflict("--use-precision-aware-optimizer", "it keeps states in a form of its own"),
+    Conflict("--optimizer-cpu-offload", _SAME_STATES),
+    Conflict("--offload-optimizer-states", _SAME_STATES),
+    Conflict("--rl-offload-optimizer-during-inference", _SAME_STATES),
+    Conflict("--optimizer-cuda-graph", "a graph fixes the addresses of states"),
+    Conflict("--optimizer", "states of adam and sgd alone are offloaded", ("adam", "sgd")),
 )
 """Settings that do not go together with offloaded optimizer states."""
 
-_KEEP_MASTERS = "set states.masters to keep in the policy"
-
 MASTERS_CONFLICTS = (
-    Conflict(
-        "log_params_norm", bool, "--log-params-norm", "it computes with all masters at once", _KEEP_MASTERS
-    ),
-    Conflict("qk_clip", bool, "--qk-clip", "it changes masters after the update", _KEEP_MASTERS),
+    Conflict("--log-params-norm", "it computes with all masters at once", instead=_KEEP_MASTERS),
+    Conflict("--qk-clip", "it changes masters after the update", instead=_KEEP_MASTERS),
 )
-"""Settings that do not go together with masters that are offloaded."""
+"""Settings that do not go together with offloaded masters."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -139,70 +131,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "activation offloading (tba-offload)",
         "On when any of these flags is given; flags override the policy.",
     )
-    group.add_argument("--tba-policy", metavar="FILE", help="Policy in YAML.")
-    group.add_argument(
-        "--tba-placement",
-        type=_placement,
-        metavar="PLACEMENT",
-        help="Placement of layers that no rule of the policy matches.",
-    )
-    group.add_argument(
-        "--tba-directory",
-        metavar="DIR",
-        nargs="+",
-        help="Where offloaded bytes go, one directory for each drive; ranks of a node share them out.",
-    )
-    group.add_argument(
-        "--tba-activation-bytes", metavar="SIZE", help="Most bytes of resident activations, such as 12GiB."
-    )
-    group.add_argument(
-        "--tba-device-bytes",
-        metavar="SIZE",
-        help="Most bytes on the device of each rank, weights and gradients included, such as 70GiB.",
-    )
-    group.add_argument("--tba-in-flight-bytes", metavar="SIZE", help="Most bytes in flight, such as 1GiB.")
-    group.add_argument(
-        "--tba-objective",
-        choices=[objective.value for objective in Objective],
-        help="What layers placed auto are planned for.",
-    )
-    group.add_argument("--tba-store", choices=kinds(), help="Kind of store.")
-    group.add_argument(
-        "--tba-host-capacity",
-        metavar="SIZE",
-        help="Host memory of each rank for what the drives have no time for, such as 16GiB.",
-    )
-    group.add_argument(
-        "--tba-checksum",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="Compare bytes that are read from drives with those written; on unless told otherwise.",
-    )
-    group.add_argument(
-        "--tba-optimizer-states",
-        choices=("keep", "offload"),
-        help="Whether the states of the optimizer lie in the store between updates.",
-    )
-    group.add_argument(
-        "--tba-run-log",
-        metavar="FILE",
-        help="Run log, such as run.jsonl; of several ranks each has its own, run.rank0.jsonl and so on. A "
-        "run that finds it used takes run.2.jsonl.",
-    )
-    group.add_argument(
-        "--tba-trace-steps",
-        metavar="STEP",
-        type=int,
-        nargs="+",
-        help="Steps of this run, from 1, that the run log tells over time, for tba-offload timeline.",
-    )
+    for name, _, options, text in _FLAGS:
+        group.add_argument(f"--tba-{name}", help=text, **options)
     _make_help_printable(parser)
-    _check_when_read(parser)
+    parse = parser.parse_known_args
+
+    def parse_and_check(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+        arguments, rest = parse(*args, **kwargs)
+        try:
+            if is_on(arguments):
+                _check(arguments, config_of(arguments))
+        except (ConfigError, StoreError) as error:
+            # Not error(), which prints a usage of thousands of lines first.
+            parser.exit(2, f"{parser.prog}: error: {error}\n")
+        return arguments, rest
+
+    # Every way of reading the command line ends in this method.
+    parser.parse_known_args = parse_and_check  # type: ignore[method-assign,assignment]
     return parser
 
 
 def is_on(arguments: argparse.Namespace) -> bool:
-    """Whether any of the flags was given."""
+    """Return True if any of the flags was given."""
     return any(value is not None for name, value in vars(arguments).items() if name.startswith("tba_"))
 
 
@@ -213,45 +163,45 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
         ConfigError: File or flags are wrong.
     """
     config = OffloadConfig() if arguments.tba_policy is None else load_config(Path(arguments.tba_policy))
-    if arguments.tba_placement is not None:
-        config = _placed(config, Placement(arguments.tba_placement))
-    budget = _given(
-        activation_bytes=_size("--tba-activation-bytes", arguments.tba_activation_bytes),
-        device_bytes=_size("--tba-device-bytes", arguments.tba_device_bytes),
-        in_flight_bytes=_size("--tba-in-flight-bytes", arguments.tba_in_flight_bytes),
-        objective=Objective(arguments.tba_objective) if arguments.tba_objective is not None else None,
-    )
-    store = _given(
-        kind=arguments.tba_store,
-        directories=_paths(arguments.tba_directory),
-        host_capacity=_size("--tba-host-capacity", arguments.tba_host_capacity),
-        checksum=arguments.tba_checksum,
-    )
-    return dataclasses.replace(
-        config,
-        lines=None if budget else config.lines,  # what a flag says stands in no line of the file
-        budget=dataclasses.replace(config.budget, **budget),
-        store=dataclasses.replace(config.store, **store),
-        states=_states(config, arguments.tba_optimizer_states),
-    )
+    given: dict[str, dict[str, Any]] = {"budget": {}, "store": {}}
+    for flag, setting, _, _ in _FLAGS:
+        section, _, name = setting.partition(".")
+        value = getattr(arguments, f"tba_{flag.replace('-', '_')}")
+        if name and value is not None:
+            given[section][name] = value
+    states = {"keep": None, "offload": config.states or StatesConfig(), None: config.states}
+    try:
+        if arguments.tba_placement is not None:
+            config = _placed(config, arguments.tba_placement)
+        return replace(
+            config,
+            lines=None if given["budget"] else config.lines,  # what a flag says stands in no line of the file
+            budget=replace(config.budget, **given["budget"]),
+            store=replace(config.store, **given["store"]),
+            states=states[arguments.tba_optimizer_states],
+        )
+    except ConfigError as error:
+        raise ConfigError(f"with the --tba- flags, {error}") from None
 
 
-def _states(config: OffloadConfig, wanted: str | None) -> StatesConfig | None:
-    """How states are offloaded: as the policy says, or the flag."""
-    if wanted is None:
-        return config.states
-    return None if wanted == "keep" else config.states or StatesConfig()
+def _placed(config: OffloadConfig, default: str) -> OffloadConfig:
+    """Return the configuration with another default; an objective of the file goes with the last ``auto``."""
+    config = replace(config, default=default)  # type: ignore[arg-type]
+    if Placement.AUTO in {config.default, *(rule.placement for rule in config.layers)}:
+        return config
+    return replace(config, budget=replace(config.budget, objective=None))
 
 
-def check_directories(config: OffloadConfig) -> None:
-    """Check that the store will find or make its directories on this node; none is made yet.
+def _check(arguments: argparse.Namespace, config: OffloadConfig) -> None:
+    """Check directories and Megatron's own settings.
 
     Raises:
-        StoreError: One is missing or cannot be reached.
+        ConfigError: A setting does not go together with offloading.
+        StoreError: A directory is missing or cannot be reached.
     """
-    for directory in config.store.directories:
-        place = str(directory)
-        ask(partial(check_directory, place), place, config.store.stall_seconds)
+    for directory in map(str, config.store.directories):
+        ask(partial(check_directory, directory), directory, config.store.stall_seconds)
+    refuse_conflicts(arguments, config)
 
 
 def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> None:
@@ -259,13 +209,13 @@ def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> No
 
     Args:
         arguments: All arguments.
-        config: What was made of ours.
+        config: What the flags and the policy say.
 
     Raises:
-        ConfigError: One of them does not go together with offloading; the message names its flag.
+        ConfigError: A setting does not go together with offloading; the message names its flag.
     """
     for conflict in _conflicts_of(config):
-        if conflict.taken(getattr(arguments, conflict.name, None)):
+        if conflict.is_in_the_way(arguments):
             raise ConfigError(
                 f"activation offloading does not go together with {conflict.flag}: {conflict.why}; remove "
                 f"{conflict.flag.partition(' ')[0]}, or {conflict.instead}"
@@ -289,59 +239,3 @@ def _make_help_printable(parser: argparse.ArgumentParser) -> None:
                 formatter._expand_help(action)
             except (KeyError, TypeError, ValueError):
                 action.help = action.help.replace("%", "%%")
-
-
-def _check_when_read(parser: argparse.ArgumentParser) -> None:
-    """Every way of reading the command line ends in this method of the parser."""
-    parse = parser.parse_known_args
-
-    def parse_and_check(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
-        arguments, rest = parse(*args, **kwargs)
-        if is_on(arguments):
-            try:
-                config = config_of(arguments)
-                check_directories(config)
-                refuse_conflicts(arguments, config)
-            except (ConfigError, StoreError) as error:
-                # Not error(), which prints a usage of thousands of lines first.
-                parser.exit(2, f"{parser.prog}: error: {error}\n")
-        return arguments, rest
-
-    parser.parse_known_args = parse_and_check  # type: ignore[method-assign,assignment]
-
-
-def _placement(word: str) -> str:
-    """Return the name of a placement.
-
-    Raises:
-        argparse.ArgumentTypeError: There is none of this name.
-    """
-    try:
-        return Placement(word).value
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _placed(config: OffloadConfig, default: Placement) -> OffloadConfig:
-    """Return the configuration with another default; an objective of the file goes with the last ``auto``."""
-    config = dataclasses.replace(config, default=default)
-    if Placement.AUTO in {default, *(rule.placement for rule in config.layers)}:
-        return config
-    return dataclasses.replace(config, budget=dataclasses.replace(config.budget, objective=None))
-
-
-def _given(**values: object) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _size(flag: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise ConfigError(f"{flag}: {error}") from None
-
-
-def _paths(directories: Sequence[str] | None) -> tuple[Path, ...] | None:
-    return None if directories is None else tuple(Path(directory) for directory in directories)

@@ -10,18 +10,23 @@ is the one that is imported.
 
 from __future__ import annotations
 
+import runpy
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import MissingDependencyError, TbaError, UnsupportedError
-from tba_offload.megatron.script import enter, run
+from tba_offload.errors import ConfigError, MissingDependencyError, TbaError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 CPU = "--cpu"
 """First argument: train on the CPU, with gloo; for trying things out."""
+
+_REMEDIES = dict.fromkeys(("psutil", "regex", "six", "tensorboard"), "'tba-offload[scripts]'") | {
+    "triton": "triton"
+}
+"""Packages that scripts of some releases import, and what to install for them."""
 
 
 def launch(arguments: Sequence[str]) -> None:
@@ -65,11 +70,27 @@ def prepare(arguments: Sequence[str]) -> Path:
     return path
 
 
-_REMEDIES = {
-    **dict.fromkeys(("psutil", "regex", "six", "tensorboard"), "'tba-offload[scripts]'"),
-    "triton": "triton",
-}
-"""Packages that scripts of some releases import, and what to install for them."""
+def enter(arguments: Sequence[str]) -> Path:
+    """Set the command line and the module path for a script and its arguments.
+
+    Returns:
+        The script.
+
+    Raises:
+        ConfigError: There is no such script.
+    """
+    script, *rest = arguments or [""]
+    path = Path(script)
+    if not path.is_file():
+        raise ConfigError(f"there is no script {script!r}; name pretrain_gpt.py of a Megatron-LM checkout")
+    sys.argv = [str(path), *rest]
+    sys.path.insert(0, str(path.resolve().parent))
+    return path
+
+
+def run(script: Path) -> None:
+    """Run a script that was entered as ``__main__``."""
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _why_missing(module: str, script: Path) -> TbaError | None:

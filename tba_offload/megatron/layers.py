@@ -5,35 +5,30 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tba_offload.capture.hooks import set_aside
+from tba_offload.capture.recipes import recipe
 from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
 from tba_offload.layers.randomness import Generator, generators_of
 from tba_offload.layers.stack import Layer, LayerStack, chunks_of
-from tba_offload.megatron.recipes import fused_functions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from tba_offload.capture.recipes import Finder, Maker, Recipe
 
     _Arguments = dict[int | str, Any]  # by position or name
 
 Output = TypeVar("Output")
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
-_MADE = object()  # stands for a tensor that a layer made
-
-
-@dataclass(frozen=True, slots=True)
-class _Argument:
-    """Stands for an argument that a layer returns as it is."""
-
-    key: int | str
 
 
 def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
@@ -169,10 +164,12 @@ def checkpoint_layer(forward: Callable[..., Output], /, *args: Any, **kwargs: An
         What ``forward`` returns: a tensor or a tuple of tensors and other things.
     """
     given: _Arguments = dict(enumerate(args)) | kwargs
-    inputs = {key: value for key, value in given.items() if _requires_grad(value)}
+    tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+    inputs = {key: tensor for key, tensor in tensors.items() if tensor.requires_grad}
     if not inputs and _trains(forward):
-        inputs = {key: value.detach().requires_grad_() for key, value in given.items() if _is_real(value)}
-        inputs = dict(itertools.islice(inputs.items(), 1))  # the hidden states come first
+        hidden_states = next((each for each in tensors.items() if each[1].is_floating_point()), None)
+        if hidden_states is not None:
+            inputs = {hidden_states[0]: hidden_states[1].detach().requires_grad_()}
     if not inputs or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # The closure must not hold the inputs, or offloading them could free nothing.
@@ -188,25 +185,38 @@ def _checkpoint(forward: Callable[..., Any], inputs: _Arguments, closed_over: _A
     same graph: its gradients are summed in the order in which they would be without recomputation.
     """
     names = tuple(inputs)
-    layout: list[Any] = []
+    layout: list[tuple[str, Any]] = []
     is_tuple = True
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         nonlocal is_tuple
         given = closed_over | dict(zip(names, tensors, strict=True))
+        positions = sorted(key for key in given if isinstance(key, int))
+        keywords = {key: value for key, value in given.items() if isinstance(key, str)}
         # The layers of Megatron switch gradients on for a part of a forward that runs without: what is
         # saved there is dropped at once, and hooks shall see the inputs only.
         with set_aside():
-            returned = _call(forward, given)
+            returned = forward(*(given[position] for position in positions), **keywords)
         is_tuple = isinstance(returned, tuple)
         values = returned if is_tuple else (returned,)
         layout[:] = [_origin(value, given) for value in values]
-        return tuple(value for value, origin in zip(values, layout, strict=True) if origin is _MADE)
+        return tuple(value for value, (how, _) in zip(values, layout, strict=True) if how == "made")
 
     made = iter(_checkpoint_of(forward)(run, *inputs.values()))
-    given = closed_over | inputs
-    output = tuple(_place(origin, made, given) for origin in layout)
+    parts: dict[str, Callable[[Any], Any]] = {
+        "made": lambda _: next(made),
+        "given": (closed_over | inputs).__getitem__,
+        "other": lambda value: value,
+    }
+    output = tuple(parts[how](what) for how, what in layout)
     return output if is_tuple else output[0]
+
+
+def _origin(value: Any, given: _Arguments) -> tuple[str, Any]:
+    """Return where a part of a layer's output comes from: made, a given argument, or no tensor."""
+    if not isinstance(value, Tensor):
+        return "other", value
+    return next((("given", key) for key, argument in given.items() if argument is value), ("made", None))
 
 
 def _checkpoint_of(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
@@ -223,37 +233,10 @@ def _checkpoint_of(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor, .
     return lambda run, *inputs: te_checkpoint(run, distribute_inputs, tracker, group, *inputs)
 
 
-def _call(forward: Callable[..., Any], given: _Arguments) -> Any:
-    positions = sorted(key for key in given if isinstance(key, int))
-    keywords = {key: value for key, value in given.items() if isinstance(key, str)}
-    return forward(*(given[position] for position in positions), **keywords)
-
-
-def _origin(value: Any, given: _Arguments) -> Any:
-    """Where a part of a layer's output comes from: made, an argument, or (None, a setting) itself."""
-    if not isinstance(value, Tensor):
-        return value
-    return next((_Argument(key) for key, argument in given.items() if argument is value), _MADE)
-
-
-def _place(origin: Any, made: Iterator[Tensor], given: _Arguments) -> Any:
-    if origin is _MADE:
-        return next(made)
-    return given[origin.key] if isinstance(origin, _Argument) else origin
-
-
 def _trains(forward: Callable[..., Any]) -> bool:
     """Whether the layer has a parameter that is trained, as far as its forward tells."""
     layer = getattr(forward, "__self__", None)
     return not isinstance(layer, nn.Module) or any(p.requires_grad for p in layer.parameters())
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _requires_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 _LAYER_TYPES = {
@@ -296,3 +279,49 @@ def _unwrapped(name: str) -> list[str]:
     """Return the parts of a module's name after the wrappers that stand in front of it."""
     parts = name.split(".")
     return list(itertools.dropwhile(_WRAPPERS.__contains__, parts))
+
+
+# Recipes: what fused activation functions put out is computed anew from what they saved
+
+_FUSED = (
+    ("fused_bias_gelu", "GeLUFunction", "bias_gelu", (1, 0)),
+    ("fused_bias_geglu", "GeGLUFunction", "geglu", (0,)),
+    ("fused_bias_geglu", "BiasGeGLUFunction", "bias_geglu", (1, 0)),
+    ("fused_bias_geglu", "WeightedQuickGeGLUFunction", "weighted_quick_geglu", (0, 1, 2)),
+    ("fused_bias_geglu", "WeightedBiasQuickGeGLUFunction", "weighted_bias_quick_geglu", (0, 1, 2, 3)),
+    ("fused_bias_swiglu", "SwiGLUFunction", "swiglu", (0,)),
+    ("fused_bias_swiglu", "BiasSwiGLUFunction", "bias_swiglu", (0, 1)),
+    ("fused_bias_swiglu", "WeightedSwiGLUFunction", "weighted_swiglu", (0, 1)),
+    ("fused_weighted_squared_relu", "WeightedSquaredReLUFunction", "weighted_squared_relu", (0, 1)),
+)
+"""Module, autograd function, what its forward calls, and its arguments' places in what is saved."""
+
+
+def fused_functions() -> Mapping[type, Maker]:
+    """Return the recipes of the autograd functions that megatron-core has loaded."""
+    found: dict[type, Maker] = {}
+    for module_name, name, called, order in _FUSED:
+        module = sys.modules.get(f"megatron.core.fusions.{module_name}")
+        function = getattr(module, called, None)
+        if function is not None and hasattr(module, name):
+            found[getattr(module, name)] = partial(_fused_recipe, name, function, order)
+    return found
+
+
+def _fused_recipe(
+    name: str, function: Callable[..., Tensor], order: tuple[int, ...], finder: Finder, node: Any, _: int
+) -> Recipe | None:
+    saved = finder.all_saved(node)
+    if getattr(node, "fp8_input_store", False) or len(saved) != len(order):
+        return None  # what was saved is not what the function was given
+    needs = [edge is not None for edge, _ in node.next_functions]
+
+    def call(*saved: Tensor) -> Tensor:
+        # Compiled functions ask whether arguments need a gradient, and may not compute the same otherwise.
+        tensors = [
+            tensor if tensor.requires_grad is needed else tensor.detach().requires_grad_(needed)
+            for tensor, needed in zip(saved, needs, strict=True)
+        ]
+        return function(*(tensors[place] for place in order))
+
+    return recipe(name, call, *saved)

@@ -111,133 +111,106 @@ def _part(child: Any, model_param: torch.Tensor) -> torch.Tensor:
 
 
 def follow(child: Any, states: OptimizerStates) -> None:
-    """Has an optimizer of Megatron find states and masters where they are.
+    """Let an optimizer of Megatron find states and masters where they are.
+
+    Methods of the optimizer are replaced: those that make states, that save and load them, and that copy
+    between masters and parameters.
 
     Args:
         child: An optimizer of Megatron.
         states: The states of the optimizer inside.
     """
-    _NewStatesOf(child, states)
+    if child.init_state_fn is not None:  # there is none of SGD
+        _make_states_one_by_one(child, states)
     if hasattr(child, "_get_main_param_and_optimizer_states"):
-        _CheckpointsOf(child, states)
+        _follow_distributed_checkpoints(child, states)
     elif _groups_of(child) is not None:
-        _MastersInCheckpointsOf(child, states)
+        _follow_checkpoints_of_masters(child, states)
     if _groups_of(child) is not None:
-        _CopiesOf(child, states)
+        _follow_copies(child, states)
 
 
-class _CheckpointsOf:
-    """Stands in for the methods by which a distributed optimizer saves and loads states.
+def _make_states_one_by_one(child: Any, states: OptimizerStates) -> None:
+    """Offload each state once it is made for a checkpoint to be loaded into: memory need not hold all."""
+    make_plain = child.init_state_fn
 
-    All formats of its checkpoints go through two of them, parameter by parameter. What it reads are copies
-    in host memory, so that a checkpoint may be written while training goes on.
-    """
-
-    def __init__(self, child: Any, states: OptimizerStates) -> None:
-        self._child = child
-        self._states = states
-        self._set_plain = child._set_main_param_and_optimizer_states
-        self._load_plain = child.load_state_dict
-        vars(child)["load_state_dict"] = self._load
-        vars(child)["_get_main_param_and_optimizer_states"] = self._get
-        vars(child)["_set_main_param_and_optimizer_states"] = self._set
-
-    def _main(self, model_param: torch.Tensor) -> torch.Tensor:
-        child = self._child
-        group, order = child.model_param_group_index_map[model_param]
-        main: torch.Tensor = child.optimizer.param_groups[group]["params"][order]
-        return main
-
-    def _get(self, model_param: torch.Tensor) -> dict[str, Any]:
-        main = self._main(model_param)
-        found = self._states.read_all(main)
-        return {"param": found.pop(MASTER, main), **found}
-
-    def _set(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        """Lets Megatron copy into new memory, and has that taken away."""
-        with self._states.setting(self._main(model_param)):
-            self._set_plain(model_param, tensors)
-
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        """Make states first, some at a time, where Megatron would make those of all parameters at once."""
-        if not self._child.optimizer.state:
-            self._child.init_state_fn(self._child.optimizer, self._child.config)
-        self._load_plain(state_dict)
-
-
-class _NewStatesOf:
-    """Stands in for what makes states for a checkpoint to be loaded into: all at once would be in memory."""
-
-    def __init__(self, child: Any, states: OptimizerStates) -> None:
-        self._states = states
-        self._make_plain = child.init_state_fn
-        if self._make_plain is not None:  # there is none of SGD
-            vars(child)["init_state_fn"] = self._make
-
-    def _make(self, inner: Any, *settings: Any) -> None:
+    def make(inner: Any, *settings: Any) -> None:
         for group in inner.param_groups:
             for main in group["params"]:
                 if not inner.state.get(main):
                     one = SimpleNamespace(param_groups=[{**group, "params": [main]}], state=inner.state)
-                    self._make_plain(one, *settings)
-                    self._states.take(main)
+                    make_plain(one, *settings)
+                    states.take(main)
+
+    vars(child)["init_state_fn"] = make
 
 
-class _MastersInCheckpointsOf:
-    """Stands in for the methods by which an optimizer that is not distributed saves and loads masters."""
+def _follow_distributed_checkpoints(child: Any, states: OptimizerStates) -> None:
+    """Save and load states of a distributed optimizer, all formats of which go parameter by parameter.
 
-    def __init__(self, child: Any, states: OptimizerStates) -> None:
-        self._child = child
-        self._states = states
-        self._save_plain, self._load_plain = child.state_dict, child.load_state_dict
-        vars(child)["state_dict"] = self._save
-        vars(child)["load_state_dict"] = self._load
+    What is saved are copies in host memory, so that a checkpoint may be written while training goes on.
+    """
+    set_plain, load_plain = child._set_main_param_and_optimizer_states, child.load_state_dict
 
-    def _save(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Return a state dict with copies of masters in host memory."""
-        saved: dict[str, Any] = self._save_plain(*arguments, **options)
-        return saved | {_SAVED[0]: [[*map(self._read, group)] for group in saved[_SAVED[0]]]}
+    def main_of(model_param: torch.Tensor) -> torch.Tensor:
+        group, order = child.model_param_group_index_map[model_param]
+        main: torch.Tensor = child.optimizer.param_groups[group]["params"][order]
+        return main
 
-    def _read(self, main: torch.Tensor) -> torch.Tensor:
-        return self._states.read_all(main)[MASTER] if is_away(main) else main
+    def get(model_param: torch.Tensor) -> dict[str, Any]:
+        main = main_of(model_param)
+        found = states.read_all(main)
+        return {"param": found.pop(MASTER, main), **found}
 
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        """Set masters one after the other, and have each taken away."""
-        child = self._child
+    def set_(model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        with states.setting(main_of(model_param)):  # Megatron copies into new memory, which then goes away
+            set_plain(model_param, tensors)
+
+    def load(state_dict: dict[str, Any]) -> None:
+        if not child.optimizer.state:  # Megatron would make those of all parameters at once
+            child.init_state_fn(child.optimizer, child.config)
+        load_plain(state_dict)
+
+    vars(child).update(
+        load_state_dict=load,
+        _get_main_param_and_optimizer_states=get,
+        _set_main_param_and_optimizer_states=set_,
+    )
+
+
+def _follow_checkpoints_of_masters(child: Any, states: OptimizerStates) -> None:
+    """Save and load masters of an optimizer that is not distributed, as copies in host memory."""
+    save_plain, load_plain = child.state_dict, child.load_state_dict
+
+    def read(main: torch.Tensor) -> torch.Tensor:
+        return states.read_all(main)[MASTER] if is_away(main) else main
+
+    def save(*arguments: Any, **options: Any) -> dict[str, Any]:
+        saved: dict[str, Any] = save_plain(*arguments, **options)
+        return saved | {_SAVED[0]: [[*map(read, group)] for group in saved[_SAVED[0]]]}
+
+    def load(state_dict: dict[str, Any]) -> None:
         with _narrowed(child, set()):
-            self._load_plain(state_dict)
+            load_plain(state_dict)
         saved = next(state_dict[name] for name in _SAVED if name in state_dict)
         for group, values in zip(child.fp32_from_float16_groups, saved, strict=True):
             for main, value in zip(group, values, strict=True):
-                with self._states.setting(main, states=False):
+                with states.setting(main, states=False):
                     main.data.copy_(value.data)
 
+    vars(child).update(state_dict=save, load_state_dict=load)
 
-class _CopiesOf:
-    """Stands in for the two methods that copy between masters and parameters.
 
-    An update copies each master that is away, when it has it. What is left to Megatron are the others.
+def _follow_copies(child: Any, states: OptimizerStates) -> None:
+    """Leave to Megatron the masters in memory: an update copies each master that is away, when it has it."""
+    to_model, to_masters = child._copy_main_params_to_model_params, child._copy_model_params_to_main_params
 
-    Args:
-        child: An optimizer of Megatron.
-        states: The states of the optimizer inside.
-    """
+    def copy_to_model() -> None:
+        with _narrowed(child, {main for _, main in _pairs(child) if not is_away(main)}):
+            to_model()
 
-    def __init__(self, child: Any, states: OptimizerStates) -> None:
-        self._child = child
-        self._states = states
-        self._to_model = child._copy_main_params_to_model_params
-        self._to_masters = child._copy_model_params_to_main_params
-        vars(child)["_copy_main_params_to_model_params"] = self._copy_to_model
-        vars(child)["_copy_model_params_to_main_params"] = self._copy_to_masters
-
-    def _copy_to_model(self) -> None:
-        with _narrowed(self._child, {main for _, main in _pairs(self._child) if not is_away(main)}):
-            self._to_model()
-
-    def _copy_to_masters(self, *arguments: Any, **options: Any) -> None:
-        """Set masters to parameters after a checkpoint without optimizer, those of a sub-group at a time."""
-        child, states = self._child, self._states
+    def copy_to_masters(*arguments: Any, **options: Any) -> None:
+        # After a checkpoint without optimizer: those of a sub-group at a time.
         mains = [main for _, main in _pairs(child)]
         away = [main for main in mains if main is not None and is_away(main)]
         for some in gathered(away, max(states.sizes, default=0)):
@@ -245,9 +218,13 @@ class _CopiesOf:
                 for main in some:
                     taken.enter_context(states.setting(main, states=False))
                 with _narrowed(child, set(some)):
-                    self._to_masters(*arguments, **options)
+                    to_masters(*arguments, **options)
         with _narrowed(child, {main for main in mains if not is_away(main)}):
-            self._to_masters(*arguments, **options)
+            to_masters(*arguments, **options)
+
+    vars(child).update(
+        _copy_main_params_to_model_params=copy_to_model, _copy_model_params_to_main_params=copy_to_masters
+    )
 
 
 @contextmanager

@@ -64,10 +64,6 @@ class Checkout:
             "tba-offload launch, which changes no file"
         )
 
-    def is_patched(self) -> bool:
-        """Whether the patch is in."""
-        return self._applies("--reverse")
-
     def patch(self, *, check: bool = False) -> bool:
         """Put the patch in.
 
@@ -80,22 +76,19 @@ class Checkout:
         Raises:
             PatchError: The files are not those of the release.
         """
-        if self.is_patched():
+        if not self._fault("--check", "--reverse"):
             return False
-        changed = self._own_changes()
-        if changed:
+        if changed := self._own_changes():
+            names = ", ".join(changed)
             raise PatchError(
-                f"{self.directory}: {', '.join(changed)} differs from what is committed; commit or stash it "
-                "first"
+                f"{self.directory}: {names} differs from what is committed; commit or stash it first"
             )
-        if not self._applies():
+        if self._fault("--check"):
             raise PatchError(
                 f"{self.directory}: the patch for {self.release} does not fit, so these are not its files; "
                 "use tba-offload launch, which changes no file"
             )
-        if not check:
-            self._git_apply()
-        return True
+        return check or self._apply()
 
     def unpatch(self, *, check: bool = False) -> bool:
         """Take the patch out again.
@@ -109,26 +102,25 @@ class Checkout:
         Raises:
             PatchError: The lines of the patch were changed since, or only some of them are there.
         """
-        if not self.is_patched():
-            if not self._applies():
-                raise PatchError(
-                    f"{self.directory}: the lines of the patch for {self.release} are not there as they were "
-                    "put in; take them out by hand, they begin with '# tba-offload:'"
-                )
-            return False
-        if not check:
-            self._git_apply("--reverse")
+        if not self._fault("--check", "--reverse"):
+            return check or self._apply("--reverse")
+        if self._fault("--check"):
+            raise PatchError(
+                f"{self.directory}: the lines of the patch for {self.release} are not there as they were put "
+                "in; take them out by hand, they begin with '# tba-offload:'"
+            )
+        return False
+
+    def _apply(self, *options: str) -> bool:
+        if fault := self._fault("--whitespace=nowarn", *options):
+            raise PatchError(f"{self.directory}: git apply failed: {fault}")
         return True
 
-    def _applies(self, *options: str) -> bool:
+    def _fault(self, *options: str) -> str:
+        """Return what keeps ``git apply`` with these options from its work; empty if it has done it."""
         with self._patch() as patch:
-            return self._git("apply", "--check", *options, str(patch)).returncode == 0
-
-    def _git_apply(self, *options: str) -> None:
-        with self._patch() as patch:
-            done = self._git("apply", "--whitespace=nowarn", *options, str(patch))
-        if done.returncode:
-            raise PatchError(f"{self.directory}: git apply failed: {done.stderr.strip()}")
+            done = self._git("apply", *options, str(patch))
+        return done.stderr.strip() or "unknown error" if done.returncode else ""
 
     def _own_changes(self) -> list[str]:
         """Files of the patch that differ from what is committed, where there is a repository."""

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import socket
 import uuid
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from tba_offload import effects
 from tba_offload.config import OffloadConfig, read_config
@@ -28,14 +31,11 @@ from tba_offload.formatting import grouped
 from tba_offload.layers.stack import chunks_of
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
-from tba_offload.megatron.loss import report_loss
 from tba_offload.megatron.optimizer import children_of, follow, inner_of, masters_of
 from tba_offload.report.curves import curves_of
 from tba_offload.report.ranks import free_run_log
-from tba_offload.report.tables import Column, FittedTable
 from tba_offload.session import Session, World
 from tba_offload.session.notices import tell_of_number
-from tba_offload.store import exit_status
 
 if TYPE_CHECKING:
     import argparse
@@ -46,9 +46,13 @@ if TYPE_CHECKING:
 
     from tba_offload.config.policy import LayerId, Policy
     from tba_offload.report.run_log import StepRecord
-
+    from tba_offload.session.step import Step
 
 _Item = TypeVar("_Item")
+
+_MARK = "_tba_offload"
+_session: Session | None = None
+_chunks: list[nn.Module] = []
 
 
 def install() -> None:
@@ -70,8 +74,42 @@ def install() -> None:
     _wrap(training, "get_forward_backward_func", lambda get: lambda *a, **k: stepping(get(*a, **k)))
 
 
+def _wrap(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    original = getattr(module, name)
+    setattr(module, name, functools.wraps(original)(wrapper(original)))
+
+
+def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
+    def setup_and_attach(*args: Any, **kwargs: Any) -> Any:
+        made = setup(*args, **kwargs)
+        attach_model(made[0], made[1])
+        return made
+
+    return setup_and_attach
+
+
+def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Offload states and masters before a checkpoint is loaded, or all of it would be in memory then.
+
+    Args:
+        load: Megatron's ``load_checkpoint``.
+    """
+
+    def attach_and_load(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        arguments = get_args()
+        if optimizer is not None and is_on(arguments):
+            config = config_of(arguments)
+            if config.states is not None and not config.frozen_percent:  # weights are loaded first
+                attach_model(model, optimizer)
+        return load(model, optimizer, *args, **kwargs)
+
+    return attach_and_load
+
+
 def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> None:
-    """Attaches the session of this process, if a flag asks for one; once for each model.
+    """Attach the session of this process, if a flag asks for one; once for each model.
 
     Args:
         model: The chunks of this rank, as ``setup_model_and_optimizer`` returns them.
@@ -93,11 +131,10 @@ def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) 
     try:
         _session, _chunks = open_session(chunks, arguments, optimizer), chunks
     except TbaError as error:
-        raise SystemExit(f"tba-offload: rank {_rank()} on {socket.gethostname()}: {error}") from None
+        raise SystemExit(f"tba-offload: {_place()}: {error}") from None
     atexit.register(_close_at_exit)
 
 
-@exit_status.failing
 def _close_at_exit() -> None:
     if _session is not None:
         for states in _session.states:
@@ -129,52 +166,10 @@ def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_MARK = "_tba_offload"
-_session: Session | None = None
-_chunks: list[nn.Module] = []
-
-
-def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
-    def setup_and_attach(*args: Any, **kwargs: Any) -> Any:
-        made = setup(*args, **kwargs)
-        attach_model(made[0], made[1])
-        return made
-
-    return setup_and_attach
-
-
-def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Has states and masters be away when a checkpoint is loaded, or all of it would be in memory then.
-
-    Args:
-        load: Megatron's ``load_checkpoint``.
-    """
-
-    def attach_and_load(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron.training.global_vars import get_args
-
-        arguments = get_args()
-        if optimizer is not None and is_on(arguments) and can_be_loaded_into(config_of(arguments)):
-            attach_model(model, optimizer)
-        return load(model, optimizer, *args, **kwargs)
-
-    return attach_and_load
-
-
-def can_be_loaded_into(config: OffloadConfig) -> bool:
-    """Whether only states are away; a checkpoint of the model comes before weights are."""
-    return config.states is not None and not config.frozen_percent
-
-
-def _wrap(module: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    original = getattr(module, name)
-    setattr(module, name, functools.wraps(original)(wrapper(original)))
-
-
 def open_session(
     model: nn.Module | Sequence[nn.Module], arguments: argparse.Namespace, optimizer: Any = None
 ) -> Session:
-    """Attaches to the model chunks of this rank, as the flags say; all ranks must do it, or none.
+    """Attach to the model chunks of this rank, as the flags say; all ranks must do it, or none.
 
     Args:
         model: What Megatron built on this rank.
@@ -196,27 +191,27 @@ def open_session(
     with _failing_together():
         read_config(config, layers=world.layers)
     if world.rank == 0:
-        effects.warn_of_doubts(config, world.layers, on_cpu=not _is_on_gpu(chunks))
+        on_gpu = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
+        effects.warn_of_doubts(config, world.layers, on_cpu=not on_gpu)
     own = _patient(_config_of_rank(config, *_place_in_node()), arguments)
     run_log = _free_run_log(arguments.tba_run_log)
     with contextlib.ExitStack() as undo:
         with _failing_together():
             children = [] if own.states is None or optimizer is None else children_of(optimizer, own.states)
-            session = undo.enter_context(
-                Session(
-                    stack,
-                    chunks,
-                    own,
-                    run_log=run_log,
-                    model_info=_model_info(arguments),
-                    world=world,
-                    steps_by_hand=True,
-                    optimizers=[child.optimizer for child in children],
-                    trace_steps=arguments.tba_trace_steps or (),
-                    masters=masters_of(children),
-                    updated_by=inner_of(optimizer),
-                )
+            session = Session(
+                stack,
+                chunks,
+                own,
+                run_log=run_log,
+                model_info=_model_info(arguments),
+                world=world,
+                steps_by_hand=True,
+                optimizers=[child.optimizer for child in children],
+                trace_steps=arguments.tba_trace_steps or (),
+                masters=masters_of(children),
+                updated_by=inner_of(optimizer),
             )
+            undo.enter_context(session)
             for child, states in zip(children, session.states, strict=True):
                 follow(child, states)
         undo.pop_all()
@@ -225,15 +220,15 @@ def open_session(
     return session
 
 
-def _is_on_gpu(chunks: Sequence[nn.Module]) -> bool:
-    return any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
-
-
 # What the ranks share
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _place() -> str:
+    return f"rank {_rank()} on {socket.gethostname()}"
 
 
 def _ranks() -> int:
@@ -298,7 +293,7 @@ def _failing_together() -> Iterator[None]:
         yield
     except (TbaError, OSError) as error:
         failure = error
-    said = f"rank {_rank()} on {socket.gethostname()}: {failure}" if failure is not None else None
+    said = f"{_place()}: {failure}" if failure is not None else None
     failures = [each for each in _of_all_ranks([said]) if each is not None]
     if failure is not None:
         raise failure
@@ -317,7 +312,7 @@ def _config_of_rank(config: OffloadConfig, rank: int, ranks: int) -> OffloadConf
     """Ranks of a node share out its drives: each gets as many as there are for it, at least one."""
     directories = config.store.directories
     own = directories[rank::ranks] or directories[rank % len(directories) :][:1] if directories else ()
-    return dataclasses.replace(config, store=dataclasses.replace(config.store, directories=own))
+    return replace(config, store=replace(config.store, directories=own))
 
 
 def _patient(config: OffloadConfig, arguments: argparse.Namespace) -> OffloadConfig:
@@ -328,7 +323,7 @@ def _patient(config: OffloadConfig, arguments: argparse.Namespace) -> OffloadCon
     if config.store.stall_seconds is None or not limits:
         return config
     stall_seconds = min(config.store.stall_seconds, *limits)
-    return dataclasses.replace(config, store=dataclasses.replace(config.store, stall_seconds=stall_seconds))
+    return replace(config, store=replace(config.store, stall_seconds=stall_seconds))
 
 
 def _free_run_log(path: str | None) -> Path | None:
@@ -350,12 +345,31 @@ def _work_of_a_step() -> dict[str, Any]:
     from megatron.training import training
     from megatron.training.global_vars import get_args
 
-    arguments, batch = get_args(), get_current_global_batch_size()
-    share = _ranks()
-    return {
-        "tokens": round(batch * arguments.seq_length / share),
-        "model_flops": float(training.num_floating_point_operations(arguments, batch)) / share,
-    }
+    arguments, batch, ranks = get_args(), get_current_global_batch_size(), _ranks()
+    flops = float(training.num_floating_point_operations(arguments, batch))
+    return {"tokens": round(batch * arguments.seq_length / ranks), "model_flops": flops / ranks}
+
+
+def report_loss(step: Step, losses: Any) -> None:
+    """Put the loss of the micro-batches of this rank into a step's record; nothing waits for the device.
+
+    Args:
+        step: The step.
+        losses: What the schedule returned: of each micro-batch what its loss function reports. That is a
+            mean, or a sum and the number of tokens in it. Stages without a loss report nothing.
+    """
+    first = [next(iter(each.values())) for each in losses if each] if isinstance(losses, list) else []
+    parts = [value if isinstance(value, tuple | list) else [value] for value in first]
+    if parts:
+        step.will_have_loss([list(map(torch.as_tensor, each)) for each in parts], _mean_of)
+
+
+def _mean_of(reported: Sequence[Sequence[float]]) -> float | None:
+    """Return the mean of what micro-batches report; ``None`` if no token counts."""
+    if len(reported[0]) == 1:
+        return sum(mean for (mean,) in reported) / len(reported)
+    total, tokens = (sum(column) for column in zip(*reported, strict=True))
+    return total / tokens if tokens else None
 
 
 def _model_info(arguments: argparse.Namespace) -> dict[str, object]:
@@ -371,16 +385,10 @@ def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
     """Print what the policy says of each layer; layers that follow one another and are equal are one row."""
     explained = [policy.explain(layer) for layer in layers]
     groups = grouped([layer.name for layer in layers], explained)
-    rows = [(group, *explained[group.first]) for group in groups]
-    table = FittedTable(
-        (
-            Column("Layers", tuple(layers[group.first].numbers(group.size) for group, *_ in rows), "left"),
-            Column("Name", tuple(group.name for group, *_ in rows), "left"),
-            Column("Placement", tuple(placement.value for _, placement, _ in rows), "left"),
-            Column("Why", tuple(why for *_, why in rows), "left", gives_way="wrapped"),
-        ),
-        title="tba-offload",
-    )
+    table = Table("Layers", "Name", "Placement", "Why", title="tba-offload")
+    for group in groups:
+        placement, why = explained[group.first]
+        table.add_row(layers[group.first].numbers(group.size), group.name, placement.value, Text(why))
     console = Console(width=100)
     console.print(table)
     if Placement.AUTO in {placement for placement, _ in explained}:
@@ -390,7 +398,7 @@ def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
 
 
 def draw_curves(record: StepRecord) -> None:
-    """Hands the main figures of a step to Megatron's own writers, where this rank has them.
+    """Hand the main figures of a step to Megatron's own writers, where this rank has them.
 
     They come at the iteration under which Megatron logs the loss of the step, as often as its own curves.
     """

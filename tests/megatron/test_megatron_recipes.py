@@ -18,8 +18,7 @@ from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import seed_all, single_process
 from tba_offload.config.policy import LayerId
 from tba_offload.layers.stack import Layer, LayerStack
-from tba_offload.megatron.layers import find_stack
-from tba_offload.megatron.recipes import fused_functions
+from tba_offload.megatron.layers import find_stack, fused_functions
 from tba_offload.session import Session
 
 if TYPE_CHECKING:
