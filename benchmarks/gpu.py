@@ -55,7 +55,7 @@ from tba_offload.report.advice import advice
 from tba_offload.report.log_writer import RunLogWriter
 from tba_offload.report.run_log import RunHeader, StepRecord
 from tba_offload.store import open_store
-from tba_offload.store.probe import Rates, measure
+from tba_offload.store.bench import Rates, measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
