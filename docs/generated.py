@@ -3,7 +3,7 @@
 ``{rooms}`` lists every module of the package with the first line of its docstring. ``{constants}`` lists
 every constant that has a docstring in the given packages: name, value, and what the docstring says.
 
-``python docs/generated.py`` writes ``policy.schema.json``, the JSON Schema of policies, from the package's models.
+``python docs/generated.py`` writes ``policy.schema.json``, the JSON Schema of policies, from their models.
 """
 
 from __future__ import annotations

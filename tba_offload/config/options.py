@@ -123,7 +123,8 @@ class StoreConfig:
 
     Attributes:
         kind: ``file``, ``host`` (memory of the host), ``gds`` (GPUDirect Storage), or ``auto``: ``gds`` on
-            a GPU whose machine has the nvidia-fs driver and kvikio, else ``file``; or a kind of your own, see :func:`tba_offload.store.register_kind`.
+            a GPU whose machine has the nvidia-fs driver and kvikio, else ``file``; or a kind of your own, see
+            :func:`tba_offload.store.register_kind`.
         directories: One per drive, or the path of the only one; extents are spread over them. ``~`` and
             environment variables (``$SCRATCH``, ``${SCRATCH}``) are expanded, relative ones start at the
             working directory. If empty, the system's directory for temporary files.
