@@ -9,7 +9,6 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from places import SUPPORT
 from store_contract import CPU
 
 from tba_offload.errors import StoreError
@@ -31,10 +30,9 @@ from tba_offload.config.store import StoreOptions
 from tba_offload.device import ByteRange, CpuDevice, READY
 from tba_offload.store.file import FileStore
 from tba_offload.store.hanging import ask
-
-what, place, support = sys.argv[1:]
-sys.path.append(support)
 from around import put_around
+
+what, place = sys.argv[1:]
 
 def work(seconds):  # takes so long of the time in which this process runs
     while seconds > 0:
@@ -66,7 +64,7 @@ print("ended")
 def test_a_drive_is_not_to_blame_for_time_in_which_the_process_was_stopped(
     what: str, tmp_path: Path, python_with_torch: Warm
 ) -> None:
-    done = python_with_torch.run("-c", STOPPED, what, str(tmp_path), str(SUPPORT))
+    done = python_with_torch.run("-c", STOPPED, what, str(tmp_path))
     assert (done.stdout, done.stderr) == ("ended\n", "")
 
 
