@@ -52,10 +52,9 @@ from tba_offload.errors import RunLogError, StoreError, UnsupportedError
 from tba_offload.report import points as rok_points
 from tba_offload.report import rok
 from tba_offload.report.advice import advice
-from tba_offload.report.log_writer import RunLogWriter
-from tba_offload.report.run_log import RunHeader, StepRecord
+from tba_offload.report.log import RunHeader, RunLogWriter, StepRecord
 from tba_offload.store import open_store
-from tba_offload.store.bench import Rates, measure
+from tba_offload.store.probe import Rates, measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -45,13 +45,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tba_offload.errors import PatchError, RunLogError
 from tba_offload.megatron.patch import Checkout
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import read_run_log
 from tba_offload.report.ranks import paths_of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tba_offload.report.run_log import RunLog
+    from tba_offload.report.log import RunLog
 
 OFFLOAD_ALL = "budget:\n  in_flight_bytes: 512KiB\nmin_tensor_bytes: 1KiB\n"
 MIXED = (

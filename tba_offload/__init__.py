@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     )
     from tba_offload.config.policy import LayerId, Placement, Policy, Rule
     from tba_offload.device.malloc import keep_freed_pages
-    from tba_offload.report.log_reader import read_run_log
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord, read_run_log
     from tba_offload.session import Session, session_of
     from tba_offload.session.step import Step
     from tba_offload.states import OptimizerStates, StatesRecord, offload_optimizer
@@ -74,7 +73,7 @@ _HOMES = {
     "StatesConfig": "tba_offload.config",
     "StatesRecord": "tba_offload.states",
     "Step": "tba_offload.session.step",
-    "StepRecord": "tba_offload.report.run_log",
+    "StepRecord": "tba_offload.report.log",
     "StoreConfig": "tba_offload.config",
     "WeightsConfig": "tba_offload.config",
     "attach": "tba_offload.attachment",
@@ -82,7 +81,7 @@ _HOMES = {
     "load_config": "tba_offload.config",
     "offload_frozen": "tba_offload.weights",
     "offload_optimizer": "tba_offload.states",
-    "read_run_log": "tba_offload.report.log_reader",
+    "read_run_log": "tba_offload.report.log",
     "session_of": "tba_offload.session",
 }
 

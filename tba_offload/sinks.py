@@ -22,11 +22,10 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from tba_offload.report.curves import FIGURES, PREFIX, curves_of
-from tba_offload.report.step_line import describe_step
+from tba_offload.report.log import FIGURES, PREFIX, curves_of, describe_step
 
 if TYPE_CHECKING:
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
 
 logger = logging.getLogger(__name__)
 

@@ -22,22 +22,21 @@ from tba_offload.plan.simulate import simulate
 from tba_offload.plan.states_share import StatesLoad, choose, in_words
 from tba_offload.plan.what_if import Choice, peak_of_keep, stretched
 from tba_offload.plan.writes import writes_of
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import PLAN, PlanEvent, read_run_log
 from tba_offload.report.plans import HostUse, PlannedStep, PlanReport, Tier, advice, title_of
 from tba_offload.report.points import peak_and_seconds
 from tba_offload.report.ranks import paths_of_ranks
-from tba_offload.report.run_log import PLAN
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tba_offload.plan.bandwidth import HostTier
     from tba_offload.plan.model import Prediction
     from tba_offload.plan.simulate import Outcome
     from tba_offload.plan.states_share import Expected
     from tba_offload.plan.writes import Writes
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
 
 _MOST_SCOPES = 200_000
 """Executions of layers in a step that is planned: some minutes of work."""
@@ -85,14 +84,11 @@ class Situation:
     states: StatesLoad | None = None
 
     @classmethod
-    def of(
-        cls, path: str | os.PathLike[str], *, left_out: Callable[[str], object] | None = None
-    ) -> Situation:
+    def of(cls, path: str | os.PathLike[str]) -> Situation:
         """Return what the run log tells, by the last time that it was planned.
 
         Args:
             path: The run log.
-            left_out: Called with a sentence for each damaged line; without it that is an error.
 
         Raises:
             RunLogError: It cannot be read, stands for those of several ranks, or nothing in it was captured:
@@ -105,10 +101,7 @@ class Situation:
                 f"different layers: name one of them, such as {first}"
             )
         log = read_run_log(path)
-        for complaint in log.complaints:
-            if left_out is None:
-                raise RunLogError(complaint)
-            left_out(complaint)
+        log.events(PlanEvent)  # checked before anything is computed from one
         events = [event for event in log.others if event["event"] == PLAN]
         if not events:
             raise RunLogError(
@@ -139,7 +132,7 @@ class Situation:
                 beside=_beside_activations(log.steps, updates if states is not None else []),
                 states=states,
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (IndexError, KeyError, TypeError, ValueError) as error:
             raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
 
     def changed(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tba_offload.adapt.task import Task
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.profile import StepProfile
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
 
 
 class Knowledge:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.bandwidth import Bandwidth
     from tba_offload.plan.model import Limits, Plan
     from tba_offload.plan.profile import StepProfile
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
 
 
 def taken(record: StepRecord, limits: Limits) -> int | None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tba_offload.adapt.beside import SeenBeside
     from tba_offload.capture.trace import DeviceTimes, StepTrace
     from tba_offload.plan.model import Plan
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
     from tba_offload.store.base import DriveLoad
 
 

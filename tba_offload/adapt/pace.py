@@ -10,7 +10,7 @@ from tba_offload.plan.bandwidth import median_deviation
 if TYPE_CHECKING:
     from tba_offload.capture.trace import DeviceTimes, StepTimes
     from tba_offload.plan.tuning import Tuning
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
 
 
 class Pace:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.trace import DeviceTimes
     from tba_offload.plan.model import Limits, Plan
     from tba_offload.plan.sizes import RunSize
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
     from tba_offload.store.base import DriveLoad
     from tba_offload.transfer.offloader import Offloader
 

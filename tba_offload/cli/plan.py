@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from tba_offload.cli.shared import JSON, PICTURE, say, size, spare_logs, writing
+from tba_offload.cli.shared import JSON, PICTURE, size, spare_logs, writing
 from tba_offload.writing import write_regular
 
 
@@ -100,7 +100,7 @@ def plan(
         raise click.UsageError(
             f"--objective {wanted} needs --budget or --device-bytes: without one nothing would leave memory"
         )
-    situation = Situation.of(run, left_out=say).changed(**changes)
+    situation = Situation.of(run).changed(**changes)
     if device_bytes is None:
         situation = of_activations(situation)
     states = None if device_bytes is None else situation.states_on(device_bytes, wanted)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tba_offload.cli.shared import say, size, spare_logs, writing
+from tba_offload.cli.shared import size, spare_logs, writing
 from tba_offload.writing import write_regular
 
 
@@ -39,8 +39,6 @@ def report(runs: tuple[Path, ...], output: Path, rated: int | None) -> None:
 
     spare_logs(output, runs)
     logs = read_runs(runs)
-    for complaint in (complaint for log in logs for complaint in log.complaints):
-        say(complaint)
     content = page(logs, rated=rated)
     with writing(output):
         write_regular(output, content)

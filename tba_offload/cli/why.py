@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from tba_offload.cli.shared import JSON, say
+from tba_offload.cli.shared import JSON
 
 
 @click.command()
@@ -21,7 +21,7 @@ def why(run: Path, *, as_json: bool) -> None:
     """
     from tba_offload.report import why as report
 
-    diagnosis = report.why(run, left_out=say)
+    diagnosis = report.why(run)
     if as_json:
         click.echo(json.dumps(diagnosis.as_json(), indent=2))
     else:

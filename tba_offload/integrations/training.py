@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.attachment import attach
 from tba_offload.config import read_config
-from tba_offload.report.curves import MAIN_CURVES, curves_of
+from tba_offload.report.log import MAIN_FIGURES, curves_of
 from tba_offload.report.ranks import free_run_log
 from tba_offload.session.notices import tell_of_number
 
@@ -117,7 +117,7 @@ class Training:
         if not records or records[-1].step == self._reported:
             return {}
         self._reported = records[-1].step
-        return curves_of(records[-1], MAIN_CURVES)
+        return curves_of(records[-1], MAIN_FIGURES)
 
     def _free_run_log(self, rank: int, ranks: int) -> Path | None:
         if self._run_log is None:

@@ -32,7 +32,7 @@ from tba_offload.layers.stack import chunks_of
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
 from tba_offload.megatron.optimizer import children_of, follow, inner_of, masters_of
-from tba_offload.report.curves import curves_of
+from tba_offload.report.log import curves_of
 from tba_offload.report.ranks import free_run_log
 from tba_offload.session import Session, World
 from tba_offload.session.notices import tell_of_number
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tba_offload.config.policy import LayerId, Policy
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
     from tba_offload.session.step import Step
 
 _Item = TypeVar("_Item")

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.formatting import readable_size
 from tba_offload.report.points import warmup_of
-from tba_offload.report.run_log import GAP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from tba_offload.report.run_log import RunLog, StepRecord
+    from tba_offload.report.log import RunLog, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +141,8 @@ def _when(numbers: Iterable[int]) -> str:
 
 
 def _of_log(log: RunLog) -> Iterator[tuple[str, str, str]]:
-    for event in log.others:
-        if event["event"] == GAP:
-            missing = whole(event.get("missing_steps"))
-            yield (
-                "steps missing from the log, which could not be written",
-                str(missing),
-                str(event.get("reason")),
-            )
     if log.truncated:
         yield "last line of the log cut off, as by a crash", "1", "at the end"
-    if log.skipped:
-        yield "damaged lines of the log, left out", str(log.skipped), "; ".join(log.bad_lines[:3])
 
 
 # Settings

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.days import bytes_per_day
 from tba_offload.formatting import readable_size, significant
-from tba_offload.report.run_log import PLAN
+from tba_offload.report.log import PLAN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tba_offload.report.digest import Digest
-    from tba_offload.report.run_log import RunLog
+    from tba_offload.report.log import RunLog
 
 _AT_MOST = 10**18
 """Days of life that are told; of a drive that is hardly written there would be no end."""

@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import RunLogError
-from tba_offload.report.memory_event import MemoryEvent, checked_memory
-from tba_offload.report.run_log import MEMORY
+from tba_offload.report.log import MemoryEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from tba_offload.report.memory_event import PhasePeak
-    from tba_offload.report.run_log import RunLog, StepRecord
+    from tba_offload.report.log import PhasePeak, RunLog, StepRecord
 
 HOLDERS = {
     "parameters": "parameters of the model",
@@ -98,7 +96,7 @@ class Evidence:
         if not log.steps:
             raise RunLogError(f"{log.path}: no step is in it, so there is nothing to explain; train some")
         steps = {step.step: step for step in log.steps}
-        events = [checked_memory(event) for event in log.others if event["event"] == MEMORY]
+        events = log.events(MemoryEvent)
         events = [event for event in events if event.step in steps and event.phases]
         # A planner tries other placements in the first steps, and states are made in the very first.
         late = [event for event in events if event.step > 1 or len(events) == 1]

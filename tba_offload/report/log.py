@@ -1,75 +1,278 @@
-"""The run log: its records, reading, writing, and the one rule of which steps count for figures."""
+"""The run log: its records, reading, writing, and the one rule of which steps count for figures.
+
+A run log is JSON lines, one header and then one record for every step::
+
+    {"event": "run", "schema": 1, "started": "2025-01-01T00:00:00+00:00", "strategy": "offload", ...}
+    {"event": "step", "step": 1, "seconds": 1.25, "loss": 10.4, ...}
+    {"event": "step", "step": 2, "seconds": 1.12, "loss": 10.1, ...}
+    {"event": "plan", "step": 2, "profile": {...}, "drive": {...}, "layers": {...}, ...}
+    {"event": "memory", "step": 3, "phases": {...}, "layers": [...], "static": {...}, ...}
+    {"event": "timeline", "step": 3, "scopes": [...], "stalls": [...], "points": [...], ...}
+
+A finite float survives bit for bit: JSON gets its shortest exact decimal form. JSON has no word for other
+floats, so they are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``. Reading turns these back into
+floats wherever a field is a float.
+
+Within schema 1 fields and events may be added. A reader keeps unknown ones aside, in ``extra`` and in
+:attr:`RunLog.others`. Any other schema number is refused. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import errno
+import fcntl
+import io
+import json
+import logging
+import math
+import os
+import shlex
+import stat
+from bisect import bisect
+from collections import defaultdict
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
-from tba_offload.report.curves import CURVES, FIGURES, MAIN_CURVES, PREFIX, curves_of
-from tba_offload.report.damage import Bytes, Flag, Number, Seconds, Word
-from tba_offload.report.damage import checked as read_event
-from tba_offload.report.log_reader import read_run_log
-from tba_offload.report.log_writer import RunLogWriter
-from tba_offload.report.memory_event import HeldBytes, MemoryEvent, PhasePeak, StaticBytes
-from tba_offload.report.plan_event import _Plan as PlanEvent
-from tba_offload.report.run_log import MEMORY, PLAN, SCHEMA, TIMELINE, Json, RunHeader, RunLog, StepRecord
-from tba_offload.report.step_line import describe_step
-from tba_offload.report.timeline_event import (
-    HOST,
-    STATES,
-    WEIGHTS,
-    Moment,
-    Move,
-    Phase,
-    ScopeTimes,
-    TimelineEvent,
-    prefix_of,
-)
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
+
+from tba_offload.errors import RunLogError
+from tba_offload.formatting import readable_size, significant
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = [
-    "CURVES",
-    "FIGURES",
-    "HOST",
-    "MAIN_CURVES",
-    "MEMORY",
-    "PLAN",
-    "PREFIX",
-    "SCHEMA",
-    "STATES",
-    "TIMELINE",
-    "WEIGHTS",
-    "Bytes",
-    "Flag",
-    "HeldBytes",
-    "Json",
-    "MemoryEvent",
-    "Moment",
-    "Move",
-    "Number",
-    "Phase",
-    "PhasePeak",
-    "PlanEvent",
-    "RunHeader",
-    "RunLog",
-    "RunLogWriter",
-    "ScopeTimes",
-    "Seconds",
-    "StaticBytes",
-    "StepRecord",
-    "TimelineEvent",
-    "Word",
-    "counted_steps",
-    "curves_of",
-    "describe_step",
-    "measured_steps",
-    "prefix_of",
-    "read_event",
-    "read_run_log",
-    "timed_steps",
-    "warm_up_steps",
-]
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+
+PLAN, MEMORY, TIMELINE = "plan", "memory", "timeline"
+"""Events: a new plan; where in a step memory was at its peak, and what held it; one step over time."""
+
+Json = dict[str, object]
+Bytes = Annotated[int, Field(strict=True, ge=0)]
+Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+
+
+# Records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHeader:
+    """What was the same for every step of a run.
+
+    Attributes:
+        strategy: A free label, such as ``"offload"``. Runs with equal labels form one line of a ROK curve.
+        schema: Number of the log's schema.
+        run: The same word in the logs of all ranks of one run; None where there is only one.
+        rank: The rank that this log is of.
+        ranks: How many ranks the run has, each with a log of its own.
+        started: When the run started, ISO 8601 in UTC.
+        versions: Package name to version.
+        hardware: The machine, free form.
+        model: The model, free form: for example name, layers, hidden, batch_size, sequence. ``batch_size``
+            (sequences a step) is what orders the points of a ROK curve.
+        policy: The policy as YAML, None where there was none.
+        plan: Name of a layer to its number, its placement, and why; of all ranks.
+        store: The store: kind, the I/O path that each directory really used, alignment, and so on.
+        extra: Keys that this version does not know; written back as they were read.
+    """
+
+    EVENT: ClassVar[str] = "run"
+
+    strategy: str
+    schema: int = SCHEMA
+    run: str | None = None
+    rank: int = 0
+    ranks: int = 1
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    versions: Json = field(default_factory=dict)
+    hardware: Json = field(default_factory=dict)
+    model: Json = field(default_factory=dict)
+    policy: str | None = None
+    plan: Json = field(default_factory=dict)
+    store: Json = field(default_factory=dict)
+    extra: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one step did and cost: times in seconds, amounts of memory and of transfers in bytes.
+
+    None always means *not measured* or *not known*, never zero.
+
+    Attributes:
+        step: Number of the step within the session, from 1.
+        seconds: Wall-clock time of the whole ``with session.step()`` block, or from the first forward to the
+            end of the last backward of a step that opened by itself, without optimizers. On a GPU, which
+            works later than the host, it is by the GPU's clock where there is a run log or a layer is placed
+            ``auto``, unless an optimizer worked within; else it is the host's, which is how long the work
+            took only if the block ends with something that waits for the device, as ``loss.item()`` does.
+        optimizer_seconds: Wall-clock time of the steps that optimizers made in it, and between the last step
+            and this one where the program tells what a step is and updates after it. None if there was none.
+            On a GPU it is how long the host was held up, to launch the work or to wait for it.
+        skipped: Whether its gradients were dropped without an update, as a gradient scaler does after an
+            overflow. Nothing is planned from such a step, unless its device tells so only later.
+        forward_seconds: Time spent in forward passes; None on a GPU.
+        backward_seconds: Time spent in backward passes; None on a GPU.
+        stall_seconds: Time that the training thread waited for I/O of activations; a GPU may have had work
+            meanwhile.
+        tokens: Tokens trained on.
+        model_flops: Algorithmic floating point operations of the step; recomputation is not counted.
+        loss: The loss, exactly as the caller gave it; may be NaN or infinite. None until the device has come
+            to it, if it was given as a tensor.
+        activation_peak_bytes: Peak device memory minus the base, read from the allocator, without gradients
+            and optimizer states that were allocated in the step. A gradient counts as an activation while it
+            is computed, until autograd has put it in place.
+        gradient_bytes: Bytes of gradients that were allocated in the step.
+        gradient_peak_bytes: Most bytes of gradients at one time in the step, whenever they were allocated,
+            and of frozen weights that are offloaded.
+        state_bytes: By how much optimizers let memory grow in the step, in bytes: their states, made in the
+            first one.
+        peak_source: How ``activation_peak_bytes`` was measured, such as ``"cuda allocator"``.
+        base_bytes: Bytes that were live in the allocator when the step began, gradients and outputs of
+            earlier steps left out: parameters, states of optimizers, and whatever else outlives steps. On a
+            CPU all of the process count.
+        earlier_outputs_bytes: Bytes of outputs of the model of earlier steps that the program held when the
+            step began, as where it is written ``outputs = model(...)``; they are part of the activation peak.
+        reserved_peak_bytes: Most memory that the allocator of a GPU had taken from it: of the whole process,
+            with what it holds ready for later. None on a CPU.
+        device_peak_bytes: Most bytes that were live in the allocator while forward and backward ran: of all
+            that there is, on a CPU of the whole process.
+        activation_budget_bytes: Most bytes of the activation peak that the step was allowed: the smaller of
+            ``budget.activation_bytes`` and what ``budget.device_bytes`` leaves, of which gradients may take
+            their part as they come; None without a budget.
+        own_peak_bytes: Peak of the resident activations of captured layers by our own ledger. Layers that
+            are placed keep or recompute run without hooks, and nothing is known of them.
+        resident_peak_bytes: Peak resident set of the process as the operating system counts it (VmHWM).
+        gradients_allocated: Whether all gradients existed when the base was read.
+        offloaded_bytes: Bytes written to the store.
+        read_bytes: Bytes read back from the store.
+        reread_bytes: Bytes read again because a read of them failed.
+        rescued_bytes: Bytes that a drive did not give back, made again by repeating the forward of a layer.
+        host_offloaded_bytes: Those of the bytes written that went to host memory beside the drives.
+        host_read_bytes: Those of the bytes read that came from there.
+        forwarded_bytes: Bytes handed to backward from memory, without a read, because they were still there.
+        deduplicated_bytes: Bytes not written because the same storage was offloaded already.
+        rebuilt_bytes: Bytes neither kept nor written, because backward computed them anew.
+        kept_bytes: Bytes that captured layers kept because they are small, not understood, or held elsewhere.
+        recomputed_scopes: Scopes that were recomputed in backward.
+        scopes: Scopes that ran: one for each layer, micro-batch and model chunk.
+        in_flight_peak_bytes: Most bytes in flight at one time: packed and not yet freed, plus read ahead and
+            not yet used.
+        given_up_bytes: Prefetches given up, to be read on demand instead.
+        held_bytes: Bytes offloaded in vain, because something else kept their storage alive.
+        fallback_kept_bytes: Bytes kept although the plan said offload: store full, drive failed or too slow.
+        checksum_seconds: Processor time of I/O threads for checksums of what drives were given and gave back,
+            in the step and since the last one; none where a GPU computes them.
+        drives_out_of_service: Drives that take no writes at the end of the step: a write to them failed, or
+            found no room.
+        weights_read_bytes: Bytes of frozen weights that were read in the step; None where the session has
+            none offloaded.
+        weights_waited_seconds: Time that the training thread waited for them, no part of ``stall_seconds``;
+            likewise.
+        left_alone_scopes: Executions of layers inside saved-tensor hooks of other code, not captured.
+        planning_seconds: How long training waited for the planner before the step; None if there is none.
+        predicted_peak_bytes: What the plan predicted for the activation peak; None before there is a plan.
+        predicted_seconds: What the plan predicted for ``seconds``; None before there is a plan.
+        predicted_device_peak_bytes: What was predicted for ``device_peak_bytes``: what lies there beside
+            activations, and what the plan predicted, less what the peaks of gradients and activations were
+            apart in the step before; None without ``budget.device_bytes``.
+        extra: Keys that this version does not know; written back as they were read.
+    """
+
+    EVENT: ClassVar[str] = "step"
+
+    step: int
+    seconds: float
+    optimizer_seconds: float | None = None
+    skipped: bool = False
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
+    stall_seconds: float | None = None
+    tokens: int | None = None
+    model_flops: float | None = None
+    loss: float | None = None
+    activation_peak_bytes: int | None = None
+    gradient_bytes: int | None = None
+    gradient_peak_bytes: int | None = None
+    state_bytes: int | None = None
+    peak_source: str | None = None
+    base_bytes: int | None = None
+    earlier_outputs_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    device_peak_bytes: int | None = None
+    activation_budget_bytes: int | None = None
+    own_peak_bytes: int | None = None
+    resident_peak_bytes: int | None = None
+    gradients_allocated: bool = False
+    offloaded_bytes: int = 0
+    read_bytes: int = 0
+    reread_bytes: int = 0
+    rescued_bytes: int = 0
+    host_offloaded_bytes: int = 0
+    host_read_bytes: int = 0
+    forwarded_bytes: int = 0
+    deduplicated_bytes: int = 0
+    rebuilt_bytes: int = 0
+    kept_bytes: int = 0
+    recomputed_scopes: int = 0
+    scopes: int = 0
+    in_flight_peak_bytes: int = 0
+    given_up_bytes: int = 0
+    held_bytes: int = 0
+    fallback_kept_bytes: int = 0
+    checksum_seconds: float | None = None
+    drives_out_of_service: int = 0
+    weights_read_bytes: int | None = None
+    weights_waited_seconds: float | None = None
+    left_alone_scopes: int = 0
+    planning_seconds: float | None = None
+    predicted_peak_bytes: int | None = None
+    predicted_seconds: float | None = None
+    predicted_device_peak_bytes: int | None = None
+    extra: Json = field(default_factory=dict)
+
+    @property
+    def seconds_with_update(self) -> float:
+        """``seconds`` and ``optimizer_seconds`` together."""
+        return self.seconds + (self.optimizer_seconds or 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLog:
+    """A run log that was read.
+
+    Attributes:
+        header: What was the same for every step.
+        steps: The steps, in the order of the file.
+        path: The file.
+        truncated: Whether the last line was cut off, as by a crash; it is left out.
+        others: Events of other kinds, as they were read, in the order of the file.
+    """
+
+    header: RunHeader
+    steps: tuple[StepRecord, ...]
+    path: Path
+    truncated: bool = False
+    others: tuple[Json, ...] = ()
+
+    def events(self, model: type[AnyEvent]) -> list[AnyEvent]:
+        """Return the events of one kind with their types.
+
+        Args:
+            model: :class:`PlanEvent`, :class:`MemoryEvent` or :class:`TimelineEvent`.
+
+        Raises:
+            RunLogError: A part of an event is missing or has another type.
+        """
+        found = [event for event in self.others if event["event"] == model.EVENT]
+        try:
+            return [read_event(model, event) for event in found]
+        except RunLogError as error:
+            raise RunLogError(f"{self.path}: {error}") from None
 
 
 # Which steps count for figures. A peak is the largest of `measured_steps(counted_steps(log))`, and a time the
@@ -105,3 +308,619 @@ def timed_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
 def measured_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
     """Return the steps that measured the peak of activations."""
     return [step for step in steps if step.activation_peak_bytes is not None]
+
+
+# Reading
+
+
+def read_run_log(path: str | os.PathLike[str]) -> RunLog:
+    """Read a run log, also one whose run crashed or is still going on.
+
+    A last line without its end is left out.
+
+    Raises:
+        RunLogError: The file cannot be read, is no run log, has another schema or a damaged line, or is two.
+            The message names file and line.
+    """
+    path = Path(path)
+    try:
+        *lines, last = path.read_bytes().split(b"\n")
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise RunLogError(f"{path}: the run log cannot be read: {reason}") from error
+    found: list[RunHeader | StepRecord | Json] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                found.append(_parsed(line))
+        except RunLogError as error:
+            raise RunLogError(f"{path}:{number}: {error}") from None
+    if not found:
+        raise RunLogError(
+            f"{path}: no run log, because it has no complete line; was the run stopped at its start?"
+        )
+    header, *others = found
+    if not isinstance(header, RunHeader):
+        raise RunLogError(f'{path}: no run log, which starts with {{"event": "run", "schema": …}}')
+    if any(isinstance(each, RunHeader) for each in others):
+        raise RunLogError(f"{path}: a second header: two run logs in one file; split it there")
+    return RunLog(
+        header=header,
+        steps=tuple(each for each in others if isinstance(each, StepRecord)),
+        path=path,
+        truncated=bool(last.strip()),
+        others=tuple(each for each in others if isinstance(each, dict)),
+    )
+
+
+def _parsed(line: bytes) -> RunHeader | StepRecord | Json:
+    try:
+        event: Json = json.loads(line)
+        kind = event["event"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunLogError(
+            f'not a line of a run log, a JSON object with an "event": {error}; remove the line'
+        ) from None
+    if kind == StepRecord.EVENT:
+        return _checked(StepRecord, event)
+    if kind != RunHeader.EVENT:
+        return event
+    if event.get("schema") != SCHEMA:
+        raise RunLogError(
+            f"written with schema {event.get('schema')!r} of the run log, and this version of tba-offload "
+            f"reads schema {SCHEMA}; read it with the version that wrote it"
+        )
+    return _checked(RunHeader, event)
+
+
+Record = TypeVar("Record", bound=RunHeader | StepRecord)
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (RunHeader, StepRecord)}
+_NAMES = {kind: [each.name for each in fields(kind) if each.name != "extra"] for kind in _ADAPTERS}
+
+
+def _checked(kind: type[Record], event: Json) -> Record:
+    """Return an event as a record, its unknown keys in ``extra``."""
+    known: Json = {name: event[name] for name in _NAMES[kind] if name in event}
+    known["extra"] = {name: value for name, value in event.items() if name not in {*known, "event"}}
+    return _valid(_ADAPTERS[kind].validate_python, kind.EVENT, known)  # type: ignore[no-any-return]
+
+
+def _valid(validate: Callable[[Any], Any], name: str, values: Mapping[str, object]) -> Any:
+    try:
+        return validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        said = ": ".join(part for part in (where, first["msg"].removeprefix("Value error, ")) if part)
+        raise RunLogError(f"the {name} event is damaged: {said}") from None
+
+
+# Writing
+
+
+class RunLogWriter:
+    """Writes a new run log, line by line.
+
+    Each line reaches the operating system before :meth:`write` returns, so a process that dies loses at most
+    the line it was writing. Lines are not forced to the drive: a power cut may take the latest ones.
+
+    Training never ends for its log. If a line cannot be written, as on a full drive or when the file was
+    removed, a warning says so once, and the log ends there.
+
+    Args:
+        path: The file to write, readable by its owner only (0600). Its directory has to exist. An empty file
+            that exists already is used, and keeps its mode.
+        header: Written at once as the first line.
+
+    Raises:
+        RunLogError: Its directory does not exist, or the file is not empty, a link, no regular file, another
+            process is writing it, or it cannot be opened or written. Or JSON cannot hold the header.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: RunHeader) -> None:
+        self.path = Path(path)
+        line = _line(header)  # first: no file is made for a header that cannot be written
+        self._file = _open_new(self.path)
+        self._has_ended = False
+        try:
+            self._write_whole(line)
+        except OSError as error:
+            self._file.close()
+            raise RunLogError(f"{path}: the run log cannot be written: {error.strerror or error}") from error
+
+    def write(self, record: StepRecord) -> None:
+        """Append the record of one step.
+
+        Raises:
+            RunLogError: The log is closed, or a field has the wrong type.
+        """
+        self._append(_line(record))
+
+    def note(self, event: str, document: Mapping[str, object]) -> None:
+        """Append an event of another kind, which readers hand on as it is (:attr:`RunLog.others`).
+
+        Args:
+            event: Its kind.
+            document: What JSON can hold.
+
+        Raises:
+            RunLogError: The log is closed, or JSON cannot hold the document.
+        """
+        self._append(_json_line(event, document))
+
+    def close(self) -> None:
+        """Close the file; once is enough, more does no harm."""
+        try:
+            self._file.close()
+        except OSError as error:  # a network file system tells late
+            self._end(error)
+
+    def _append(self, line: bytes) -> None:
+        if self._file.closed:
+            raise RunLogError(f"{self.path}: the run log is closed; open a new file to record more steps")
+        if not self._has_ended:
+            try:
+                self._write_whole(line)
+            except OSError as error:
+                self._end(error)
+
+    def _write_whole(self, line: bytes) -> None:
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "the file was removed")
+        while line:
+            line = line[self._file.write(line) :]
+
+    def _end(self, error: OSError) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            logger.warning(
+                "%s: the run log cannot be written: %s; it ends here, and training goes on. Make room there "
+                "before the next run",
+                self.path,
+                error.strerror or error,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _open_new(path: Path) -> io.FileIO:
+    """Open an empty file for this process alone, without a buffer."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK  # no link is followed, and a pipe does not block
+    try:
+        file = io.FileIO(path, "a+b", opener=lambda name, more: os.open(name, flags | more, 0o600))
+    except (OSError, ValueError) as error:
+        directory = shlex.quote(str(path.absolute().parent))
+        reasons = {
+            errno.ELOOP: "a symbolic link, and run logs follow none; name the file itself",
+            errno.ENOENT: f"its directory does not exist; make it: mkdir -p {directory}",
+        }
+        reason = reasons.get(getattr(error, "errno", 0), getattr(error, "strerror", None) or str(error))
+        raise RunLogError(f"{path}: the run log cannot be opened: {reason}") from error
+    if wrong := _fault_of(file, path):
+        file.close()
+        raise RunLogError(f"{path}: {wrong}")
+    return file
+
+
+def _fault_of(file: io.FileIO, path: Path) -> str:
+    """Return why a file cannot become a run log; empty if it can."""
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return "not a regular file; name a new one for the run log"
+    try:  # without the lock, two ranks that were given one path could both find the file empty
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        other = f"{path.stem}.rank0{path.suffix}"
+        return f"another process is writing this run log; give each its own path, as {other} for rank 0"
+    except OSError:
+        pass  # a file system without locks: the check for an empty file has to do
+    if os.fstat(file.fileno()).st_size > 0:
+        return "not empty, and run logs are never overwritten; choose another path"
+    return ""
+
+
+def _line(record: RunHeader | StepRecord) -> bytes:
+    known = {name: getattr(record, name) for name in _NAMES[type(record)]}
+    checked = _checked(type(record), record.extra | known)
+    return _json_line(record.EVENT, {name: getattr(checked, name) for name in known} | checked.extra)
+
+
+def _json_line(event: str, document: Mapping[str, object]) -> bytes:
+    try:
+        text = json.dumps({"event": event} | _in_json(document), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RunLogError(f"the {event} event holds a value that JSON cannot: {error}") from error
+    return text.encode("ascii") + b"\n"
+
+
+def _in_json(value: Any) -> Any:
+    """Return the value with the floats that JSON lacks spelt as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return float.__repr__(value)
+    if isinstance(value, dict):
+        return {key: _in_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(item) for item in value]
+    return value
+
+
+# A step in figures
+
+FIGURES = tuple(
+    name
+    for name in _NAMES[StepRecord]
+    if name not in {"step", "skipped", "peak_source", "gradients_allocated"}
+)
+"""Fields of a step record that are numbers: the curves and columns of :mod:`tba_offload.sinks`."""
+
+MAIN_FIGURES = ("activation_peak_bytes", "offloaded_bytes", "read_bytes", "stall_seconds")
+"""Those for frameworks that print the same figures that they hand on."""
+
+PREFIX = "tba-offload/"
+"""Beginning of the names of curves."""
+
+
+def curves_of(record: StepRecord, names: Iterable[str] = FIGURES) -> dict[str, float]:
+    """Return the figures of a step that are known, under ``tba-offload/`` and the name of the field."""
+    known = {f"{PREFIX}{name}": getattr(record, name) for name in names}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def describe_step(record: StepRecord) -> str:
+    """Return the main figures of a step in one line."""
+    parts = [f"step {record.step}" + (" (skipped)" if record.skipped else "")]
+    if record.activation_peak_bytes is not None:
+        parts.append(f"activation peak {readable_size(record.activation_peak_bytes)}")
+    if record.gradient_bytes:
+        parts.append(f"gradients {readable_size(record.gradient_bytes)}")
+    waits = f", {significant(record.stall_seconds)} s of it waits" if record.stall_seconds else ""
+    parts.append(f"{significant(record.seconds)} s{waits}")
+    moved = {
+        "written": record.offloaded_bytes,
+        "read": record.read_bytes,
+        "forwarded": record.forwarded_bytes,
+        "kept": record.kept_bytes + record.fallback_kept_bytes,
+    }
+    parts += [f"{readable_size(nbytes)} {what}" for what, nbytes in moved.items() if nbytes]
+    if record.weights_read_bytes:
+        waited = record.weights_waited_seconds
+        waits = f", waited for {significant(waited)} s" if waited else ""
+        parts.append(f"{readable_size(record.weights_read_bytes)} of frozen weights read{waits}")
+    if record.recomputed_scopes:
+        parts.append(f"{record.recomputed_scopes} of {record.scopes} layers recomputed")
+    if record.loss is not None:
+        parts.append(f"loss {record.loss:.6g}")
+    return "; ".join(parts)
+
+
+# Other events
+
+
+class Event(BaseModel):
+    """An event that is no step; its fields have types before anything is computed from them."""
+
+    EVENT: ClassVar[str]
+
+
+AnyEvent = TypeVar("AnyEvent", bound=Event)
+
+
+def read_event(model: type[AnyEvent], event: Mapping[str, object]) -> AnyEvent:
+    """Return an event with its types.
+
+    Raises:
+        RunLogError: A part is missing or has another type; says which.
+    """
+    return _valid(model.model_validate, model.EVENT, event)  # type: ignore[no-any-return]
+
+
+class PlanEvent(Event):
+    """A new plan and what it was made from, as far as a plan is made anew from it.
+
+    Attributes:
+        names: Module names of the layers.
+        profile: The step, as :class:`tba_offload.plan.profile.StepProfile` reads it.
+        drive: Rates of drives, as :class:`tba_offload.plan.bandwidth.Bandwidth` reads them.
+        limits: What the plan had to keep to.
+    """
+
+    EVENT = PLAN
+
+    names: list[str]
+    profile: Json
+    drive: Json
+    limits: Json
+
+
+class HeldBytes(BaseModel):
+    """Bytes by what held them at one moment; see :class:`tba_offload.session.memory_seen.Held`."""
+
+    in_flight: Bytes
+    read_ahead: Bytes
+    settled: Bytes
+    small: Bytes
+    kept: Bytes
+    inputs: Bytes
+    outputs: Bytes
+    put_out: Bytes = 0
+
+
+class PhasePeak(BaseModel):
+    """The peak of one phase; see :class:`tba_offload.session.memory_seen.Peak`."""
+
+    nbytes: Bytes
+    layer: Bytes
+    held: HeldBytes
+    beside: Bytes
+    gradients: Bytes
+    frozen: Bytes = 0
+
+    @property
+    def whole(self) -> int:
+        """All bytes of the moment."""
+        return self.nbytes + self.gradients + self.frozen
+
+
+class StaticBytes(BaseModel):
+    """Bytes that last from step to step."""
+
+    parameters: Bytes
+    gradients: Bytes
+    buffers: Bytes
+    optimizer_states: Bytes
+    masters: Bytes = 0
+
+
+class MemoryEvent(Event):
+    """What a step that was looked at has shown.
+
+    Attributes:
+        step: Its number.
+        source: How live bytes were measured.
+        names: Module names of the layers.
+        placements: Their placements.
+        window: Most bytes in flight; ``None`` for no limit.
+        static: What lasts from step to step.
+        held: What layers have saved and an attribute of a module holds: its name, its bytes, and whether it
+            was there before the step.
+        caches: What else attributes of modules hold from step to step, beside parameters, buffers and
+            gradients: its name and its bytes.
+        phases: The peak of each phase.
+        layers: Of each layer, in bytes: what a forward leaves in memory, and the most that a forward and a
+            backward take beyond what was there before.
+        checkpointed: How many of the layers their own framework has run again in backward.
+        not_attached: How many modules of the same classes are not among the layers.
+        left_out: Lists of trained blocks of other classes that are not either, in words, with their numbers.
+        head: Bytes of the largest trained parameter beside the layers, which a loss may need a gradient of.
+        frozen_weights: Bytes of frozen weights of layers that could be offloaded and are in memory.
+        frozen_at_once: Those of them that would be in memory at a time: of the two largest layers.
+    """
+
+    EVENT = MEMORY
+
+    step: int
+    source: str
+    names: list[str]
+    placements: list[str]
+    window: Bytes | None
+    static: StaticBytes
+    held: list[tuple[str, Bytes, bool]]
+    caches: list[tuple[str, Bytes]] = []
+    phases: dict[Literal["forward", "loss", "backward", "embeddings", "between", "update"], PhasePeak]
+    layers: list[tuple[Bytes, Bytes, Bytes]]
+    checkpointed: Bytes = 0
+    not_attached: Bytes = 0
+    left_out: list[tuple[str, Bytes]] = []
+    head: Bytes = 0
+    frozen_weights: Bytes = 0
+    frozen_at_once: Bytes = 0
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if not len(self.names) == len(self.placements) == len(self.layers):
+            raise ValueError("there are not as many names as layers")
+        if any(peak.layer >= max(len(self.names), 1) for peak in self.phases.values()):
+            raise ValueError("a peak is in no layer")
+        return self
+
+
+class ScopeTimes(NamedTuple):
+    """One run of a layer; times are seconds since the step began."""
+
+    layer: int
+    micro_batch: int
+    forward_began: Seconds
+    forward_ended: Seconds | None
+    backward_began: Seconds | None
+
+
+class Moment(NamedTuple):
+    """Memory and traffic at one moment, as of :data:`tba_offload.session.step_curve.Point`.
+
+    Times are seconds since the step began.
+    """
+
+    seconds: Seconds
+    live: Bytes
+    in_flight: Bytes
+    read_ahead: Bytes
+    written: Bytes
+    read: Bytes
+    settled: Bytes = 0
+    left: Bytes = 0
+
+
+class Move(NamedTuple):
+    """One call that moved bytes; times are seconds since the step began.
+
+    Attributes:
+        drive: Its place in the list of drives.
+        writes: Whether it wrote.
+        began: When it began.
+        ended: When it ended.
+        nbytes: Bytes that it moved.
+        thread: Number of the I/O thread.
+    """
+
+    drive: int
+    writes: bool
+    began: Seconds
+    ended: Seconds
+    nbytes: Bytes
+    thread: int
+
+
+class Phase(NamedTuple):
+    """What a step is at from one moment to another: ``forward``, ``backward`` or ``update``."""
+
+    name: str
+    began: float
+    ended: float
+
+
+HOST = "host memory"
+"""Name of the place that is no drive."""
+
+STATES = "optimizer states in "
+"""Beginning of the name of a drive where what it moves are states of optimizers."""
+
+WEIGHTS = "frozen weights in "
+"""Beginning of the name of a drive where what it moves are frozen weights."""
+
+_LABELS = {STATES: ", optimizer states", WEIGHTS: ", frozen weights"}
+
+
+def prefix_of(name: str) -> str:
+    """Return what the name of a drive begins with: empty where it moves activations."""
+    return next(filter(name.startswith, _LABELS), "")
+
+
+class TimelineEvent(Event):
+    """One step over time, by the host's clock.
+
+    Attributes:
+        step: Its number.
+        source: How live bytes were measured.
+        names: Module names of the layers.
+        scopes: The runs of layers, in the order of their forward.
+        backward_ends: When backward passes ended.
+        stalls: When training waited for I/O: from, until.
+        points: Memory and traffic, in the order of time; none where memory was not measured.
+        updates: When optimizers worked: from, until.
+        layers_left: When backward passes came out of the first layer, to embeddings.
+        budget: Most bytes of activations that the policy allows; ``None`` for no limit.
+        window: Most bytes in flight that it allows; ``None`` for no limit.
+        drives: The drives that moved bytes, each with its number among the directories, and its name; one
+            that moved states of optimizers, or frozen weights, is there once more for these, its name after
+            :data:`STATES` or :data:`WEIGHTS`.
+        moves: The calls that moved bytes, by when they began.
+    """
+
+    EVENT = TIMELINE
+
+    step: int
+    source: str
+    names: list[str]
+    scopes: list[ScopeTimes]
+    backward_ends: list[Seconds]
+    stalls: list[tuple[Seconds, Seconds]]
+    points: list[Moment]
+    updates: list[tuple[Seconds, Seconds]] = []
+    layers_left: list[Seconds] = []
+    budget: Bytes | None = None
+    window: Bytes | None = None
+    drives: list[tuple[int, str]] = []
+    moves: list[Move] = []
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if any(scope.layer >= len(self.names) for scope in self.scopes):
+            raise ValueError("a run is of no layer")
+        if any(move.drive >= len(self.drives) for move in self.moves):
+            raise ValueError("bytes were moved by no drive")
+        return self
+
+    @property
+    def seconds(self) -> float:
+        """When the last thing was that it tells of."""
+        ends = [until for _, until in (*self.stalls, *self.updates)] + self.backward_ends
+        ends += [point.seconds for point in self.points[-1:]] + [move.ended for move in self.moves]
+        ends += [scope.forward_ended or scope.forward_began for scope in self.scopes]
+        return max(ends, default=0.0)
+
+    def forwards(self) -> list[tuple[ScopeTimes, float, float]]:
+        """Each run of a layer with the begin and the end of its forward."""
+        return [
+            (scope, scope.forward_began, max(scope.forward_ended, scope.forward_began))
+            for scope in self.scopes
+            if scope.forward_ended is not None
+        ]
+
+    def backwards(self) -> list[tuple[ScopeTimes, float, float]]:
+        """Each run with the begin and the end of its backward, which is where the next thing begins."""
+        reached = [(scope, scope.backward_began) for scope in self.scopes if scope.backward_began is not None]
+        begins = sorted(began for _, began in reached)
+        forwards = [scope.forward_began for scope in self.scopes]
+        edges = sorted([*begins, *self.layers_left, *self.backward_ends, *forwards, self.seconds])
+        return [(scope, began, edges[min(bisect(edges, began), len(edges) - 1)]) for scope, began in reached]
+
+    def phases(self) -> list[Phase]:
+        """Return what the step is at, in the order of time; in between it computes losses, or it waits."""
+        forwards = sorted((began, ended) for _, began, ended in self.forwards())
+        begins = sorted(began for _, began, _ in self.backwards())
+        phases = [Phase("update", since, max(until, since)) for since, until in self.updates]
+        since = 0.0
+        for end in [*sorted(self.backward_ends), math.inf]:
+            began = next((began for began in begins if since <= began < end), math.inf)
+            runs = [run for run in forwards if since <= run[0] < min(began, end)]
+            if runs:
+                phases.append(Phase("forward", runs[0][0], max(ended for _, ended in runs)))
+            if began < end < math.inf:
+                phases.append(Phase("backward", began, end))
+            since = end
+        return sorted(phases, key=_began)
+
+    def label_of(self, drive: int) -> str:
+        """Return what pictures call a drive.
+
+        By its number among the directories, so that they show no name.
+        """
+        number, name = self.drives[drive]
+        label = HOST if self.place_of(drive) == HOST else f"drive {number}"
+        return label + _LABELS.get(prefix_of(name), "")
+
+    def place_of(self, drive: int) -> str:
+        """Return the name of a drive, whatever it moves."""
+        name = self.drives[drive][1]
+        return name.removeprefix(prefix_of(name))
+
+    def rates_of(self, drive: int, *, writes: bool) -> list[tuple[float, float]]:
+        """Bytes a second that a drive moves: from when, and how many, until the next.
+
+        What a call has moved is spread evenly over its time.
+
+        Args:
+            drive: Its place in the list of drives.
+            writes: Whether it is about what it writes.
+        """
+        changes: dict[float, float] = defaultdict(float)
+        for move in self.moves:
+            if (move.drive, move.writes) == (drive, writes):
+                ended = max(move.ended, move.began + _SHORTEST)
+                rate = move.nbytes / (ended - move.began)
+                changes[move.began] += rate
+                changes[ended] -= rate
+        times = sorted(changes)
+        rates = accumulate(changes[at] for at in times)
+        return [(at, max(rate, 0.0)) for at, rate in zip(times, rates, strict=True)]
+
+
+_SHORTEST = 1e-6
+"""Seconds that a call takes at least: times of logs are whole microseconds."""
+
+
+def _began(phase: Phase) -> float:
+    return phase.began

@@ -24,8 +24,8 @@ from tba_offload.report.why import Diagnosis, holders_table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tba_offload.report.log import RunLog
     from tba_offload.report.page_charts import Chart
-    from tba_offload.report.run_log import RunLog
 
 _UNKNOWN = "not known"
 

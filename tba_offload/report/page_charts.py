@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from tba_offload.report.evidence import Evidence, Phase
-    from tba_offload.report.run_log import RunLog
+    from tba_offload.report.log import RunLog
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from tba_offload.report.run_log import RunLog, StepRecord
+    from tba_offload.report.log import RunLog, StepRecord
 
 Unit = Literal["FLOP/s", "tokens/s"]
 
@@ -116,18 +116,14 @@ def points(
             :func:`tba_offload.report.ranks.merged`.
         memory: What they are compared by.
         warmup: Steps to skip at the start of each, see :func:`point`.
-        left_out: Called with a sentence for each damaged line, and for each run without a step, as one that
-            failed at once, if others have some; without it these are errors.
+        left_out: Called with a sentence for each run without a step, as one that failed at once, if others
+            have some; without it these are errors.
 
     Raises:
         RunLogError: A log cannot be read or lacks what a point needs.
         ConfigError: ``warmup`` is negative.
     """
     logs = read_runs(paths)
-    for complaint in (complaint for log in logs for complaint in log.complaints):
-        if left_out is None:
-            raise RunLogError(complaint)
-        left_out(complaint)
     if left_out is not None and any(log.steps for log in logs):
         for log in logs:
             if not log.steps:

@@ -7,24 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import ConfigError, RunLogError
-from tba_offload.report.profile import read_profile
+from tba_offload.report.log import TimelineEvent
 from tba_offload.report.rok import require_matplotlib
-from tba_offload.report.run_log import TIMELINE
-from tba_offload.report.timeline_event import checked_timeline
 from tba_offload.report.timeline_trace import Trace
 from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
 
-    from tba_offload.report.run_log import RunLog
-    from tba_offload.report.timeline_event import TimelineEvent
+    from tba_offload.report.log import RunLog
 
 
 def timelines(log: RunLog) -> list[TimelineEvent]:
     """Return the steps that a log tells over time, in their order."""
-    return [checked_timeline(event) for event in log.others if event["event"] == TIMELINE]
+    return log.events(TimelineEvent)
 
 
 def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
@@ -82,45 +78,6 @@ def write_timeline(timeline: TimelineEvent, path: str | os.PathLike[str]) -> Non
     from tba_offload.report.timeline_chart import timeline_svg
 
     write_regular(path, plain_svg(timeline_svg(timeline, salt="timeline")))
-
-
-def write_merged(
-    steps: Sequence[TimelineEvent], path: str | os.PathLike[str], profile: str | os.PathLike[str]
-) -> list[TimelineEvent]:
-    """Write a profile of ``torch.profiler`` with the steps that lie in it, on its axis.
-
-    Args:
-        steps: The steps.
-        path: The file to write.
-        profile: The file of the profile.
-
-    Returns:
-        The steps that lie in it.
-
-    Raises:
-        ConfigError: The file to write is a picture, or has another suffix.
-        RunLogError: The profile cannot be read, or none of the steps lies in it.
-        OSError: The file cannot be written.
-    """
-    check_holds_profile(path)
-    found = read_profile(profile)
-    held = found.those_in(steps)
-    trace = Trace(found.free_process)
-    trace.name("tba-offload")
-    for step in held:
-        trace.add(step, found.begin_of(step) or 0.0)
-    write_regular(path, json.dumps(found.with_events(trace.events)).encode())
-    return held
-
-
-def check_holds_profile(path: str | os.PathLike[str]) -> None:
-    """Check that a file may hold a profile.
-
-    Raises:
-        ConfigError: It is a picture, or has another suffix.
-    """
-    if kind_of_timeline(path) != "json":
-        raise ConfigError(f"{path}: a picture holds no profile; write a trace, whose name ends in .json")
 
 
 def trace_of(timeline: TimelineEvent) -> dict[str, Any]:

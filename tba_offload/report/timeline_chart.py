@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from tba_offload.report.timeline_event import Moment, ScopeTimes, TimelineEvent
+    from tba_offload.report.log import Moment, ScopeTimes, TimelineEvent
 
 _WIDTH, _MEMORY, _DRIVE, _LANE, _REST = 7.6, 2.2, 0.8, 0.3, 1.1
 """Inches: width of the picture; heights of the panel of memory, of a drive, of a lane, and of all else."""

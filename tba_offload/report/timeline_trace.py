@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tba_offload.report.timeline_event import TimelineEvent
+    from tba_offload.report.log import TimelineEvent
 
 Event = dict[str, Any]
 

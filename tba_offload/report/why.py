@@ -9,16 +9,16 @@ from tba_offload.formatting import readable_size, significant
 from tba_offload.report import tables
 from tba_offload.report.causes import WORTH, Finding, findings
 from tba_offload.report.evidence import HOLDERS, Evidence
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import read_run_log
 from tba_offload.report.ranks import paths_of_ranks
 from tba_offload.report.tables import Column, FittedTable
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tba_offload.report.evidence import Phase
-    from tba_offload.report.run_log import RunLog
+    from tba_offload.report.log import RunLog
 
 _OTHERS = 2
 
@@ -124,20 +124,16 @@ class Diagnosis:
         }
 
 
-def why(path: str | os.PathLike[str], *, left_out: Callable[[str], object] | None = None) -> Diagnosis:
+def why(path: str | os.PathLike[str]) -> Diagnosis:
     """Return the diagnosis of a run by its log; of several ranks that of the fullest.
 
     Args:
         path: The run log.
-        left_out: Called with a sentence for each damaged line.
 
     Raises:
         RunLogError: It cannot be read, or has no step.
     """
     logs = [read_run_log(found) for found in paths_of_ranks(path)]
-    for complaint in (complaint for log in logs for complaint in log.complaints):
-        if left_out is not None:
-            left_out(complaint)
     diagnoses = [Diagnosis.of(log) for log in logs]
     return max(diagnoses, key=lambda each: each.evidence.peak.nbytes)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.hooks import Capture
     from tba_offload.config import OffloadConfig
     from tba_offload.device.live_bytes import LiveBytes
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
     from tba_offload.session.notices import Notices
 
 

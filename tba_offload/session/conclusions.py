@@ -9,7 +9,7 @@ import torch
 from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config.policy import Placement
 from tba_offload.layers.guards import is_checkpointed
-from tba_offload.report.run_log import MEMORY, TIMELINE
+from tba_offload.report.log import MEMORY, TIMELINE
 from tba_offload.session.late import LateFigures, LateValue, of_one_element
 from tba_offload.session.notices import tell
 from tba_offload.session.recording import record_of
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
     from tba_offload.session.figures import Times
     from tba_offload.session.journal import Journal
     from tba_offload.session.parts import Parts

@@ -12,16 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tba_offload.report.log_writer import RunLogWriter
-from tba_offload.report.run_log import MEMORY, RunLog
-from tba_offload.report.step_line import describe_step
+from tba_offload.report.log import MEMORY, RunLog, RunLogWriter, describe_step
 from tba_offload.session.notices import tell
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
-    from tba_offload.report.run_log import RunHeader, StepRecord
+    from tba_offload.report.log import RunHeader, StepRecord
     from tba_offload.session.late import LateFigures
     from tba_offload.states import StatesRecord
 

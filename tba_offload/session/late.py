@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tba_offload.capture.trace import StepMarks
     from tba_offload.device import Device
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
 
 
 Value = TypeVar("Value")

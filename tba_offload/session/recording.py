@@ -10,7 +10,7 @@ import torch
 
 from tba_offload.config.policy import Placement
 from tba_offload.plan.model import Plan
-from tba_offload.report.run_log import RunHeader, StepRecord
+from tba_offload.report.log import RunHeader, StepRecord
 from tba_offload.store.base import HOST_TIER
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tba_offload.plan.device_share import DeviceShare
     from tba_offload.plan.model import Limits
     from tba_offload.plan.states_share import Expected
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
     from tba_offload.session.budget import Budget
     from tba_offload.states import OptimizerStates, StatesRecord
 

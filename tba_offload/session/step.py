@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
     from tba_offload.session.steps import Steps
 
 

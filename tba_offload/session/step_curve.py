@@ -10,7 +10,7 @@ import time
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from tba_offload.report.timeline_event import STATES, WEIGHTS, prefix_of
+from tba_offload.report.log import STATES, WEIGHTS, prefix_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -174,7 +174,6 @@ class StepCurve:
         number_of: dict[int, int] = {}  # of I/O threads, in the order in which each first moved bytes
         return {
             "source": self._source,
-            "began_unix_ns": int(began * 1e9) + unix_offset_ns(),
             "names": list(names),
             "scopes": [
                 [index[scope.key.name], scope.key.micro_batch, *map(at, _times(scope))]
@@ -232,24 +231,6 @@ class _Movers(NamedTuple):
         for states in self.states:
             states.watch_moves(seen.get(STATES))
         self.weights.watch_moves(seen.get(WEIGHTS))
-
-
-def unix_offset_ns() -> int:
-    """Nanoseconds from :func:`time.perf_counter_ns` to the time since the epoch, to less than a microsecond.
-
-    The clock of :mod:`torch.profiler` is that time. Both clocks are slewed alike, so that the difference
-    changes only when the system's time is set.
-    """
-    closest = None
-    for _ in range(_READINGS):
-        before, now, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
-        if closest is None or after - before < closest[0]:
-            closest = after - before, now - (before + after) // 2
-    return closest[1] if closest is not None else 0
-
-
-_READINGS = 9
-"""Pairs of readings of two clocks, of which the closest counts: a thread may lose its turn between two."""
 
 
 def _few(moves: list[Moved]) -> list[Moved]:

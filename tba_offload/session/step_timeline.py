@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import SessionError
-from tba_offload.report.timeline_event import checked_timeline
+from tba_offload.report.log import TimelineEvent, read_event
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
-
-    from tba_offload.report.timeline_event import TimelineEvent
 
 
 class StepTimeline:
@@ -44,26 +42,20 @@ class StepTimeline:
                 "this step was not recorded over time: ask for it with session.step(trace=True), and look at "
                 "it after its end"
             )
-        return checked_timeline(self._figures)
+        return read_event(TimelineEvent, self._figures)
 
-    def write(self, path: str | os.PathLike[str], *, profile: str | os.PathLike[str] | None = None) -> None:
+    def write(self, path: str | os.PathLike[str]) -> None:
         """Write the step as a picture (``.svg``) or as a trace (``.json``).
 
         Args:
             path: The file.
-            profile: The trace that a profile of :mod:`torch.profiler` around the step was exported to: what
-                is written holds both, on one axis.
 
         Raises:
             SessionError: The step was not recorded.
-            ConfigError: Another suffix; or a picture is to hold a profile.
-            RunLogError: The profile cannot be read, or is not of this step.
+            ConfigError: Another suffix.
             MissingDependencyError: A picture needs matplotlib, which is not installed.
             OSError: The file cannot be written.
         """
-        from tba_offload.report.timeline import write_merged, write_timeline
+        from tba_offload.report.timeline import write_timeline
 
-        if profile is None:
-            write_timeline(self.event, path)
-        else:
-            write_merged([self.event], path, profile)
+        write_timeline(self.event, path)

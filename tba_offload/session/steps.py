@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tba_offload.capture.trace import StepTrace
     from tba_offload.device import Device
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
     from tba_offload.session.conclusions import Conclusions
     from tba_offload.session.figures import Times
     from tba_offload.session.ongoing import Ongoing

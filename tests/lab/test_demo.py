@@ -23,9 +23,7 @@ from tba_offload import cli
 from tba_offload.config import OffloadConfig
 from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError
-from tba_offload.report.log_reader import read_run_log
-from tba_offload.report.log_writer import RunLogWriter
-from tba_offload.report.run_log import RunHeader, StepRecord
+from tba_offload.report.log import RunHeader, RunLogWriter, StepRecord, read_run_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

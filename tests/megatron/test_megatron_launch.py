@@ -14,8 +14,7 @@ import pytest
 from children import environment
 from covering import full, of_which
 
-from tba_offload.report.curves import CURVES
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import curves_of, read_run_log
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -196,7 +195,7 @@ def test_the_writers_of_megatron_get_the_main_figures(script: Path, tmp_path: Pa
     (step,) = [step for step in read_run_log(log).steps if step.step == 2]
     for writer in ("board", "wandb"):
         drawn = {tag: float(value) for name, _, tag, value in lines if name == writer}
-        assert drawn == {f"tba-offload/{name}": float(getattr(step, name)) for name in CURVES}
+        assert drawn == {name: float(value) for name, value in curves_of(step).items()}
     assert {iteration for _, iteration, *_ in lines} == {"2"}  # the other two are not logged by Megatron
 
 

@@ -20,7 +20,7 @@ from harness import PATIENCE
 from megatron_ranks import JOB_SECONDS, MICRO_BATCH, SEQUENCE, STEPS, Job, Layout
 from pretrain_runs import slow
 
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import read_run_log
 from tba_offload.report.ranks import path_of_rank
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from warm import Warm
 
-    from tba_offload.report.run_log import RunLog, StepRecord
+    from tba_offload.report.log import RunLog, StepRecord
 
 pytestmark = pytest.mark.megatron
 

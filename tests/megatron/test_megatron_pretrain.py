@@ -29,8 +29,7 @@ from pretrain_runs import (
 
 from tba_offload.cli import main
 from tba_offload.megatron.arguments import CONFLICTS
-from tba_offload.report.log_reader import read_run_log
-from tba_offload.report.run_log import MEMORY, RunLog
+from tba_offload.report.log import MEMORY, RunLog, read_run_log
 
 if TYPE_CHECKING:
     from pathlib import Path

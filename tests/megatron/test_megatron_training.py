@@ -18,7 +18,7 @@ import tba_offload as tba
 from tba_offload.megatron import training
 from tba_offload.megatron.arguments import add_arguments
 from tba_offload.megatron.training import report_loss
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import read_run_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable

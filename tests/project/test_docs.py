@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import tba_offload as tba
 from tba_offload import cli
 from tba_offload.config import OffloadConfig, StoreConfig
-from tba_offload.report.log_writer import RunLogWriter
-from tba_offload.report.run_log import RunHeader
+from tba_offload.report.log import RunHeader, RunLogWriter
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ from models import same_bits
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
     from tba_offload.session import Session
 
 WIDTH, INNER, ROWS, LENGTH = 64, 256, 4, 16

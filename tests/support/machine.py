@@ -22,7 +22,7 @@ from tba_offload.config.policy import Objective, Placement
 from tba_offload.plan.model import Limits
 from tba_offload.plan.profile import computed_as
 from tba_offload.plan.simulate import simulate
-from tba_offload.report.run_log import StepRecord
+from tba_offload.report.log import StepRecord
 from tba_offload.store.base import DriveLoad, Load
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.report.log_writer import RunLogWriter
-from tba_offload.report.run_log import MEMORY, RunHeader, StepRecord
+from tba_offload.report.log import MEMORY, RunHeader, RunLogWriter, StepRecord
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,3 +77,27 @@ def logged(path: Path, *events: dict[str, Any]) -> Path:
     with path.open("a") as file:
         file.write("".join(json.dumps(each) + "\n" for each in events))
     return path
+
+
+def plan_event() -> dict[str, Any]:
+    """A plan for two layers, from which a plan can be made anew."""
+    return {
+        "event": "plan",
+        "names": ["layers.0", "layers.1"],
+        "profile": {
+            "kinds": [
+                {
+                    "activations": [[2**20, 0.5, 0.5], [2**16, 0.9, 0.1, True, None]],
+                    "small_bytes": 100,
+                    "input_bytes": 2**18,
+                }
+            ],
+            "layers": [0, 0],
+            "timings": [{"offload": [0.5, 1.0], "keep": [0.5, 1.0]}],
+            "slots": [[0, 0, False, 0.0], [1, 0, False, 0.0], [1, 0, True, 0.1], [0, 0, True, 0.0]],
+            "tail": 0.1,
+            "rest_bytes": 2**18,
+        },
+        "drive": {"write": 1e8, "read": 1e8, "latency": 0.0, "host": None},
+        "limits": {"activation": None, "window": 2**20},
+    }

@@ -31,7 +31,7 @@ from tba_offload.plan.simulate import simulate
 from tba_offload.plan.writes import writes_of
 from tba_offload.report.digest import Digest
 from tba_offload.report.endurance import endurance
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import read_run_log
 from tba_offload.what_if import Situation
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from tba_offload.errors import TransferError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
 
 STEPS = 4
 

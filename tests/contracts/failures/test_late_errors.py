@@ -21,10 +21,10 @@ from tba_offload.device import READY
 from tba_offload.device.ranges import ByteRange, aligned_range
 from tba_offload.errors import StoreFullError
 from tba_offload.store import file_systems, posix
-from tba_offload.store.doctor import location_of
 from tba_offload.store.file import FileStore
 from tba_offload.store.file_systems import FILE_SYSTEMS, UNKNOWN
 from tba_offload.store.late import LateErrors
+from tba_offload.store.location import location_of
 from tba_offload.store.run_file import RunFile
 
 if TYPE_CHECKING:
@@ -120,8 +120,9 @@ def test_training_keeps_what_was_lost_and_its_bits(checksum: bool, late: Path) -
 @on_fuse
 def test_the_doctor_knows_what_holds_there(late: Path) -> None:
     found = location_of(str(late))
-    assert found.file_system == "fuse.late"
-    told = "; ".join(each["what"] for each in found.findings)
+    assert found.file_system_name == "fuse.late"
+    assert found.drive is None
+    told = "; ".join(each.what for each in found.findings())
     assert "served by a process" in told
     assert "every write is flushed" in told
     assert "may leave its files there" in told

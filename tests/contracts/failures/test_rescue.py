@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a drive failed:RuntimeWarning"),

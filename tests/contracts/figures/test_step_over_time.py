@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import time
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -15,7 +13,7 @@ from models import loss_of, make_model, make_tokens
 
 import tba_offload as tba
 from tba_offload.errors import SessionError
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import read_run_log
 from tba_offload.report.timeline import timeline_of, timelines
 
 if TYPE_CHECKING:
@@ -204,83 +202,19 @@ def test_a_step_that_failed_leaves_nothing_on(session: Session, model: Model) ->
     assert step.record.read_bytes > 0
 
 
-# Beside a profile
+# In a profile
 
 
 def profiled() -> torch.profiler.profile:
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
 
 
-Span = tuple[str, float, float]
-
-
-def spans_of(path: Path, process: int | None = None, **wanted: str) -> list[Span]:
-    """Name, begin and end of the slices of a trace, in seconds."""
-    return [
-        (event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
-        for event in json.loads(path.read_text())["traceEvents"]
-        if event["ph"] == "X"
-        and all(event.get(name) == value for name, value in wanted.items())
-        and process in (None, event["pid"])
-    ]
-
-
-@pytest.fixture
-def merged(session: Session, model: Model, tmp_path: Path) -> Path:
-    """A step with a range of the profiler around it, and the profile and the step in one trace."""
+def test_each_run_of_a_layer_is_a_range_of_the_profile(session: Session, model: Model) -> None:
     with profiled() as profile:
-        time.sleep(0.01)
-        with torch.profiler.record_function("around"):
-            with session.step(trace=True) as step:
-                for micro_batch in range(2):
-                    loss_of(model, make_tokens(micro_batch)).backward()
-        time.sleep(0.01)
-    profile.export_chrome_trace(str(tmp_path / "profile.json"))
-    step.timeline.write(tmp_path / "merged.json", profile=tmp_path / "profile.json")
-    return tmp_path / "merged.json"
-
-
-NEAR = 1e-3
-"""Seconds by which the two clocks may differ."""
-
-
-def test_a_range_of_the_profiler_around_a_step_holds_the_runs_of_its_layers(merged: Path) -> None:
-    ((_, began, ended),) = spans_of(merged, name="around", cat="user_annotation")
-    runs = spans_of(merged, cat="forward") + spans_of(merged, cat="backward")
-    assert len(runs) == 4 * LAYERS
-    for name, since, until in runs:
-        assert began - NEAR < since <= until < ended + NEAR, name
-    ((_, since, until),) = spans_of(merged, cat="step")
-    assert began - NEAR < since < until < ended + NEAR
-
-
-def test_operations_lie_in_the_run_of_their_layer(merged: Path) -> None:
-    """The profiler has the matrix products of a layer where the log has the layer."""
-    products = sorted(spans_of(merged, name="aten::addmm") + spans_of(merged, name="aten::mm"), key=began_of)
-    runs = spans_of(merged, cat="forward") + spans_of(merged, cat="backward")
-    inside = [
-        any(since - NEAR < began and ended < until + NEAR for _, since, until in runs)
-        for _, began, ended in products
-    ]
-    assert len(products) > 4 * LAYERS
-    assert inside.count(False) <= 6  # the head and its backward, of two micro-batches
-
-
-def test_each_run_of_a_layer_is_a_range_of_the_profile(merged: Path) -> None:
-    """By the clock of the profiler the ranges lie where the log has the runs, by another clock."""
-    ranges = [span for span in spans_of(merged, cat="user_annotation") if span[0].startswith("tba-offload: ")]
+        with session.step(trace=True):
+            for micro_batch in range(2):
+                loss_of(model, make_tokens(micro_batch)).backward()
+    names = [event.name for event in profile.events() if event.name.startswith("tba-offload: ")]
     for phase in ("forward", "backward"):
-        runs = sorted(spans_of(merged, cat=phase), key=began_of)
-        own = sorted((span for span in ranges if f" {phase} " in span[0]), key=began_of)
-        assert [name.removeprefix("tba-offload: ") for name, *_ in own] == [name for name, *_ in runs]
-        for (name, began, ended), (_, since, until) in zip(own, runs, strict=True):
-            if phase == "forward":  # the range is within the run
-                assert since - NEAR < began < ended < until + NEAR, name
-            else:  # and in backward it begins before it, and ends with the next
-                assert began - NEAR < since < ended + NEAR, name
-    ((_, began, ended),) = spans_of(merged, name="tba-offload: step 1")
-    assert all(began < since < until < ended for name, since, until in ranges if "step" not in name)
-
-
-def began_of(span: Span) -> float:
-    return span[1]
+        assert sum(f" {phase} " in name for name in names) == 2 * LAYERS
+    assert names.count("tba-offload: step 1") == 1

@@ -33,7 +33,7 @@ from tba_offload.plan.profile import StepProfile, Timing
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.tuning import TUNING
 from tba_offload.plan.window import Window
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import read_run_log
 from tba_offload.transfer.storage import Span
 from tba_offload.transfer.watchdog import Watchdog
 from tba_offload.transfer.writer import Writer

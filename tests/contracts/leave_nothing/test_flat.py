@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 import tba_offload as tba
 from tba_offload.device.memory import MallocMeter
 from tba_offload.errors import StoreError
-from tba_offload.report.run_log import StepRecord
+from tba_offload.report.log import StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

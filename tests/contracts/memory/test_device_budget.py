@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
     from tba_offload.session.session import Session
 
 STEPS = 8

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
     from tba_offload.states import StatesRecord
 
 STEPS = 10

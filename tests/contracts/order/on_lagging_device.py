@@ -43,7 +43,7 @@ from tba_offload.device import READY, Accelerator, ByteRange, device_of
 from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import DeviceError, TransferError, UnsupportedError
 from tba_offload.megatron.training import report_loss
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import read_run_log
 from tba_offload.states.home import Home, Homes
 from tba_offload.states.slots import Slots
 from tba_offload.states.stream_order import StreamOrder

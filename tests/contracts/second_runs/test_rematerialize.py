@@ -60,7 +60,7 @@ from tba_offload.transfer.failures import Failures
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tba_offload.report.run_log import StepRecord
+    from tba_offload.report.log import StepRecord
     from tba_offload.session import Session
 
 LAYERS = 3

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
 from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
-from tba_offload.report.log_reader import read_run_log
-from tba_offload.report.run_log import MEMORY
+from tba_offload.report.log import MEMORY, read_run_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -46,8 +46,7 @@ from tba_offload.plan.simulate import simulate
 from tba_offload.plan.sizes import Sizes, StepSize
 from tba_offload.plan.tuning import TUNING, Tuning
 from tba_offload.plan.what_if import Block, one_f_one_b, peak_of_keep, stretched
-from tba_offload.report.log_reader import read_run_log
-from tba_offload.report.run_log import StepRecord
+from tba_offload.report.log import StepRecord, read_run_log
 from tba_offload.store.base import DriveLoad, Load
 from tba_offload.what_if import FRONTIER, Situation, composition
 

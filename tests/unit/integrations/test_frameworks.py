@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload.integrations.training import Training
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import read_run_log
 
 if TYPE_CHECKING:
     import types

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -11,10 +13,8 @@ from click.testing import CliRunner
 from tba_offload.cli import main
 from tba_offload.errors import RunLogError
 from tba_offload.report import points as rok_points
-from tba_offload.report.log_reader import read_run_log
-from tba_offload.report.log_writer import RunLogWriter
+from tba_offload.report.log import RunHeader, RunLog, RunLogWriter, StepRecord, read_run_log
 from tba_offload.report.ranks import merged, path_of_rank, paths_of_ranks, read_runs
-from tba_offload.report.run_log import RunHeader, RunLog, StepRecord
 
 GIB = 2**30
 
@@ -60,38 +60,36 @@ def test_a_step_is_as_slow_as_its_slowest_rank_and_as_full_as_its_fullest(two_ra
     assert step.backward_seconds is None
 
 
+def two_logs(*records: StepRecord) -> list[RunLog]:
+    headers = [RunHeader(strategy="keep", run="a", rank=rank, ranks=2) for rank in (0, 1)]
+    return [
+        RunLog(header=header, steps=(record,), path=Path(f"run.rank{header.rank}.jsonl"))
+        for header, record in zip(headers, records, strict=True)
+    ]
+
+
 def test_every_field_of_a_step_survives_a_merge() -> None:
     """A field that is added to the record later must not get lost here."""
-    values = {item.name: 1 for item in fields(StepRecord) if item.name not in {"extra", "peak_source"}}
-    record = StepRecord(**values, peak_source="x")
-    from tba_offload.report.ranks import _merged_step
-
-    both = _merged_step([record, record])
-    assert all(getattr(both, name) in (1, 2) for name in values)
+    values: dict[str, Any] = {item.name: 1 for item in fields(StepRecord)}
+    record = StepRecord(**values | {"extra": {}, "peak_source": "x"})
+    (both,) = merged(two_logs(record, record)).steps
+    assert all(getattr(both, name) in (1, 2) for name in values if name not in {"extra", "peak_source"})
     assert both.peak_source == "x"
 
 
 def test_a_step_that_a_rank_skipped_is_skipped_and_memory_is_that_of_the_fullest() -> None:
-    from tba_offload.report.ranks import _merged_step
-
-    records = [
-        StepRecord(step=1, seconds=1.0, skipped=skipped, gradient_bytes=nbytes, state_bytes=None)
-        for skipped, nbytes in ((False, 5), (True, 7))
-    ]
-    both = _merged_step(records)
+    one = StepRecord(step=1, seconds=1.0, gradient_bytes=5, loss=math.inf)
+    other = StepRecord(step=1, seconds=1.0, gradient_bytes=7, loss=-math.inf, skipped=True)
+    (both,) = merged(two_logs(one, other)).steps
     assert (both.skipped, both.gradient_bytes, both.state_bytes) == (True, 7, None)
+    assert both.loss is not None
+    assert math.isnan(both.loss)
 
 
 def test_a_step_takes_as_long_as_on_the_slowest_rank_with_its_update() -> None:
     """Ranks wait for one another in backward or in the update."""
-    logs = [
-        RunLog(
-            header=RunHeader(strategy="keep", run="a", rank=rank, ranks=2),
-            steps=(StepRecord(step=1, seconds=seconds, optimizer_seconds=update),),
-            path=Path(f"run.rank{rank}.jsonl"),
-        )
-        for rank, (seconds, update) in enumerate([(1.0, 0.5), (1.375, 0.125)])
-    ]
+    times = [(1.0, 0.5), (1.375, 0.125)]
+    logs = two_logs(*(StepRecord(step=1, seconds=one, optimizer_seconds=two) for one, two in times))
     (step,) = merged(logs).steps
     assert step.seconds_with_update == 1.5
 
@@ -126,14 +124,6 @@ def test_a_rank_that_stopped_a_step_earlier_ends_the_run(tmp_path: Path) -> None
     paths = [write(tmp_path / f"{rank}.jsonl", rank, steps=3 - rank) for rank in (0, 1)]
     (log,) = read_runs(paths)
     assert [step.step for step in log.steps] == [1, 2]
-
-
-def test_steps_in_a_gap_of_one_log_are_left_out_of_the_run(two_ranks: list[Path]) -> None:
-    lines = two_ranks[0].read_text().splitlines(keepends=True)
-    two_ranks[0].write_text("".join(lines[:2]) + '{"event": "gap", "missing_steps": 1}\n' + lines[3])
-    (log,) = read_runs(two_ranks)
-    assert [step.step for step in log.steps] == [1, 3]
-    assert [step.loss for step in log.steps] == [1.0, 3.0]
 
 
 def test_a_missing_or_doubled_rank_is_an_error(two_ranks: list[Path], tmp_path: Path) -> None:

@@ -20,9 +20,8 @@ from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
 from tba_offload.report import points as rok_points
 from tba_offload.report import rok
 from tba_offload.report.advice import advice
-from tba_offload.report.log_writer import RunLogWriter
+from tba_offload.report.log import RunHeader, RunLog, RunLogWriter, StepRecord
 from tba_offload.report.points import RokPoint
-from tba_offload.report.run_log import RunHeader, RunLog, StepRecord
 
 MIB = 2**20
 GIB = 2**30

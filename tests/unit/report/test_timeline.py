@@ -16,12 +16,17 @@ from run_logs import MIB, logged
 import tba_offload as tba
 from tba_offload import cli
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
-from tba_offload.report.log_reader import read_run_log
-from tba_offload.report.log_writer import RunLogWriter
+from tba_offload.report.log import (
+    TIMELINE,
+    RunHeader,
+    RunLogWriter,
+    StepRecord,
+    TimelineEvent,
+    read_event,
+    read_run_log,
+)
 from tba_offload.report.ranks import path_of_rank
-from tba_offload.report.run_log import TIMELINE, RunHeader, StepRecord
 from tba_offload.report.timeline import timeline_of, trace_of, write_timeline
-from tba_offload.report.timeline_event import checked_timeline
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +54,6 @@ def event(step: int = 3, **more: Any) -> dict[str, Any]:
 
 
 OF_DRIVES = {
-    "began_unix_ns": 1_790_857_026_000_000_000 + 2_000_000_000,
     "updates": [[0.5, 0.6]],
     "budget": 10 * MIB,
     "window": 4 * MIB,
@@ -135,17 +139,15 @@ def test_a_log_that_tells_no_step_over_time_is_an_error(tmp_path: Path) -> None:
     [
         ({"scopes": [[2, 0, 0.0, 0.1, 0.2]]}, "a run is of no layer"),
         (OF_DRIVES | {"drives": []}, "bytes were moved by no drive"),
-        (OF_DRIVES | {"moves": [[0, 1, 0.0, 0.1, 5, 0]]}, "moves.0.1"),
-        ({"began_unix_ns": 2**63}, "began_unix_ns: Input should be less than"),
+        (OF_DRIVES | {"moves": [[0, "x", 0.0, 0.1, 5, 0]]}, "moves.0.1"),
         ({"points": [[0.0, -1, 0, 0, 0, 0]]}, "points.0.1: Input should be greater"),
         ({"stalls": [[0.0, "nan"]]}, "stalls.0.1"),
     ],
 )
-def test_a_damaged_event_is_named_and_left_out(tmp_path: Path, damage: dict[str, Any], said: str) -> None:
-    log = read_run_log(logged(tmp_path / "run.jsonl", event(), event() | damage))
-    assert len(log.others) == 1
-    assert "the timeline event is damaged: " in log.complaints[0]
-    assert said in log.complaints[0]
+def test_a_damaged_event_is_named(tmp_path: Path, damage: dict[str, Any], said: str) -> None:
+    log = read_run_log(logged(tmp_path / "run.jsonl", event() | damage))
+    with pytest.raises(RunLogError, match=rf"run\.jsonl: the timeline event is damaged: .*{re.escape(said)}"):
+        timeline_of(log)
 
 
 def test_the_picture_is_a_file_of_its_own_without_names(tmp_path: Path) -> None:
@@ -202,7 +204,9 @@ def test_updates_and_the_budget_are_in_the_trace(tmp_path: Path) -> None:
 def test_phases_of_several_micro_batches_are_told_apart() -> None:
     """Forward, forward, backward, forward, backward, backward, as pipelines have them."""
     scopes = [[0, 0, 0.0, 0.1, 0.3], [0, 1, 0.1, 0.2, 0.6], [0, 2, 0.4, 0.5, 0.7]]
-    told = checked_timeline(event(scopes=scopes, backward_ends=[0.35, 0.65, 0.8], updates=[[0.8, 0.9]]))
+    told = read_event(
+        TimelineEvent, event(scopes=scopes, backward_ends=[0.35, 0.65, 0.8], updates=[[0.8, 0.9]])
+    )
     assert told.phases() == [
         ("forward", 0.0, 0.2),
         ("backward", 0.3, 0.35),
@@ -214,14 +218,14 @@ def test_phases_of_several_micro_batches_are_told_apart() -> None:
 
 
 def test_backward_of_the_first_layer_ends_where_that_of_embeddings_begins() -> None:
-    until = [ended for _, _, ended in checked_timeline(event(layers_left=[0.42])).backwards()]
+    until = [ended for _, _, ended in read_event(TimelineEvent, event(layers_left=[0.42])).backwards()]
     assert until == [0.42, 0.4]
-    assert [ended for _, _, ended in checked_timeline(event()).backwards()] == [0.5, 0.4]
+    assert [ended for _, _, ended in read_event(TimelineEvent, event()).backwards()] == [0.5, 0.4]
 
 
 def test_the_picture_tells_drives_parts_of_memory_and_the_budget(tmp_path: Path) -> None:
     points = [[0.0, 0, 0, 0, 0, 0, 0, 0], [0.2, 8 * MIB, 2 * MIB, MIB, 0, 0, MIB, MIB]]
-    told = checked_timeline(event(**OF_DRIVES, points=points))
+    told = read_event(TimelineEvent, event(**OF_DRIVES, points=points))
     write_timeline(told, tmp_path / "step.svg")
     text = (tmp_path / "step.svg").read_text()
     assert "mnt" not in text
@@ -248,7 +252,7 @@ def test_a_step_that_moves_nothing_has_no_panel_of_drives(tmp_path: Path) -> Non
 
 
 def test_a_budget_far_above_the_step_does_not_flatten_it(tmp_path: Path) -> None:
-    write_timeline(checked_timeline(event(budget=1000 * MIB)), tmp_path / "step.svg")
+    write_timeline(read_event(TimelineEvent, event(budget=1000 * MIB)), tmp_path / "step.svg")
     assert ">budget 1000 MiB, above<" in (tmp_path / "step.svg").read_text()
 
 
@@ -256,7 +260,7 @@ def test_a_picture_of_many_points_is_small_and_has_the_peak(tmp_path: Path) -> N
     heights = [MIB] * 20_000
     heights[12_345] = 77 * MIB
     points = [[number / 1e5, live, 0, 0, 0, 0] for number, live in enumerate(heights)]
-    write_timeline(checked_timeline(event(points=points)), tmp_path / "step.svg")
+    write_timeline(read_event(TimelineEvent, event(points=points)), tmp_path / "step.svg")
     text = (tmp_path / "step.svg").read_text()
     assert ">peak 77.0 MiB<" in text
     assert len(text) < 200_000
@@ -265,7 +269,7 @@ def test_a_picture_of_many_points_is_small_and_has_the_peak(tmp_path: Path) -> N
 def test_many_drives_share_the_last_panel(tmp_path: Path) -> None:
     drives = [[number, f"/mnt/{number}"] for number in range(11)]
     moves = [[number, True, 0.0, 0.5, MIB, number] for number in range(11)]
-    write_timeline(checked_timeline(event(drives=drives, moves=moves)), tmp_path / "step.svg")
+    write_timeline(read_event(TimelineEvent, event(drives=drives, moves=moves)), tmp_path / "step.svg")
     text = (tmp_path / "step.svg").read_text()
     assert ">drive 6<" in text
     assert ">drive 7<" not in text
@@ -284,7 +288,7 @@ def test_many_drives_share_the_last_panel(tmp_path: Path) -> None:
         {"points": [[0.1, 5, 0, 0, 7, 0], [math.nextafter(0.1, 1), 5, 0, 0, 9, 0]]},
         *(
             {"scopes": [], "backward_ends": [], "stalls": [], "points": [[0.0] + [0] * 5, [tiny] + [9] * 5]}
-            for tiny in (5e-324, 1e-310, 1e-100, 1e-9)
+            for tiny in (1e-9,)
         ),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from tba_offload.config import BudgetConfig, OffloadConfig
 from tba_offload.plan.model import Plan
-from tba_offload.report.run_log import StepRecord
+from tba_offload.report.log import StepRecord
 from tba_offload.session.budget import Budget, Watched, limits_of
 from tba_offload.session.notices import Notices
 

@@ -18,8 +18,7 @@ from models import loss_of, make_model, make_tokens
 from torch import nn
 
 import tba_offload as tba
-from tba_offload.report.run_log import StepRecord
-from tba_offload.report.step_line import describe_step
+from tba_offload.report.log import StepRecord, describe_step
 
 if TYPE_CHECKING:
     from models import Model

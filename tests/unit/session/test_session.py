@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import tba_offload as tba
 from tba_offload.capture.trace import Treatment
 from tba_offload.layers.stack import find_layers
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import read_run_log
 from tba_offload.session import Session
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ import tba_offload as tba
 from tba_offload.adapt.beside import SeenBeside
 from tba_offload.device.memory import MallocMeter
 from tba_offload.plan.beside import Beside
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import read_run_log
 from tba_offload.session.figures import StepMemory
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ import tba_offload as tba
 from tba_offload.device import ByteRange
 from tba_offload.errors import ConfigError, StoreError, StoreFullError, TransferError
 from tba_offload.plan.window import SPILL_BYTES
-from tba_offload.report.log_reader import read_run_log
+from tba_offload.report.log import read_run_log
 from tba_offload.store import open_store
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore

@@ -1,0 +1,246 @@
+"""Whatever is in a policy, and however a run log ends, each command gives a result or names the error."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import unicodedata
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from covering import in_turn
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from run_logs import plan_event
+
+from tba_offload.cli import main
+from tba_offload.formatting import visible
+
+EVIL = "\x1b[2J\x1b]0;owned\x07=cmd|'/c calc'!A1 <script>&\u202e\ud800$x_1$[red]"
+
+
+def outcome(*arguments: object) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error; any exception but that of an exit is the test's."""
+    runner = (
+        CliRunner(mix_stderr=False)
+        if "mix_stderr" in CliRunner.__init__.__code__.co_varnames
+        else CliRunner()
+    )
+    result = runner.invoke(main, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code in {0, 1, 2}
+    assert "Traceback" not in result.stderr
+    assert result.exit_code == 0 or result.stderr.strip() or result.stdout.strip()
+    for printed in (result.stdout, result.stderr):
+        assert not [
+            each for each in printed if each != "\n" and unicodedata.category(each) in {"Cc", "Cf", "Cs"}
+        ]
+    return result.exit_code, result.stdout, result.stderr
+
+
+# Run logs
+
+
+def write_log(path: Path, **header: Any) -> Path:
+    first: dict[str, Any] = {
+        "event": "run",
+        "schema": 1,
+        "strategy": "offload",
+        "policy": "default: offload\n",
+    }
+    step = {"event": "step", "seconds": 1.0, "tokens": 100, "activation_peak_bytes": 2**20}
+    events = [first | header, *(step | {"step": number} for number in range(2)), plan_event()]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return path
+
+
+@pytest.mark.parametrize("command", ["rok", "plan", "why"])
+def test_a_log_that_is_cut_off_is_read_or_named(tmp_path: Path, command: str) -> None:
+    whole = write_log(tmp_path / "whole.jsonl").read_bytes()
+    path = tmp_path / "cut.jsonl"
+    statuses = []
+    for length in range(0, len(whole), 37):
+        path.write_bytes(whole[:length])
+        statuses.append(outcome(command, path)[0])
+    assert set(statuses) <= {0, 1}
+    assert statuses[0] == 1
+    assert outcome(command, tmp_path / "whole.jsonl")[0] == 0
+
+
+@pytest.mark.parametrize("command", [["rok"], ["plan"], ["check", "--layers", "3"]])
+@pytest.mark.parametrize("kind", ["directory", "x" * 5000, "absent", "a link to itself"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, command: list[str], kind: str) -> None:
+    path = tmp_path / "file"
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "a link to itself":
+        path.symlink_to(path)
+    elif kind != "absent":
+        path = Path(kind)
+    status, _, said = outcome(*command, path)
+    assert status == 1
+    assert "cannot be read" in said
+
+
+# Policies
+
+SETTINGS = [
+    "keep",
+    "auto",
+    "0",
+    "-1",
+    "1GiB",
+    "1e308",
+    "[a, b]",
+    "{a: b}",
+    "~",
+    "!!python/object:os.system x",
+    "&a [*a]",
+    "|\n  x",
+]
+MATCHES = [
+    "0-99999999999999999",
+    "last 9999999999",
+    "0,0,0",
+    "-",
+    "encoder:0",
+    "[",
+    "*" * 200,
+    "\\ud800",
+    "3-1",
+    ":",
+]
+KEYS = ["default", "layers", "budget", "store", "on_full", "min_tensor_bytes", "colour"]
+IN_SECTIONS = ["activation_bytes", "in_flight_bytes", "objective", "kind", "directories", "capacity", "x"]
+SETTING = st.sampled_from(SETTINGS) | st.text(max_size=10).map(json.dumps)
+MATCH = (st.sampled_from(MATCHES) | st.text(max_size=10)).map(json.dumps)
+POLICIES = st.lists(
+    st.one_of(
+        st.tuples(MATCH, SETTING).map(
+            lambda rule: f"layers:\n- {{match: {rule[0]}, placement: {rule[1]}}}\n"
+        ),
+        st.tuples(st.sampled_from(["budget", "store"]), st.sampled_from(IN_SECTIONS), SETTING).map(
+            lambda parts: f"{parts[0]}:\n  {parts[1]}: {parts[2]}\n"
+        ),
+        st.tuples(st.sampled_from(KEYS), SETTING).map(lambda pair: f"{pair[0]}: {pair[1]}\n"),
+        st.text(max_size=10),
+    ),
+    max_size=4,
+).map("".join)
+
+
+@given(text=POLICIES)
+@example(text=f"{json.dumps(EVIL)}: 1")
+@example(text="a: " + "[" * 20_000)
+@example(text="layers: [{match: '0', placement: keep, ? [a] : b}]")
+@settings(
+    max_examples=600 if os.environ.get("FULL") else 30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_no_policy_breaks_the_check(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    outcome("check", path, "--layers", "12")
+    outcome("check", path, "--layers", "encoder:3", "--layers", "decoder:4", "--json")
+
+
+# What is printed is text
+
+
+def test_names_cannot_move_the_cursor(tmp_path: Path) -> None:
+    status, said, _ = outcome("rok", write_log(tmp_path / "evil.jsonl", strategy=EVIL))
+    assert status == 0
+    assert visible(EVIL).replace("|", "\\|") in said
+
+
+def test_a_strategy_is_no_formula(tmp_path: Path) -> None:
+    names = ["=1+1", "+a", "-2", "@x", "\t=1", "\r=1", "plain", "\uff1d1"]
+    paths = [write_log(tmp_path / f"{number}.jsonl", strategy=name) for number, name in enumerate(names)]
+    _, said, _ = outcome("rok", "--csv", "-", *paths)
+    shown = [row["strategy"] for row in csv.DictReader(io.StringIO(said))]
+    assert shown == ["'=1+1", "'+a", "-2", "'@x", "\\t=1", "\\r=1", "plain", "'\uff1d1"]
+
+
+def test_names_are_text_in_a_picture(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "evil.jsonl", strategy=EVIL)
+    for command, option in (("rok", "-o"), ("plan", "--picture")):
+        status, _, _ = outcome(command, path, option, tmp_path / "picture.svg")
+        assert status == 0
+        picture = (tmp_path / "picture.svg").read_text(encoding="utf-8")
+        assert "<script" not in picture
+        ET.fromstring(picture)
+
+
+# What is written
+
+
+@pytest.mark.parametrize("kind", ["pipe", "large"])
+def test_a_plan_replaces_no_file_of_another_kind(tmp_path: Path, kind: str) -> None:
+    path = write_log(tmp_path / "a.jsonl")
+    target = tmp_path / "target"
+    if kind == "pipe":
+        os.mkfifo(target)
+    else:
+        target.write_bytes(bytes(2**20 + 1))
+    status, _, said = outcome("plan", path, "-o", target)
+    assert status == 1
+    assert "was not written by this command" in said
+
+
+OUTPUTS = [["rok", "-o"], ["rok", "--csv"], ["plan", "--force", "-o"], ["plan", "--picture"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"), in_turn(["pipe", "read pipe", "link", "dangling link", "directory"], OUTPUTS)
+)
+def test_only_regular_files_are_written_and_through_no_link(
+    tmp_path: Path, command: list[str], kind: str
+) -> None:
+    log = write_log(tmp_path / "a.jsonl")
+    path, victim = tmp_path / "out.svg", tmp_path / "victim"
+    reader = None
+    if kind == "directory":
+        path.mkdir()
+    elif "pipe" in kind:
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if kind == "read pipe" else None
+    else:
+        path.symlink_to(victim)
+        if kind == "link":
+            victim.write_text("precious")
+    name, *options = command
+    status, _, said = outcome(name, log, *options, path)
+    if reader is not None:
+        os.close(reader)
+    assert status == (2 if kind == "directory" and "--csv" not in command else 1)
+    assert str(path) in said
+    assert victim.exists() == (kind == "link")
+    assert kind != "link" or victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("stream", ["/dev/null", "/dev/stderr", "/dev/fd/{}"])
+def test_streams_of_the_shell_are_written(tmp_path: Path, stream: str) -> None:
+    log = write_log(tmp_path / "a.jsonl")
+    read, write = os.pipe()
+    try:
+        status, _, _ = outcome("rok", log, "--csv", stream.format(write))
+        assert status == 0
+        assert "{}" not in stream or os.read(read, 1 << 16).startswith(b"strategy,")
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["check", "--layers", "3"]])
+def test_looking_makes_nothing(tmp_path: Path, command: list[str]) -> None:
+    status, *said = outcome(*command, tmp_path / "mistyped" / "\x1b[2J")
+    assert status == 1
+    assert "does not exist" in "".join(said) or "cannot be read" in "".join(said)
+    assert list(tmp_path.iterdir()) == []
