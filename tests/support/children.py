@@ -18,8 +18,9 @@ OPTIONAL = {"kvikio", "cupy", "megatron", "transformer_engine", "matplotlib", "c
 
 
 def environment() -> dict[str, str]:
-    """Of a child that finds the package where this test found it."""
-    return os.environ | {"PYTHONPATH": str(Path(tba_offload.__file__).parents[1])}
+    """Of a child that finds the package where this test found it, and what tests import."""
+    folders = (Path(tba_offload.__file__).parents[1], Path(__file__).parent)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def run_tests(
@@ -35,7 +36,6 @@ def run_tests(
         variables: Of its environment.
     """
     own = environment()
-    own["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).parent}"
     for name in ("FULL", "SAMPLE", "SEED"):
         own.pop(name, None)
     if lane == "full":

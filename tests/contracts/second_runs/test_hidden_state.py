@@ -5,20 +5,12 @@ Each of these once trained wrongly, or ended training with an error that named n
 
 from __future__ import annotations
 
-import contextvars
 import functools
-import gc
-import importlib
 import itertools
 import os
-import random
 import threading
 import warnings
-from array import array
-from collections import OrderedDict
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -26,11 +18,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import EVERYTHING, each_once, in_turn, of_which
+from covering import in_turn
 from harness import KIB, session_for
 from models import same_bits
 from repeatable import (
-    LAYERS,
     RECOMPUTED,
     WIDTH,
     Net,
@@ -46,16 +37,12 @@ from repeatable import (
     warm_up,
 )
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from tba_offload.config.policy import Placement
 from tba_offload.errors import RecomputationError, SavedTensorModifiedError, UnsupportedError
-from tba_offload.layers.checkpoint import is_recomputation
-from tba_offload.recompute.observation import Observation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tba_offload.session import Session
 
@@ -72,44 +59,8 @@ def warmed_up() -> None:
 
 # What is set around forward
 
-VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
 LOCAL = threading.local()
 LOCAL.scale = 1.0
-
-
-class OfVariable(Plain):
-    def noise(self, x: Tensor) -> Tensor:
-        return x * VARIABLE.get()
-
-
-class OfLocal(Plain):
-    def noise(self, x: Tensor) -> Tensor:
-        return x * LOCAL.scale
-
-
-class OfMode(Plain):
-    def noise(self, x: Tensor) -> Tensor:
-        return torch.sin(x)
-
-
-class Doubling(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        return output * 2 if function is torch.sin else output
-
-
-@contextmanager
-def other_variable() -> Iterator[None]:
-    token = VARIABLE.set(1.25)
-    yield
-    VARIABLE.reset(token)
-
-
-@contextmanager
-def other_local() -> Iterator[None]:
-    LOCAL.scale = 1.25
-    yield
-    LOCAL.scale = 1.0
 
 
 class AroundForward(Net):
@@ -123,23 +74,6 @@ class AroundForward(Net):
         self.calls += 1
         with self.around() if self.calls > 2 else nullcontext():
             return super().forward(x)
-
-
-SET_AROUND = [(OfVariable, other_variable), (OfLocal, other_local), (OfMode, Doubling)]
-
-
-@pytest.mark.parametrize(("case", "placement"), in_turn(SET_AROUND, EVERYWHERE))
-def test_what_is_set_around_forward_is_set_for_the_second_run(
-    case: tuple[type[Plain], Callable[[], Any]], placement: Placement
-) -> None:
-    kind, around = case
-
-    def made() -> Net:
-        return make(kind, lambda kind: AroundForward(kind, around))
-
-    net = made()
-    with session_of(net, placement) as session:
-        assert_same(train(net, session), train(made()))
 
 
 class OfStranger(Plain):
@@ -223,21 +157,6 @@ def test_recomputing_it_all_the_same_is_warned_of_and_noticed(placement: Placeme
             assert "other numbers" in failure(RecomputationError, lambda: train(net, session))
 
 
-class Operating(Plain):
-    """Holds what draws from the operating system, and does not draw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.source = random.SystemRandom()
-
-
-def test_random_numbers_of_the_operating_system_are_told_and_no_error() -> None:
-    net = make(Operating)
-    with session_for(net, default=Placement.RECOMPUTE) as session:
-        with pytest.warns(RuntimeWarning, match="random numbers of the operating system"):
-            assert_same(train(net, session), train(make(Operating)))
-
-
 class LargeArray(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -269,108 +188,6 @@ def test_large_state_that_changes_is_refused_by_name_and_left_alone_by_the_plann
     with auto_session(net) as session:
         assert_same(train(net, session), train(make(kind)))
         assert {record.recomputed_scopes for record in session.report()} == {0}
-
-
-# What can
-
-
-class Array(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = array("d", [0.0])
-
-    def noise(self, x: Tensor) -> Tensor:
-        self.counts[0] += 1
-        return x * (1 + self.counts[0] / 8)
-
-
-class Ordered(Plain):
-    """Takes turns by an order that is not that of the names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turns = OrderedDict((number, number / 8) for number in range(3))
-
-    def noise(self, x: Tensor) -> Tensor:
-        name, scale = self.turns.popitem(last=False)
-        self.turns[name] = scale
-        self.turns.move_to_end((name + 1) % 3)
-        return x * (1 + scale)
-
-
-class Forked(Plain):
-    """Leaves the generator as it found it."""
-
-    def noise(self, x: Tensor) -> Tensor:
-        with torch.random.fork_rng():
-            return F.dropout(x, 0.3)
-
-
-class Drawing(Net):
-    """Draws after its layers ran."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * torch.rand(())
-
-
-class Hooked(Plain):
-    """Counts in what only a hook reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        calls = [0]
-
-        def scaled(_: object, __: object, output: Tensor) -> Tensor:
-            calls[0] += 1
-            return output * (1 + calls[0] / 8)
-
-        self.first.register_forward_hook(scaled)
-
-
-@pytest.mark.parametrize(("kind", "placement"), in_turn([Array, Ordered, Forked, Hooked], EVERYWHERE))
-def test_state_is_turned_back_and_goes_on_as_without_a_second_run(
-    kind: type[Plain], placement: Placement
-) -> None:
-    net = make(kind, Drawing)
-    with session_of(net, placement) as session:
-        assert_same(train(net, session, steps=8), train(make(kind, Drawing), steps=8))
-
-
-@pytest.mark.parametrize("placement", RECOMPUTED)
-def test_an_ordered_dictionary_stays_one(placement: Placement) -> None:
-    net = make(Ordered)
-    with session_for(net, default=placement) as session:
-        train(net, session, steps=2)
-    for layer in net.layers:
-        turns: Any = layer.turns
-        assert list(turns) == list(OrderedDict.keys(turns)) == list(dict(turns.items()))
-        turns.move_to_end(next(iter(turns)))
-        assert len(list(reversed(turns))) == 3
-
-
-class Meanwhile(Plain):
-    """While it runs a second time, another thread draws."""
-
-    def noise(self, x: Tensor) -> Tensor:
-        if is_recomputation():
-            thread = threading.Thread(target=lambda: DRAWN.put(np.random.random()))  # noqa: NPY002
-            thread.start()
-            thread.join()
-        return F.dropout(x, 0.3)
-
-
-DRAWN: SimpleQueue[float] = SimpleQueue()
-"""No container, whose content would be turned back."""
-
-
-def test_what_another_thread_draws_during_a_second_run_stays_drawn() -> None:
-    net = make(Meanwhile)
-    with session_for(net, default=Placement.RECOMPUTE) as session:
-        train(net, session, steps=1)
-    drawn = [DRAWN.get() for _ in range(DRAWN.qsize())]
-    wanted = np.random.RandomState(1)
-    assert drawn == [wanted.random_sample() for _ in drawn]
-    assert len(drawn) > 1
 
 
 # What trains the layer
@@ -430,43 +247,6 @@ def test_gradients_that_a_layer_reaches_are_left_alone(
         # The planner decides by the times that it has measured, and may keep on a busy machine.
         assert session.report()[-1].recomputed_scopes > 0 or placement is Placement.AUTO
     assert_same(found, accumulate(make(Flat, net)))
-
-
-TRAINER = """
-import torch
-
-
-class Trainer:
-    def __init__(self):
-        self.calls, self.small, self.large = 0, torch.zeros(8), torch.zeros(100_000)
-
-    def begin(self):
-        self.calls += 1
-        self.small += 1
-        self.large += 1
-"""
-
-
-@pytest.mark.parametrize("placement", EVERYWHERE)
-def test_methods_of_a_library_that_settings_hold_are_not_followed(
-    placement: Placement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As those of Megatron-LM's optimizer and of its data parallelism, which change while a step goes on."""
-    site = tmp_path / "site-packages"
-    site.mkdir()
-    (site / "library_that_trains.py").write_text(TRAINER)
-    monkeypatch.syspath_prepend(site)
-    trainer = importlib.import_module("library_that_trains").Trainer()
-    net = make(Flat)
-    for layer in net.layers:
-        layer.settings = {"begin": trainer.begin}
-        layer.second.bias.register_post_accumulate_grad_hook(lambda _: trainer.begin())  # type: ignore[union-attr]
-    with session_of(net, placement) as session:
-        found = accumulate(net, session)
-        assert session.report()[-1].recomputed_scopes > 0 or placement is Placement.AUTO
-    assert trainer.calls == 5 * 3 * LAYERS
-    assert bool((trainer.small == trainer.calls).all())
-    assert_same(found, accumulate(make(Flat)))
 
 
 # Parameters
@@ -695,25 +475,6 @@ def test_layers_that_ask_twice_for_what_they_saved_are_left_alone_by_the_planner
     assert "its backward asks for a saved tensor twice" in caplog.text
 
 
-def test_looking_at_saved_tensors_between_forward_and_backward_does_not_count() -> None:
-    """Programs that draw a graph do."""
-    net = make(Plain)
-    with auto_session(net) as session:
-        for number in range(6):
-            with session.step():
-                loss = net(batch(number)).pow(2).mean()
-                waiting: list[Any] = [loss.grad_fn]
-                for node in waiting:
-                    waiting += [each for each, _ in node.next_functions if each is not None]
-                    if node.name() == "GeluBackward0":
-                        assert same_bits(node._saved_self, node._saved_self)
-                    if number:
-                        break  # where a layer is recomputed nothing is there yet
-                del node, waiting
-                loss.backward()
-        assert any(record.recomputed_scopes for record in session.report())
-
-
 _forbid = torch.autograd.graph.disable_saved_tensors_hooks
 """As a program has it that imports the function itself."""
 
@@ -749,108 +510,6 @@ def test_layers_that_forbid_hooks_train_on_where_nothing_is_recomputed(placement
     net = make(Forbidding)
     with session_of(net, placement) as session:
         assert_same(train(net, session), train(make(Forbidding)))
-
-
-class Wordy(Plain):
-    """Puts out more objects than are looked through."""
-
-    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
-        return super().forward(x), [object() for _ in range(1500)]
-
-
-class WordyNet(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)[0]
-        return x
-
-
-@pytest.mark.parametrize("placement", EVERYWHERE)
-def test_outputs_of_many_objects(placement: Placement) -> None:
-    net = make(Wordy, WordyNet)
-    with session_of(net, placement) as session:
-        assert_same(train(net, session), train(make(Wordy, WordyNet)))
-
-
-class Remembering(Plain):
-    """Keeps its last output, as layers do that others look at."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = super().forward(x)
-        return self.last
-
-
-class Routing(Plain):
-    """Keeps what nothing goes backward through."""
-
-    def left(self, x: Tensor) -> Tensor:
-        return F.gelu(self.first(x)).square()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.logits = self.left(x)
-        return super().forward(x)
-
-
-class RoutingView(Routing):
-    def left(self, x: Tensor) -> Tensor:
-        return super().left(x).view(2, -1)
-
-
-class RoutingMuch(Routing):
-    """Keeps it in containers and objects."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.pair = (self.left(x), [self.left(x)])
-        self.output = Output(self.left(x), {"left": [self.left(x)]})
-        self.slotted = Slotted(self.left(x))
-        LEFT["here"] = self.left(x)
-        return super().forward(x)
-
-
-class RoutingBuffer(Routing):
-    def forward(self, x: Tensor) -> Tensor:
-        self.register_buffer("total", self.left(x), persistent=False)
-        return super().forward(x)
-
-
-@dataclass(slots=True, frozen=True)
-class Slotted:
-    hidden: Tensor
-
-
-@dataclass
-class Output:
-    hidden: Tensor
-    others: dict[str, list[Tensor]]
-
-
-LEFT: dict[str, Tensor] = {}
-
-
-@pytest.mark.parametrize(
-    ("kind", "placement", "goes_back"),
-    each_once([Remembering, Routing, RoutingView, RoutingMuch, RoutingBuffer], EVERYWHERE, [True, False]),
-)
-def test_what_a_layer_keeps_of_its_graph_keeps_no_earlier_graph(
-    kind: type[Plain], placement: Placement, goes_back: bool
-) -> None:
-    gc.collect()
-    gc.freeze()  # what was there before is neither counted nor collected again
-    net = make(kind)
-    with session_of(net, placement) as session:
-        if goes_back:
-            assert_same(train(net, session, steps=12), train(make(kind), steps=12))
-        else:
-            for number in range(12):
-                with session.step():
-                    net(batch(number))
-        assert count_observations() <= 2 * len(net.layers)
-    LEFT.clear()
-
-
-def count_observations() -> int:
-    gc.collect()
-    return sum(type(each) is Observation for each in gc.get_objects())
 
 
 class Recurrent(Plain):
@@ -905,57 +564,3 @@ def hidden_randint(
     """Whatever turns generators back: other numbers each time."""
     bits = int.from_bytes(os.urandom(4), "big")
     return draw(*arguments, generator=torch.Generator().manual_seed(bits), **options)
-
-
-class Tallied(Plain):
-    """Changes buffers, and drops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.BatchNorm1d(2 * WIDTH)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def noise(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return F.dropout(x, 0.3) * (1 + self.calls / 8)
-
-
-@pytest.mark.filterwarnings("ignore:no plan could be made:RuntimeWarning")  # of passes side by side
-@pytest.mark.parametrize("placement", of_which(EVERYWHERE, Placement.RECOMPUTE))
-def test_two_threads_that_go_backward_leave_buffers_in_order(placement: Placement) -> None:
-    def run(net: Net, session: Session | None, steps: int = 8) -> list[Tensor]:
-        torch.manual_seed(1)
-        found: list[Tensor] = []
-        for number in range(steps):
-            with session.step() if session is not None else nullcontext():
-                inputs = [batch(2 * number + each).requires_grad_() for each in range(2)]
-                losses = [net(x).pow(2).mean() for x in inputs]
-                go_backward(losses, inputs)
-            found += [x.grad for x in inputs]  # type: ignore[misc]
-            found += [buffer.clone() for buffer in net.buffers()]
-        return found
-
-    expected = run(make(Tallied), None)
-    for _ in range(4 if EVERYTHING else 2):
-        net = make(Tallied)
-        with session_of(net, placement) as session:
-            assert_same(run(net, session), expected)
-
-
-def go_backward(losses: list[Tensor], inputs: list[Tensor]) -> None:
-    """Of each loss to its input, in a thread of its own."""
-    errors: list[BaseException] = []
-
-    def run(loss: Tensor, x: Tensor) -> None:
-        try:
-            loss.backward(inputs=[x])
-        except BaseException as error:  # noqa: BLE001 - raised by the caller
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=pair) for pair in zip(losses, inputs, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]

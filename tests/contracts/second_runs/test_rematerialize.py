@@ -33,7 +33,7 @@ from blocks import (
     schedule,
 )
 from covering import of_which, product_with
-from harness import KIB, Drive, assert_all_given_back, config_for, session_for
+from harness import KIB, Drive, assert_all_given_back, session_for
 from live_bytes import LiveBytes
 from models import (
     HEADS,
@@ -50,12 +50,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
-from tba_offload.capture import recipes, rematerialize
+from tba_offload.capture import recipes
 from tba_offload.capture.rematerialize import Rebuilds
-from tba_offload.capture.trace import Treatment
 from tba_offload.device import CpuDevice
 from tba_offload.errors import SavedTensorModifiedError, TransferError, UnsupportedError
-from tba_offload.transfer.failures import Failures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -202,14 +200,6 @@ def changed_by_stealth(h: Tensor) -> Tensor:
     return y
 
 
-def changed_in_between(h: Tensor) -> Tensor:
-    """Of what is changed nobody has saved anything."""
-    p = torch.softmax(h, dim=-1).double()
-    with torch.no_grad():
-        p.mul_(2)
-    return F.dropout(p, 0.2)
-
-
 def changed_openly(h: Tensor) -> Tensor:
     return F.gelu(h).add_(1)
 
@@ -261,15 +251,6 @@ def test_what_is_offloaded_as_ever(name: str) -> None:
     assert [record.offloaded_bytes for record in records] == [r.offloaded_bytes for r in offloaded]
 
 
-def test_a_recipe_that_does_not_make_the_same_is_found_out() -> None:
-    """Its first tensor was offloaded, so nothing is lost."""
-    block = partial(Cast, changed_in_between, torch.float64)
-    records = assert_transparent(block=block, steps=STEPS, **OFFLOAD_REMAT)
-    offloaded = assert_transparent(block=block, steps=STEPS, default="offload")
-    assert rebuilt(records) == [0, 0, 0]
-    assert [record.offloaded_bytes for record in records] == [r.offloaded_bytes for r in offloaded]
-
-
 def test_a_recipe_that_is_off_by_a_bit_is_found_out() -> None:
     def almost(x: Tensor) -> Tensor:
         y = F.silu(x)
@@ -279,27 +260,6 @@ def test_a_recipe_that_is_off_by_a_bit_is_found_out() -> None:
     with mock.patch.dict(recipes._MAKERS, SiluBackward0=recipes._of_self(almost)):
         records = assert_transparent(block=mixing(F.silu), steps=STEPS, **OFFLOAD_REMAT)
     assert rebuilt(records) == [0, 0, 0]
-
-
-def test_what_was_found_out_of_one_layer_holds_for_equal_ones() -> None:
-    """Layers that are placed anew need no trial."""
-    block, rules = mixing(F.gelu), (tba.Rule("1-2", tba.Placement.OFFLOAD),)
-    net = make_net(block)
-
-    def place(number: int) -> None:
-        if number == 2:
-            session.apply(config_for(**OFFLOAD_REMAT))
-
-    with session_for(net, layers=list(net.layers), rules=rules, **OFFLOAD_REMAT) as session:
-        history = []
-        for number in range(STEPS):
-            place(number)
-            torch.manual_seed(number)
-            with session.step():
-                results = forward_backward(net, number)
-            history.append([*results, *gradients(net)])
-        assert_same(history, plain(block=block, steps=STEPS))
-        assert [record.rebuilt_bytes for record in session.report()] == [0, ONE, LAYERS * ONE]
 
 
 class Dropping(Block):
@@ -315,28 +275,6 @@ def test_what_was_found_out_in_training_does_not_hold_in_evaluation() -> None:
         return forward_backward(net.train(number < STEPS), number)
 
     records = assert_transparent(work, Dropping, steps=2 * STEPS, **OFFLOAD_REMAT)
-    assert rebuilt(records) == [0, ONE, ONE, 0, 0, 0]
-
-
-def test_what_one_module_does_in_training_does_not_hold_in_its_evaluation() -> None:
-    """The layer itself is in training mode all the time."""
-
-    class Within(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Dropping()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.inner(x)
-            return y
-
-    def work(net: Net, number: int) -> list[Tensor]:
-        for module in net.modules():
-            if isinstance(module, Dropping):
-                module.train(number < STEPS)
-        return forward_backward(net, number)
-
-    records = assert_transparent(work, Within, steps=2 * STEPS, **OFFLOAD_REMAT)
     assert rebuilt(records) == [0, ONE, ONE, 0, 0, 0]
 
 
@@ -358,21 +296,6 @@ class Changing(Block):
         return y
 
 
-@pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """One activation is tried again in each step; which layer's was compared, and whether it was written."""
-    found: list[tuple[int, bool]] = []
-    compare = Rebuilds.compare
-
-    def noted(self: Rebuilds, made: Tensor, saved: Tensor, key: Any, *rest: Any, is_written: bool) -> None:
-        found.append((key.scope.layer, is_written))
-        compare(self, made, saved, key, *rest, is_written=is_written)
-
-    monkeypatch.setattr(rematerialize, "LEAST_TURNS", 1)
-    monkeypatch.setattr(Rebuilds, "compare", noted)
-    return found
-
-
 def changing(layer: int, since: int) -> Callable[[Net, int], list[Tensor]]:
     """A step of a model of which one layer changes."""
 
@@ -381,40 +304,6 @@ def changing(layer: int, since: int) -> Callable[[Net, int], list[Tensor]]:
         return forward_backward(net, number)
 
     return work
-
-
-def test_in_each_step_another_activation_is_tried_again(trials: list[tuple[int, bool]]) -> None:
-    steps = 2 + 2 * LAYERS
-    records = assert_transparent(block=mixing(F.gelu), steps=steps, **OFFLOAD_REMAT)
-    written = [layer for layer, is_written in trials if is_written]
-    assert written == [1, 0, 0, 2, 1, 0, 2, 1, 0]  # in the first step those after the first trial
-    assert [record.rebuilt_bytes for record in records] == [0] + [(LAYERS - 1) * ONE] * (steps - 1)
-    assert sum(not is_written for _, is_written in trials) == (steps - 1) * (LAYERS - 1)
-
-
-def test_an_activation_is_tried_again_rarely_where_there_are_few() -> None:
-    records = assert_transparent(block=mixing(F.gelu), steps=2 * rematerialize.LEAST_TURNS, **OFFLOAD_REMAT)
-    tried = [number for number, record in enumerate(records) if record.rebuilt_bytes < LAYERS * ONE]
-    last = rematerialize.LEAST_TURNS
-    assert tried == [0, *range(last - LAYERS, last), *range(2 * last - LAYERS, 2 * last)]
-
-
-@pytest.mark.parametrize("runs_behind", [False, True])
-def test_a_layer_that_changes_when_its_turn_comes_is_told_and_travels(
-    trials: list[tuple[int, bool]], *, runs_behind: bool
-) -> None:
-    work = changing(layer=2, since=2)
-    expected = plain(work, Changing, steps=5)
-    with (
-        mock.patch.object(CpuDevice, "runs_behind", runs_behind),
-        attached(Changing, **OFFLOAD_REMAT) as found,
-    ):
-        net, session = found
-        with pytest.warns(UserWarning, match=r"GeluBackward0:none\(\) .* layer 2 \(layers.2\), .* written"):
-            assert_same(run(net, work, session, 5), expected)
-        saved = [record.rebuilt_bytes for record in session.report()]
-        assert saved == [0, (LAYERS - 1) * ONE, (LAYERS - 1) * ONE, 0, 0]
-    assert (2, True) in trials
 
 
 @pytest.mark.parametrize("runs_behind", [False, True])
@@ -436,67 +325,6 @@ def test_a_layer_that_changes_before_its_turn_is_an_error_and_travels_then(*, ru
         assert_same(run(net, always, session, 2), plain(always, Changing, steps=2))
         assert [record.rebuilt_bytes for record in session.report()[-2:]] == [0, 0]
         assert_all_given_back(session)
-
-
-@pytest.mark.usefixtures("trials")
-def test_operations_that_refuse_a_second_trial_are_not_trusted_any_more() -> None:
-    expected = run(make_net(mixing(F.gelu), 1), forward_backward, None, 3)
-    with attached(mixing(F.gelu), 1, **OFFLOAD_REMAT) as (net, session):
-        refused = mock.patch.object(Rebuilds, "compute", side_effect=torch.OutOfMemoryError)
-
-        def work(net: Net, number: int) -> list[Tensor]:
-            with refused if number == 1 else nullcontext():
-                return forward_backward(net, number)
-
-        with pytest.warns(UserWarning, match=r"GeluBackward0:none\(\) .* written"):
-            assert_same(run(net, work, session, 3), expected)
-        assert [record.rebuilt_bytes for record in session.report()] == [0, 0, 0]
-
-
-# Views
-
-
-class Pieces(nn.Module):
-    """Saves views of one GELU's output: its halves, transposed, all of it in another shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, INNER)
-        self.downs = nn.ModuleList(nn.Linear(INNER // 2, WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.gelu(self.up(x))
-        left, right = y.chunk(2, dim=-1)
-        mixed = left.transpose(1, 2) @ right
-        return x + self.downs[0](left) + self.downs[1](right @ mixed[:, : INNER // 2]) * y[..., ::4]
-
-
-def test_views_of_what_is_made_again() -> None:
-    for settled in (True, False):
-        records = assert_transparent(block=Pieces, steps=STEPS, settled=settled, **OFFLOAD_REMAT)
-        assert rebuilt(records) == [0, ONE, ONE]
-        if settled:  # or it depends on the drive how much is still in memory when backward asks for it
-            assert records[-1].offloaded_bytes < records[0].offloaded_bytes
-
-
-class FromAQuarter(nn.Module):
-    """Its function takes a small part of each row, which is gathered before it travels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER // 4, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)[..., : INNER // 4]).contiguous())
-
-
-@pytest.mark.parametrize("settled", [True, False])
-def test_what_is_made_of_strided_views(*, settled: bool) -> None:
-    records = assert_transparent(block=FromAQuarter, steps=STEPS, settled=settled, **OFFLOAD_REMAT)
-    offloaded = assert_transparent(block=FromAQuarter, steps=STEPS, default="offload", settled=settled)
-    assert rebuilt(records)[1:] == [ONE // 4] * 2
-    if settled:
-        assert records[-1].offloaded_bytes == offloaded[-1].offloaded_bytes - LAYERS * ONE // 4
 
 
 # Lifetimes
@@ -605,20 +433,6 @@ def test_bytes_are_read_once_though_a_recipe_needs_them_before_their_owner() -> 
     assert step.record.read_bytes == step.record.offloaded_bytes
 
 
-def test_in_a_chain_one_in_three_travels() -> None:
-    """Or all of the chain would come into being when its last link is needed."""
-
-    def chain(h: Tensor) -> Tensor:
-        for _ in range(6):
-            h = F.gelu(h)
-        return h
-
-    records = assert_transparent(block=mixing(chain), steps=STEPS, **OFFLOAD_REMAT)
-    offloaded = assert_transparent(block=mixing(chain), steps=STEPS, default="offload")
-    assert rebuilt(records) == [0, 4 * ONE, 4 * ONE]
-    assert offloaded[-1].offloaded_bytes - records[-1].offloaded_bytes == LAYERS * 4 * ONE
-
-
 # Graphs and schedules
 
 
@@ -689,25 +503,6 @@ def knowing_scaled() -> Any:
     )
 
 
-@pytest.mark.parametrize("is_custom", [True, False])
-def test_a_graph_that_is_used_up_is_no_source(*, is_custom: bool) -> None:
-    """Its nodes have let go of what they saved."""
-
-    def spent(h: Tensor) -> Tensor:
-        y: Tensor = Scaled.apply(h) if is_custom else F.gelu(h)
-        y.sum().backward(inputs=[h])
-        return y
-
-    with knowing_scaled(), attached(mixing(spent), **OFFLOAD_REMAT) as (net, session):
-        with session.step():
-            net(make_input())
-        assert not any(a.treatment is Treatment.REBUILT for a in session.capture.trace.activations)
-        for layer in net.layers:  # and there would have been a recipe
-            layer.mix = Scaled.apply if is_custom else F.gelu
-        run(net, forward_backward, session, 2)
-        assert session.report()[-1].rebuilt_bytes == LAYERS * ONE
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_of_micro_batches(name: str) -> None:
     drive = Drive()
@@ -755,72 +550,6 @@ def test_placements_side_by_side() -> None:
     for order in (rules, (tba.Rule("1", tba.Placement.KEEP),)):
         records = assert_transparent(block=block, rules=order, **OFFLOAD_REMAT)
         assert records[-1].rebuilt_bytes > records[0].rebuilt_bytes == 0
-
-
-def test_activations_have_the_numbers_that_they_have_when_all_travel() -> None:
-    def activations(default: str) -> list[tuple[object, int, bool]]:
-        model = make_model("llama", layers=2, dropout=0.1)
-        with session_for(model, default=default) as session:
-            train(model, session, steps=2)
-            return [
-                (a.key, a.nbytes, a.treatment is Treatment.REBUILT) for a in session.capture.trace.activations
-            ]
-
-    travelling, made = activations("offload"), activations("offload-remat")
-    assert [activation[:2] for activation in travelling] == [activation[:2] for activation in made]
-    assert not any(is_rebuilt for *_, is_rebuilt in travelling)
-    assert any(is_rebuilt for *_, is_rebuilt in made)
-
-
-def test_a_trial_tells_what_will_be_made_again() -> None:
-    """So that a plan knows it from the first step."""
-    model = make_model("gpt", layers=2, dropout=0.1)
-    treatments = []
-    with session_for(model, default="offload-remat") as session:
-        for _ in range(2):
-            train(model, session, steps=1)
-            treatments.append([activation.treatment for activation in session.capture.trace.activations])
-    assert treatments[0] == treatments[1]
-    assert Treatment.REBUILT in treatments[0]
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
-def test_a_recipe_whose_operations_refuse_is_not_trusted(kind: type[Exception]) -> None:
-    """Training goes on with the bytes that travelled, and the recipe is not tried again."""
-
-    def refuse(*_: object) -> Tensor:
-        raise kind("not with this")
-
-    with mock.patch.object(recipes.Recipe, "compute", side_effect=refuse) as tried:
-        records = assert_transparent(block=mixing(F.gelu), steps=STEPS, **OFFLOAD_REMAT)
-    assert rebuilt(records) == [0] * STEPS
-    assert 0 < tried.call_count <= 4
-
-
-def test_what_fails_to_travel_is_no_fault_of_the_recipe() -> None:
-    net = make_net(mixing(F.gelu))
-    with session_for(net, layers=list(net.layers), default="offload-remat") as session:
-        with (
-            mock.patch.object(recipes.Recipe, "compute", side_effect=TransferError("the drive is gone")),
-            pytest.raises(TransferError, match="the drive is gone"),
-        ):
-            run(net, forward_backward, session, 1)
-        run(net, forward_backward, session, 3)
-        assert session.report()[-1].rebuilt_bytes > 0
-
-
-def test_what_somebody_keeps_anyway_is_no_longer_made_again() -> None:
-    """It is offloaded in the first step, to try, and found out there."""
-    kept: list[Tensor] = []
-
-    def mix(h: Tensor) -> Tensor:
-        kept.append(F.gelu(h))
-        return kept[-1]
-
-    records = assert_transparent(block=mixing(mix), steps=2, **OFFLOAD_REMAT)
-    given = ROWS * LENGTH * WIDTH * 4
-    assert records[0].held_bytes == LAYERS * ONE + given
-    assert rebuilt(records) == [0, 0]
 
 
 # Precision and memory
@@ -971,26 +700,6 @@ def test_a_layer_that_fails_leaves_no_hook_on_its_norms() -> None:
         assert session.report()[-1].rebuilt_bytes == LAYERS * ONE
 
 
-def test_a_layer_that_could_not_begin_leaves_no_hook_either() -> None:
-    """Its hooks are pushed, and not all of its norms are watched yet."""
-    with trained(normed(nn.LayerNorm, INNER)) as (net, session):
-        with (
-            mock.patch.object(rematerialize, "watch_norm", side_effect=KeyboardInterrupt),
-            pytest.raises(KeyboardInterrupt),
-            session.step(),
-        ):
-            try:
-                net(make_input())
-            finally:
-                assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore[attr-defined]
-        failed = mock.patch.object(Failures, "raise_first", side_effect=TransferError("of an earlier layer"))
-        with failed, pytest.raises(TransferError, match="earlier"), session.step():
-            net(make_input())
-        assert not any(module._forward_hooks for module in net.layers.modules())
-        run(net, forward_backward, session, 1)
-        assert session.report()[-1].rebuilt_bytes == LAYERS * ONE
-
-
 def test_what_another_session_saved_is_no_source() -> None:
     """Its offloader is another one."""
     block = mixing(F.gelu)
@@ -1051,14 +760,3 @@ def test_a_storage_that_its_owner_empties_and_fills_again() -> None:
         assert_same(run(net, forward_backward, session, STEPS), found)
         assert session.report()[-1].rebuilt_bytes == LAYERS * ONE
         assert_all_given_back(session)
-
-
-def test_a_rebuilt_storage_of_another_size_is_an_error() -> None:
-    with trained(partial(Watched, F.gelu)) as (net, session), session.step():
-        loss = net(make_input()).sum()
-        with (
-            mock.patch.object(rematerialize.Rebuilds, "compute", return_value=torch.UntypedStorage(8)),
-            pytest.raises(AssertionError, match=r"GeluBackward0:none\(\) made 8 bytes"),
-        ):
-            session.offloader.quiesce()
-            loss.backward()

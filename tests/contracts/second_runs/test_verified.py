@@ -6,7 +6,6 @@ import functools
 import os
 import random
 import re
-import threading
 from collections import Counter, deque
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from covering import in_turn, of_which
 from harness import KIB, assert_all_given_back, session_for
 from models import same_bits
-from numpy.random import mtrand  # with the functions of the generator that all code shares
 from repeatable import (
     LAYERS,
     RECOMPUTED,
@@ -42,8 +40,6 @@ from torch.nn.utils import parametrize
 import tba_offload as tba
 from tba_offload.config.policy import Placement
 from tba_offload.errors import RecomputationError, SavedTensorModifiedError, UnsupportedError
-from tba_offload.layers.randomness import Generator, RandomState, generators_of
-from tba_offload.recompute.digest import digests, equal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -424,23 +420,6 @@ def test_outputs_in_objects_are_compared(placement: Placement) -> None:
         assert "other numbers" in failure(RecomputationError, lambda: train(net, session))
 
 
-@pytest.mark.parametrize("placement", RECOMPUTED)
-def test_an_argument_may_have_any_name(placement: Placement) -> None:
-    class Named(Plain):
-        def forward(self, x: Tensor, *, forward: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(x) * forward
-
-    class NamedNet(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x, forward=torch.ones(WIDTH))
-            return x
-
-    net = NamedNet(Named)
-    with session_for(net, default=placement) as session:
-        train(net, session, steps=2)
-
-
 # What cannot be repeated
 
 
@@ -528,32 +507,6 @@ def test_odd_layers_are_recomputed_or_refused_by_name(kind: type[Plain], placeme
             assert_same(found, train(make(kind)))
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_layers_that_are_given_nested_tensors(layout: torch.layout) -> None:
-    class Row(Plain):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(torch.relu(self.first(x)))
-
-    class RowNet(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            rows = torch.nested.as_nested_tensor([x[:5], x[5:]], layout=layout)
-            return torch.cat(super().forward(rows).unbind())
-
-    def made() -> Net:
-        torch.manual_seed(0)
-        return RowNet(Row, LAYERS)
-
-    net, expected = made(), train(made())
-    with auto_session(net) as session:
-        assert_same(train(net, session), expected)
-    for placement in RECOMPUTED:
-        net = made()
-        with session_for(net, default=placement) as session:
-            assert "nested" in failure(RecomputationError, lambda net=net, s=session: train(net, s))
-
-
 def test_what_changes_later_is_found_out() -> None:
     net = make(Plain)
     with session_for(net, default=Placement.RECOMPUTE) as session:
@@ -635,47 +588,6 @@ def test_a_second_run_goes_by_what_was_around_the_first(
     net = make_net()
     with session_of(net, placement) as session:
         assert_same(train(net, session, steps=12), train(make_net(), steps=12))
-
-
-AUXILIARY: list[Tensor] = []
-
-
-class Balancing(Plain):
-    """Leaves a part of the loss where the loop takes it from, as routers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("load", torch.zeros(2 * WIDTH))
-        self.schedule = Schedule()
-
-    def noise(self, x: Tensor) -> Tensor:
-        self.schedule.calls += 1
-        self.load += x.detach().mean(0)
-        AUXILIARY.append(x.pow(2).mean())
-        return x * (1 + self.schedule.calls / 8) + self.load
-
-
-@pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.AUTO])
-def test_what_the_loop_resets_before_backward_stays_as_it_is(placement: Placement) -> None:
-    def losses(net: Net, session: Session | None) -> list[Tensor]:
-        found = []
-        for number in range(6):
-            with session.step() if session is not None else nullcontext():
-                loss = net(batch(number)).pow(2).mean() + sum(AUXILIARY)
-                AUXILIARY.clear()
-                for layer in net.layers:
-                    layer.load.zero_()
-                    layer.schedule.calls = 0
-                loss.backward()
-            assert AUXILIARY == []
-            assert all(layer.schedule.calls == 0 and not layer.load.any() for layer in net.layers)
-            found += [loss.detach(), *(parameter.grad.clone() for parameter in net.parameters())]  # type: ignore[union-attr]
-            net.zero_grad()
-        return found
-
-    net = make(Balancing)
-    with session_of(net, placement) as session:
-        assert_same(losses(net, session), losses(make(Balancing), None))
 
 
 def test_layers_that_a_program_has_hooked_into_are_not_tried(caplog: pytest.LogCaptureFixture) -> None:
@@ -848,37 +760,6 @@ def test_caches_of_any_kind_are_found(placement: Placement) -> None:
         assert "argument number 1" in failure(UnsupportedError, lambda: train(net, session))
 
 
-class Statistics(nn.Module):
-    """Batch norm on running statistics of its caller; nothing counts what it does to them."""
-
-    def forward(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        return F.batch_norm(x, mean, variance, training=True).tanh()
-
-
-@pytest.mark.filterwarnings("ignore:the budget of .* cannot be met")
-@pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.AUTO])
-def test_an_argument_that_changes_uncounted_is_changed_once(placement: Placement) -> None:
-    def step(layer: nn.Module, session: Session | None, statistics: list[Tensor]) -> None:
-        with session.step() if session is not None else nullcontext():
-            layer(torch.randn(8, 6, requires_grad=True), *statistics).sum().backward()
-
-    torch.manual_seed(0)
-    layer, statistics = Statistics(), [torch.zeros(6), torch.ones(6)]
-    before = [each.clone() for each in statistics]
-    settings = {} if placement in RECOMPUTED else {"activation": 1 << 10}
-    with session_for(layer, layers=[layer], default=placement, min_tensor_bytes=1, **settings) as session:
-        if placement in RECOMPUTED:
-            assert "argument number 1" in failure(UnsupportedError, lambda: step(layer, session, statistics))
-            return
-        state = torch.get_rng_state()
-        for _ in range(3):
-            step(layer, session, statistics)
-    torch.set_rng_state(state)
-    for _ in range(3):
-        step(layer, None, before)
-    assert_same(statistics, before)
-
-
 @pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.OFFLOAD, Placement.AUTO])
 def test_functional_parameters_are_those_of_the_first_run(placement: Placement) -> None:
     """An average of earlier parameters, which the module itself does not hold when backward comes."""
@@ -982,19 +863,6 @@ def test_cached_weights_are_those_of_the_first_run(placement: Placement, inside:
         assert_all_given_back(session)
 
 
-@pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
-@pytest.mark.parametrize("inside", [True, False])
-def test_the_planner_may_recompute_layers_whose_weights_are_cached(
-    inside: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = train_cached(make(Parametrized), None, inside=inside)
-    net = make(Parametrized)
-    with caplog.at_level("INFO", "tba_offload"), auto_session(net) as session:
-        assert_same(train_cached(net, session, inside=inside), expected)
-    assert "plan after step" in caplog.text
-    assert "is not recomputed by the planner" not in caplog.text
-
-
 @pytest.mark.parametrize("placement", RECOMPUTED)
 def test_a_cached_weight_changed_before_backward_raises(placement: Placement) -> None:
     def step(net: Net) -> None:
@@ -1012,32 +880,6 @@ def test_a_cached_weight_changed_before_backward_raises(placement: Placement) ->
         said = failure(SavedTensorModifiedError, lambda: step(net))
         assert "cached weight" in said
         assert "weight was changed in place" in said
-
-
-@pytest.mark.parametrize("placement", RECOMPUTED)
-def test_two_threads_that_go_backward_draw_their_own_numbers(placement: Placement) -> None:
-    """Backward of a layer that drops turns the generator back, which all threads share."""
-
-    def run(session: Session | None, net: Net) -> list[Tensor]:
-        torch.manual_seed(1)
-        with session.step() if session is not None else nullcontext():
-            inputs = [batch(number).requires_grad_() for number in range(2)]
-            losses = [net(x).pow(2).mean() for x in inputs]
-            threads = [
-                threading.Thread(target=loss.backward, kwargs={"inputs": [x]})
-                for loss, x in zip(losses, inputs, strict=True)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        return [x.grad for x in inputs]  # type: ignore[misc]
-
-    expected = run(None, make(Dropping))
-    for _ in range(10):
-        net = make(Dropping)
-        with session_for(net, default=placement) as session:
-            assert_same(run(session, net), expected)
 
 
 def test_a_layer_that_stands_in_the_list_twice_is_one_layer() -> None:
@@ -1063,71 +905,3 @@ def test_a_layer_that_stands_in_the_list_twice_is_one_layer() -> None:
     net = shared()
     with auto_session(net) as session:
         assert_same(train(net, session), expected)
-
-
-# Parts
-
-
-def test_random_numbers_are_drawn_again_and_the_generator_goes_on_as_it_was() -> None:
-    torch.manual_seed(3)
-    state = RandomState.of(generators_of([]))
-    assert state.is_current()
-    first = torch.rand(5)
-    assert not state.is_current()
-    expected = torch.get_rng_state()
-    with state.replayed():
-        assert same_bits(torch.rand(5), first)
-    assert torch.equal(torch.get_rng_state(), expected)
-
-
-@pytest.fixture
-def numpys() -> Iterator[Generator]:
-    """NumPy's generator, which is given its state back."""
-    before = mtrand.get_state()
-    mtrand.seed(5)
-    yield next(each for each in generators_of([]) if each.has_rested is not None)
-    mtrand.set_state(before)
-
-
-@pytest.mark.parametrize("has_another", [False, True], ids=["", "after an odd number of normal ones"])
-@pytest.mark.parametrize(
-    "draw",
-    [mtrand.rand, mtrand.randn, mtrand.bytes, mtrand.permutation, mtrand.standard_gamma],
-    ids=["rand", "randn", "bytes", "permutation", "gamma"],
-)
-def test_what_is_drawn_from_numpy_is_noticed(
-    draw: Callable[[int], Any], numpys: Generator, *, has_another: bool
-) -> None:
-    if has_another:
-        mtrand.randn()
-    state = RandomState.of([numpys])
-    first = draw(9)
-    drawn = state.drawn()
-    expected = repr(mtrand.get_state())
-    with drawn.replayed():
-        assert repr(draw(9)) == repr(first)
-    assert repr(mtrand.get_state()) == expected
-
-
-def test_the_last_normal_number_of_numpy_is_noticed(numpys: Generator) -> None:
-    mtrand.randn()
-    state = RandomState.of([numpys])
-    first = mtrand.randn()  # made with the one before
-    with state.drawn().replayed():
-        assert mtrand.randn() == first
-
-
-def test_the_state_of_numpy_is_not_taken_where_nothing_was_drawn(numpys: Generator) -> None:
-    state = RandomState([numpys._replace(state=pytest.fail)], [numpys.state()])
-    state.drawn()
-    mtrand.rand()
-    with pytest.raises(pytest.fail.Exception):
-        state.drawn()
-
-
-def test_digests_tell_minus_zero_from_zero_and_one_nan_is_the_same() -> None:
-    zeros, nan = torch.zeros(4), torch.full((4,), float("nan"))
-    assert not equal(digests(zeros), digests(-zeros))
-    assert equal(digests([nan, {"a": (zeros, None, "text")}]), digests([nan.clone(), {"a": (zeros, 1)}]))
-    assert not equal(digests([zeros]), digests([zeros, zeros]))
-    assert not equal(digests(zeros), digests(zeros.double()))

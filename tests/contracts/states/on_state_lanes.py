@@ -7,9 +7,7 @@ late, gives freed memory away at once and overwrites it: what nothing orders giv
 from __future__ import annotations
 
 import json
-import signal
 import threading
-import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -34,19 +32,12 @@ from torch import nn, optim
 
 import tba_offload as tba
 from tba_offload.errors import ConfigError, TransferError, UnsupportedError
-from tba_offload.states.exchange import Exchange
-from tba_offload.states.host_share import HostShare
-from tba_offload.states.host_update import HostUpdate
 from tba_offload.states.slots import SLOTS
-from tba_offload.store import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tba_offload.states.slots import Slot
-    from tba_offload.states.subgroup import SubGroup
-    from tba_offload.store.base import ActivationStore
 
 UPDATES = ("host", "host-50%", "auto")
 STORES = ("file", "host")
@@ -159,18 +150,6 @@ def test_settings_that_change_hold_for_both_lanes(tmp_path: Path) -> None:
         assert_same(found, expected)
 
 
-def test_states_that_come_later_go_to_the_device(tmp_path: Path) -> None:
-    found, expected = pair()
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")) as states:
-        train(found, expected, 0, 1, 2)
-        for training in (found, expected):  # all momenta begin anew, with one state more
-            training.optimizer.param_groups[0]["amsgrad"] = True
-            training.optimizer.state.clear()
-        train(found, expected, 3, 4, 5)
-        assert_same(found, expected)
-        assert states.records[-1].on_host
-
-
 class Growing(optim.SGD):
     """Has a further state from the third update on."""
 
@@ -197,60 +176,6 @@ def test_an_update_that_makes_further_states(store: str, tmp_path: Path) -> None
         train(found, expected, *range(6))
         assert_same(found, expected)
         assert states.records[-1].on_host
-    assert_same(found, expected)
-
-
-def test_parameters_that_come_and_go(tmp_path: Path) -> None:
-    found, expected = pair()
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")):
-        train(found, expected, 0, 1)
-        for training in (found, expected):
-            training.model.layers[2].requires_grad_(requires_grad=False)
-        train(found, expected, 2, 3)
-        for training in (found, expected):
-            training.model.layers[2].requires_grad_(requires_grad=True)
-            fresh = nn.Parameter(torch.ones(48, 48, device=lagging.LAG))
-            training.optimizer.add_param_group({"params": [fresh], "lr": 1e-3})
-            training.model.extra = fresh
-        train(found, expected, 4, 5, 6)
-        assert_same(found, expected)
-
-
-@pytest.mark.parametrize("store", STORES)
-def test_the_share_may_change_at_any_time(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = [0]
-    monkeypatch.setattr(HostShare, "count", lambda *_: wanted[0])
-    found, expected = pair()
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "auto", store)) as states:
-        for seed, count in enumerate((0, 9, 3, 3, 0, 6, 1, 9)):
-            wanted[0] = count
-            train(found, expected, seed)
-            assert states.records[-1].on_host == count
-        assert_same(found, expected)
-
-
-def test_the_store_takes_no_memory_for_what_the_processor_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither at first, nor when a checkpoint is loaded."""
-    found, expected = pair()
-    stores: list[ActivationStore] = []
-
-    def opened(*arguments: Any, **settings: Any) -> ActivationStore:
-        stores.append(open_store(*arguments, **settings))
-        return stores[-1]
-
-    monkeypatch.setattr("tba_offload.states.optimizer.open_store", opened)
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")) as states:
-        train(found, expected, 0, 1)
-        for training in (found, expected):
-            training.optimizer.load_state_dict(copied(training.optimizer.state_dict()))
-        train(found, expected, 2)
-        assert stores[0].host_bytes == 0
-        assert_same(found, expected)
-        assert states.records[-1].on_host == states.records[-1].sub_groups - 1
     assert_same(found, expected)
 
 
@@ -305,18 +230,6 @@ def test_gradients_that_come_late(store: str, update: str, tmp_path: Path) -> No
         assert found.differing(expected) == []
 
 
-def test_a_momentum_that_begins_anew_where_pytorch_chooses_the_kernel(tmp_path: Path) -> None:
-    found = Many(lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9))
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")):
-        found.step(0)
-        found.step(1)
-        found.optimizer.state[found.parameters[3]].clear()
-        found.step(2)
-        assert torch.equal(
-            found.optimizer.state_dict()["state"][3]["momentum_buffer"], found.parameters[3].grad.cpu()
-        )
-
-
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_gradient_that_is_not_contiguous(update: str, tmp_path: Path) -> None:
     found, expected = pair()
@@ -343,22 +256,6 @@ def test_on_a_stream_of_the_program(tmp_path: Path) -> None:
                 train(found, expected, *range(4))
                 torch.accelerator.synchronize()
                 assert_same(found, expected)
-
-
-def test_a_parameter_that_leaves_has_its_states(tmp_path: Path) -> None:
-    found, expected = pair()
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")):
-        train(found, expected, 0, 1)
-        for training in (found, expected):
-            group = training.optimizer.param_groups[0]
-            gone = training.model.embed.weight
-            group["params"] = [each for each in group["params"] if each is not gone]
-        train(found, expected, 2)
-        states = [each.optimizer.state[each.model.embed.weight] for each in (found, expected)]
-        assert all(same_bits(states[0][key], states[1][key]) for key in ("exp_avg", "exp_avg_sq"))
-        train(found, expected, 3)
-        mine, others = (list(each.model.parameters()) for each in (found, expected))
-        assert all(same_bits(a.detach(), b.detach()) for a, b in zip(mine, others, strict=True))
 
 
 def test_a_fused_update_leaves_gradients_unscaled(tmp_path: Path) -> None:
@@ -444,104 +341,6 @@ def test_states_that_cannot_be_read_are_an_error_with_a_name(tmp_path: Path) -> 
         found.model.load_state_dict(expected.model.state_dict())
         train(found, expected, 3, 4)
         assert_same(found, expected)
-
-
-def test_a_checkpoint_is_loaded_after_writes_that_failed(tmp_path: Path) -> None:
-    found, expected = many()
-    with tba.offload_optimizer(
-        found.optimizer, lanes(tmp_path, "host", "file") | {"on_full": "error"}
-    ) as states:
-        train(found, expected, 0, 1)
-        with inject("fail-write"), pytest.raises(TransferError, match="cannot be written"):
-            for seed in (2, 3):
-                found.step(seed)
-        for mine, other in zip(found.parameters, expected.parameters, strict=True):
-            mine.data.copy_(other.detach())
-        found.optimizer.load_state_dict(copied(expected.optimizer.state_dict()))
-        train(found, expected, 2, 3)
-        assert found.differing(expected) == []
-        assert states.records[-1].on_host
-
-
-def test_an_error_in_an_update_ends_both_lanes(tmp_path: Path) -> None:
-    found, _ = pair(lambda parameters: Failing(parameters, lr=1e-3, momentum=0.9))
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path)):
-        found.step(0)
-        found.step(1)
-        Failing.fails = True
-        try:
-            with pytest.raises(ZeroDivisionError):
-                found.step(2)
-        finally:
-            Failing.fails = False
-        found.step(3)
-
-
-def test_what_the_processor_has_done_counts_when_the_device_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, _ = many("asgd")  # which counts steps on the device
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path)) as states:
-        found.step(0)
-        found.step(1)
-        loaded, load = [], Exchange.load
-
-        def failing(exchange: Exchange, group: SubGroup) -> Slot[SubGroup] | None:
-            loaded.append(group)
-            if len(loaded) == 2:
-                raise torch.OutOfMemoryError
-            return load(exchange, group)
-
-        monkeypatch.setattr(Exchange, "load", failing)
-        found.gradients(2)
-        before = {n: each["ax"].clone() for n, each in found.optimizer.state_dict()["state"].items()}
-        with pytest.raises(torch.OutOfMemoryError):
-            found.optimizer.step()
-        monkeypatch.undo()
-        for number, entry in found.optimizer.state_dict()["state"].items():
-            is_updated = not torch.equal(entry["ax"].cpu(), before[number].cpu())
-            assert entry["step"].item() == 2 + is_updated
-        assert states.records[-1].on_host
-
-
-@pytest.fixture
-def heeds_interrupts() -> Iterator[None]:
-    """Undoes that a shell has the programs in its background ignore them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heeds_interrupts")
-def test_an_interrupt_leaves_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = many()
-    ran: list[int] = []
-    begun: list[str] = []
-    run, start = HostUpdate.run, threading.Thread.start
-
-    def slow(update: HostUpdate, *arguments: Any) -> None:
-        run(update, *arguments)
-        time.sleep(0.02)
-        ran.append(1)
-
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        if "tba-update" in thread.name:
-            begun.append(thread.name)
-            if len(begun) == 1:  # a second one would come at any time after the first
-                signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(HostUpdate, "run", slow)
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")):
-        found.step(0)
-        with pytest.raises(KeyboardInterrupt):
-            for seed in range(1, 4):
-                found.step(seed)
-        then = len(ran)
-        time.sleep(0.3)
-        assert len(ran) == then
-        found.step(5)
 
 
 class Failing(optim.SGD):

@@ -10,12 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from covering import combinations, in_turn, of_which, product_with
-from faults import inject
 from live_bytes import LiveBytes
 from models import same_bits
 from optimizers import MAKERS, Training, assert_same, pair, policy
 from torch import nn, optim
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
@@ -27,11 +25,7 @@ from tba_offload.errors import (
     TransferError,
     UnsupportedError,
 )
-from tba_offload.states.exchange import Exchange
 from tba_offload.states.home import Home
-from tba_offload.states.own_step import OwnStep
-from tba_offload.states.slots import SLOTS, Slot
-from tba_offload.states.subgroup import SubGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,39 +89,6 @@ def test_what_is_updated_in_backward_is_updated_before_the_step(tmp_path: Path) 
         assert not torch.equal(before, found.model.head.weight)
 
 
-def test_no_read_waits_for_the_write_of_what_was_updated_last(tmp_path: Path) -> None:
-    """A host that is far ahead of its device waits for a slot: for one whose write began before others."""
-    found, _ = pair("adamw")
-    updated: list[SubGroup] = []
-    evicted: list[tuple[SubGroup, SubGroup | None]] = []
-
-    def load(exchange: Exchange, group: SubGroup) -> Any:
-        slot = its_load(exchange, group)
-        if slot is not None:
-            updated.append(group)
-        return slot
-
-    def clear(slot: Slot[Any]) -> None:
-        if isinstance(slot.holder, SubGroup):  # not parameters of the journal
-            evicted.append((slot.holder, updated[-1] if updated else None))
-        its_clear(slot)
-
-    its_load, its_clear = Exchange.load, Slot.clear
-    with offloaded(found, tmp_path):
-        for seed in range(2):
-            found.step(seed)
-        found.optimizer.zero_grad()
-        with (
-            mock.patch.object(Slot, "is_free", new=False),
-            mock.patch.object(Exchange, "load", load),
-            mock.patch.object(Slot, "clear", clear),
-        ):
-            found.backward(2)
-    assert [group for group, last in evicted if group is last] == []
-    assert len(updated) > 2 * SLOTS
-    assert len(evicted) >= len(updated) - SLOTS
-
-
 @pytest.mark.parametrize("gradients", ["keep", "free"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_of_pytorch(reentrant: bool, gradients: str, tmp_path: Path) -> None:
@@ -177,22 +138,6 @@ def test_clipping(most: float, taken_back: bool, tmp_path: Path) -> None:
                 training.optimizer.step()
         assert_same(found, expected)
         assert [record.taken_back > 0 for record in states.records][1:] == [taken_back] * 3
-
-
-def test_it_rests_while_too_much_is_taken_back(tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    with offloaded(found, tmp_path) as states:
-        for seed in range(34):
-            for training in (found, expected):
-                training.optimizer.zero_grad()
-                training.backward(seed)
-                nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3 if seed < 8 else 1e9)
-                training.optimizer.step()
-        assert_same(found, expected)
-        updates = [(record.in_backward > 0, record.taken_back > 0) for record in states.records]
-    vain, at_rest, early = (False, True), (False, False), (True, False)
-    assert updates[:5] == [at_rest, vain, vain, vain, at_rest]
-    assert updates[-1] == early
 
 
 def test_accumulation(tmp_path: Path) -> None:
@@ -256,36 +201,6 @@ def test_a_closure(tmp_path: Path) -> None:
                 training.optimizer.step(closure)
         assert_same(found, expected)
         assert states.records[-1].in_backward > 0
-
-
-class Waits(TorchDispatchMode):
-    """Counts operations that give Python a number: on a GPU they wait for all that it has to do."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: object, arguments: tuple[Any, ...] = (), options: Any = None
-    ) -> Any:
-        waiting = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero)
-        self.count += function.overloadpacket in waiting
-        return function(*arguments, **(options or {}))
-
-
-@pytest.mark.parametrize("gradients", ["keep", "free"])
-def test_a_step_waits_no_more_where_there_are_more_sub_groups(gradients: str, tmp_path: Path) -> None:
-    def waits(layers: int) -> int:
-        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers)))
-        optimizer = optim.AdamW(model.parameters(), fused=True)
-        with tba.offload_optimizer(optimizer, settings(tmp_path, gradients=gradients), model=model) as states:
-            for _ in range(3):
-                with Waits() as mode:
-                    model(torch.ones(2, 64)).square().mean().backward()
-                    optimizer.step()
-                optimizer.zero_grad()
-            assert states.records[-1].in_backward >= layers
-        return mode.count
-
-    assert waits(12) == waits(4) <= 3
 
 
 def abandoned_by_zero_grad(training: Training) -> None:
@@ -396,36 +311,6 @@ def test_a_backward_that_fails(tmp_path: Path) -> None:
         assert_same(found, expected)
 
 
-def test_two_optimizers_of_which_one_gets_gradients_that_it_does_not_use(tmp_path: Path) -> None:
-    """As the discriminator of a GAN does from the loss of the generator."""
-    torch.manual_seed(3)
-    makers, judges = zip(*[(nn.Linear(8, 32), nn.Linear(32, 1)) for _ in range(2)], strict=True)
-    makers[1].load_state_dict(makers[0].state_dict())
-    judges[1].load_state_dict(judges[0].state_dict())
-    optimizers = [
-        [optim.AdamW(module.parameters(), lr=0.1) for module in both]
-        for both in zip(makers, judges, strict=True)
-    ]
-    noise = torch.randn(4, 8)
-    opened = [
-        tba.offload_optimizer(optimizer, settings(tmp_path), model=module)
-        for optimizer, module in zip(optimizers[0], (makers[0], judges[0]), strict=True)
-    ]
-    for _ in range(8):
-        for maker, judge, (of_maker, of_judge) in zip(makers, judges, optimizers, strict=True):
-            of_maker.zero_grad()
-            judge(maker(noise)).mean().backward()
-            of_maker.step()
-            of_judge.zero_grad()
-            judge(maker(noise).detach()).square().mean().backward()
-            of_judge.step()
-    for states in opened:
-        states.close()
-    for both in (makers, judges):
-        pairs = zip(both[0].parameters(), both[1].parameters(), strict=True)
-        assert all(same_bits(a.detach(), b.detach()) for a, b in pairs)
-
-
 def test_a_parameter_that_is_changed_before_the_step_is_an_error(tmp_path: Path) -> None:
     found, expected = pair("adamw")
     with offloaded(found, tmp_path):
@@ -439,37 +324,6 @@ def test_a_parameter_that_is_changed_before_the_step_is_an_error(tmp_path: Path)
             found.optimizer.step()
         found.optimizer.zero_grad()
         assert_same(found, expected)
-
-
-def test_another_update_of_what_is_not_final_is_an_error_at_the_end(tmp_path: Path) -> None:
-    """As of another optimizer in the last step: the update in backward goes, and that one with it."""
-    found, expected = pair("adamw")
-    states = offloaded(found, tmp_path)
-    found.step(0)
-    expected.step(0)
-    found.optimizer.zero_grad()
-    found.backward(1)
-    torch.optim.SGD(found.model.parameters(), lr=0.1).step()
-    with pytest.raises(SessionError, match=r"was changed between backward and step\(\), after its update"):
-        states.close()
-    found.optimizer.zero_grad()
-    assert_same(found, expected)
-    states.close()
-
-
-def test_an_error_of_the_block_comes_before_what_it_has_changed(tmp_path: Path) -> None:
-    found, _ = pair("adamw")
-
-    def block() -> None:
-        with offloaded(found, tmp_path):
-            found.step(0)
-            found.backward(1)
-            with torch.no_grad():
-                found.model.head.weight.mul_(2)
-            raise ZeroDivisionError
-
-    with pytest.warns(RuntimeWarning, match="was changed between backward"), pytest.raises(ZeroDivisionError):
-        block()
 
 
 def test_a_state_that_is_set_before_the_step_is_an_error(tmp_path: Path) -> None:
@@ -555,15 +409,6 @@ def test_another_micro_batch_after_gradients_are_freed_is_an_error(tmp_path: Pat
         assert_same(found, expected)
 
 
-def test_zeros_in_place_of_gradients_are_an_error(tmp_path: Path) -> None:
-    found, _ = pair("adamw")
-    with (
-        offloaded(found, tmp_path, gradients="free"),
-        pytest.raises(SessionError, match=r"zero_grad\(set_to_none=False\)"),
-    ):
-        found.optimizer.zero_grad(set_to_none=False)
-
-
 # ---- faults --------------------------------------------------------------------------------------
 
 
@@ -608,52 +453,6 @@ def test_a_drive_that_cannot_be_read_leaves_what_there_was(
             expected.step(seed)
         assert_same(found, expected)
         assert states.records[-1].in_backward > 0
-
-
-@pytest.mark.parametrize("fault", ["fail-write", "fail-write:n=2", "fail-write:chance=0.5,seed=3"])
-def test_states_that_cannot_be_written_stay_in_host_memory(fault: str, tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    with offloaded(found, tmp_path) as states, inject(fault):
-        for seed in range(5):
-            for training in (found, expected):
-                training.optimizer.zero_grad()
-                training.backward(seed)
-                nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3 if seed == 3 else 1e9)
-                training.optimizer.step()
-        assert_same(found, expected)
-        assert states.records[3].taken_back > 0
-
-
-def test_a_full_drive_is_an_error_where_the_policy_says_so(tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    made = settings(tmp_path, on_full="error", store={"capacity": "300KiB"})
-    with tba.offload_optimizer(found.optimizer, made, model=found.model):
-        with pytest.raises(TransferError, match=r"on_full: keep"):
-            for seed in range(3):
-                found.step(seed)
-        found.optimizer.zero_grad()
-        assert_same_parameters(found, expected)
-
-
-def test_an_interrupt_in_an_update_leaves_what_there_was(tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    with offloaded(found, tmp_path):
-        found.step(0)
-        expected.step(0)
-        found.optimizer.zero_grad()
-        update, calls = OwnStep.run, []
-
-        def interrupted(own: OwnStep, *arguments: Any) -> None:
-            update(own, *arguments)
-            calls.append(own)
-            if len(calls) == 4:
-                raise KeyboardInterrupt
-
-        with mock.patch.object(OwnStep, "run", interrupted), pytest.raises(KeyboardInterrupt):
-            found.backward(1)
-            found.optimizer.step()
-        found.optimizer.zero_grad()
-        assert_same(found, expected)
 
 
 # ---- with activations ----------------------------------------------------------------------------

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import sys
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +14,9 @@ from covering import of_which
 from faults import inject
 from models import same_bits
 from optimizers import (
-    SUB_GROUP,
     Training,
     assert_same,
     interrupted_at,
-    interrupted_on_the_way_back,
     pair,
     plain_copy,
     policy,
@@ -33,7 +28,6 @@ from tba_offload.errors import ChecksumError, SessionError, StoreError, Transfer
 from tba_offload.states.subgroup import SubGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from warm import Warm
@@ -219,83 +213,6 @@ def test_an_interrupt_inside_an_update_loses_no_state(tmp_path: Path) -> None:
         found.step(2)
 
 
-@contextmanager
-def interrupted_on_the_way_to_a_slot() -> Iterator[None]:
-    """An interrupt while states are put in their places, which comes out of the block."""
-    with mock.patch.object(SubGroup, "fill", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        yield
-
-
-def test_an_interrupt_inside_the_loading_of_a_checkpoint(tmp_path: Path) -> None:
-    """PyTorch has taken all of it by then; so has the next checkpoint."""
-    found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        found.step(0)
-        expected.step(0)
-        found.step(1)
-        with interrupted_on_the_way_to_a_slot():
-            found.optimizer.load_state_dict(copy.deepcopy(expected.optimizer.state_dict()))
-        found.model.load_state_dict(expected.model.state_dict())
-        assert_same(found, expected)
-        found.step(1)
-        expected.step(1)
-        assert_same(found, expected)
-
-
-@pytest.mark.parametrize("which", [2, 5, 9])
-def test_an_interrupt_between_slices_of_a_checkpoint(which: int, tmp_path: Path) -> None:
-    """Those of before it are of the checkpoint, and so are those of after it."""
-    found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        found.step(0)
-        expected.step(0)
-        found.step(1)
-        with interrupted_at(which, SubGroup, "fill"):
-            found.optimizer.load_state_dict(copy.deepcopy(expected.optimizer.state_dict()))
-        found.model.load_state_dict(expected.model.state_dict())
-        for seed in (1, 2):
-            found.step(seed)
-            expected.step(seed)
-            assert_same(found, expected)
-
-
-@pytest.mark.parametrize("which", [2, 5])
-def test_an_interrupt_between_slices_of_a_first_update(which: int, tmp_path: Path) -> None:
-    """The parameter has no state then, instead of a part of one."""
-    found, _ = pair("adamw")
-    weight = found.model.embed.weight
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
-        with interrupted_at(which, SubGroup, "fill"):
-            found.step(0)
-        assert not states.read(weight)
-        found.step(1)
-        assert {key: value.shape for key, value in states.read(weight).items()} == {
-            "step": (),
-            "exp_avg": weight.shape,
-            "exp_avg_sq": weight.shape,
-        }
-        assert found.optimizer.state[weight]["step"] == 1
-
-
-def test_states_that_an_interrupt_lost_are_an_error_with_a_name(tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        found.step(0)
-        expected.step(0)
-        saved = copy.deepcopy(expected.optimizer.state_dict())
-        weight = found.model.layers[0].weight
-        found.optimizer.state[weight]["exp_avg"] = torch.zeros_like(weight, requires_grad=False)
-        with interrupted_on_the_way_to_a_slot():
-            found.step(1)
-        with pytest.raises(TransferError, match=r"are lost, since .* interrupted; load a checkpoint"):
-            found.optimizer.state_dict()
-        found.model.load_state_dict(expected.model.state_dict())
-        found.optimizer.load_state_dict(saved)
-        found.step(1)
-        expected.step(1)
-        assert_same(found, expected)
-
-
 def test_a_forked_child_cannot_use_them(tmp_path: Path) -> None:
     found, expected = pair("adamw")
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
@@ -358,32 +275,3 @@ def test_a_session_whose_states_cannot_be_read_closes_all_the_same(tmp_path: Pat
     assert type(found.optimizer) is optim.AdamW
     with pytest.raises(SessionError):
         session.store.reserve(1, 0)
-
-
-@pytest.mark.parametrize("when", ["step", "backward"])
-@pytest.mark.parametrize("which", [1, 4, 10])
-@pytest.mark.parametrize("is_session", [False, True])
-def test_closing_that_was_interrupted_is_done_by_the_next_call(
-    when: str, which: int, is_session: bool, tmp_path: Path
-) -> None:
-    found, expected = pair("adamw")
-    settings = policy(tmp_path, states={"sub_group_bytes": SUB_GROUP, "when": when})
-    if is_session:
-        closed = tba.attach(
-            found.model, settings, layers=list(found.model.layers), optimizer=found.optimizer
-        ).close
-    else:
-        closed = tba.offload_optimizer(found.optimizer, settings, model=found.model).close
-    for seed in range(2):
-        found.step(seed)
-        expected.step(seed)
-    with interrupted_on_the_way_back(which):
-        closed()
-    closed()
-    assert type(found.optimizer) is optim.AdamW
-    assert not list(tmp_path.rglob("*.bin"))
-    assert_same(found, expected)
-    for seed in range(2, 4):
-        found.step(seed)
-        expected.step(seed)
-    assert_same(found, expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from models import same_bits
 from torch import nn, optim
 
 import tba_offload as tba
-from tba_offload.states.slots import Slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,35 +44,6 @@ def swapping() -> Iterator[None]:
     torch.__future__.set_swap_module_params_on_conversion(True)
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-def test_an_interrupt_between_slices_that_are_taken_leaves_the_states_where_they_were(
-    config: dict[str, Any],
-) -> None:
-    (first, second), (plain_first, plain_second) = parameters(), parameters()
-    optimizer, plain = momentum([first]), momentum([plain_first])
-    with tba.offload_optimizer(optimizer, config):
-        optimizer.step()
-        plain.step()
-        for each, parameter in ((optimizer, second), (plain, plain_second)):
-            each.add_param_group({"params": [parameter]})
-            each.state[parameter] = {"momentum_buffer": torch.full((ELEMENTS,), 7.0)}
-        given = optimizer.state[second]["momentum_buffer"]
-        write, written = Slots.write, []
-
-        def interrupted(slots: Slots[Any], group: Any) -> None:
-            written.append(group)
-            if len(written) == 2:
-                raise KeyboardInterrupt
-            write(slots, group)
-
-        with mock.patch.object(Slots, "write", interrupted), pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-        assert optimizer.state[second]["momentum_buffer"] is given
-        optimizer.step()
-        plain.step()
-    assert same_bits(second.detach(), plain_second.detach())
-    assert same_bits(*(each.state_dict()["state"][1]["momentum_buffer"] for each in (optimizer, plain)))
 
 
 def test_modules_are_converted_by_swapping_tensors(config: dict[str, Any], swapping: None) -> None:

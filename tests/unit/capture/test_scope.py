@@ -41,11 +41,6 @@ class Asked:
         return not across_forward
 
 
-class Everything:
-    def __contains__(self, record: object) -> bool:
-        return True
-
-
 class Window(Asked):
     """With room for two records that were read and not used."""
 
@@ -121,28 +116,6 @@ def test_reads_start_when_backward_comes_to_a_layer_of_which_nothing_travels(
     assert asked.plainly == [(0, 1), (0, 0)]
 
 
-def test_it_is_known_how_much_of_a_run_backward_has_used(lookahead: Lookahead, asked: Asked) -> None:
-    play(lookahead, asked, "F0 F1 B0 B1")
-    last = key_of(0, 1).scope
-    assert lookahead.uses == 4
-    assert lookahead.used_bytes(last, 0, 4) == 11
-    assert lookahead.used_bytes(last, 1, 4) == 0  # it was the first that was used
-    asked.ledger.noted = Everything()  # it was found in memory, where it is still
-    assert lookahead.used_bytes(last, 0, 4) == 0
-    asked.ledger.noted = frozenset()
-    lookahead.used(ActivationKey(last, 99))  # saved in a step before
-    assert lookahead.used_bytes(last, 0, 5) == 11
-    lookahead.begin_step()
-    assert lookahead.uses == 0
-
-
-def test_accumulated_gradients_are_read_ahead_plainly(lookahead: Lookahead, asked: Asked) -> None:
-    for _ in range(3):
-        passes = play(lookahead, asked, "F0 B0 F1 B1")
-    assert [across for _, across in passes] == [[], []]
-    assert [plainly for plainly, _ in passes] == [[(0, 0)], [(1, 0)]]
-
-
 def test_a_step_in_another_order_than_the_last_is_read_ahead_all_the_same(
     lookahead: Lookahead, asked: Asked
 ) -> None:
@@ -156,57 +129,6 @@ def test_a_step_in_another_order_than_the_last_is_read_ahead_all_the_same(
 def saves(lookahead: Lookahead, *layers: int, micro_batch: int = 0) -> None:
     for layer in layers:
         lookahead.saved(SimpleNamespace(key=key_of(micro_batch, layer)))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        ((0, 1, 4, 5), (0, 1, 2, 3, 4, 5)),  # in the middle
-        ((1, 2, 3), (0, 1, 2, 3)),  # at the end of backward
-        ((0, 1, 2), (0, 1, 2, 3, 4)),  # at its beginning
-        ((0, 2, 3, 5, 6), (1, 2, 4, 5, 6)),  # others are gone
-    ],
-)
-def test_layers_that_are_new_are_expected_in_their_place(
-    before: tuple[int, ...], now: tuple[int, ...], lookahead: Lookahead, asked: Asked
-) -> None:
-    lookahead.begin_step()
-    saves(lookahead, *before)
-    for layer in reversed(before):
-        lookahead.used(key_of(0, layer))
-    lookahead.begin_step()
-    saves(lookahead, *now)
-    asked.plainly = []
-    lookahead.reached()
-    assert asked.plainly == [(0, layer) for layer in reversed(now)]
-
-
-def test_new_layers_of_several_micro_batches_are_each_expected_in_their_place(
-    lookahead: Lookahead, asked: Asked
-) -> None:
-    for layers in ((0, 2), (0, 1, 2)):
-        lookahead.begin_step()
-        for micro_batch in range(2):
-            saves(lookahead, *layers, micro_batch=micro_batch)
-        asked.plainly = []
-        lookahead.reached()
-        expected = asked.plainly
-        for micro_batch in range(2):
-            for layer in reversed(layers):
-                lookahead.used(key_of(micro_batch, layer))
-    assert expected == [(micro_batch, layer) for micro_batch in range(2) for layer in (2, 1, 0)]
-
-
-def test_without_an_order_nothing_is_read_before_backward_says_where_it_is(
-    lookahead: Lookahead, asked: Asked
-) -> None:
-    lookahead.begin_step()
-    for micro_batch in range(2):
-        saves(lookahead, 0, 1, micro_batch=micro_batch)
-    lookahead.reached()
-    assert asked.plainly == []
-    lookahead.used(key_of(0, 1))
-    assert asked.plainly == [(0, 0)]
 
 
 def step_in_order(lookahead: Lookahead, window: Window, order: tuple[int, ...]) -> list[int]:
@@ -232,10 +154,3 @@ def test_what_comes_before_its_turn_does_not_mean_that_all_between_are_left_out(
     assert step_in_order(lookahead, window, (5, 4, 3, 2, 1, 0)) == [5]
     assert step_in_order(lookahead, window, (5, 0, 4, 3, 2, 1)) == [5, 0]
     assert step_in_order(lookahead, window, (5, 0, 4, 3, 2, 1)) == [5]
-
-
-def test_a_backward_that_begins_elsewhere_is_followed() -> None:
-    window = Window()
-    lookahead = Lookahead(window)  # type: ignore[arg-type]
-    step_in_order(lookahead, window, (5, 4, 3, 2, 1, 0))
-    assert step_in_order(lookahead, window, (3, 2, 1, 0)) == [3]

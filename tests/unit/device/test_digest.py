@@ -87,41 +87,8 @@ def test_words_that_fill_no_row_and_elements_that_fill_no_word(
     assert not Digest.of(tensor).equals(Digest.of(changed))
 
 
-def test_signs_in_a_column_and_beside_the_rows() -> None:
-    tensor = torch.randn(5 * 2042, generator=torch.Generator().manual_seed(0))[:-1000]
-    changed = tensor.clone()
-    changed[[3, 4 * 2042 + 3]] *= -1  # the upper halves of two words with the same place in a row
-    assert not Digest.of(tensor).equals(Digest.of(changed))
-
-
-def test_signs_of_every_other_element() -> None:
-    """In each column the highest bits of an even number of words change, which no sum of them can tell."""
-    tensor = torch.randn(20 * 2042, generator=torch.Generator().manual_seed(0))
-    changed = tensor.clone()
-    changed[1::2] *= -1
-    assert not Digest.of(tensor).equals(Digest.of(changed))
-
-
-def test_words_that_change_places_between_chunks() -> None:
-    tensor = torch.randn(3 * 2**20 + 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    changed = tensor.clone()
-    one, other = 10, 10 + 1021 * 2000
-    changed[[one, other]] = tensor[[other, one]]
-    assert not Digest.of(tensor).equals(Digest.of(changed))
-
-
-def test_negative_bits() -> None:
-    tensor = torch.randn(1, dtype=torch.complex64).conj().imag
-    assert Digest.of(tensor).equals(Digest.of(tensor.clone()))
-
-
 def test_zeros_differ_by_their_sign() -> None:
     assert not Digest.of(torch.zeros(100)).equals(Digest.of(-torch.zeros(100)))
-
-
-def test_no_elements() -> None:
-    assert Digest.of(torch.empty(0, 3)).equals(Digest.of(torch.empty(0, 3)))
-    assert not Digest.of(torch.empty(0, 3)).equals(Digest.of(torch.empty(3, 0)))
 
 
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -17,7 +17,6 @@ from harness import CPU, KIB, MIB, PATIENCE, session_for
 from models import loss_of, make_model, make_tokens
 
 from tba_offload.device.live_bytes import LiveBytes
-from tba_offload.device.malloc import keep_freed_pages
 from tba_offload.device.memory import AllocatorMeter, MallocMeter, ResidentPeak, meter_of
 from tba_offload.errors import UnsupportedError
 
@@ -96,15 +95,6 @@ def test_live_bytes_follow_allocations() -> None:
     assert memory_threads() == []
 
 
-def test_small_blocks_count_as_large_ones_do() -> None:
-    meter = MallocMeter()
-    before = meter.live()
-    tensors = [allocate(16 * KIB) for _ in range(SIZE // (16 * KIB))]
-    assert SIZE - SLACK < meter.live() - before < 1.2 * SIZE
-    del tensors
-    assert abs(meter.live() - before) < SLACK
-
-
 def test_memory_of_other_threads_counts() -> None:
     meter = MallocMeter()
     before = meter.live()
@@ -143,17 +133,6 @@ def test_reset_forgets_the_peak() -> None:
     meter.close()
 
 
-def test_what_is_live_at_the_end_counts_without_a_sample_of_the_thread() -> None:
-    meter = MallocMeter(period=3600)
-    meter.reset()
-    before = meter.live()
-    tensor = allocate()
-    assert abs(meter.peak() - before - SIZE) < SLACK
-    del tensor
-    meter.close()  # does not wait for the period to end
-    assert memory_threads() == []
-
-
 def test_what_is_live_at_the_reset_counts() -> None:
     meter = MallocMeter(period=3600)
     before = meter.live()
@@ -168,48 +147,7 @@ def test_the_source_says_that_it_is_sampled() -> None:
     assert MallocMeter().source == "mallinfo2, sampled"
 
 
-def test_samples_that_may_be_skipped_take_a_fiftieth_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample of a second is followed by 49 without one, but for those that must not be missed."""
-    seconds, taken = [0.0], []
-
-    def count() -> int:
-        seconds[0] += 1
-        taken.append(seconds[0])
-        return 0
-
-    monkeypatch.setattr("tba_offload.device.memory.allocator_count", lambda: (count, "count"))
-    for clock in ("perf_counter", "thread_time"):
-        monkeypatch.setattr(f"tba_offload.device.memory.time.{clock}", lambda: seconds[0])
-    meter = MallocMeter(period=3600)
-    monkeypatch.setattr("tba_offload.device.memory.threading.Thread.start", lambda _: None)
-    meter.reset()  # a first sample, which ends at 1
-    taken.clear()
-    for seconds[0] in (2.0, 49.0, 50.0, 60.0):
-        meter.sample()
-    assert taken == [51.0]
-    meter.cut()
-    assert taken == [51.0, 61.0]
-    for seconds[0] in (109.0, 110.0):
-        meter.sample()
-    assert taken == [51.0, 61.0, 111.0]
-    meter._thread = None
-    meter.close()
-
-
 # Its thread
-
-
-def test_one_thread_serves_all_resets_and_ends_with_close() -> None:
-    meter = MallocMeter()
-    assert memory_threads() == []
-    for _ in range(3):
-        meter.reset()
-        assert len(memory_threads()) == 1
-        meter.peak()
-    (thread,) = memory_threads()
-    assert thread.daemon
-    meter.close()
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("watching", [False, True])
@@ -242,24 +180,6 @@ def test_a_c_library_without_mallinfo2_is_refused(monkeypatch: pytest.MonkeyPatc
     for make in (MallocMeter, lambda: meter_of(CPU)):
         with pytest.raises(UnsupportedError, match=r"glibc \(2\.33 or later\).*measure_memory=False"):
             make()
-
-
-@pytest.mark.parametrize(
-    "libc", [SimpleNamespace(), SimpleNamespace(mallopt=lambda *_: 0)], ids=["lacks it", "refuses"]
-)
-def test_keep_freed_pages_says_when_it_had_no_effect(
-    monkeypatch: pytest.MonkeyPatch, libc: SimpleNamespace
-) -> None:
-    monkeypatch.setattr("tba_offload.device.malloc.ctypes.CDLL", lambda _: libc)
-    assert keep_freed_pages() is False
-
-
-def test_keep_freed_pages_needs_both_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    libc = SimpleNamespace(mallopt=lambda name, _: asked.append(name) or name == -3)
-    monkeypatch.setattr("tba_offload.device.malloc.ctypes.CDLL", lambda _: libc)
-    assert keep_freed_pages() is False
-    assert sorted(asked) == [-3, -1]
 
 
 FREED = """
@@ -312,31 +232,6 @@ def test_the_resident_peak_outlives_its_memory_until_it_is_reset() -> None:
     after = resident.read()
     assert after is not None
     assert peak - after > SIZE - SLACK
-
-
-def test_a_peak_that_cannot_be_reset_is_that_of_the_whole_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(ResidentPeak, "_CLEAR", tmp_path)  # a directory: it cannot be written
-    resident = ResidentPeak()
-    touch(SIZE)
-    before = resident.read()
-    resident.reset()
-    after = resident.read()
-    assert before is not None
-    assert after is not None
-    assert after >= before
-
-
-def test_the_resident_peak_is_read_in_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    status = tmp_path / "status"
-    monkeypatch.setattr(ResidentPeak, "_STATUS", status)
-    resident = ResidentPeak()
-    assert resident.read() is None
-    status.write_text("Name:\tpython\nVmRSS:\t    5 kB\n")
-    assert resident.read() is None
-    status.write_text("Name:\tpython\nVmHWM:\t   12 kB\nVmRSS:\t    5 kB\n")
-    assert resident.read() == 12 * KIB
 
 
 # The meter of a device
@@ -422,25 +317,6 @@ def test_a_storage_that_only_autograd_holds_still_counts() -> None:
     assert live.nbytes == 0
 
 
-def test_an_address_that_is_used_again_is_another_storage() -> None:
-    live = LiveBytes(torch.device("cpu"))
-    for _ in range(50):
-        live.add(torch.zeros(5000))
-    assert live.nbytes == 0
-    assert live.take_added() == 50 * 20_000
-
-
-def test_what_a_tensor_is_made_of_counts() -> None:
-    live = LiveBytes(torch.device("cpu"))
-    with torch.sparse.check_sparse_tensor_invariants():  # PyTorch 2.11 warns where only the call says so
-        sparse = torch.sparse_coo_tensor(torch.tensor([[1, 5]]), torch.ones(2, 3), (10, 3))
-    live.add(sparse)
-    assert live.nbytes == 2 * 8 + 6 * 4
-    elsewhere = LiveBytes(torch.device("cpu"))
-    elsewhere.add(torch.zeros(10, device="meta"))
-    assert elsewhere.nbytes == 0
-
-
 # What is left out
 
 
@@ -458,146 +334,6 @@ def still(static: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[O
     meter.wait_for_samples(1)
     yield meter
     meter.close()
-
-
-def test_bytes_that_are_left_out_are_no_part_of_a_peak(still: Observed, static: dict[str, int]) -> None:
-    meter = still
-    before = meter.live()
-    tensor = allocate()
-    static["bytes"] = SIZE
-    meter.sample()
-    more = allocate(SIZE // 2)
-    meter.sample()
-    del more
-    assert abs(meter.peak() - before - SIZE // 2) < SLACK
-    del tensor
-
-
-def test_the_peak_of_all_bytes_has_those_that_are_left_out(still: Observed, static: dict[str, int]) -> None:
-    still.reset()
-    before = still.live()
-    tensor, static["bytes"] = allocate(), SIZE
-    still.sample()
-    assert still.peak() < before + SLACK
-    assert abs((still.whole_peak() or 0) - before - SIZE) < SLACK
-    del tensor
-    still.reset()
-    assert abs((still.whole_peak() or 0) - before) < SLACK
-
-
-def test_what_a_pause_sees_is_in_no_peak(still: Observed) -> None:
-    meter, seen = still, list[int]()
-    meter.tell(lambda live, _: seen.append(live))
-    before = meter.live()
-    meter.pause()
-    tensor = allocate()
-    meter.cut()
-    del tensor
-    meter.resume()
-    assert abs(max(seen) - before - SIZE) < SLACK
-    assert abs(meter.peak() - before) < SLACK
-
-
-class FakeCuda:
-    """The statistics of a caching allocator, in bytes that the test allocates."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = self.most = 0
-        self.resets = 0
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: self.now)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.most)
-        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: self.most)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: self.reset())
-
-    def reset(self) -> None:
-        self.resets += 1
-        self.most = self.now
-
-    def allocate(self, nbytes: int) -> None:
-        self.now += nbytes
-        self.most = max(self.most, self.now)
-
-
-def test_gradients_are_left_out_of_the_peak_of_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, static: dict[str, int]
-) -> None:
-    """Activations of 640 are freed by and by, while gradients of 100 each come."""
-    cuda = FakeCuda(monkeypatch)
-    cuda.allocate(1000)
-    meter = AllocatorMeter(torch.device("cuda", 0), static=lambda: static["bytes"])
-    meter.reset()
-    base = meter.live()
-    cuda.allocate(640)
-    for _ in range(10):
-        cuda.allocate(100)
-        meter.sample(100)
-        static["bytes"] += 100
-        cuda.allocate(-60)
-    assert meter.peak() - base == 640 + 100  # a gradient is a temporary until it is in its place
-    assert cuda.now - base == 1040
-
-
-def test_a_gpu_tells_the_peak_of_each_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, seen = FakeCuda(monkeypatch), list[int]()
-    meter = AllocatorMeter(torch.device("cuda", 0))
-    meter.tell(lambda live, _: seen.append(live))
-    meter.reset()
-    cuda.allocate(500)
-    cuda.allocate(-300)
-    assert meter.cut() == 200
-    cuda.allocate(50)
-    assert meter.cut() == 250
-    meter.pause()
-    cuda.allocate(1000)
-    assert meter.cut() == 1250
-    cuda.allocate(-900)
-    meter.resume()
-    assert seen == [500, 250, 250, 1250, 1250]
-    assert meter.peak() == 500
-
-
-def test_a_cpu_tells_of_every_sample(still: Observed) -> None:
-    seen: list[int] = []
-    still.tell(lambda live, _: seen.append(live))
-    before = still.live()
-    tensor = allocate()
-    assert abs(still.cut() - before - SIZE) < SLACK
-    assert abs(seen[-1] - before - SIZE) < SLACK
-    still.pause()
-    del tensor
-    assert abs(still.cut() - before) < SLACK
-    assert abs(seen[-1] - before) < SLACK
-    still.peak()
-    count = len(seen)
-    still.cut()
-    assert len(seen) == count
-
-
-def test_the_statistics_of_a_gpu_are_not_read_for_every_small_gradient(
-    monkeypatch: pytest.MonkeyPatch, static: dict[str, int]
-) -> None:
-    cuda = FakeCuda(monkeypatch)
-    meter = AllocatorMeter(torch.device("cuda", 0), static=lambda: static["bytes"])
-    meter.reset()
-    cuda.allocate(1 << 20)
-    for _ in range(1000):
-        cuda.allocate(64)
-        meter.sample(64)
-        static["bytes"] += 64
-    assert 1 << 20 <= meter.peak() <= (1 << 20) * (1 + 1 / 32)
-    assert cuda.resets < 70
-
-
-def test_an_optimizer_is_left_out_of_the_peak_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
-    meter = AllocatorMeter(torch.device("cuda", 0))
-    meter.reset()
-    cuda.allocate(10)
-    meter.pause()
-    cuda.allocate(1000)
-    cuda.allocate(-1000)
-    meter.resume()
-    assert meter.peak() == 10
 
 
 # Other allocators

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from profiles import AUTO, FAST, KEEP, MIB, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, make_profile
+from profiles import AUTO, FAST, MIB, RECOMPUTE, RECOMPUTE_OFFLOAD, make_profile
 
 from tba_offload.config.policy import Placement
 from tba_offload.plan.bandwidth import Bandwidth
-from tba_offload.plan.condense import condensed
-from tba_offload.plan.describe import explain
 from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.profile import StepProfile, Timing
 from tba_offload.plan.search import make_plan
@@ -90,28 +88,3 @@ def test_it_is_not_chosen_for_layers_that_must_not_be_recomputed() -> None:
     profile, every = profile_with(**FAST_REST), frozenset(range(LAYERS))
     plan = make_plan(profile, DRIVE, Limits(40 * MIB, None), policy=(AUTO,) * LAYERS, not_recomputed=every)
     assert SPARED not in plan.placements
-
-
-def test_words_and_logs_tell_of_it() -> None:
-    profile = profile_with(**FAST_REST)
-    words = explain(profile, Plan((SPARED,) * LAYERS), DRIVE, 0)
-    assert words == "5.0 ms of compute, 30.0 ms with attention, and 4.00 MiB travel instead of 12.0 MiB"
-    document = profile.as_json()
-    assert StepProfile.from_json(document) == profile
-    for kind in document["kinds"]:
-        del kind["attention_bytes"]  # as logs have it that were written before
-    assert StepProfile.from_json(document).kinds[0].attention_bytes is None
-
-
-def test_layers_taken_together_put_out_as_much_together() -> None:
-    profile = profile_with()
-    small = condensed(profile, [None] * LAYERS, 3)
-    assert len(small.members) < LAYERS
-    together = sum(small.profile.kind_of(layer).attention_bytes or 0 for layer in range(len(small.members)))
-    assert together == LAYERS * ATTENTION
-
-
-def test_plans_that_keep_or_offload_know_nothing_of_it() -> None:
-    for way in (KEEP, OFFLOAD):
-        found = [simulate(profile_with(n), Plan((way,) * LAYERS), DRIVE) for n in (None, 0, ATTENTION)]
-        assert found[0] == found[1] == found[2]

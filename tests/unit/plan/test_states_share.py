@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tba_offload.plan.device_share import DeviceShare
 from tba_offload.plan.model import Limits, Prediction
-from tba_offload.plan.states_share import SLOTS, Expected, StatesLoad, choose, settled
-from tba_offload.states import slots
+from tba_offload.plan.states_share import Expected, StatesLoad, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,32 +43,11 @@ def needs(whole: int, slower: float, least: int = 0) -> Callable[[Limits], Predi
     return plan_of
 
 
-def test_slots_are_those_of_the_states() -> None:
-    assert SLOTS == slots.SLOTS
-
-
 def test_what_travels_frees_its_bytes_but_for_three_slots() -> None:
     assert LOAD.device_bytes(0) == 200 * MIB
     assert LOAD.device_bytes(20) == 30 * MIB
     assert LOAD.device_bytes(5) == (150 + 30) * MIB
     assert LOAD.useful() == [0, *range(4, 21)]
-
-
-def test_what_slots_hold_does_not_travel_where_updates_turn() -> None:
-    assert LOAD.travelled_bytes(3) == 0
-    assert LOAD.travelled_bytes(20) == 2 * 170 * MIB
-    assert of_equal(20, 200 * MIB, 0.1, 1e9, turns=False).travelled_bytes(20) == 2 * 200 * MIB
-
-
-def test_travels_cost_time_where_updates_do_not_hide_them() -> None:
-    assert LOAD.seconds(0) == LOAD.seconds(7) == 0.1
-    assert LOAD.seconds(20) == pytest.approx(0.3565, rel=1e-3)
-
-
-def test_several_optimizers_have_equal_shares_travel() -> None:
-    load = StatesLoad(((10,) * 10, (10,) * 30), 0.1, 1e9)
-    assert [load.split(count) for count in (0, 20, 40)] == [(0, 0), (5, 15), (10, 30)]
-    assert load.device_bytes(40) == 60
 
 
 @pytest.mark.parametrize(("device", "expected"), [(400, 0), (290, 5), (140, 20)])
@@ -111,14 +89,3 @@ def test_what_is_tried_comes_close_to_the_best(count: int, device: int, slower: 
         assert best.over == 0
         assert best.seconds <= 1.02 * min(each.seconds for each in fitting)
     assert len(choose(load, limits_of, plan_of, now=1)) <= 16
-
-
-def test_a_choice_changes_for_a_clear_gain_or_for_fewer_travels() -> None:
-    def expected(travelling: int, seconds: float, over: int = 0) -> Expected:
-        return Expected(travelling, Limits(100), Prediction(seconds, 0.0, 100 + over, 0), 0.0)
-
-    assert settled([expected(9, 1.0), expected(5, 1.01)], 5).travelling == 5
-    assert settled([expected(9, 1.0), expected(5, 1.03)], 5).travelling == 9
-    assert settled([expected(9, 1.0), expected(5, 1.01, over=1)], 5).travelling == 9
-    assert settled([expected(4, 1.0), expected(5, 1.0)], 5).travelling == 4
-    assert settled([expected(9, 1.0), expected(5, 0.9)], None).travelling == 9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import shutil
@@ -13,11 +12,9 @@ import tempfile
 import textwrap
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -27,7 +24,6 @@ from store_contract import (
     PATIENCE,
     READY,
     StoreContract,
-    at_lead,
     descriptors,
     get,
     pattern,
@@ -40,7 +36,6 @@ from tba_offload.errors import (
     ChecksumError,
     ConfigError,
     MissingDependencyError,
-    OutOfServiceError,
     ShortTransferError,
     StoreError,
     StoreFullError,
@@ -48,7 +43,7 @@ from tba_offload.errors import (
 from tba_offload.store import open_store, posix
 from tba_offload.store import run_file as directory
 from tba_offload.store.file import FileStore
-from tba_offload.store.run_file import RunFile, check_directory, lies_in_memory, open_directory
+from tba_offload.store.run_file import check_directory, open_directory
 
 if TYPE_CHECKING:
     from warm import Warm
@@ -97,27 +92,6 @@ class TestFileStoreOnTmpfs(FileStoreContract):
         shutil.rmtree(path)
 
 
-class TestFileStoreWithStablePages(FileStoreContract):
-    """Ragged writes are staged, in many small pieces."""
-
-    options = "slab_bytes=1 << 16"
-
-    @pytest.fixture(autouse=True)
-    def checksumming_drive(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(posix, "needs_stable_pages", lambda fd: True)
-
-    def make_store(self, directory: Path, **options: Any) -> ActivationStore:
-        return FileStore(directory, device=CPU, slab_bytes=1 << 16, **options)
-
-
-class TestFileStoreWithLargeBlocks(FileStoreContract):
-    """A drive that tells nothing, so that the alignment is a whole block of 4096 bytes."""
-
-    @pytest.fixture(autouse=True)
-    def silent_drive(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(posix, "direct_alignment", lambda fd: None)
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[FileStore]:
     with FileStore(tmp_path, device=CPU) as store:
@@ -133,21 +107,6 @@ def test_the_file_is_private_and_has_no_name(store: FileStore, tmp_path: Path) -
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_nlink == 0
     assert list(tmp_path.iterdir()) == []
-
-
-def test_several_extents_are_neighbours_if_the_file_has_room(store: FileStore) -> None:
-    """One look for a hole serves a batch; the file grows for one extent at a time."""
-    ranges = [(5000, 0), (4096, 4095), (1, 0)]
-    first = store.reserve(8192, 0)
-    extents = store.reserve_many(ranges)
-    assert [(each.offset, each.length, each.nbytes, each.lead) for each in extents] == [
-        (8192, 8192, 5000, 0),
-        (16_384, 8192, 4096, 4095 % store.alignment),
-        (24_576, 4096, 1, 0),
-    ]
-    for extent in (first, *extents):
-        store.release(extent)
-    assert store.used_bytes == 0
 
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path, python_with_torch: Warm) -> None:
@@ -197,39 +156,6 @@ def test_a_directory_that_was_made_stays_while_something_is_in_it(on_a_mount: Pa
     assert on_a_mount.exists()  # this time it was there
 
 
-def test_a_directory_that_took_the_place_of_one_that_was_made_stays(on_a_mount: Path) -> None:
-    with FileStore(on_a_mount, device=CPU):
-        held = os.open(on_a_mount, os.O_RDONLY)  # so that its inode is not used again
-        on_a_mount.rmdir()
-        on_a_mount.mkdir()
-    os.close(held)
-    assert on_a_mount.exists()
-
-
-def test_a_directory_that_was_made_in_vain_is_removed(
-    on_a_mount: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = descriptors()
-    monkeypatch.setattr(RunFile, "_create", lambda _: failing(errno.EACCES)(0, 0, 0, 0))
-    with pytest.raises(StoreError, match="cannot create a file there"):
-        FileStore(on_a_mount, device=CPU)
-    assert not on_a_mount.exists()
-    assert descriptors() == before
-
-
-def test_stores_that_share_a_directory_may_end_while_others_begin(on_a_mount: Path) -> None:
-    before = descriptors()
-
-    def use() -> None:
-        for _ in range(200):
-            RunFile(str(on_a_mount), None).close()
-
-    with ThreadPoolExecutor(4) as threads:
-        for done in [threads.submit(use) for _ in range(4)]:
-            done.result()
-    assert descriptors() == before
-
-
 @pytest.mark.parametrize("path", ["offload", "drive/offload"])
 def test_a_directory_whose_drive_is_not_mounted_is_not_made(path: str, tmp_path: Path) -> None:
     """It is mistyped, or its drive is not mounted, and bytes would go to another one."""
@@ -242,100 +168,12 @@ def test_a_directory_whose_drive_is_not_mounted_is_not_made(path: str, tmp_path:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_name_that_is_too_long_is_an_error_of_the_store(tmp_path: Path) -> None:
-    where = tmp_path / ("a" * 300)
-    for look in (partial(FileStore, device=CPU), lambda path: check_directory(str(path))):
-        with pytest.raises(StoreError, match=r"too long.*name a directory") as caught:
-            look(where)
-        assert caught.value.filename == str(where)
-    assert not lies_in_memory(str(where))
-
-
 def test_nothing_is_made_beside_the_root() -> None:
     """The root is where a file system begins, too, but no drive for offloading."""
     path = Path("/") / f"tba-test-{uuid.uuid4().hex}"
     with pytest.raises(StoreError, match="mount its drive"):
         FileStore(path, device=CPU)
     assert not path.exists()
-
-
-def test_what_lies_in_memory_is_known_before_it_is_made(on_a_mount: Path, tmp_path: Path) -> None:
-    assert lies_in_memory(str(on_a_mount))
-    with patch.object(posix, "file_system_magic", return_value=0xEF53):
-        assert not lies_in_memory(str(tmp_path / "not" / "there"))
-
-
-def test_the_run_directory_is_private_while_it_exists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[str, int, list[str]]] = []
-    rmdir = os.rmdir
-
-    def look(name: str, *, dir_fd: int) -> None:
-        path = tmp_path / name
-        seen.append((name, stat.S_IMODE(path.stat().st_mode), [file.name for file in path.iterdir()]))
-        rmdir(name, dir_fd=dir_fd)
-
-    monkeypatch.setattr(os, "rmdir", look)
-    for _ in range(2):
-        FileStore(tmp_path, device=CPU).close()
-    assert [(mode, names) for _, mode, names in seen] == [(0o700, []), (0o700, [])]
-    assert seen[0][0] != seen[1][0]
-
-
-@pytest.mark.parametrize("refused", [1, 3])
-def test_a_file_system_that_keeps_names_is_cleaned_at_the_end(
-    refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also where it hears of the close a while later, as one in user space does."""
-    rmdir, calls = os.rmdir, []
-
-    def refuse(name: str, *, dir_fd: int) -> None:
-        calls.append(name)
-        if len(calls) <= refused:
-            raise OSError(errno.ENOTEMPTY, "Directory not empty")
-        rmdir(name, dir_fd=dir_fd)
-
-    monkeypatch.setattr(os, "rmdir", refuse)
-    with FileStore(tmp_path, device=CPU):
-        assert "the file system keeps the names" in caplog.text
-        assert [path.name for path in tmp_path.iterdir()] == calls[:1]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_drive_without_room_for_a_directory_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(os, "mkdir", Mock(side_effect=full))
-    with pytest.raises(StoreError, match="free some space or inodes there, or name another directory"):
-        FileStore(tmp_path, device=CPU)
-
-
-def test_a_run_directory_that_is_gone_at_the_end_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = descriptors()
-    monkeypatch.setattr(os, "rmdir", Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")))
-    store = FileStore(tmp_path, device=CPU)
-    monkeypatch.undo()
-    (left,) = tmp_path.iterdir()
-    left.rmdir()
-    store.close()
-    assert descriptors() == before
-
-
-def test_own_links_are_followed(tmp_path: Path) -> None:
-    (tmp_path / "drive").mkdir()
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "absolute").symlink_to(tmp_path / "sub")
-    (tmp_path / "sub" / "relative").symlink_to("../drive")
-    tmp_path.chmod(0o1777)
-    fd = open_directory(str(tmp_path / "absolute" / "relative"))
-    try:
-        assert os.path.samestat(os.fstat(fd), (tmp_path / "drive").stat())
-    finally:
-        os.close(fd)
 
 
 def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,33 +197,12 @@ def open_and_close(path: Path) -> None:
     os.close(open_directory(str(path)))
 
 
-def test_links_in_a_circle_end(tmp_path: Path) -> None:
-    (tmp_path / "a").symlink_to("b")
-    (tmp_path / "b").symlink_to("a")
-    with pytest.raises(StoreError, match="more than 40 links"):
-        FileStore(tmp_path / "a", device=CPU)
-
-
 def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     before = descriptors()
     with pytest.raises(StoreError, match="'file' is not a directory"):
         FileStore(tmp_path / "file", device=CPU)
     assert descriptors() == before
-
-
-def test_a_replaced_run_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mkdir = os.mkdir
-    monkeypatch.setattr(os, "mkdir", lambda name, mode, *, dir_fd: mkdir(name, 0o777, dir_fd=dir_fd))
-    umask = os.umask(0)
-    try:
-        before = descriptors()
-        with pytest.raises(StoreError, match="another process replaced it"):
-            FileStore(tmp_path, device=CPU)
-    finally:
-        os.umask(umask)
-    assert descriptors() == before
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_without_permission_names_the_remedy(
@@ -440,26 +257,6 @@ def test_alignments_that_do_not_fit_mean_buffered(
         assert torch.equal(get(store, put(store, pattern(5001))), pattern(5001))
 
 
-def test_a_refused_probe_means_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posix, "file_system_magic", lambda fd: 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(posix, "pwrite", failing(errno.EINVAL))
-        store = FileStore(tmp_path, device=CPU)
-    with store:
-        assert "refuses direct I/O (Invalid argument)" in str(store.description["reason"])
-        assert torch.equal(get(store, put(store, pattern(5001))), pattern(5001))
-
-
-def test_a_failed_probe_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = descriptors()
-    monkeypatch.setattr(posix, "file_system_magic", lambda fd: 0)
-    monkeypatch.setattr(posix, "pwrite", failing(errno.EIO))
-    with pytest.raises(StoreError, match="Input/output error") as caught:
-        FileStore(tmp_path, device=CPU)
-    assert caught.value.errno == errno.EIO
-    assert descriptors() == before
-
-
 @pytest.mark.parametrize("shift", [0, 64, 448, 1])
 def test_writes_and_padded_reads_need_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: int
@@ -484,17 +281,6 @@ def test_other_transfers_are_staged_in_few_slabs(tmp_path: Path, monkeypatch: py
         if store.alignment > 1:
             assert 0 < store.staging_bytes <= 3 << 16
     assert store.staging_bytes == 0
-
-
-def test_whole_blocks_need_no_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posix, "needs_stable_pages", lambda fd: True)
-    with FileStore(tmp_path, device=CPU) as store:
-        data = at_lead(64 * 4096, 0, 4096).copy_(pattern(64 * 4096))
-        extent = put(store, data)
-        target = at_lead(64 * 4096, 0, 4096)
-        store.read(extent, ByteRange.of(target), READY, padded=False).wait(PATIENCE)
-        assert torch.equal(target, data)
-        assert store.staging_bytes == 0
 
 
 @pytest.mark.gpu
@@ -620,21 +406,6 @@ def test_a_ragged_short_transfer_goes_on_at_an_aligned_point() -> None:
     ]
 
 
-def test_a_transfer_that_advances_less_than_a_block_ends() -> None:
-    assert posix.transfer(lambda *_: 100, 3, 0, 2048, 0, 512) == 0
-
-
-def test_no_call_asks_for_more_than_linux_moves() -> None:
-    asked: list[int] = []
-
-    def huge(fd: int, address: int, nbytes: int, offset: int) -> int:
-        asked.append(nbytes)
-        return nbytes
-
-    assert posix.transfer(huge, 3, 0, 5 << 30, 0, 4096) == 5 << 30
-    assert max(asked) == posix.MAX_TRANSFER == 0x7FFFF000
-
-
 def test_signals_do_not_matter(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(posix, "pwrite", interrupted(posix.pwrite))
     monkeypatch.setattr(posix, "pread", interrupted(posix.pread))
@@ -685,20 +456,6 @@ def test_a_full_drive_at_the_write_is_a_full_store(
     assert caught.value.errno == number
 
 
-def test_memory_that_is_short_at_a_write_is_one_of_the_drives_errors(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_memory(*_: int) -> int:
-        raise MemoryError
-
-    monkeypatch.setattr(posix, "pwrite", no_memory)
-    with pytest.raises(StoreError, match="MemoryError") as caught:
-        put(store, pattern(5000))
-    assert caught.value.errno == errno.ENOMEM
-    with pytest.raises(OutOfServiceError, match="left alone"):
-        store.reserve(5000, 0)
-
-
 # Growing.
 
 
@@ -708,121 +465,6 @@ def test_the_file_grows_in_large_steps_within_the_capacity(tmp_path: Path) -> No
         assert os.fstat(store._file.fd).st_size == 256 << 20
         store.reserve(260 << 20, 0)
         assert os.fstat(store._file.fd).st_size == 300 << 20
-
-
-def test_where_little_is_left_the_file_grows_by_a_part_of_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another store on the same drive may need it as much."""
-    monkeypatch.setattr(RunFile, "free_bytes", lambda _: 40 << 20)
-    file = RunFile(str(tmp_path), None)
-    try:
-        file.grow(4096)
-        assert os.fstat(file.fd).st_size == file.size == 5 << 20
-    finally:
-        file.close()
-
-
-def test_a_file_on_btrfs_is_overwritten_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int]] = []
-
-    def ioctl(fd: int, request: int, flags: Any) -> None:
-        assert os.fstat(fd).st_size == 0  # later it has no effect
-        calls.append((request, flags[0]))
-        flags[0] = 0x80000
-
-    monkeypatch.setattr(fcntl, "ioctl", ioctl)
-    with FileStore(tmp_path, device=CPU):
-        assert calls == []  # unless it lies there
-    monkeypatch.setattr(posix, "file_system_magic", lambda _: 0x9123683E)
-    with FileStore(tmp_path, device=CPU):
-        assert calls == [(0x80086601, 0), (0x40086602, 0x880000)]
-    monkeypatch.undo()
-    monkeypatch.setattr(posix, "file_system_magic", lambda _: 0x9123683E)
-    with FileStore(tmp_path, device=CPU) as store:  # one that refuses
-        assert torch.equal(get(store, put(store, pattern(5001))), pattern(5001))
-
-
-def test_a_file_system_without_fallocate_gets_a_sparse_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unsupported(fd: int, offset: int, nbytes: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    monkeypatch.setattr(posix, "fallocate", unsupported)
-    with FileStore(tmp_path, device=CPU) as store:
-        assert torch.equal(get(store, put(store, pattern(5001))), pattern(5001))
-        assert os.fstat(store._file.fd).st_size == 256 << 20
-
-
-def test_a_nearly_full_drive_gives_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fallocate = posix.fallocate
-
-    def nearly_full(fd: int, offset: int, nbytes: int) -> None:
-        if offset + nbytes > 10 << 20:
-            fallocate(fd, offset, 1 << 20)  # as ext4 does: some blocks, then the error
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fallocate(fd, offset, nbytes)
-
-    monkeypatch.setattr(posix, "fallocate", nearly_full)
-    with FileStore(tmp_path, device=CPU) as store:
-        first = put(store, pattern(9 << 20))
-        for _ in range(2):
-            with pytest.raises(StoreFullError, match=r"cannot grow .* bytes are free") as caught:
-                store.reserve(2 << 20, 0)
-            assert caught.value.filename == str(tmp_path)
-            assert os.fstat(store._file.fd).st_size == store._file.size
-        assert store.used_bytes == first.length
-        second = put(store, pattern(4096))
-        assert torch.equal(get(store, first), pattern(9 << 20))
-        store.release(first)
-        store.release(second)
-        put(store, pattern(9 << 20))
-
-
-def test_a_large_step_that_fails_gives_back_its_blocks_before_a_small_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fallocate = posix.fallocate
-
-    def nearly_full(fd: int, offset: int, nbytes: int) -> None:
-        fallocate(fd, offset, min(nbytes, 8 << 20))  # as ext4 does: all that there is, then the error
-        if nbytes > 8 << 20:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(posix, "fallocate", nearly_full)
-    file = RunFile(str(tmp_path), None)
-    try:
-        for size in (4096, 1 << 20):
-            file.grow(size)
-            assert file.size == os.fstat(file.fd).st_size == size
-    finally:
-        file.close()
-
-
-def test_a_large_step_is_not_tried_where_it_would_take_all_that_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(posix, "fallocate", lambda fd, offset, nbytes: asked.append(nbytes))
-    room = (1 << 20) + 4096
-    monkeypatch.setattr(RunFile, "free_bytes", lambda self: room)
-    file = RunFile(str(tmp_path), None)
-    try:
-        file.grow(room)
-    finally:
-        file.close()
-    assert asked == [room]
-
-
-def test_a_growth_that_fails_otherwise_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = RunFile(str(tmp_path), None)
-    try:
-        monkeypatch.setattr(posix, "fallocate", lambda *_: failing(errno.EIO)(0, 0, 0, 0))
-        with pytest.raises(StoreError, match="cannot grow: Input/output error"):
-            file.grow(4096)
-    finally:
-        file.close()
 
 
 # Arguments.
@@ -842,15 +484,6 @@ def test_open_store_opens_a_file_where_a_directory_is_given(tmp_path: Path) -> N
             assert isinstance(store, FileStore)
             assert store.description["writers"] == 3
             assert store.description["readers"] == 1
-
-
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (64, 2)])
-def test_open_store_spares_few_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    with open_store(directories=[tmp_path], device=CPU) as store:
-        assert (store.description["writers"], store.description["readers"]) == (threads, threads)
 
 
 @pytest.mark.parametrize("kind", ["auto", "file"])

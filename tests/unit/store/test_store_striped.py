@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 from around import put_around
-from faults import inject
 from harness import KIB, Drive, DrivenHostStore, assert_all_given_back, config_for, wait_until
 from models import loss_of, make_model, make_tokens, same_bits
 from store_contract import (
@@ -39,7 +38,6 @@ from tba_offload.errors import ChecksumError, ConfigError, StoreError, StoreFull
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.model import Limits
 from tba_offload.store import open_store
-from tba_offload.store import run_file as directory
 from tba_offload.store.base import ActivationStore, DriveLoad, Extent, Load
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
@@ -115,13 +113,6 @@ class TestStripedStore(StoreContract):
 
 def hosts(count: int, **options: Any) -> StripedStore:
     return StripedStore([HostStore(device=CPU, drive=drive, **options) for drive in range(count)])
-
-
-def test_idle_drives_take_turns() -> None:
-    with hosts(3) as store:
-        drives = [store.reserve(5000, 0).drive for _ in range(9)]
-    assert Counter(drives) == {0: 3, 1: 3, 2: 3}
-    assert len(set(drives[:3])) == 3
 
 
 def test_the_drive_with_the_least_to_do_is_chosen() -> None:
@@ -241,117 +232,6 @@ def test_the_split_of_bytes_follows_the_rates(speeds: tuple[float, ...], depth: 
         assert store.write_rate() == pytest.approx(sum(speeds))
 
 
-@pytest.mark.parametrize("depth", [1, 12])
-def test_a_drive_that_becomes_slow_gets_less_and_gets_more_when_it_recovers(
-    depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tba_offload.store.meters.RECENT_BYTES", 2 << 20)
-    with paced(Clock(), 1e9, 1e9) as store:
-        before = feed(store, 100, depth=depth)
-        drives_of(store)[1].speed = 1e8
-        feed(store, 200, depth=depth)  # until what was measured before has faded
-        slow = feed(store, 220, depth=depth)
-        drives_of(store)[1].speed = 1e9
-        feed(store, 400, depth=depth)
-        after = feed(store, 100, depth=depth)
-        drain(store)
-    assert before[1] == pytest.approx(50, abs=6)
-    assert slow[1] == pytest.approx(20, abs=8)
-    assert after[1] == pytest.approx(50, abs=6)
-
-
-def test_the_drive_that_writes_it_first_is_chosen_not_the_one_with_the_least_to_do() -> None:
-    data = pattern(100_000)
-    with paced(Clock(), 1e9, 4e9) as store:
-        feed(store, 20, depth=1)
-        slow, fast = drives_of(store)
-        for drive in (slow, fast) * 3:
-            drive.write(drive.reserve(100_000, 0), ByteRange.of(data), READY)
-        assert (slow.pending_bytes(), fast.pending_bytes()) == (300_000, 300_000)
-        assert store.reserve(100_000, 0).drive == 1
-        fast.write(fast.reserve(500_000, 0), ByteRange.of(pattern(500_000)), READY)
-        # The slow one would have written it after 0.4 ms, the fast one after 0.225.
-        assert store.reserve(100_000, 0).drive == 1
-        fast.write(fast.reserve(900_000, 0), ByteRange.of(pattern(900_000)), READY)
-        # And now after 0.45.
-        assert store.reserve(100_000, 0).drive == 0
-        drain(store)
-
-
-def test_a_fast_drive_with_little_to_do_comes_before_a_slow_one_with_nothing() -> None:
-    with paced(Clock(), 1e9, 10e9) as store:
-        feed(store, 40, depth=1)
-        _, fast = drives_of(store)
-        fast.write(fast.reserve(100_000, 0), ByteRange.of(pattern(100_000)), READY)
-        assert [store.reserve(100_000, 0).drive for _ in range(3)] == [1, 1, 1]
-        drain(store)
-
-
-def test_a_drive_that_was_not_measured_is_tried() -> None:
-    clock = Clock()
-    with paced(clock, 1e9, 1e9, 1e9) as store:
-        for drive in drives_of(store)[:2]:
-            drive.write(drive.reserve(100_000, 0), ByteRange.of(pattern(100_000)), READY)
-        drain(store)
-        assert [drive.write_rate() for drive in drives_of(store)] == [pytest.approx(1e9)] * 2 + [None]
-        assert feed(store, 30, depth=1) == {0: 10, 1: 10, 2: 10}
-
-
-def test_a_full_drive_is_owed_nothing_when_it_has_room_again() -> None:
-    clock = Clock()
-    small = PacedStore(clock, 1e9, drive=0, capacity=8 * 4096)
-    with StripedStore([small, *(PacedStore(clock, 1e9, drive=drive) for drive in (1, 2))]) as store:
-        block = small.reserve(8 * 4096, 0)
-        assert feed(store, 60, depth=1, nbytes=4096) == {1: 30, 2: 30}
-        small.release(block)
-        taken = feed(store, 30, depth=1, nbytes=4096)
-        assert taken[0] == pytest.approx(10, abs=1)
-
-
-def test_a_drive_that_was_busy_is_owed_nothing_for_the_turns_of_the_others() -> None:
-    with paced(Clock(), 1e9, 1e9) as store:
-        feed(store, 10, depth=1)
-        busy = drives_of(store)[0]
-        busy.write(busy.reserve(20_000_000, 0), ByteRange.of(pattern(20_000_000)), READY)
-        assert feed(store, 20, depth=2) == {1: 20}
-        drain(store)
-        assert feed(store, 10, depth=1)[0] == pytest.approx(5, abs=1)
-
-
-def test_the_turns_of_a_dead_drive_go_evenly_to_the_others() -> None:
-    with paced(Clock(), 1e9, 1e9, 1e9) as store:
-        drives_of(store)[0].suspend(store.reserve(1, 0), StoreError("as the test wants it"))
-        assert feed(store, 40, depth=1) == {1: 20, 2: 20}
-
-
-def test_looking_at_a_rate_leaves_the_loads_to_the_planner() -> None:
-    with paced(Clock(), 1e9) as store:
-        feed(store, 3, depth=1)
-        assert store.write_rate() == pytest.approx(1e9)
-        ((write, read, *_),) = store.take_loads()
-        assert (write.nbytes, read.nbytes) == (300_000, 0)
-        assert write.seconds == pytest.approx(300e-6)
-        assert store.take_loads()[0].write == (0, 0.0)
-        assert store.write_rate() == pytest.approx(1e9)
-
-
-def test_a_write_that_fails_says_nothing_of_a_rate() -> None:
-    class Failing(PacedStore):
-        @contextmanager
-        def paced(self, verb: str, extent: Extent) -> Iterator[None]:
-            with super().paced(verb, extent):
-                yield
-            raise OSError(errno.EIO, "as the test wants it")
-
-    with StripedStore([Failing(Clock(), 1e9, drive=0)]) as store:
-        future = store.write(store.reserve(100_000, 0), ByteRange.of(pattern(100_000)), READY)
-        with pytest.raises(StoreError, match="as the test wants it"):
-            pass_one(store)
-        assert future.done()
-        assert store.write_rate() is None
-        assert store.take_loads()[0].write.nbytes == 0
-
-
 def test_a_full_drive_is_passed_over() -> None:
     small, large = HostStore(8 * 4096, device=CPU), HostStore(64 * 4096, device=CPU, drive=1)
     with StripedStore([small, large]) as store:
@@ -361,28 +241,6 @@ def test_a_full_drive_is_passed_over() -> None:
             StoreFullError, match=r"none of 2 drives has room for 1 bytes: .*capacity.*; .*capacity"
         ):
             store.reserve(1, 0)
-
-
-def test_a_drive_whose_file_cannot_grow_is_passed_over_and_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(directory, "_GROWTH", 4096)
-    drives = [tmp_path / "a", tmp_path / "b"]
-    for drive in drives:
-        drive.mkdir()
-    with open_store(directories=drives, device=CPU) as store:
-        assert isinstance(store, StripedStore)
-        store.stores[0]._condition.service = Service(lambda: 0.0)  # for which no time passes
-        with inject("fail-grow:drive=0,errno=EIO") as faults:
-            extents = [store.reserve(5000, 0) for _ in range(6)]
-        assert {extent.drive for extent in extents} == {1}
-        assert len(faults.fired) == 1
-        assert [load.in_service for load in store.take_loads()] == [False, True]
-        ((place, cause),) = store.take_outages()
-        assert (place, store.take_outages()) == (str(drives[0]), [])
-        assert "the file cannot grow: Input/output error" in cause
-        store.resume()
-        assert {store.reserve(5000, 0).drive for _ in range(6)} == {0, 1}
 
 
 def test_capacity_and_alignment_are_those_of_all(tmp_path: Path) -> None:

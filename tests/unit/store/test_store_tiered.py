@@ -15,7 +15,6 @@ from store_contract import (
     CPU,
     PATIENCE,
     READY,
-    Gate,
     StoreContract,
     descriptors,
     get,
@@ -26,15 +25,13 @@ from store_contract import (
 
 import tba_offload as tba
 from tba_offload.device import ByteRange
-from tba_offload.errors import ConfigError, StoreError, StoreFullError, TransferError
-from tba_offload.plan.window import SPILL_BYTES
+from tba_offload.errors import ConfigError, StoreFullError, TransferError
 from tba_offload.report.log import read_run_log
 from tba_offload.store import open_store
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.store.striped import StripedStore
 from tba_offload.store.tiered import TieredStore
-from tba_offload.transfer.offloader import Offloader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,52 +141,6 @@ def test_host_memory_takes_what_the_drives_have_no_time_for(drive: Drive, tmp_pa
         assert store.host.host_bytes == 12 * 4096
 
 
-def test_host_memory_is_used_again_when_it_was_given_back(drive: Drive, tmp_path: Path) -> None:
-    drive.writes.hold()
-    with tiered(drive, tmp_path, host=12 * 4096, spill_bytes=0) as store:
-        start(store)
-        for _ in range(5):
-            started = [start(store) for _ in range(4)]
-            assert [extent.drive for extent, _ in started] == [HOST] * 4
-            assert store.host.host_bytes == store.host.used_bytes == 12 * 4096
-            for extent, written in started:
-                written.wait(PATIENCE)
-                store.release(extent)
-        assert store.host.used_bytes == 0
-
-
-def test_reads_do_not_make_a_backlog(drive: Drive, tmp_path: Path) -> None:
-    """They have bandwidth of their own."""
-    with tiered(drive, tmp_path, spill_bytes=10_000) as store:
-        extents = [put(store, pattern(10_000)) for _ in range(4)]
-        drive.reads.hold()
-        rooms = [torch.empty(10_000, dtype=torch.uint8) for _ in extents]
-        reads = [
-            store.read(extent, ByteRange.of(room), READY, padded=False)
-            for extent, room in zip(extents, rooms, strict=True)
-        ]
-        assert (store.pending_bytes(), store.pending_write_bytes()) == (40_000, 0)
-        assert start(store)[0].drive == 0
-        drive.release()
-        for read in reads:
-            read.wait(PATIENCE)
-
-
-def test_a_write_that_is_taken_back_is_no_backlog(tmp_path: Path) -> None:
-    gate = Gate()
-    file = FileStore(tmp_path, device=CPU, writers=1)
-    with TieredStore(file, HostStore(MIB, device=CPU, drive=HOST), spill_bytes=25_000) as store:
-        data = pattern(10_000)
-        writes = []
-        for _ in range(3):
-            extent = store.reserve(10_000, data.data_ptr())
-            writes.append(store.write(extent, ByteRange.of(data), gate))
-        assert store.reserve(1, 0).drive == HOST
-        assert writes[-1].cancel()
-        assert store.reserve(1, 0).drive == 0
-        gate.open()
-
-
 def test_full_drives_are_host_memory_s_turn_and_the_other_way_round(drive: Drive, tmp_path: Path) -> None:
     drive.reservations.fail_with(no_space)
     with tiered(drive, tmp_path, host=8 * 4096, spill_bytes=MIB) as store:
@@ -207,31 +158,6 @@ def test_full_drives_are_host_memory_s_turn_and_the_other_way_round(drive: Drive
         assert store.place(extent) == str(tmp_path)
         store.spill_bytes = ALWAYS
         assert store.reserve(4096, 0).drive == 0
-
-
-def test_host_memory_in_pieces_that_are_too_small_is_full(tmp_path: Path) -> None:
-    file = FileStore(tmp_path, device=CPU)
-    with TieredStore(file, HostStore(4 * 4096, device=CPU, drive=HOST), spill_bytes=ALWAYS) as store:
-        blocks = [store.reserve(4096, 0) for _ in range(4)]
-        for block in blocks[::2]:
-            store.release(block)
-        assert store.host.may_hold(8192)
-        assert store.reserve(8192, 0).drive == 0
-        assert store.reserve(4096, 0).drive == HOST
-
-
-@pytest.mark.parametrize(("window", "spills_at"), [(None, SPILL_BYTES), (3 * MIB, 3 * MIB // 2), (1, 0)])
-def test_half_the_window_of_the_offloader_is_a_backlog(
-    window: int | None, spills_at: int, tmp_path: Path
-) -> None:
-    file = FileStore(tmp_path, device=CPU)
-    with TieredStore(file, HostStore(MIB, device=CPU, drive=HOST)) as store:
-        offloader = Offloader(store, CPU, window=window)
-        assert store.spill_bytes == spills_at
-        offloader.resize_window(40 * MIB)
-        assert store.spill_bytes == 20 * MIB
-        offloader.resize_window(window)
-        assert store.spill_bytes == store.description["spill_bytes"] == spills_at
 
 
 # What is told of it
@@ -310,18 +236,6 @@ def test_open_store_leaves_nothing_open_when_there_is_no_host_memory(
     with pytest.raises(StoreFullError, match="no pages to pin"):
         open_store(directories=[tmp_path], host_capacity=MIB, device=CPU)
     assert descriptors() == before
-    assert io_threads() == []
-
-
-def test_one_tier_that_fails_to_close_does_not_stop_the_other(tmp_path: Path) -> None:
-    class Stuck(HostStore):
-        def close(self) -> None:
-            super().close()
-            raise StoreError("stuck")
-
-    store = TieredStore(FileStore(tmp_path, device=CPU), Stuck(MIB, device=CPU, drive=HOST))
-    with pytest.raises(StoreError, match="stuck"):
-        store.close()
     assert io_threads() == []
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tba_offload.errors import StoreFullError
 from tba_offload.store import extents
-from tba_offload.store.extents import BLOCK, ExtentAllocator, round_up
+from tba_offload.store.extents import BLOCK, ExtentAllocator
 
 BLOCKS = 24
 
@@ -104,70 +102,6 @@ TestDeepAllocatorMachine = DeepAllocatorMachine.TestCase
 TestDeepAllocatorMachine.settings = settings(max_examples=150 if EVERYTHING else 50, stateful_step_count=40)
 
 
-def test_thousands_of_holes_are_filled_lowest_first() -> None:
-    """Against the plain scan, and the tree is as deep as the logarithm of their number."""
-    draws, allocator = random.Random(0), ExtentAllocator(None)
-    live = [
-        (allocator.allocate(length), length)
-        for length in draws.choices(range(BLOCK, 9 * BLOCK, BLOCK), k=6000)
-    ]
-    draws.shuffle(live)
-    for _ in range(3000):
-        allocator.free(*live.pop())
-    for step in range(3000):
-        length = draws.randrange(BLOCK, 9 * BLOCK, BLOCK)
-        expected = first_fit(live, length) if step % 50 == 0 else None
-        live.append((allocator.allocate(length), length))
-        assert expected in {None, live[-1][0]}
-        allocator.free(*live.pop(draws.randrange(len(live))))
-    assert depth(allocator) <= 4
-    assert allocator.used == sum(length for _, length in live)
-
-
-def first_fit(live: list[tuple[int, int]], length: int) -> int:
-    end = 0
-    for start, taken in sorted(live):
-        if start - end >= length:
-            return end
-        end = start + taken
-    return end
-
-
-def depth(allocator: ExtentAllocator) -> int:
-    levels, node = 1, allocator._holes._root
-    while node.below is not None:
-        levels, node = levels + 1, node.below[0]
-    return levels
-
-
-@pytest.mark.parametrize("doublings", [3, 5, 7])
-def test_the_worst_program_stays_within_robsons_bound(doublings: int) -> None:
-    """Robson's adversary: it keeps what touches every 2^i-th block, and asks for extents of 2^i blocks.
-
-    The bound is that of his paper of 1977, as in Knuth, The Art of Computer Programming, 2.5, exercise 43.
-    """
-    most, largest = 1 << 11, 1 << doublings
-    allocator = ExtentAllocator(None)
-    live = [(allocator.allocate(BLOCK) // BLOCK, 1) for _ in range(most)]
-    at = 0
-    for i in range(1, doublings + 1):
-        size = 1 << i
-        at = max((at, at + size // 2), key=lambda at: sum(blocks for _, blocks in touching(live, at, size)))
-        kept = touching(live, at, size)
-        for first, blocks in set(live) - set(kept):
-            allocator.free(first * BLOCK, blocks * BLOCK)
-        live = kept
-        while sum(blocks for _, blocks in live) + size <= most:
-            live.append((allocator.allocate(size * BLOCK) // BLOCK, size))
-    harmonic = sum(1 / length for length in range(1, largest + 1))
-    assert 1.5 * most < allocator.high_water / BLOCK <= harmonic / math.log(2) * most
-
-
-def touching(live: list[tuple[int, int]], at: int, size: int) -> list[tuple[int, int]]:
-    """The extents that hold a block whose number is ``at`` modulo ``size``."""
-    return [(first, blocks) for first, blocks in live if (at - first) % size < blocks]
-
-
 def test_the_same_blocks_are_used_again() -> None:
     allocator = ExtentAllocator(None)
     for _ in range(10):
@@ -202,14 +136,3 @@ def test_a_growth_that_fails_changes_nothing() -> None:
             allocator.allocate(2 * BLOCK)
         assert (allocator.used, allocator.high_water) == (3 * BLOCK, 3 * BLOCK)
     assert allocator.allocate(BLOCK) == 3 * BLOCK
-
-
-@pytest.mark.parametrize("nbytes", [0, -BLOCK, 1, BLOCK + 1])
-def test_lengths_are_whole_blocks(nbytes: int) -> None:
-    with pytest.raises(ValueError, match="positive multiple of 4096"):
-        ExtentAllocator(None).allocate(nbytes)
-
-
-@pytest.mark.parametrize(("nbytes", "multiple", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)])
-def test_round_up(nbytes: int, multiple: int, expected: int) -> None:
-    assert round_up(nbytes, multiple) == expected

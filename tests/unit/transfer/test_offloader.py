@@ -11,13 +11,11 @@ import warnings
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
-from faults import inject
 from harness import (
     CPU,
     KIB,
@@ -27,7 +25,6 @@ from harness import (
     DrivenFileStore,
     DrivenHostStore,
     host_store,
-    in_time,
     state_of,
     wait_until,
 )
@@ -45,7 +42,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tba_offload.store.base import Extent
 
 SIZE = 64 * KIB
 LEFT_ALONE = pytest.mark.filterwarnings("ignore:a drive failed and is left alone:RuntimeWarning")
@@ -239,21 +235,6 @@ def test_a_queued_write_is_taken_back_when_its_bytes_are_forwarded(bench: Bench,
     bench.assert_idle()
 
 
-def test_a_queued_write_stays_as_long_as_another_view_needs_it(bench: Bench, drive: Drive) -> None:
-    drive.writes.hold()
-    running = bench.save()
-    drive.writes.wait_started()
-    queued = bench.save((0, SIZE), (0, SIZE // 2))
-    bench.fetch(queued)
-    drive.writes.release()
-    bench.offloader.quiesce()
-    assert drive.writes.started == 2
-    assert queued.memory() is None
-    bench.fetch(queued, 1)
-    bench.drop(running, queued)
-    bench.assert_idle()
-
-
 def test_what_somebody_else_keeps_alive_is_forwarded_and_reported(bench: Bench) -> None:
     saved = bench.save(owned=True)
     bench.offloader.quiesce()
@@ -276,68 +257,11 @@ def test_a_later_view_writes_only_what_is_missing(bench: Bench) -> None:
     bench.assert_idle()
 
 
-def test_what_is_large_travels_in_parts(make: Callable[..., Bench]) -> None:
-    bench = make(extent=20_000)
-    saved = bench.save((0, SIZE), (5, SIZE))
-    bench.offloader.quiesce()
-    sizes = [piece.nbytes for piece in saved.record.pieces()]
-    assert sizes == [16_384] * 4
-    assert saved.memory() is None
-    assert bench.offloader.stats.offloaded == SIZE
-    for index in range(2):
-        bench.fetch(saved, index)
-    assert bench.offloader.stats.read == SIZE
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_a_part_that_is_not_written_keeps_the_memory(make: Callable[..., Bench], drive: Drive) -> None:
-    bench = make(extent=SIZE // 4)
-    bench.eager = False
-    saved = bench.save()
-    drive.writes.fail(StoreFullError(errno.ENOSPC, "told to"), at=3)
-    bench.offloader.writer.flush()
-    bench.offloader.quiesce()
-    assert saved.memory() is not None
-    bench.fetch(saved)
-    assert bench.offloader.stats.read == 0
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_distant_views_are_stored_without_what_lies_between(bench: Bench) -> None:
-    saved = bench.save((0, 1000), (SIZE - 1000, SIZE))
-    bench.offloader.quiesce()
-    assert bench.offloader.stats.offloaded == 2000
-    bench.fetch(saved, 1)
-    assert bench.offloader.stats.read == 1000
-    bench.fetch(saved, 0)
-    bench.drop(saved)
-    bench.assert_idle()
-
-
 def test_views_share_one_restored_storage(bench: Bench) -> None:
     saved = bench.save((0, SIZE), (100, 200))
     bench.offloader.quiesce()
     assert bench.fetch(saved, 0) is bench.fetch(saved, 1)
     assert bench.offloader.stats.read == SIZE
-
-
-def test_a_view_can_come_when_the_first_write_has_ended(bench: Bench) -> None:
-    tensor = torch.zeros(SIZE, dtype=torch.uint8)
-    storage = tensor.untyped_storage()
-    record = Record(storage, key="late")
-    saved = Saved(record, [bench.add(record, storage, 0, 100)], tensor.clone(), weakref.ref(storage))
-    bench.offloader.quiesce()
-    saved.handles.append(bench.add(record, storage, 50, 300))
-    bench.offloader.quiesce()
-    del tensor, storage
-    assert saved.memory() is None
-    bench.fetch(saved, 1)
-    bench.fetch(saved, 0)
-    assert bench.offloader.stats.offloaded == 300
-    bench.drop(saved)
-    bench.assert_idle()
 
 
 # Restored bytes are held while they are needed, and no longer
@@ -362,18 +286,6 @@ def test_a_dropped_handle_is_not_waited_for(bench: Bench) -> None:
     assert restored() is None
 
 
-def test_what_was_unpacked_can_be_unpacked_again(bench: Bench) -> None:
-    saved = bench.save()
-    bench.offloader.quiesce()
-    first = bench.fetch(saved)
-    assert bench.fetch(saved) is first
-    del first
-    bench.fetch(saved)
-    assert bench.offloader.stats.read == 2 * SIZE
-    bench.drop(saved)
-    bench.assert_idle()
-
-
 # What is held back
 
 
@@ -394,17 +306,6 @@ def test_what_was_saved_last_is_not_written_while_the_window_has_room(make: Call
     bench.assert_idle()
 
 
-def test_without_a_window_everything_is_written_at_the_end_of_its_scope(make: Callable[..., Bench]) -> None:
-    bench = make(None)
-    bench.eager = False
-    saved = bench.save()
-    assert bench.store.used_bytes == 0
-    bench.offloader.writer.end_scope(at_once=False)
-    wait_until(lambda: state_of(saved.record) == "stored", "not written")
-    bench.drop(saved)
-    bench.assert_idle()
-
-
 def test_what_is_held_back_makes_room_at_the_ceiling(make: Callable[..., Bench], drive: Drive) -> None:
     bench = make(4 * SIZE)
     bench.eager = False
@@ -418,46 +319,6 @@ def test_what_is_held_back_makes_room_at_the_ceiling(make: Callable[..., Bench],
     bench.assert_idle()
 
 
-def test_what_takes_the_room_of_a_large_activation_is_written_before_that_comes(
-    make: Callable[..., Bench],
-) -> None:
-    """So that the drive works while it is computed, and does not only begin when it has to wait."""
-    bench = make(8 * SIZE)
-    bench.eager = False
-    small = 7 * SIZE // 2
-
-    def writes(nbytes: int) -> bool:
-        saved = bench.save(nbytes=nbytes)
-        written = bench.store.used_bytes > 0
-        bench.offloader.quiesce()
-        bench.drop(saved)
-        return written
-
-    assert not writes(small)  # another one as large fits beside it
-    assert writes(5 * SIZE)
-    assert writes(small)
-    bench.offloader.reset_stats()  # the step is over; what was large in it is expected in the next one
-    assert writes(small)
-    bench.offloader.reset_stats()  # and in no later one
-    assert not writes(small)
-    bench.assert_idle()
-
-
-def test_what_is_larger_than_the_window_does_not_keep_others_from_being_held_back(
-    make: Callable[..., Bench],
-) -> None:
-    bench = make(8 * SIZE)
-    bench.eager = False
-    large = bench.save(nbytes=9 * SIZE)
-    bench.offloader.quiesce()
-    small = bench.save()
-    assert bench.offloader.stats.offloaded == 9 * SIZE
-    assert state_of(small.record) == "writing"
-    assert bench.store.pending() == 0
-    bench.drop(large, small)
-    bench.assert_idle()
-
-
 def test_what_is_dropped_while_it_is_held_back_is_never_written(make: Callable[..., Bench]) -> None:
     bench = make(16 * SIZE)
     bench.eager = False
@@ -467,55 +328,6 @@ def test_what_is_dropped_while_it_is_held_back_is_never_written(make: Callable[.
         assert all(one.memory() is None for one in saved)
     bench.offloader.quiesce()
     assert bench.offloader.stats.offloaded == 0
-    bench.assert_idle()
-
-
-def test_a_part_of_a_storage_that_is_held_back_counts_with_all_the_memory_that_it_holds(
-    make: Callable[..., Bench],
-) -> None:
-    bench = make(16 * SIZE)
-    bench.eager = False
-    saved = [bench.save((0, 8), (16, 24)) for _ in range(8)]
-    wait_until(lambda: bench.offloader.in_flight == 4 * SIZE, "the older half keeps its memory")
-    bench.drop(*saved)
-    bench.assert_idle()
-
-
-def test_a_write_that_is_taken_back_wakes_who_waits_for_it(make: Callable[..., Bench], drive: Drive) -> None:
-    bench = make(2 * SIZE)
-    drive.writes.hold()
-    running, queued = bench.save(nbytes=SIZE // 2), bench.save()
-    drive.writes.wait_started()
-    with noticing_waits() as waits:
-        thread = in_thread(bench.offloader.quiesce)
-        assert waits.wait(PATIENCE)
-    bench.drop(queued)
-    drive.writes.release()
-    finish(thread)
-    bench.drop(running)
-    bench.assert_idle()
-
-
-def test_a_deferred_view_of_what_is_being_written_leaves_the_sums_right(make: Callable[..., Bench]) -> None:
-    bench = make(4 * SIZE)
-    bench.eager = False
-    saved = bench.save((0, 16))
-    storage = saved.memory()
-    assert storage is not None
-    bench.offloader.writer.defer(saved.record, storage)
-    bench.offloader.writer.decide(saved.record)
-    del storage
-    bench.offloader.quiesce()
-    assert bench.offloader.ledger.departing == 0
-    bench.drop(saved)
-    again = bench.save((0, 16))
-    storage = again.memory()
-    assert storage is not None
-    bench.offloader.writer.defer(again.record, storage)
-    del storage
-    bench.drop(again)  # before it was decided
-    bench.offloader.quiesce()
-    assert bench.offloader.ledger.departing == 0
     bench.assert_idle()
 
 
@@ -582,20 +394,6 @@ def test_what_is_larger_than_the_ceiling_is_admitted_alone(make: Callable[..., B
     bench.assert_idle()
 
 
-def test_a_put_off_decision_does_not_block_the_ceiling(make: Callable[..., Bench]) -> None:
-    bench = make(SIZE)
-    tensor = torch.ones(SIZE, dtype=torch.uint8)
-    record = Record(tensor.untyped_storage(), key="put off")
-    handle = Handle(record, 0, 10, bench.offloader.drops)
-    bench.offloader.writer.defer(record, tensor.untyped_storage())
-    other = bench.save()
-    bench.offloader.writer.save(record, tensor.untyped_storage(), 0, 10)
-    bench.offloader.writer.decide(record)
-    del handle
-    bench.drop(other)
-    bench.assert_idle()
-
-
 # Prefetch
 
 
@@ -628,78 +426,12 @@ def test_the_prefetch_window_is_counted_in_bytes(make: Callable[..., Bench], dri
     bench.assert_idle()
 
 
-def test_what_is_read_ahead_across_a_forward_pass_takes_a_quarter_of_the_window(
-    make: Callable[..., Bench],
-) -> None:
-    bench = make(8 * SIZE)
-    saved = store_all(bench, 6)
-    accepted = [bench.prefetch(one.record, across_forward=True) for one in saved]
-    assert accepted == [True] * 2 + [False] * 4
-    assert bench.prefetch(saved[2].record)  # when its turn has come
-    for one in saved:
-        bench.fetch(one)
-    bench.drop(*saved)
-    bench.assert_idle()
-
-
-def test_one_activation_is_read_ahead_across_a_forward_pass_however_large(make: Callable[..., Bench]) -> None:
-    bench = make(2 * SIZE)
-    near, far = store_all(bench, 2)
-    assert bench.prefetch(near.record, across_forward=True)
-    assert not bench.prefetch(far.record, across_forward=True)
-    bench.drop(near, far)
-    bench.assert_idle()
-
-
-def test_writes_of_what_is_used_behind_a_forward_pass_go_on(bench: Bench, drive: Drive) -> None:
-    drive.writes.hold()
-    running, queued = bench.save(), bench.save()
-    drive.writes.wait_started()
-    assert not bench.prefetch(queued.record, across_forward=True)
-    drive.writes.release()
-    bench.offloader.quiesce()
-    assert bench.offloader.stats.offloaded == 2 * SIZE
-    bench.drop(running, queued)
-    bench.assert_idle()
-
-
 def test_in_a_forked_child_nothing_is_read_ahead(bench: Bench) -> None:
     """The lock may be held for ever there; backward comes to layers of which nothing travels all the same."""
     ahead = bench.offloader.ahead
     assert ahead.is_worth_a_start(begins=False)
     bench.offloader.become_inert()
     assert not any(ahead.is_worth_a_start(begins=begins) for begins in (False, True))
-
-
-def test_what_is_in_memory_is_looked_at_when_backward_begins_however_full_the_window(
-    make: Callable[..., Bench], drive: Drive
-) -> None:
-    drive.writes.hold()
-    bench = make(2 * SIZE)
-    saved = [bench.save() for _ in range(2)]
-    ahead = bench.offloader.ahead
-    assert not ahead.is_worth_a_start(begins=False)
-    assert ahead.is_worth_a_start(begins=True)
-    drive.writes.release()
-    bench.drop(*saved)
-    bench.assert_idle()
-
-
-def test_what_backward_is_about_to_use_stays_though_its_write_ends(bench: Bench, drive: Drive) -> None:
-    drive.writes.hold()
-    saved = bench.save()
-    drive.writes.wait_started()
-    assert bench.prefetch(saved.record)
-    assert bench.offloader.ledger.departing == 0  # nothing is gained by a wait for it
-    drive.writes.release()
-    bench.offloader.quiesce()
-    wait_until(lambda: not saved.record.writes, "the write has ended")
-    assert bench.offloader.in_flight == SIZE
-    bench.fetch(saved)
-    assert bench.offloader.stats.forwarded == bench.offloader.stats.offloaded == SIZE
-    assert drive.reads.started == 0
-    bench.drop(saved)
-    bench.assert_idle()
 
 
 def test_what_was_read_ahead_and_not_used_is_given_up_with_the_step(make: Callable[..., Bench]) -> None:
@@ -728,36 +460,6 @@ def test_a_prefetched_activation_is_read_once(bench: Bench, drive: Drive) -> Non
     bench.assert_idle()
 
 
-def test_an_activation_that_is_expected_twice_is_read_and_counted_once(bench: Bench, drive: Drive) -> None:
-    one, other = store_all(bench, 2)
-    bench.offloader.ahead.start((saved.record, False) for saved in (one, other, one))
-    assert bench.offloader.in_flight == 2 * SIZE
-    for saved in (one, other):
-        bench.fetch(saved)
-    assert drive.reads.started == 2
-    assert bench.offloader.in_flight == 0
-    for saved in (one, other):
-        bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_an_interrupt_while_reads_ahead_are_chosen_leaves_no_room_taken(bench: Bench, drive: Drive) -> None:
-    """No read has begun by then, so nothing would ever give the room in the window back."""
-    (saved,) = store_all(bench, 1)
-
-    def upcoming() -> Iterator[tuple[Record, bool]]:
-        yield saved.record, False
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        bench.offloader.ahead.start(upcoming())
-    assert bench.offloader.in_flight == bench.offloader.ledger.read_ahead == 0
-    bench.fetch(saved)
-    assert drive.reads.started == 1
-    bench.drop(saved)
-    bench.assert_idle()
-
-
 def test_pack_gives_up_the_prefetch_that_is_needed_last(make: Callable[..., Bench]) -> None:
     bench = make(2 * SIZE)
     near, far = store_all(bench, 2)
@@ -771,23 +473,6 @@ def test_pack_gives_up_the_prefetch_that_is_needed_last(make: Callable[..., Benc
     for one in (new, near, far):
         bench.fetch(one)
     bench.drop(new, near, far)
-    bench.assert_idle()
-
-
-def test_a_queued_prefetch_is_given_up_without_a_read(make: Callable[..., Bench], drive: Drive) -> None:
-    bench = make(2 * SIZE)
-    near, far = store_all(bench, 2)
-    drive.reads.hold()
-    for one in (near, far):
-        assert bench.prefetch(one.record)
-    drive.reads.wait_started()
-    bench.drop(bench.save())
-    drive.reads.release()
-    bench.fetch(near)
-    assert drive.reads.started == 1
-    bench.fetch(far)
-    assert drive.reads.started == 2
-    bench.drop(near, far)
     bench.assert_idle()
 
 
@@ -810,20 +495,6 @@ def test_what_backward_asks_for_bypasses_the_ceiling(make: Callable[..., Bench],
 def test_extents_come_back_when_nothing_was_ever_unpacked(bench: Bench) -> None:
     saved = store_all(bench, 4)
     bench.drop(*saved)
-    bench.assert_idle()
-
-
-def test_handles_may_end_in_any_order(bench: Bench) -> None:
-    saved = store_all(bench, 4)
-    for index in (2, 0, 3, 1):
-        bench.fetch(saved[index])
-        bench.drop(saved[index])
-    bench.assert_idle()
-
-
-def test_handles_may_end_in_another_thread(bench: Bench) -> None:
-    saved = store_all(bench, 4)
-    finish(in_thread(lambda: [one.handles.clear() for one in saved]))
     bench.assert_idle()
 
 
@@ -857,17 +528,6 @@ def test_the_extent_of_a_running_read_comes_back_when_the_read_ends(bench: Bench
     drive.reads.release()
     wait_until(lambda: bench.store.used_bytes == 0, "extent not released")
     bench.assert_idle()
-
-
-def test_one_piece_running_and_one_queued_end_well(bench: Bench, drive: Drive) -> None:
-    drive.writes.hold()
-    saved = bench.save((0, 100), (50, 300))
-    drive.writes.wait_started()
-    bench.drop(saved)
-    drive.writes.release()
-    wait_until(lambda: bench.offloader.in_flight == 0, "still in flight")
-    bench.assert_idle()
-    assert drive.writes.started == 1
 
 
 def test_prefetches_of_a_failed_step_are_dropped(bench: Bench) -> None:
@@ -934,57 +594,6 @@ def test_a_full_store_is_an_error_where_the_policy_says_so(make: Callable[..., B
     del caught  # its traceback
     gc.collect()
     bench.drop(first)
-    bench.assert_idle()
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_the_drive_is_full_at_the_third_write(make: Callable[..., Bench], drive: Drive, keep: bool) -> None:
-    bench = make(keep=keep)
-    drive.writes.fail(StoreFullError(errno.ENOSPC, "No space left on device", "/drive"), at=3)
-    drive.writes.hold()
-    saved = [bench.save() for _ in range(5)]
-    drive.writes.release()
-    wait_until(lambda: bench.store.pending() == 0, "writes pending")
-    assert drive.writes.started == 3  # what was queued is not tried one by one
-    if keep:
-        bench.offloader.quiesce()
-        assert bench.offloader.stats.fallback_kept == 3 * SIZE
-        assert bench.offloader.stats.full
-    else:
-        with pytest.raises(TransferError, match=r"layer 3 \(layers\.3\).*/drive.*on_full: keep"):
-            bench.offloader.quiesce()
-        bench.offloader.abandon()  # the failures of those behind it
-    for one in saved:
-        bench.fetch(one)
-    bench.drop(*saved)
-    bench.assert_idle()
-
-
-def test_what_is_kept_for_want_of_room_is_counted_once(make: Callable[..., Bench], drive: Drive) -> None:
-    bench = make(keep=True)
-    drive.writes.fail(StoreFullError(errno.ENOSPC, "No space left on device", "/drive"))
-    drive.writes.hold()
-    saved = bench.save((0, 1000), (2000, 3000), (5000, 6000))
-    drive.writes.release()
-    wait_until(lambda: bench.store.pending() == 0, "writes pending")
-    assert bench.offloader.stats.fallback_kept == SIZE
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_the_books_balance_when_a_kept_storage_is_saved_again(make: Callable[..., Bench]) -> None:
-    """A view with gaps of a storage that found no room is put off first and decided later."""
-    bench = make(capacity=4096, keep=True)
-    tensor = torch.ones(SIZE, dtype=torch.uint8)
-    storage = tensor.untyped_storage()
-    record = Record(storage, key="kept")
-    handles = [bench.add(record, storage, 0, SIZE), Handle(record, 0, 10, bench.offloader.drops)]
-    bench.offloader.writer.defer(record, storage)
-    bench.offloader.writer.decide(record)
-    for handle in handles:
-        bench.offloader.reader.fetch(handle)
-    handles.clear()
-    del handle
     bench.assert_idle()
 
 
@@ -1057,16 +666,6 @@ def test_what_cannot_be_written_stays_in_memory(
     bench.assert_idle()
 
 
-def test_a_budget_is_named_where_what_cannot_be_written_may_exceed_it(bench: Bench, drive: Drive) -> None:
-    bench.offloader = Offloader(bench.store, CPU, budget_bytes=123_456)
-    drive.writes.fail(StoreError(errno.EIO, "Input/output error", "/drive/f"))
-    saved = bench.save()
-    with pytest.warns(RuntimeWarning, match=r"beyond budget\.activation_bytes \(123456 bytes\)"):
-        bench.offloader.quiesce()
-    bench.drop(saved)
-    bench.assert_idle()
-
-
 @LEFT_ALONE
 def test_a_drive_that_fails_is_tried_again_at_growing_intervals(bench: Bench, drive: Drive) -> None:
     clock = on_clock(bench)
@@ -1116,86 +715,6 @@ def written_or_kept(bench: Bench, count: int) -> list[Saved]:
     return saved
 
 
-def test_a_full_drive_is_not_asked_to_grow_again_and_again(growing: DrivenFileStore) -> None:
-    bench, nbytes = bench_over(growing), SIZE - 4095  # as many blocks wherever in a block it starts
-    clock = Moment()
-    growing._condition.refusal.service = Service(clock)
-    first = bench.save(nbytes=nbytes)
-    bench.offloader.quiesce()
-    with inject("fail-grow") as faults:
-        saved = [bench.save(nbytes=nbytes) for _ in range(20)]
-        assert len(faults.fired) == 1
-        bench.drop(first)
-        again = bench.save(nbytes=nbytes)  # what the drive has stays in use
-        bench.offloader.quiesce()
-        assert again.memory() is None
-        clock.now = 1.0
-        saved += [bench.save(nbytes=nbytes) for _ in range(20)]
-        assert len(faults.fired) == 2
-    bench.drop(again, *saved)
-    bench.assert_idle()
-
-
-@pytest.mark.parametrize("name", ["EIO", "EROFS", "ENODEV"])
-def test_a_drive_whose_file_cannot_grow_is_left_alone_and_told_once(
-    growing: DrivenFileStore, name: str
-) -> None:
-    bench = bench_over(growing)
-    clock = on_clock(bench)
-    with inject(f"fail-grow:errno={name}") as faults:
-        with pytest.warns(RuntimeWarning, match=r"left alone.*the file cannot grow") as told:
-            saved = written_or_kept(bench, 20)
-        assert len(told) == len(faults.fired) == 1
-        assert [load.in_service for load in growing.take_loads()] == [False]
-        for one in saved:
-            bench.fetch(one)
-    assert (bench.offloader.stats.fallback_kept, bench.offloader.stats.full) == (20 * SIZE, False)
-    bench.drop(*saved)
-    clock.now = 1.0
-    (trial,) = written_or_kept(bench, 1)
-    assert trial.memory() is None
-    bench.drop(trial)
-    bench.assert_idle()
-
-
-def test_a_file_that_cannot_grow_is_an_error_where_the_policy_says_so(growing: DrivenFileStore) -> None:
-    bench = bench_over(growing, keep=False)
-    with (
-        inject("fail-grow:errno=EIO"),
-        pytest.raises(TransferError, match=r"could not write .*the file cannot grow: Input/output error"),
-    ):
-        bench.save()
-
-
-def test_a_file_system_that_hangs_while_a_file_grows_is_an_error_and_left_alone(
-    growing: DrivenFileStore,
-) -> None:
-    growing.limit_waits(0.1)
-    bench = bench_over(growing)
-    bench.eager = False
-    hanging = bench.save()
-    with inject("hang-grow") as faults:
-        with (
-            pytest.warns(RuntimeWarning, match=r"nothing has moved for 0\.01 s: the file in .* grow"),
-            pytest.warns(RuntimeWarning, match=r"left alone.*the file cannot grow within"),
-            pytest.raises(
-                TransferError, match=r"layer 1 .*nothing has moved for 0\.1 s: the file in .* grow"
-            ),
-        ):
-            bench.offloader.writer.flush()
-        saved = written_or_kept(bench, 20)
-        for one in saved:
-            bench.fetch(one)
-        assert len(faults.fired) == 1
-        assert growing.used_bytes == 0
-    growing.limit_waits(PATIENCE)
-    growing.resume()
-    (trial,) = written_or_kept(bench, 1)
-    assert trial.memory() is None
-    bench.drop(hanging, *saved, trial)
-    bench.assert_idle()
-
-
 def test_a_write_that_hangs_leaves_its_drive_alone_and_its_bytes_in_memory(
     growing: DrivenFileStore,
 ) -> None:
@@ -1226,23 +745,6 @@ def test_a_write_that_hangs_leaves_its_drive_alone_and_its_bytes_in_memory(
     bench.offloader.quiesce()
     assert later.memory() is None
     bench.drop(later)
-    bench.assert_idle()
-
-
-def test_a_write_that_has_ended_is_no_sign_of_a_drive_that_hangs(bench: Bench, drive: Drive) -> None:
-    """It has, although its callback still waits for the lock of the books."""
-    drive.writes.hold()
-    saved = bench.save()
-    write = next(saved.record.pieces()).write
-    assert write is not None
-    with bench.offloader.drops.lock:
-        drive.writes.release()
-        write.wait(PATIENCE)
-        bench.offloader._shared.give_up_hanging()
-    assert bench.store.take_outages() == []
-    bench.offloader.quiesce()
-    assert saved.memory() is None
-    bench.drop(saved)
     bench.assert_idle()
 
 
@@ -1323,26 +825,6 @@ def test_a_failed_read_is_raised_where_the_bytes_are_needed(bench: Bench, drive:
     bench.assert_idle()
 
 
-@LEFT_ALONE
-@pytest.mark.parametrize("ahead", [True, False], ids=["prefetched", "on demand"])
-def test_a_failed_read_gives_its_room_in_the_window_back(
-    make: Callable[..., Bench], drive: Drive, ahead: bool
-) -> None:
-    bench = make(4 * SIZE)
-    (saved,) = store_all(bench, 1)
-    drive.reads.fail_with(lambda: StoreError(errno.EIO, "Input/output error", "/drive/f"))
-    if ahead:
-        assert bench.prefetch(saved.record)
-        wait_until(lambda: bench.store.pending() == 0, "reads pending")
-    with pytest.raises(TransferError):
-        bench.fetch(saved)
-    assert bench.offloader.in_flight == 0
-    drive.reads.recover()
-    bench.fetch(saved)  # asked again, it is read again
-    bench.drop(saved)
-    bench.assert_idle()
-
-
 PASSING = {
     "EIO": lambda: StoreError(errno.EIO, "Input/output error", "/drive/f"),
     "EAGAIN": lambda: StoreError(errno.EAGAIN, "Resource temporarily unavailable", "/drive/f"),
@@ -1416,37 +898,6 @@ def test_a_read_is_made_again_a_few_times_only(
     bench.assert_idle()
 
 
-@LEFT_ALONE
-def test_pauses_before_further_attempts_keep_to_the_stall_limit(bench: Bench, drive: Drive) -> None:
-    (saved,) = store_all(bench, 1)
-    drive.reads.fail_with(PASSING["EIO"])
-    with (
-        mock.patch.object(bench.offloader.watchdog, "limit", 3600.0),
-        mock.patch("tba_offload.transfer.reader.READ_AGAIN", (0.0, 3600.0, 0.0)),
-        pytest.raises(TransferError, match="/drive/f"),
-    ):
-        bench.fetch(saved)
-    assert drive.reads.started == 2
-    bench.drop(saved)
-    bench.assert_idle()
-
-
-def test_others_may_wait_for_a_read_that_is_made_again(make: Callable[..., Bench], drive: Drive) -> None:
-    bench = make()
-    saved = bench.save((0, SIZE), (0, SIZE), (0, SIZE))
-    bench.offloader.quiesce()
-    failing(PASSING["EIO"], 2, drive)
-    drive.reads.hold()
-    threads = [in_thread(partial(bench.fetch, saved, index)) for index in range(3)]
-    drive.reads.release()
-    for thread in threads:
-        finish(thread)
-    assert not saved.record.unread
-    assert bench.offloader.stats.reread == 2 * SIZE
-    bench.drop(saved)
-    bench.assert_idle()
-
-
 # A drive that stops
 
 
@@ -1504,80 +955,6 @@ def test_a_slow_drive_that_moves_is_waited_for(make: Callable[..., Bench], drive
     assert bench.offloader.stats.stall_seconds > 2.0
     bench.drop(*saved)
     bench.assert_idle()
-
-
-@pytest.mark.parametrize("interrupted", ["first piece", "second piece"])
-def test_an_interrupt_inside_pack_leaves_nothing_to_wait_for(
-    make: Callable[..., Bench], drive: Drive, interrupted: str
-) -> None:
-    """Ctrl-C can strike between booking a write and queueing it; nobody may wait for that write then."""
-    bench = make(SIZE)
-    drive.reservations.fail(KeyboardInterrupt(), at=1 if interrupted == "first piece" else 2)
-    with pytest.raises(KeyboardInterrupt):
-        bench.save((1000, 2000), (0, 3000))
-    drive.reservations.recover()
-    gc.collect()  # the error, its traceback and what its frames hold
-    finish(in_thread(lambda: bench.drop(bench.save(), bench.save())))
-    bench.assert_idle()
-
-
-def test_an_exception_after_the_reservation_loses_no_extent(
-    make: Callable[..., Bench], drive: Drive, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signal handler of the program may raise before the piece knows of the extent."""
-    bench = make()
-    drive.reads.hold()
-    being_read, stored = store_all(bench, 2)
-    bench.prefetch(being_read.record)
-    drive.reads.wait_started()
-    reserve = bench.store.reserve
-
-    def reserve_and_end(nbytes: int, address: int) -> Extent:
-        reserve(nbytes, address)
-        raise SystemExit
-
-    monkeypatch.setattr(bench.store, "reserve", reserve_and_end)
-    with pytest.raises(SystemExit):
-        bench.save()
-    monkeypatch.undo()
-    bench.drop(being_read)
-    bench.offloader.abandon()
-    assert len(bench.store.leased()) == 2
-    drive.reads.release()
-    bench.fetch(stored)
-    bench.drop(stored)
-    bench.assert_idle()
-
-
-@pytest.mark.parametrize("reason", ["interrupt", "full store"])
-@pytest.mark.parametrize("at", [1, 3, 5])
-def test_a_batch_that_is_cut_short_leaves_nothing_to_wait_for(
-    make: Callable[..., Bench], drive: Drive, reason: str, at: int
-) -> None:
-    """Writes are handed over in batches; those behind the one that fails will never be handed over."""
-    bench = make(keep=False)
-    interrupt = reason == "interrupt"
-    if interrupt:
-        drive.reservations.fail(KeyboardInterrupt(), at=at)
-    else:
-        drive.reservations.fail(StoreFullError(errno.ENOSPC, "full", "/drive"), since=at)
-    batch = [torch.full((SIZE,), number, dtype=torch.uint8) for number in range(5)]
-    records = [Record(t.untyped_storage(), key="batch") for t in batch]
-    handles = [Handle(record, 0, SIZE, bench.offloader.drops) for record in records]
-    with pytest.raises(KeyboardInterrupt if interrupt else TransferError):
-        for record, tensor in zip(records, batch, strict=True):
-            bench.offloader.writer.save(record, tensor.untyped_storage(), 0, SIZE)
-        bench.offloader.writer.flush()
-    batch.clear()
-    del tensor
-    for number, handle in enumerate(handles):
-        storage, shift = bench.offloader.reader.fetch(handle)
-        assert set(torch.empty(0, dtype=torch.uint8).set_(storage)[shift : shift + SIZE].tolist()) == {number}
-    handles.clear()
-    records.clear()
-    del handle, record, storage
-    gc.collect()
-    in_time(bench.assert_idle)
 
 
 # Anything, in any order
