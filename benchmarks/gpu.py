@@ -49,12 +49,10 @@ from tba_lab.megatron_cpu import single_process
 from tba_offload.config import parse_size
 from tba_offload.device.malloc import keep_freed_pages
 from tba_offload.errors import RunLogError, StoreError, UnsupportedError
-from tba_offload.report import points as rok_points
 from tba_offload.report import rok
-from tba_offload.report.advice import advice
 from tba_offload.report.log import RunHeader, RunLogWriter, StepRecord
 from tba_offload.store import open_store
-from tba_offload.store.bench import Rates, measure
+from tba_offload.store.probe import Rates, measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -426,11 +424,11 @@ def draw_rok(settings: Settings, folder: Path, logs: Path) -> dict[str, list[str
         if not paths:
             continue
         try:
-            points = rok_points.points(paths, warmup=WARM_UP)
+            points = rok.points(paths, warmup=WARM_UP)
         except RunLogError as error:  # interrupted before there was enough
             said[name] = [str(error)]
             continue
-        said[name] = advice(points)
+        said[name] = rok.advice(points)
         with contextlib.suppress(ImportError):
             for suffix in ("svg", "png"):
                 rok.draw(points, folder / f"rok-{name}.{suffix}")

@@ -52,10 +52,9 @@ from tba_offload.plan.condense import count_items
 from tba_offload.plan.model import Limits
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.search import make_plan
-from tba_offload.plan.what_if import one_f_one_b, peak_of_keep
+from tba_offload.plan.what_if import composition, peak_of_keep
 from tba_offload.store.file import FileStore
-from tba_offload.store.open import STORES
-from tba_offload.what_if import composition
+from tba_offload.store.thread_count import STORES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -373,10 +372,14 @@ SCHEDULES = {
 def synthetic_profile(layers: int, micro_batches: int, ahead: int) -> StepProfile:
     """Get a step of equal layers of 20 activations of 1 MiB, saved and used in reverse at even distances."""
     saved = tuple(Saved(2**20, (number + 0.5) / 20, 1 - (number + 0.5) / 20) for number in range(20))
+    ahead = min(ahead, micro_batches)
+    passes = [(number, False) for number in range(ahead)]  # 1F1B: forwards ahead, then one of each in turn
+    for number in range(micro_batches):
+        passes += [(number, True)] + [(ahead + number, False)] * (ahead + number < micro_batches)
     slots = tuple(
-        Slot(layer, block.micro_batch, block.backward, 0.0)
-        for block in one_f_one_b(micro_batches, ahead)
-        for layer in (range(layers - 1, -1, -1) if block.backward else range(layers))
+        Slot(layer, micro_batch, backward, 0.0)
+        for micro_batch, backward in passes
+        for layer in (range(layers - 1, -1, -1) if backward else range(layers))
     )
     kind, timing = LayerKind(saved, 0, 2**20), {Placement.KEEP: Timing(0.01, 0.02)}
     return StepProfile((kind,), (0,) * layers, (timing,), slots)

@@ -34,8 +34,7 @@ from tba_offload.config.policy import LayerId, Placement
 from tba_offload.device.malloc import FAST_ALLOCATOR
 from tba_offload.errors import ConfigError
 from tba_offload.plan.model import Plan
-from tba_offload.report.points import RokPoint, points
-from tba_offload.report.rok import draw
+from tba_offload.report.rok import RokPoint, draw, points
 from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
-from tba_offload.cli.shared import size, spare_logs, writing
+from tba_offload.cli.shared import JSON, spare_logs, writing
 from tba_offload.writing import write_regular
 
 
@@ -21,17 +22,11 @@ from tba_offload.writing import write_regular
     metavar="FILE",
     help="The page to write, in place of what the file held.",
 )
-@click.option(
-    "--rated",
-    callback=size,
-    metavar="SIZE",
-    help="Bytes that the drives together may be written in their life (TBW), such as 600TB.",
-)
-def report(runs: tuple[Path, ...], output: Path, rated: int | None) -> None:
-    """Write a page on runs: what was set, what happened, what holds memory, and what would help.
+@JSON
+def report(runs: tuple[Path, ...], output: Path, *, as_json: bool) -> None:
+    """Write a page on runs: what they cost, what happened in each step, what holds memory, what would help.
 
-    One file of HTML that needs no network: memory, traffic and time over steps, layers with their placements,
-    prediction against measurement, faults, endurance of the drives. Several runs are compared. Needs
+    One file of HTML that needs no network. Several runs are compared, with their ROK curve on top. Needs
     matplotlib and Jinja2: pip install 'tba-offload[report]'.
     """
     from tba_offload.report.page import page
@@ -39,7 +34,10 @@ def report(runs: tuple[Path, ...], output: Path, rated: int | None) -> None:
 
     spare_logs(output, runs)
     logs = read_runs(runs)
-    content = page(logs, rated=rated)
+    content = page(logs)
     with writing(output):
         write_regular(output, content)
-    click.echo(f"{output}: {len(content) / 1e6:.1f} MB, {len(logs)} run{'s' if len(logs) > 1 else ''}")
+    if as_json:
+        click.echo(json.dumps({"page": str(output), "bytes": len(content), "runs": list(map(str, runs))}))
+    else:
+        click.echo(f"{output}: {len(content) / 1e6:.1f} MB, {len(logs)} run{'s' if len(logs) > 1 else ''}")

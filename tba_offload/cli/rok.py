@@ -12,7 +12,7 @@ from tba_offload.cli.shared import JSON, PICTURE, say, spare_logs, writing
 from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
-    from tba_offload.report.points import Memory
+    from tba_offload.report.rok import Memory
 
 
 @click.command()
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     "--warmup",
     metavar="N",
     type=click.IntRange(min=0),
-    help="Steps to skip at the start of each run.  [default: 2 of more than 4 steps, 1 of two to four]",
+    help="Steps to skip at the start of each run.  [default: 3 of more than 6 steps, 1 of two to six]",
 )
 def rok(
     runs: tuple[Path, ...],
@@ -60,10 +60,9 @@ def rok(
     if csv_file is not None:
         spare_logs(Path(csv_file), runs)
     from tba_offload.report import rok as report
-    from tba_offload.report.advice import advice
-    from tba_offload.report.points import points as points_of
+    from tba_offload.report import text
 
-    points = points_of(runs, memory=memory, warmup=warmup, left_out=say)
+    points = report.points(runs, memory=memory, warmup=warmup, left_out=say)
     for picture in pictures:
         with writing(picture):
             report.draw(points, picture)
@@ -71,8 +70,8 @@ def rok(
         with writing(csv_file):
             write_regular(csv_file, report.csv_text(points).encode())
     if as_json:
-        click.echo(json.dumps({"points": report.rows(points), "advice": advice(points)}, indent=2))
+        click.echo(json.dumps({"points": report.rows(points), "advice": report.advice(points)}, indent=2))
     elif csv_file == "-":
         click.echo(report.csv_text(points), nl=False)
     else:
-        report.show(points)
+        text.show(*report.summary(points))

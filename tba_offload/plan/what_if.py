@@ -1,131 +1,421 @@
-"""Other steps than the one that was measured: more layers, more micro-batches; and other budgets."""
+"""What a plan would bring, from a run log alone: other budgets, devices, numbers of layers and of drives."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
+import statistics
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tba_offload.config.policy import Placement
-from tba_offload.plan.model import Plan
-from tba_offload.plan.profile import Slot
+from tba_offload.config import BudgetConfig, OffloadConfig
+from tba_offload.config.options import StatesConfig
+from tba_offload.config.policy import Placement, Rule
+from tba_offload.errors import ConfigError, RunLogError
+from tba_offload.formatting import readable_rate, readable_size, renumbered
+from tba_offload.plan.bandwidth import Bandwidth
+from tba_offload.plan.describe import explain
+from tba_offload.plan.device_share import DeviceShare
+from tba_offload.plan.model import Limits, Plan
+from tba_offload.plan.profile import Slot, StepProfile
+from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
+from tba_offload.plan.states_share import StatesLoad, choose, in_words
+from tba_offload.plan.writes import writes_of
+from tba_offload.report.log import PLAN, PlanEvent, counted_steps, read_run_log, timed_steps
+from tba_offload.report.plans import PlannedStep, PlanReport, title_of
+from tba_offload.report.ranks import paths_of_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import os
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from tba_offload.plan.bandwidth import Bandwidth
-    from tba_offload.plan.profile import StepProfile
+    from tba_offload.plan.simulate import Outcome
+    from tba_offload.plan.states_share import Expected
+    from tba_offload.report.log import RunLog, StepRecord
 
+_MOST_RUNS = 200_000
+"""Runs of layers in a step that is planned: some minutes of work."""
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One pass of a micro-batch through the layers of a stage."""
-
-    micro_batch: int
-    backward: bool
-
-
-def one_f_one_b(micro_batches: int, ahead: int) -> list[Block]:
-    """Return the schedule of one pipeline stage.
-
-    Some forwards ahead, then one forward and one backward in turn.
-
-    Narayanan et al. 2021 (PipeDream-Flush). Of p stages, stage s (from 0) is p - s micro-batches ahead;
-    gradient accumulation without a pipeline is 1 ahead.
-
-    Args:
-        micro_batches: How many there are.
-        ahead: Forwards before the first backward; at least 1.
-    """
-    ahead = min(ahead, micro_batches)
-    blocks = [Block(number, backward=False) for number in range(ahead)]
-    for number in range(micro_batches - ahead):
-        blocks += [Block(number, backward=True), Block(ahead + number, backward=False)]
-    return blocks + [Block(number, backward=True) for number in range(micro_batches - ahead, micro_batches)]
-
-
-def stretched(
-    profile: StepProfile, *, layers: int | None = None, micro_batches: int | None = None
-) -> StepProfile:
-    """Return the profile of a step with other numbers of layers or micro-batches.
-
-    Layers are repeated, or left out, evenly. Micro-batches follow one another as 1F1B has them, as many ahead
-    as in the step that was measured. Other compute takes as long for each micro-batch as it did.
-
-    Raises:
-        ValueError: A number is not positive.
-    """
-    old = len(profile.layers)
-    layers = old if layers is None else layers
-    count = 1 + max(slot.micro_batch for slot in profile.slots)
-    micro_batches = count if micro_batches is None else micro_batches
-    if layers < 1 or micro_batches < 1:
-        raise ValueError(f"there is no step of {layers} layers and {micro_batches} micro-batches")
-    ahead = _ahead(profile)
-    gaps = _gaps(profile)
-    slots: list[Slot] = []
-    for block in one_f_one_b(micro_batches, ahead):
-        order = range(layers - 1, -1, -1) if block.backward else range(layers)
-        first, between = gaps[block.backward]
-        slots += [
-            Slot(layer, block.micro_batch, block.backward, between if place else first)
-            for place, layer in enumerate(order)
-        ]
-    return dataclasses.replace(
-        profile,
-        layers=tuple(profile.layers[layer * old // layers] for layer in range(layers)),
-        slots=tuple(slots),
-    )
-
-
-def _ahead(profile: StepProfile) -> int:
-    """Micro-batches whose forward has begun before the first backward."""
-    before = itertools.takewhile(lambda slot: not slot.backward, profile.slots)
-    return max(len({slot.micro_batch for slot in before}), 1)
-
-
-def _gaps(profile: StepProfile) -> dict[bool, tuple[float, float]]:
-    """For each direction: mean seconds of other compute before the first layer, and between layers."""
-    gaps: dict[bool, tuple[list[float], list[float]]] = {False: ([], []), True: ([], [])}
-    last: tuple[int, bool] | None = None
-    for slot in profile.slots:
-        here = slot.micro_batch, slot.backward
-        gaps[slot.backward][here == last].append(slot.gap)
-        last = here
-    return {backward: (_mean(first), _mean(between)) for backward, (first, between) in gaps.items()}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+FRONTIER = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05)
+"""Budgets of the frontier, as shares of the peak of keep."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A point of the frontier: a budget, and the best plan for it.
+class Situation:
+    """What a run has measured.
 
     Attributes:
-        budget: Bytes.
-        plan: The plan with its prediction.
+        names: Module names of the layers.
+        profile: Its step.
+        bandwidth: The rates of its drives.
+        window: Most bytes in flight, as it was configured.
+        config: Its policy.
+        measured: The rates of each drive, and of host memory beside them, with their spread.
+        elsewhere: Layers of other processes, as those of other pipeline stages, and their placements.
+        run: Activation peak and seconds of a step of the run; ``None`` if not measured.
+        title: The model and the machine.
+        not_recomputed: Layers whose forward was not the same when it ran twice.
+        beside: Bytes on the device beside activations: live before a step, and gradients at one time;
+            ``None`` if not measured.
+        states: States of optimizers that are offloaded, which ``beside`` does not count then.
     """
 
-    budget: int
-    plan: Plan
+    names: tuple[str, ...]
+    profile: StepProfile
+    bandwidth: Bandwidth
+    window: int | None
+    config: OffloadConfig
+    measured: tuple[dict[str, Any], ...] = ()
+    elsewhere: tuple[tuple[str, Placement], ...] = ()
+    run: tuple[int, float] | None = None
+    title: str = ""
+    not_recomputed: frozenset[int] = frozenset()
+    beside: tuple[int, int] | None = None
+    states: StatesLoad | None = None
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Situation:
+        """Return what a run log tells, by the last time that the run was planned.
+
+        Args:
+            path: The run log.
+
+        Raises:
+            RunLogError: The log cannot be read, stands for several ranks, or has no plan.
+        """
+        first, *others = paths_of_ranks(path)
+        if others:
+            raise RunLogError(
+                f"{path}: each of the {1 + len(others)} ranks has a log of its own, and pipeline stages have "
+                f"different layers: name one of them, such as {first}"
+            )
+        log = read_run_log(path)
+        log.events(PlanEvent)  # checked before anything is computed from one
+        events = [event for event in log.others if event["event"] == PLAN]
+        if not events:
+            raise RunLogError(
+                f"{log.path}: nothing to plan from: log at least three steps in which layers are placed "
+                "offload or auto, and save more than budget.in_flight_bytes, so that drives are measured"
+            )
+        event: Any = events[-1]
+        try:
+            config = OffloadConfig.from_yaml(log.header.policy or "")
+        except ConfigError as error:
+            raise RunLogError(f"{log.path}: the policy in it cannot be read: {error}") from error
+        in_backward = config.states is not None and config.states.when == "backward"
+        updates: Any = [] if in_backward else [each for each in log.others if each["event"] == "states"]
+        profile, states = StepProfile.from_json(event["profile"]), StatesLoad.of_updates(updates)
+        placed: Any = log.header.plan.items()
+        return cls(
+            names=tuple(event["names"]),
+            profile=profile,
+            bandwidth=Bandwidth.from_json(event["drive"]),
+            window=config.budget.window if event["limits"].get("device") else event["limits"]["window"],
+            config=config,
+            measured=tuple(event.get("rates", ())),
+            elsewhere=tuple(
+                (name, Placement(entry["placement"])) for name, entry in placed if name not in event["names"]
+            ),
+            run=_measured_step(log),
+            title=title_of(log.header.model, log.header.hardware),
+            not_recomputed=frozenset(_not_recomputed(event, profile)),
+            beside=_beside_activations(log.steps, updates if states is not None else []),
+            states=states,
+        )
+
+    def changed(self, *, layers: int | None = None, drives: float = 1) -> Situation:
+        """Return the situation with another number of layers, or so many times the drives.
+
+        Raises:
+            ConfigError: The step would be too large to plan.
+        """
+        bandwidth, old = self.bandwidth.scaled(drives), len(self.names)
+        if layers is None or layers == old:
+            return dataclasses.replace(self, bandwidth=bandwidth, run=self.run if drives == 1 else None)
+        runs = len(self.profile.slots) * layers // (2 * old)
+        if runs > _MOST_RUNS:
+            raise ConfigError(f"a step of {runs} runs of layers is too large to plan: at most {_MOST_RUNS}")
+        likes = [layer * old // layers for layer in range(layers)]
+        return dataclasses.replace(
+            self,
+            names=renumbered(self.names, likes),
+            profile=stretched(self.profile, likes),
+            bandwidth=bandwidth,
+            elsewhere=(),
+            run=None,
+            title=f"{self.title}; what if it had {layers} layers",
+            not_recomputed=frozenset(n for n, like in enumerate(likes) if like in self.not_recomputed),
+            beside=None,
+            states=None,
+        )
+
+    def of_activations(self) -> Situation:
+        """Return the situation with a budget of activations alone, without the gradients of a step."""
+        return dataclasses.replace(self, profile=self.profile.without_gradients())
+
+    def on_device(self, device_bytes: int) -> tuple[DeviceShare, Expected | None]:
+        """Return what a device of that size leaves for activations, and what is best for optimizer states.
+
+        Raises:
+            ConfigError: Nothing is left, or what lies beside activations is not known.
+        """
+        if self.beside is None:
+            raise ConfigError(
+                "what lies on the device beside activations is not known: the run did not measure its "
+                "memory, or had other layers; give --budget instead"
+            )
+        base, gradients = self.beside
+        load = self.states
+
+        def share(travelling: int) -> DeviceShare:
+            staying = 0 if load is None else load.device_bytes(travelling)
+            return DeviceShare(device_bytes, base + staying, gradients)
+
+        chosen = None
+        if load is not None:
+            chosen, *_ = choose(
+                load,
+                lambda travelling: self._limits(None).on_device(share(travelling)),
+                lambda limits: self.outcome(self.plan(limits.budget)).prediction,
+            )
+        device = share(0 if chosen is None else chosen.travelling)
+        if device.left <= 0:
+            least = readable_size(device.base_bytes + device.gradient_bytes)
+            raise ConfigError(
+                f"nothing is left for activations {device}; give a device of more than {least}, or offload "
+                "the states of optimizers"
+            )
+        return device, chosen
 
     @property
-    def fits(self) -> bool:
-        """Whether the plan keeps to the budget; below some budget none does."""
-        return self.plan.prediction is not None and self.plan.prediction.peak_bytes <= self.budget
+    def peak_of_keep(self) -> int:
+        """The activation peak if nothing were offloaded, bytes."""
+        return peak_of_keep(self.profile.without_gradients(), self.bandwidth)
 
     @property
-    def seconds(self) -> float:
-        """The predicted step time."""
-        return self.plan.prediction.seconds if self.plan.prediction is not None else math.inf
+    def seconds_of_keep(self) -> float | None:
+        """The step time if nothing were offloaded; ``None`` where no layer of the run was kept."""
+        if not self.profile.is_measured(Placement.KEEP):
+            return None
+        return self.outcome(Plan((Placement.KEEP,) * len(self.names))).seconds
+
+    def frontier(self) -> list[PlannedStep]:
+        """Return the best plans from a tenth of what keep needs up to all of it."""
+        others, whole = self.of_activations(), self.peak_of_keep
+        steps: list[PlannedStep] = []
+        known: list[Plan] = []
+        for budget in (int(share * whole) for share in FRONTIER):
+            known = [others.plan(budget, known)]  # what is good for less memory is good for more
+            steps.append(others.planned(known[0], budget))
+        return steps
+
+    def plan(self, budget: int | None, known: Sequence[Plan] = ()) -> Plan:
+        """Return the fastest plan for a budget in bytes, or without one the lowest peak.
+
+        Without a budget, training waits for nothing and a step takes no longer than if everything was kept.
+        """
+        everything = (Placement.AUTO,) * len(self.names)
+        options: Any = {"not_recomputed": self.not_recomputed, "known": known}
+        return make_plan(self.profile, self.bandwidth, self._limits(budget), policy=everything, **options)
+
+    def _limits(self, budget: int | None) -> Limits:
+        return Limits(budget, self.window, self.config.store.write_bytes_per_day)
+
+    def outcome(self, plan: Plan) -> Outcome:
+        """Return what a plan does in a step, tier by tier."""
+        return simulate(self.profile, plan, self.bandwidth)
+
+    def planned(self, plan: Plan, budget: int | None) -> PlannedStep:
+        """Return what a plan is predicted to do, and whether it keeps to a budget."""
+        outcome, coming = self.outcome(plan), self.profile.gradient_bytes
+        return PlannedStep(
+            budget_bytes=None if budget is None else budget + coming,
+            fits=budget is None or outcome.peak_bytes <= budget,
+            layers=composition(plan.placements),
+            window_bytes=plan.window,
+            seconds=outcome.seconds,
+            stall_seconds=outcome.prediction.stall_seconds,
+            peak_bytes=outcome.prediction.activation_peak,
+            written_bytes=outcome.prediction.written_bytes,
+        )
+
+    def report(
+        self,
+        plan: Plan,
+        budget: int | None,
+        device: DeviceShare | None = None,
+        states: Expected | None = None,
+    ) -> PlanReport:
+        """Return all that there is to say of a plan.
+
+        Args:
+            plan: The plan.
+            budget: What it was made for.
+            device: What the budget was derived from, if it was.
+            states: What is chosen of optimizer states, if anything is.
+        """
+        outcome = self.outcome(plan)
+        beside = None
+        if device is not None:
+            beside = device.device_bytes - device.budget - (outcome.activation_bytes - outcome.peak_bytes)
+        return PlanReport(
+            names=self.names,
+            placements=tuple(placement.value for placement in plan.placements),
+            whys=tuple(
+                explain(self.profile, plan, self.bandwidth, layer) for layer in range(len(self.names))
+            ),
+            step=self.planned(plan, budget),
+            frontier=tuple(self.frontier()),
+            keep_peak_bytes=self.peak_of_keep,
+            keep_seconds=self.seconds_of_keep,
+            run=self.run,
+            title=self.title,
+            notes=tuple(self._notes(plan, device, states)),
+            beside_bytes=beside,
+        )
+
+    def _notes(self, plan: Plan, device: DeviceShare | None, states: Expected | None) -> Iterator[str]:
+        write, read = readable_rate(self.bandwidth.write), readable_rate(self.bandwidth.read)
+        yield (
+            f"{len(self.names)} layers; the drives write {write} and read {read}; keeping everything peaks "
+            f"at {readable_size(self.peak_of_keep)}."
+        )
+        host = self.bandwidth.host
+        if host is not None:
+            taken = readable_size(self.outcome(plan).host_written_bytes)
+            yield f"Host memory of {readable_size(host.capacity)} takes {taken} of a step beside the drives."
+        if device is not None:
+            yield f"{readable_size(device.budget)} are left for activations {device}."
+        if states is not None and self.states is not None:
+            yield f"{in_words(states, self.states)}."
+        limits, everything = self._limits(None), (Placement.AUTO,) * len(self.names)
+        writes = writes_of(self.profile, plan, self.bandwidth, limits, everything)
+        if writes is not None:
+            yield f"The plan {writes}."
+
+    def as_json(self, plan: Plan, report: PlanReport, states: Expected | None = None) -> dict[str, Any]:
+        """Return a plan and its report for programs."""
+        outcome = self.outcome(plan)
+        return {
+            "frontier": [dataclasses.asdict(step) for step in report.frontier],
+            "names": self.names,
+            "measured": self.measured,
+            "keep": {"peak_bytes": report.keep_peak_bytes, "seconds": report.keep_seconds},
+            "plan": plan.as_json(),
+            "why": report.whys,
+            "written_bytes": {"drives": outcome.written_bytes, "host": outcome.host_written_bytes},
+            "states": None if states is None else states.as_json(),
+            "advice": report.advice(),
+        }
+
+    def policy_for(self, plan: Plan, budget: int | None, device_bytes: int | None = None) -> OffloadConfig:
+        """Return a policy that places layers as the plan does, otherwise as the run was configured.
+
+        Args:
+            plan: The plan.
+            budget: What it was made for.
+            device_bytes: What the budget was derived from, if it was.
+        """
+        placed = [*zip(self.names, plan.placements, strict=True), *self.elsewhere]
+        placements = [placement for _, placement in placed]
+        default = max(set(placements), key=lambda placement: (placements.count(placement), placement))
+        rules = tuple(Rule(name, placement) for name, placement in placed if placement is not default)
+        states = self.config.states or (None if self.states is None else StatesConfig())
+        if states is not None and states.when != "backward":
+            states = dataclasses.replace(states, default="offload" if device_bytes is None else "auto")
+        # Other ranks may have layers that are still auto; nothing else keeps to a budget.
+        is_auto = Placement.AUTO in placements
+        shares = states is not None and states.default == "auto"
+        kept_to = is_auto or shares or self.config.on_slow == "keep"
+        limits = [limit for limit in (plan.window, budget) if limit is not None]
+        return dataclasses.replace(
+            self.config,
+            default=default,
+            layers=rules,
+            states=states,
+            budget=BudgetConfig(
+                activation_bytes=budget if kept_to and device_bytes is None else None,
+                device_bytes=device_bytes if kept_to else None,
+                in_flight_bytes=min(limits, default=None),
+                objective=self.config.budget.objective if is_auto and budget is not None else None,
+            ),
+        )
+
+
+def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
+    """Return the profile of a step with other layers.
+
+    Passes follow one another as in the step that was measured; other compute takes as long in each of them.
+
+    Args:
+        profile: The step that was measured.
+        likes: For each layer, the number of the layer in ``profile`` that it is like.
+    """
+    slots: list[Slot] = []
+    for (micro_batch, backward), run in itertools.groupby(
+        profile.slots, key=lambda slot: (slot.micro_batch, slot.backward)
+    ):
+        first, *rest = run
+        members = {slot.layer for slot in (first, *rest)}
+        between = statistics.fmean(slot.gap for slot in rest) if rest else 0.0
+        order = [layer for layer, like in enumerate(likes) if like in members]
+        for place, layer in enumerate(reversed(order) if backward else order):
+            slots.append(Slot(layer, micro_batch, backward, between if place else first.gap))
+    layers = tuple(profile.layers[like] for like in likes)
+    return dataclasses.replace(profile, layers=layers, slots=tuple(slots))
+
+
+def _measured_step(log: RunLog) -> tuple[int, float] | None:
+    """Return activation peak and seconds of a step without its update; ``None`` if not measured."""
+    steps = counted_steps(log)
+    peaks = [step.activation_peak_bytes for step in steps if step.activation_peak_bytes is not None]
+    return (max(peaks), statistics.median(step.seconds for step in timed_steps(steps))) if peaks else None
+
+
+_TRIED = {Placement.AUTO, *(placement for placement in Placement if placement.recomputes)}
+"""Placements of a policy under which a layer was run a second time, and compared."""
+
+
+def _not_recomputed(event: Mapping[str, Any], profile: StepProfile) -> Iterator[int]:
+    """Yield the layers that a run found not to be the same when they ran twice.
+
+    A layer that the policy placed otherwise was not tried. It counts as those of its kind.
+    """
+    found = set(event.get("not_recomputed", ()))
+    kinds = {profile.layers[layer] for layer in found}
+    for layer, wanted in enumerate(event.get("policy", ())):
+        if layer in found or (wanted not in _TRIED and profile.layers[layer] in kinds):
+            yield layer
+
+
+def _beside_activations(
+    steps: Sequence[StepRecord], updates: Sequence[Mapping[str, Any]]
+) -> tuple[int, int] | None:
+    """Return most bytes that were live before a step, with states that it made, and of gradients at one time.
+
+    Where states are offloaded it is the last step that counts, without them: how many stay may have changed.
+    """
+    measured = [step for step in steps if step.base_bytes is not None]
+    if updates and measured:
+        last = measured[-1]
+        latest = {u["optimizer"]: u for u in updates if u["step"] < last.step} or {0: updates[-1]}
+        there = sum(u["slot_bytes"] + u.get("staying_bytes", 0) for u in latest.values())
+        bases = [(last.base_bytes or 0) - there]
+    else:
+        bases = [(step.base_bytes or 0) + (step.state_bytes or 0) for step in measured]
+    # In the first step no optimizer can free them in backward.
+    gradients = (step.gradient_peak_bytes or step.gradient_bytes or 0 for step in steps[1:] or steps)
+    return (max(bases), max(gradients)) if bases else None
+
+
+def composition(placements: Sequence[Placement]) -> str:
+    """Return how many layers have which placement: ``4 keep, 8 offload``."""
+    order = [*Placement, *sorted(set(placements) - set(Placement))]
+    counts = {placement: placements.count(placement) for placement in order}
+    return ", ".join(f"{count} {placement}" for placement, count in counts.items() if count)
 
 
 def peak_of_keep(profile: StepProfile, bandwidth: Bandwidth) -> int:
     """Return the activation peak if every layer keeps its activations, bytes."""
-    plan = Plan((Placement.KEEP,) * len(profile.layers))
-    return simulate(profile, plan, bandwidth).peak_bytes
+    return simulate(profile, Plan((Placement.KEEP,) * len(profile.layers)), bandwidth).peak_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.formatting import readable_size
-from tba_offload.report.points import warmup_of
+from tba_offload.report.log import counted_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,8 +32,7 @@ class Digest:
     @classmethod
     def of(cls, log: RunLog) -> Digest:
         """Return the figures of a run."""
-        late = log.steps[warmup_of(len(log.steps)) :]
-        return cls(log, [step for step in late if not step.skipped] or late)
+        return cls(log, counted_steps(log) or log.steps)
 
     def median(self, value: Callable[[StepRecord], float | None]) -> float | None:
         """Return the median over the steps of which a value is known."""

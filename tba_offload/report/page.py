@@ -1,71 +1,61 @@
-"""One page for runs: everything that their logs tell, in one file that asks nothing of a network.
+"""One page for runs: the pictures and tables of the other commands, in one file without network requests.
 
-All that a log holds is text to the page: the template escapes it, pictures do not draw it, and the page
-itself forbids scripts and requests.
+Everything that a log holds is text to the page: the template escapes it, and the page forbids scripts and
+requests.
 """
 
 from __future__ import annotations
 
-import statistics
+import base64
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.errors import MissingDependencyError
-from tba_offload.formatting import readable_size, significant, visible
-from tba_offload.report.digest import Digest, faults, settings
-from tba_offload.report.endurance import endurance
-from tba_offload.report.page_layers import layers_table
+from tba_offload.errors import MissingDependencyError, RunLogError
+from tba_offload.formatting import byte_scale, grouped, visible
+from tba_offload.report import rok
+from tba_offload.report.log import MemoryEvent
 from tba_offload.report.plans import title_of
-from tba_offload.report.rok import require_matplotlib
-from tba_offload.report.tables import Column, FittedTable
-from tba_offload.report.why import Diagnosis, holders_table
+from tba_offload.report.text import Table
+from tba_offload.report.timeline import timeline_figure, timelines
+from tba_offload.report.why import Diagnosis
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from tba_offload.report.log import RunLog
-    from tba_offload.report.page_charts import Chart
 
-_UNKNOWN = "not known"
-
-_TIMES = "predicted_seconds", "seconds"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOnPage:
-    """What a page says of one run; see the template."""
-
-    name: str
-    about: str
-    cards: list[tuple[str, str, str]]
-    advice: list[str]
-    charts: list[Chart]
-    memory: MemoryOnPage
-    step: Chart | None
-    layers: FittedTable | None
-    prediction: FittedTable | None
-    faults: FittedTable | None
-    endurance: list[str]
-    settings: FittedTable
-    policy: str | None
+_WIDTH = 5.4
+"""Inches of a picture: on a phone its text can still be read."""
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryOnPage:
-    """What a page says of what holds memory."""
+class Picture:
+    """A picture of the page.
 
-    summary: str
-    chart: Chart
-    holders: FittedTable
+    Attributes:
+        source: The picture itself, as a data URI.
+        says: What it shows, in a sentence or two.
+    """
+
+    source: str
+    says: str
+
+    @classmethod
+    def of(cls, figure: Figure, says: str) -> Picture:
+        """Return a figure as a picture."""
+        content = base64.b64encode(rok.rendered(figure, "svg")).decode()
+        return cls(f"data:image/svg+xml;base64,{content}", says)
 
 
-def page(logs: Sequence[RunLog], *, rated: int | None = None) -> bytes:
+def page(logs: Sequence[RunLog]) -> bytes:
     """Return the page, as the bytes of a file of HTML.
 
     Args:
         logs: The runs, at least one.
-        rated: Bytes that the drives together may be written in their life; ``None`` if that is not known.
 
     Raises:
         RunLogError: A run has no step.
@@ -73,156 +63,139 @@ def page(logs: Sequence[RunLog], *, rated: int | None = None) -> bytes:
     """
     from tba_offload import __version__
 
-    template = _template()
-    require_matplotlib("drawing the charts of a report", "report")
-    runs = [_run(log, number, rated) for number, log in enumerate(logs, start=1)]
-    text = template.render(
-        version=__version__,
-        style=_resource("run.css"),
-        title=_title(logs),
-        runs=runs,
-        comparison=_comparison(logs) if len(logs) > 1 else None,
-    )
-    return str(text).encode()
-
-
-def _template() -> Any:
     try:
         from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
     except ModuleNotFoundError as error:
         raise MissingDependencyError("Jinja2", "writing a report", extra="report") from error
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["ours"] = Markup  # for what this package has made itself, of nothing from a log
-    return environment.from_string(_resource("run.html.j2"))
-
-
-def _resource(name: str) -> str:
-    return resources.files("tba_offload.report").joinpath("templates", name).read_text(encoding="utf-8")
-
-
-def _title(logs: Sequence[RunLog]) -> str:
-    if len(logs) > 1:
-        return f"{len(logs)} runs compared"
-    return visible(f"A run of {logs[0].header.strategy}, {len(logs[0].steps)} steps")
-
-
-def _run(log: RunLog, number: int, rated: int | None) -> RunOnPage:
-    from tba_offload.report.page_charts import charts, holders, step_over_time
-
-    diagnosis, digest, salt = Diagnosis.of(log), Digest.of(log), f"run {number}"
-    evidence = diagnosis.evidence
-    first, *_ = diagnosis.parts()
-    return RunOnPage(
-        name=visible(log.path.name),
-        about=visible(title_of(log.header.model, log.header.hardware) or log.header.strategy),
-        cards=list(_cards(digest)),
-        advice=list(map(visible, diagnosis.advice())),
-        charts=list(charts(log, salt)),
-        memory=MemoryOnPage(
-            visible(str(first)), holders(evidence, f"{salt} holders"), holders_table(evidence)
-        ),
-        step=step_over_time(log, f"{salt} step"),
-        layers=layers_table(evidence),
-        prediction=prediction_table(digest),
-        faults=_table(("What", "How much", "When"), faults(log), right=(1,)),
-        endurance=endurance(digest, rated),
-        settings=_table(("Setting", "Value"), settings(log)) or FittedTable(()),
-        policy=None if log.header.policy is None else _lines(log.header.policy),
-    )
-
-
-def _lines(text: str) -> str:
-    return "\n".join(map(visible, text.splitlines()))
-
-
-def _cards(digest: Digest) -> Iterator[tuple[str, str, str]]:
-    peak, waits, tokens = digest.peak_bytes, digest.waits, digest.tokens_per_second
-    yield "Activation peak", _UNKNOWN if peak is None else readable_size(peak), _of_peaks(digest)
-    yield from _device_card(digest)
-    optimizer = "optimizer included" if digest.counts_optimizer else "without the optimizer"
-    yield "Step", f"{significant(digest.seconds)} s", f"the median, {optimizer}"
-    yield "Waits for I/O", _UNKNOWN if waits is None else f"{waits:.1%}", "of a step, the median"
-    yield "Written to drives", readable_size(digest.written_bytes), "in a step, the median"
-    yield "Read back", readable_size(digest.read_bytes), "in a step, the median"
-    if tokens is not None:
-        yield "Throughput", f"{significant(tokens)} tokens/s", f"by the median step, {optimizer}"
-
-
-def _of_peaks(digest: Digest) -> str:
-    """Of which steps the largest activation peak is, and what measured it; not each step need be measured."""
-    sources = [step.peak_source for step in digest.steps if step.activation_peak_bytes is not None]
-    if not sources:
-        return "not measured"
-    steps = f"the largest of {len(sources)} steps" if len(sources) > 1 else "of one step"
-    return f"{steps}; {visible(sources[-1] or _UNKNOWN)}"
-
-
-def _device_card(digest: Digest) -> Iterator[tuple[str, str, str]]:
-    """Yield what lay on the device, and what of it activations were allowed; of a run that had a budget."""
-    step, peak = digest.steps[-1] if digest.steps else None, digest.device_peak_bytes
-    if step is None or step.activation_budget_bytes is None or peak is None:
-        return
-    base, gradients = (readable_size(nbytes or 0) for nbytes in (step.base_bytes, step.gradient_peak_bytes))
-    limit = "" if digest.device_bytes is None else f" of {digest.device_bytes}"
-    allowed = f"activations may take {readable_size(step.activation_budget_bytes)}"
-    beside = f"{base} were live before the last step, {gradients} are gradients"
-    yield "All on the device", f"{readable_size(peak)}{limit}", f"the largest; {allowed}, {beside}"
-
-
-def _table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
-) -> FittedTable | None:
-    if not rows:
-        return None
-    columns = zip(*rows, strict=True)
-    return FittedTable(
-        tuple(
-            Column(heading, tuple(cells), "right" if place in right else "left")
-            for place, (heading, cells) in enumerate(zip(headings, columns, strict=True))
+    source = resources.files("tba_offload.report").joinpath("templates", "page.html.j2").read_text("utf-8")
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(source)
+    names = _names(logs)
+    with rok.drawing("drawing the pictures of a report", "report"):
+        runs = [_run(log, name) for log, name in zip(logs, names, strict=True)]
+        curve, summary = _comparison(logs)
+        content = template.render(
+            version=__version__,
+            title=f"{len(logs)} runs compared" if len(logs) > 1 else f"A run of {logs[0].header.strategy}",
+            curve=curve,
+            summary=summary,
+            steps=Picture.of(_steps_figure(logs, names), _STEPS),
+            runs=runs,
         )
-    )
+    return content.encode()
 
 
-# Tables
+def _names(logs: Sequence[RunLog]) -> list[str]:
+    """Return a name for each run: its strategy where these differ, else its file."""
+    strategies = [visible(log.header.strategy) for log in logs]
+    if len(set(strategies)) == len(logs):
+        return strategies
+    return [f"{name} ({visible(log.path.name)})" for name, log in zip(strategies, logs, strict=True)]
 
 
-def prediction_table(digest: Digest) -> FittedTable | None:
-    """Return what plans predicted beside what was measured."""
-    peak = _predicted(digest, "Activation peak", "predicted_peak_bytes", "activation_peak_bytes")
-    rows = [row for row in (peak, _predicted(digest, "Step without optimizers", *_TIMES)) if row is not None]
-    headings = ("Median of", "Steps", "Predicted", "Measured", "Measured / predicted", "Farthest off")
-    return _table(headings, rows, right=(1, 2, 3, 4, 5))
+def _comparison(logs: Sequence[RunLog]) -> tuple[Picture | None, list[Table | str]]:
+    """Return the ROK curve of several runs, and the table of their points with what follows from it."""
+    try:
+        points = rok.points_of(logs)
+    except RunLogError as error:  # as of a run that does not tell its tokens
+        return None, [f"No ROK curve: {error}"]
+    if len(points) == 1:
+        return None, [rok.table(points)]
+    figure = rok.rok_figure(points, size=(_WIDTH, 4.2))
+    return Picture.of(figure, "Activation peak and throughput of each run."), rok.summary(points)
 
 
-def _predicted(digest: Digest, what: str, predicted: str, measured: str) -> tuple[str, ...] | None:
-    pairs = [(getattr(step, predicted), getattr(step, measured)) for step in digest.steps]
-    known = [(planned, found) for planned, found in pairs if planned and found is not None]
-    if not known:
-        return None
-    ratios = [found / planned for planned, found in known]
-    planned, found = (statistics.median(values) for values in zip(*known, strict=True))
-    show = readable_size if measured.endswith("bytes") else lambda seconds: f"{significant(seconds)} s"
-    farthest = max(ratios, key=lambda ratio: abs(ratio - 1))
-    middle = f"{statistics.median(ratios):.2f}"
-    return what, str(len(known)), show(planned), show(found), middle, f"{farthest:.2f}"
+def _run(log: RunLog, name: str) -> dict[str, Any]:
+    """Return what the template says of one run."""
+    told = timelines(log)[-1:]
+    return {
+        "name": name,
+        "about": visible(title_of(log.header.model, log.header.hardware)),
+        "why": Diagnosis.of(log).parts(),
+        "timeline": Picture.of(timeline_figure(told[0], width=_WIDTH), _TIMELINE) if told else None,
+        "layers": _layers(log),
+        "settings": Table(("Setting", "Value"), list(_settings(log))),
+        "policy": "\n".join(map(visible, (log.header.policy or "").splitlines())),
+    }
 
 
-def _comparison(logs: Sequence[RunLog]) -> FittedTable | None:
-    headings = ("Run", "Strategy", "Steps", "Activation peak", "Step", "Waits", "Written", "Cause")
-    return _table(headings, [_compared(log) for log in logs], right=(2, 3, 4, 5, 6))
+_TIMELINE = (
+    "Live bytes beyond those before the step, by what holds them; what each drive writes and reads; the runs "
+    "of layers with their numbers; when training waited for I/O. By the host's clock."
+)
 
 
-def _compared(log: RunLog) -> tuple[str, ...]:
-    digest, diagnosis = Digest.of(log), Diagnosis.of(log)
-    peak, waits = digest.peak_bytes, digest.waits
-    return (
-        log.path.name,
-        log.header.strategy,
-        str(len(log.steps)),
-        _UNKNOWN if peak is None else readable_size(peak),
-        f"{significant(digest.seconds)} s",
-        _UNKNOWN if waits is None else f"{waits:.1%}",
-        readable_size(digest.written_bytes),
-        diagnosis.cause or "",
-    )
+def _layers(log: RunLog) -> Table | None:
+    """Return how each layer is placed, how it ran at last, and why; equal neighbours are one row."""
+    now = {
+        name: placement
+        for memory in log.events(MemoryEvent)[-1:]
+        for name, placement in zip(memory.names, memory.placements, strict=True)
+    }
+    placed: Any = log.header.plan
+    looks = [(entry["placement"], now.get(name, ""), entry["why"]) for name, entry in placed.items()]
+    rows = [(group.name, *looks[group.first]) for group in grouped(list(placed), looks)]
+    return Table(("Layers", "Placement", "Ran as", "Why"), rows) if rows else None
+
+
+def _settings(log: RunLog) -> Iterator[tuple[str, str]]:
+    header = log.header
+    yield from (("log", str(log.path)), ("started", header.started))
+    if header.ranks > 1:
+        yield "ranks", str(header.ranks)
+    for what in ("model", "hardware", "versions", "store"):
+        for key, value in getattr(header, what).items():
+            if value not in (None, "", [], {}):
+                yield f"{what}: {key}", _in_words(value)
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_in_words(each)}" for key, each in value.items() if each is not None)
+    return "; ".join(map(_in_words, value)) if isinstance(value, list) else str(value)
+
+
+# Steps
+
+_STEPS = "Every step of each run. Memory is in powers of 1024."
+
+_PANELS = (
+    ("Activation peak", "predicted", "activation_peak_bytes", "predicted_peak_bytes"),
+    ("Written", "read", "offloaded_bytes", "read_bytes"),
+    ("Step without optimizer", "of it waits", "seconds", "stall_seconds"),
+    ("Loss", None, "loss", None),
+)
+"""Title of each panel, and of its dashed lines; the fields of a step that both show."""
+
+
+def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
+    """Return memory, traffic, time and loss over steps, a line for each run, all axes from zero."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    shown = [panel for panel in _PANELS if any(_values(log, panel[2]) for log in logs)]
+    figure = Figure(figsize=(_WIDTH, 1.0 + 1.9 * len(shown)), layout="constrained")
+    panels: list[Axes] = list(figure.subplots(len(shown), 1, sharex=True, squeeze=False).flat)
+    for axes, (title, dashed, *fields) in zip(panels, shown, strict=True):
+        values = [each for log in logs for field in fields if field for each in _values(log, field).values()]
+        unit, size = byte_scale(max(values)) if "bytes" in str(fields[0]) else ("s", 1.0)
+        for log, (name, (colour, marker, _)) in zip(logs, rok.looks(names).items(), strict=True):
+            for field, line in zip(fields, ("-", "--"), strict=True):
+                found = _values(log, field) if field else {}
+                look: dict[str, Any] = {"marker": marker, "markersize": 4} if len(found) < 25 else {}
+                label = rok.short(name) if line == "-" and axes is panels[0] else None
+                scaled = [each / size for each in found.values()]
+                axes.plot(list(found), scaled, line, color=colour, linewidth=1.4, label=label, **look)
+        told = f"{title}, dashed: {dashed}" if dashed else title
+        axes.set_title(told, loc="left", fontsize="medium")
+        axes.set_ylabel("" if title == "Loss" else unit)
+        axes.set_ylim(min(0.0, *values) / size, 1.1 * max(values) / size or 1.0)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    panels[-1].set_xlabel("step")
+    figure.legend(loc="outside upper left", ncols=2)
+    return figure
+
+
+def _values(log: RunLog, field: str) -> dict[int, float]:
+    """Return the values of a field that are known, by the number of the step."""
+    known = ((step.step, getattr(step, field)) for step in log.steps)
+    return {number: value for number, value in known if value is not None and abs(value) < 1e300}

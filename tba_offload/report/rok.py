@@ -1,104 +1,272 @@
-"""ROK curves: what a strategy of recompute, offload and keep costs in memory and in speed.
+"""ROK curves: what recompute, offload and keep cost in memory and in speed.
 
-One run is one point, see :mod:`tba_offload.report.points`: x is its peak of memory, y its model throughput.
-Points go in; a table, CSV, JSON and a picture come out.
+One run is one point: its peak of memory and its model throughput. One strategy is one line, through its batch
+sizes. The runs that no other run beats in both are the Pareto set.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
-import unicodedata
+import itertools
+import json
+import statistics
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tba_offload.errors import ConfigError, MissingDependencyError
-from tba_offload.formatting import byte_scale, significant, visible
-from tba_offload.report import tables
-from tba_offload.report.advice import advice
-from tba_offload.report.points import lines, pareto, peak_sources, rate_scale
-from tba_offload.report.tables import Column, FittedTable
+from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
+from tba_offload.formatting import byte_scale, readable_size, scale, significant, visible
+from tba_offload.report.log import counted_steps, timed_steps
+from tba_offload.report.ranks import read_runs
+from tba_offload.report.text import Table
 from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from tba_offload.report.points import RokPoint
+    from matplotlib.figure import Figure
 
-_FORMULA = frozenset("=+-@")
-"""Characters that a spreadsheet takes for the start of a formula."""
+    from tba_offload.report.log import RunLog, StepRecord
 
-_STRATEGY_WIDTH = len("recompute-offload")
-"""Characters of a label that a table always shows: those of all placements but the longest."""
+Unit = Literal["FLOP/s", "tokens/s"]
+
+Memory = Literal["activations", "device"]
+"""Bytes that runs are compared by: of activations, or all on the device, optimizer states among them."""
+
+_PEAKS: dict[Memory, tuple[str, str]] = {
+    "activations": ("activation_peak_bytes", "activation peak"),
+    "device": ("device_peak_bytes", "device peak"),
+}
+_WORK: dict[Unit, str] = {"FLOP/s": "model_flops", "tokens/s": "tokens"}
+_RATES: dict[Unit, dict[str, float]] = {
+    "FLOP/s": {"FLOP/s": 1, "MFLOP/s": 1e6, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15},
+    "tokens/s": {"tokens/s": 1, "ktokens/s": 1e3, "Mtokens/s": 1e6},
+}
 
 
-def table(points: Sequence[RokPoint]) -> FittedTable:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RokPoint:
+    """One run on a ROK curve.
+
+    Attributes:
+        strategy: The run's label; points with equal labels form a line.
+        batch_size: Sequences a step; None where the log does not say.
+        activation_peak_bytes: The largest activation peak of the counted steps; None if not measured.
+        device_peak_bytes: The most live bytes of the device in forward and backward, weights and gradients
+            included; on a CPU those of the process. None if not measured.
+        throughput: Work of a step divided by the median step time, in ``unit``.
+        unit: ``"FLOP/s"``, recomputation not counted, or ``"tokens/s"``.
+        step_seconds: Median time of the counted steps, updates included.
+        step_seconds_quartiles: Lower and upper quartile of these times.
+        steps: The number of counted times.
+        source: The run log.
+        memory: The peak that points are compared by.
+        peak_source: How the peak was measured; None where the log does not say.
+        offloads_states: Whether optimizer states were offloaded.
+        counts_update: Whether the time of a step includes the update.
+        model: The model without its batch size, as JSON.
+        hardware: The machine as JSON.
+    """
+
+    strategy: str
+    batch_size: int | None
+    activation_peak_bytes: int | None
+    throughput: float
+    unit: Unit
+    step_seconds: float
+    step_seconds_quartiles: tuple[float, float]
+    steps: int
+    source: str
+    memory: Memory = "activations"
+    device_peak_bytes: int | None = None
+    peak_source: str | None = None
+    offloads_states: bool = False
+    counts_update: bool = True
+    model: str = "{}"
+    hardware: str = "{}"
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak that the point is compared by."""
+        return getattr(self, _PEAKS[self.memory][0]) or 0
+
+    @property
+    def peak_name(self) -> str:
+        """The name of this peak."""
+        return _PEAKS[self.memory][1]
+
+    @property
+    def name(self) -> str:
+        """A name for sentences, such as ``"offload at batch size 8"``."""
+        if self.batch_size is None:
+            return f"{self.strategy} ({self.source})"
+        return f"{self.strategy} at batch size {self.batch_size}"
+
+
+def points(
+    paths: Iterable[str | os.PathLike[str]],
+    *,
+    memory: Memory = "activations",
+    warmup: int | None = None,
+    left_out: Callable[[str], object] | None = None,
+) -> list[RokPoint]:
+    """Read run logs and return one point a run, all with the same unit of throughput.
+
+    Args:
+        paths: The run logs; those of the ranks of one run give one point.
+        memory: The peak that points are compared by.
+        warmup: Steps to skip at the start of each run. Default: the rule of all commands.
+        left_out: Called with a sentence for each run without a step. Without it these are errors.
+
+    Raises:
+        RunLogError: A log cannot be read or lacks what a point needs.
+        ConfigError: ``warmup`` is negative.
+    """
+    logs = read_runs(paths)
+    if left_out is not None and any(log.steps for log in logs):
+        for log in logs:
+            if not log.steps:
+                left_out(f"{log.path}: has no steps, so it is left out")
+        logs = [log for log in logs if log.steps]
+    return points_of(logs, memory=memory, warmup=warmup)
+
+
+def points_of(
+    logs: Sequence[RunLog], *, memory: Memory = "activations", warmup: int | None = None
+) -> list[RokPoint]:
+    """Return the points of runs that were read; see :func:`points`."""
+    if warmup is not None and warmup < 0:
+        raise ConfigError(f"warmup must be 0 or more steps, and is {warmup}")
+    counted = [counted_steps(log, warmup) for log in logs]
+    for log, steps in zip(logs, counted, strict=True):
+        if not steps:
+            raise RunLogError(f"{log.path}: {len(log.steps)} steps, and none counts after the warm-up")
+    for unit in get_args(Unit):
+        if all(getattr(step, _WORK[unit]) for steps in counted for step in steps):
+            return [_point(*each, memory, unit) for each in zip(logs, counted, strict=True)]
+    raise RunLogError(
+        f"{', '.join(str(log.path) for log in logs)}: no unit of throughput is known in every step. Pass "
+        "tokens= or model_flops= to session.step() in each run, or compare these runs apart."
+    )
+
+
+def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit) -> RokPoint:
+    """Return the point: the largest peak, which has to fit, and the median time, without hiccups."""
+    field, name = _PEAKS[memory]
+    fullest = max(steps, key=lambda step: getattr(step, field) or -1)
+    if getattr(fullest, field) is None:
+        raise RunLogError(f"{log.path}: no {name} was measured in the {len(steps)} counted steps")
+    timed = timed_steps(steps)
+    seconds = sorted(step.seconds_with_update for step in timed)
+    median = statistics.median(seconds)
+    if median <= 0:
+        raise RunLogError(f"{log.path}: the median step took {median} seconds, so there is no throughput")
+    quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+    batch_size: Any = log.header.model.get("batch_size")
+    model = {key: value for key, value in log.header.model.items() if key != "batch_size"}
+    return RokPoint(
+        strategy=log.header.strategy,
+        batch_size=batch_size if type(batch_size) is int else None,
+        activation_peak_bytes=_largest(steps, "activation_peak_bytes"),
+        device_peak_bytes=_largest(steps, "device_peak_bytes"),
+        memory=memory,
+        throughput=statistics.median(getattr(step, _WORK[unit]) for step in timed) / median,
+        unit=unit,
+        step_seconds=median,
+        step_seconds_quartiles=(quartiles[0], quartiles[-1]),
+        steps=len(timed),
+        source=str(log.path),
+        peak_source=fullest.peak_source,
+        offloads_states=any(event.get("event") == "states" for event in log.others),
+        counts_update=any(step.optimizer_seconds is not None for step in timed),
+        model=json.dumps(model, sort_keys=True),
+        hardware=json.dumps(log.header.hardware, sort_keys=True),
+    )
+
+
+def _largest(steps: Sequence[StepRecord], field: str) -> int | None:
+    return max((peak for step in steps if (peak := getattr(step, field)) is not None), default=None)
+
+
+def lines(points: Iterable[RokPoint]) -> dict[str, list[RokPoint]]:
+    """Return the points of each strategy by batch size, strategies in the order of their first run."""
+    grouped: dict[str, list[RokPoint]] = {}
+    for each in points:
+        grouped.setdefault(each.strategy, []).append(each)
+    for line in grouped.values():
+        line.sort(key=lambda each: (each.batch_size is None, each.batch_size or 0, each.peak_bytes))
+    return grouped
+
+
+def pareto(points: Iterable[RokPoint]) -> list[RokPoint]:
+    """Return the points that no other beats: with no higher peak, no slower, and better in one of the two."""
+    candidates = sorted(points, key=lambda each: each.peak_bytes)
+    return [each for each in candidates if not any(_beats(other, each) for other in candidates)]
+
+
+def _beats(one: RokPoint, other: RokPoint) -> bool:
+    no_worse = one.peak_bytes <= other.peak_bytes and one.throughput >= other.throughput
+    return no_worse and (one.peak_bytes < other.peak_bytes or one.throughput > other.throughput)
+
+
+# Words
+
+
+def table(points: Sequence[RokPoint]) -> Table:
     """Return the points (at least one) as a table, by strategy; the Pareto set is starred."""
     winners = pareto(points)
     (peak_unit, peak_size), (speed_unit, speed_size) = _scales(points)
-    ordered = [each for line in lines(points).values() for each in line]
-
-    def column(heading: str, cell: Callable[[RokPoint], str], rank: int = 0) -> Column:
-        return Column(heading, tuple(map(cell, ordered)), rank=rank)
-
-    strategies, sources = [each.strategy for each in ordered], [each.source for each in ordered]
-    columns = (
-        Column("Strategy", tuple(strategies), "left", gives_way="shortened", least=_STRATEGY_WIDTH),
-        column("Batch", lambda each: "?" if each.batch_size is None else str(each.batch_size), 1),
-        column(f"Peak {peak_unit}", lambda each: significant(each.peak_bytes / peak_size)),
-        column(speed_unit, lambda each: significant(each.throughput / speed_size)),
-        column("Step s", lambda each: significant(each.step_seconds), 2),
-        column("Quartiles", lambda each: "-".join(map(significant, each.step_seconds_quartiles)), 5),
-        column("Steps", lambda each: str(each.steps), 6),
-        column("Pareto", lambda each: "*" if each in winners else "", 3),
-        Column(
-            "Run",
-            tuple(sources),
-            "left",
-            rank=4,
-            gives_way="shortened",
-            brief=tuple(Path(source).name for source in sources),
-        ),
+    names = {Path(each.source).name for each in points}
+    numbers = ("Batch", f"Peak {peak_unit}", speed_unit, "Step s", "Pareto", "Quartiles s", "Steps")
+    rows = [
+        (
+            each.strategy,
+            "?" if each.batch_size is None else str(each.batch_size),
+            significant(each.peak_bytes / peak_size),
+            significant(each.throughput / speed_size),
+            significant(each.step_seconds),
+            "*" if each in winners else "",
+            "-".join(map(significant, each.step_seconds_quartiles)),
+            str(each.steps),
+            Path(each.source).name if len(names) == len(points) else each.source,
+        )
+        for line in lines(points).values()
+        for each in line
+    ]
+    work = "FLOPs, recomputation not counted," if points[0].unit == "FLOP/s" else "tokens"
+    caption = (
+        f"Peak: largest {points[0].peak_name} of the counted steps, measured by: {_sources(points)}. Step: "
+        f"median wall-clock time, update included. Throughput: {work} of a step / median step time."
     )
-    return FittedTable(columns, caption=_caption(points), elsewhere="--csv or --json")
-
-
-def text(points: Sequence[RokPoint]) -> str:
-    """Return the same table as Markdown, for files and pipes: nothing shortened, no colours."""
-    return table(points).markdown()
-
-
-def show(points: Sequence[RokPoint]) -> None:
-    """Print the table, the Pareto set and the advice."""
-    winners = "; ".join(point.name for point in pareto(points))
-    tables.show(table(points), f"Pareto set: {winners}.", *(f"- {sentence}" for sentence in advice(points)))
+    headings = ("Strategy", *numbers, "Run")
+    return Table(headings, rows, right=numbers, caption=caption, elsewhere="--csv or --json")
 
 
 def _scales(points: Sequence[RokPoint]) -> tuple[tuple[str, float], tuple[str, float]]:
-    largest = max(each.peak_bytes for each in points)
-    return byte_scale(largest), rate_scale(max(each.throughput for each in points), points[0].unit)
+    fastest = max(each.throughput for each in points)
+    return byte_scale(max(each.peak_bytes for each in points)), scale(fastest, _RATES[points[0].unit])
 
 
-def _caption(points: Sequence[RokPoint]) -> str:
-    work = "FLOPs, recomputation not counted," if points[0].unit == "FLOP/s" else "tokens"
-    sources = " / ".join(peak_sources(points))
-    return (
-        f"Peak: largest {points[0].peak_name} of the counted steps, measured by: {sources}. "
-        f"Step: median wall-clock time, update included. Throughput: {work} of a step / median step time."
-    )
+def _sources(points: Iterable[RokPoint]) -> str:
+    return " / ".join(dict.fromkeys(each.peak_source or "not stated" for each in points))
+
+
+def summary(points: Sequence[RokPoint]) -> list[Table | str]:
+    """Return the table, the Pareto set and the advice."""
+    winners = "; ".join(point.name for point in pareto(points))
+    return [table(points), f"Pareto set: {winners}.", *(f"- {sentence}" for sentence in advice(points))]
 
 
 def rows(points: Sequence[RokPoint]) -> list[dict[str, object]]:
     """Return the points for programs, in plain units and in the order given."""
     winners = pareto(points)
+    plain = ("strategy", "batch_size", "activation_peak_bytes", "device_peak_bytes", "memory", "peak_source")
     return [
-        {
-            "strategy": each.strategy,
-            "batch_size": each.batch_size,
-            "activation_peak_bytes": each.activation_peak_bytes,
-            "peak_source": each.peak_source,
-            "gradients_allocated": each.gradients_allocated,
+        {name: getattr(each, name) for name in plain}
+        | {
             "throughput": each.throughput,
             "throughput_unit": each.unit,
             "step_seconds": each.step_seconds,
@@ -107,47 +275,177 @@ def rows(points: Sequence[RokPoint]) -> list[dict[str, object]]:
             "steps": each.steps,
             "pareto": each in winners,
             "source": each.source,
-            "device_peak_bytes": each.device_peak_bytes,
-            "memory": each.memory,
         }
         for each in points
     ]
 
 
 def csv_text(points: Sequence[RokPoint]) -> str:
-    """Return the points as CSV: a header line, then one line each; unknown values are empty.
-
-    Text that a spreadsheet would take for a formula gets an apostrophe before it.
-    """
-    content = rows(points)
+    """Return the points as CSV: a header line, then one line each; unknown values are empty."""
     file = io.StringIO()
-    writer = csv.DictWriter(file, fieldnames=list(content[0]) if content else [], lineterminator="\n")
+    content = rows(points)
+    writer = csv.DictWriter(file, fieldnames=list(content[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: _cell(value) for name, value in row.items()} for row in content)
+    writer.writerows(content)
     return file.getvalue()
 
 
-def _cell(value: object) -> object:
-    """Return a value as spreadsheets show it: text that begins like a formula stays text."""
-    if not isinstance(value, str):
-        return value
-    text = visible(value)
-    first = unicodedata.normalize("NFKC", text[:1])  # a wide equals sign is one too
-    return f"'{text}" if first in _FORMULA and not _is_number(text) else text
+def advice(points: Sequence[RokPoint]) -> list[str]:
+    """Return what the runs say about each other, and what about them deserves doubt, in sentences."""
+    found = list(_at_equal_batch_size(points))
+    winners = {each.strategy for each in pareto(points)}
+    found += [
+        f"No run of {strategy} is in the Pareto set: for each, another run has no higher "
+        f"{points[0].peak_name} and is no slower."
+        for strategy in lines(points)
+        if strategy not in winners
+    ]
+    return found + list(_doubts(points))
 
 
-def _is_number(text: str) -> bool:
+def _at_equal_batch_size(points: Sequence[RokPoint]) -> Iterator[str]:
+    for batch_size in sorted({each.batch_size for each in points if each.batch_size is not None}):
+        group = [each for each in points if each.batch_size == batch_size]
+        if len(lines(group)) == 1:
+            continue
+        lowest = min(group, key=lambda each: (each.peak_bytes, -each.throughput))
+        fastest = max(group, key=lambda each: (each.throughput, -each.peak_bytes))
+        said = f"At batch size {batch_size}, {lowest.strategy} has the lowest {lowest.peak_name} "
+        said += f"({readable_size(lowest.peak_bytes)})"
+        if lowest is fastest:
+            yield f"{said} and the highest throughput."
+            continue
+        savers = [each for each in group if each.peak_bytes < fastest.peak_bytes]
+        savings = "; ".join(
+            f"{each.strategy} needs {1 - each.peak_bytes / fastest.peak_bytes:.0%} less at "
+            f"{each.throughput / fastest.throughput:.0%} of the throughput{_noise(each, fastest)}"
+            for each in sorted(savers, key=lambda each: -each.throughput)
+        )
+        most = readable_size(fastest.peak_bytes)
+        yield f"{said}. Against {fastest.strategy}, the fastest ({most}): {savings}."
+
+
+def _noise(one: RokPoint, other: RokPoint) -> str:
+    (low, high), (other_low, other_high) = one.step_seconds_quartiles, other.step_seconds_quartiles
+    return ", which may be noise" if low <= other_high and other_low <= high else ""
+
+
+def _doubts(points: Sequence[RokPoint]) -> Iterator[str]:
+    if len(lines(points)) == 1:
+        yield "Only one strategy was measured: add runs with other placements to compare."
+    few = [each.name for each in points if each.steps < 3]
+    if few:
+        yield f"Fewer than 3 steps counted for {', '.join(few)}: run longer to trust the times."
+    states = [each.name for each in points if each.memory == "activations" and each.offloads_states]
+    if states and all(each.device_peak_bytes is not None for each in points):
+        yield (
+            f"Optimizer states were offloaded in {', '.join(states)}, and the activation peak does not count "
+            "them: --memory device compares all that lies on the device."
+        )
+    silent = [each.name for each in points if not each.counts_update]
+    if silent and (len(silent) < len(points) or any(each.offloads_states for each in points)):
+        yield f"The time of a step does not include the update of {', '.join(silent)}."
+    for what, differs in {
+        "measured in one way": len({each.peak_source for each in points}) > 1,
+        "of one model": len({each.model for each in points}) > 1,
+        "of one machine": len({each.hardware for each in points}) > 1,
+    }.items():
+        if differs:
+            yield f"The runs are not all {what}: compare them with care."
+
+
+# Pictures, without pyplot: no window, no global figure, and the user's own style stays out
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
+"""Okabe and Ito's colours, which colour-blind readers can tell apart; markers and dashes differ as well."""
+
+INK, GREY = "#222222", "#888888"
+
+_Look = tuple[str, str, str]
+_LOOKS: dict[str, _Look] = {
+    "keep": (COLOURS[0], "o", "-"),
+    "offload": (COLOURS[1], "s", "-"),
+    "recompute": (COLOURS[2], "^", "-"),
+    "recompute-offload": (COLOURS[3], "h", "-"),
+    "recompute-except-attention": (COLOURS[4], "v", "-"),
+    "offload-remat": (COLOURS[5], "d", "-"),
+}
+_STYLE: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#555555",
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 10,
+    "grid.color": "#e4e4e4",
+    "legend.frameon": False,
+    "svg.hashsalt": "tba-offload",
+    "text.color": INK,
+    "text.parse_math": False,  # a strategy may be called "$5/h"
+}
+
+
+def looks(names: Iterable[str]) -> dict[str, _Look]:
+    """Return a colour, a marker and dashes for each name; placements look the same in every picture."""
+    more = itertools.cycle(
+        (colour, marker, dashes)
+        for dashes, markers in (("--", "DXv<>pP"), ("-.", "XD<v>Pp"), (":", "v>XpDP<"))
+        for colour, marker in zip(COLOURS[::-1], markers, strict=True)
+    )
+    return {name: _LOOKS.get(name) or next(more) for name in names}
+
+
+@contextlib.contextmanager
+def drawing(purpose: str = "drawing a ROK curve", extra: str = "plots") -> Iterator[None]:
+    """Draw in the style of all pictures, whatever style the user has set.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    require_matplotlib(purpose, extra)
+    import matplotlib as mpl
+    import matplotlib.style
+
+    with matplotlib.style.context("default"), mpl.rc_context(_STYLE):
+        yield
+
+
+def require_matplotlib(purpose: str = "drawing a ROK curve", extra: str = "plots") -> None:
+    """Check that pictures can be drawn, for commands that tell before they work for hours.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
     try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+        import matplotlib as mpl  # noqa: F401 - whether it can be imported is the question
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise MissingDependencyError("matplotlib", purpose, extra=extra) from error
+
+
+def picture_kind(path: str | os.PathLike[str]) -> str:
+    """Return the kind of picture that the suffix of ``path`` asks for, ``"svg"`` or ``"png"``.
+
+    Raises:
+        ConfigError: It is neither .svg nor .png.
+    """
+    kind = Path(path).suffix.lower().removeprefix(".")
+    if kind not in {"svg", "png"}:
+        raise ConfigError(f"{path}: a picture's name must end in .svg or .png")
+    return kind
+
+
+def rendered(figure: Figure, kind: str) -> bytes:
+    """Return a figure as the bytes of a file; equal figures give equal bytes."""
+    file = io.BytesIO()
+    told: Mapping[str, Any] = {"Date": None, "Creator": "tba-offload"} if kind == "svg" else {}
+    figure.savefig(file, format=kind, dpi=160, metadata={**told})
+    return file.getvalue()
 
 
 def draw(points: Sequence[RokPoint], path: str | os.PathLike[str], *, title: str = "") -> None:
-    """Draw the curve: one line for each strategy through its batch sizes, the Pareto set ringed.
-
-    The same points give the same file, byte for byte, with the same version of matplotlib.
+    """Draw the curve: a line for each strategy through its batch sizes, with the Pareto set ringed.
 
     Args:
         points: At least one point; all with the same unit.
@@ -159,43 +457,51 @@ def draw(points: Sequence[RokPoint], path: str | os.PathLike[str], *, title: str
         MissingDependencyError: matplotlib is not installed.
         OSError: The picture cannot be written.
     """
-    path = Path(path)
     kind = picture_kind(path)
     if len({each.unit for each in points}) != 1:
         raise ConfigError("a ROK curve needs points, all with the same unit of throughput")
-    require_matplotlib()
-    from tba_offload.report import picture
-
-    write_regular(path, picture.rok_curve(points, kind, title=title))
-
-
-def picture_kind(path: str | os.PathLike[str]) -> Literal["svg", "png"]:
-    """Return the kind of picture that the suffix of ``path`` asks for.
-
-    Raises:
-        ConfigError: It is neither .svg nor .png.
-    """
-    suffix = Path(path).suffix.lower()
-    if suffix == ".svg":
-        return "svg"
-    if suffix == ".png":
-        return "png"
-    raise ConfigError(f"{path}: a picture's name must end in .svg or .png")
+    with drawing():
+        content = rendered(rok_figure(points, title=title), kind)
+    write_regular(path, content)
 
 
-def require_matplotlib(purpose: str = "drawing a ROK curve", extra: str = "plots") -> None:
-    """Check that pictures can be drawn, for commands that tell before they work for hours.
+def rok_figure(
+    points: Sequence[RokPoint], *, title: str = "", size: tuple[float, float] = (7.5, 4.8)
+) -> Figure:
+    """Return the curve as a figure, within :func:`drawing`."""
+    from matplotlib.figure import Figure
 
-    Args:
-        purpose: What needs it.
-        extra: The extra of tba-offload that installs it.
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    (x_unit, x_size), (y_unit, y_size) = _scales(points)
+    directions = itertools.cycle(((-7, 7), (7, -7), (0, 9), (0, -9)))
+    for strategy, line in lines(points).items():
+        colour, marker, dashes = looks(lines(points))[strategy]
+        places = [(each.peak_bytes / x_size, each.throughput / y_size) for each in line]
+        shown: dict[str, Any] = {"label": short(strategy), "marker": marker, "markersize": 6.5}
+        axes.plot(*zip(*places, strict=True), dashes, color=colour, linewidth=1.8, zorder=3, **shown)
+        dx, dy = next(directions)
+        side: dict[str, Any] = {"ha": ("center", "left", "right")[dx and 1 + (dx < 0)]}
+        side["va"] = ("center", "bottom", "top")[dy and 1 + (dy < 0)]
+        for each, place in zip(line, places, strict=True):
+            text = "" if each.batch_size is None else str(each.batch_size)
+            axes.annotate(text, place, (dx, dy), textcoords="offset points", color=colour, **side)
+    best = [(each.peak_bytes / x_size, each.throughput / y_size) for each in pareto(points)]
+    axes.step(*zip(*best, strict=True), where="post", color="#b8b8b8", linestyle="--", zorder=1)
+    ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "linestyle": "none"}
+    axes.plot(*zip(*best, strict=True), color=INK, zorder=4, label="Pareto set", **ring)
+    axes.set_title(visible(title), loc="left", fontsize="small")
+    axes.set_xlabel(f"{points[0].peak_name.capitalize()} ({x_unit})")
+    axes.set_ylabel(f"Model throughput ({y_unit})")
+    axes.set_xlim(0, 1.1 * max(each.peak_bytes for each in points) / x_size or 1)
+    axes.set_ylim(0, 1.15 * max(each.throughput for each in points) / y_size)
+    numbers = "Numbers are batch sizes" if any(each.batch_size for each in points) else None
+    figure.legend(loc="outside upper left", ncols=3, title=numbers, alignment="left", title_fontsize="small")
+    return figure
 
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib as mpl  # noqa: F401 - whether it can be imported is the question
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise MissingDependencyError("matplotlib", purpose, extra=extra) from error
+
+def short(text: str, most: int = 30) -> str:
+    """Return a label for a legend; one that begins with an underscore would not be shown."""
+    found = visible(text)
+    found = found if len(found) <= most else f"{found[: most - 1]}…"
+    return f" {found}" if found.startswith("_") else found

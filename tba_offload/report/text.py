@@ -41,8 +41,8 @@ class Table:
         """Yield what rich prints."""
         from rich.text import Text
 
-        shown = len(self.headings)
-        while shown > 1 and console.measure(self._fitted(shown)).minimum > options.max_width:
+        shown, wide = len(self.headings), options.update(max_width=10_000)
+        while shown > 1 and console.measure(self._fitted(shown), options=wide).minimum > options.max_width:
             shown -= 1
         if self.title is not None:
             yield Text(visible(self.title), style="bold")
@@ -54,15 +54,17 @@ class Table:
 
     def _fitted(self, columns: int) -> RichTable:
         from rich import box
+        from rich.cells import cell_len
         from rich.table import Table as RichTable
         from rich.text import Text
 
         table = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
-        for heading in self.headings[:columns]:
-            is_number = heading in self.right
-            table.add_column(
-                heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
-            )
+        for heading, *cells in list(zip(self.headings, *self.rows, strict=True))[:columns]:
+            if heading in self.right:
+                least = max(map(cell_len, (heading, *cells)))
+                table.add_column(heading, justify="right", no_wrap=True, min_width=least)
+            else:
+                table.add_column(heading, overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(visible(cell)) for cell in row[:columns]))  # Text: labels are not markup
         return table

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import ConfigError, RunLogError
+from tba_offload.formatting import byte_scale, rate_scale, readable_size
 from tba_offload.report.log import TimelineEvent
-from tba_offload.report.rok import require_matplotlib
-from tba_offload.report.timeline_trace import Trace
+from tba_offload.report.rok import COLOURS, GREY, INK, drawing, rendered
 from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Iterator
 
-    from tba_offload.report.log import RunLog
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+    from tba_offload.report.log import Moment, RunLog
 
 
 def timelines(log: RunLog) -> list[TimelineEvent]:
@@ -24,14 +30,14 @@ def timelines(log: RunLog) -> list[TimelineEvent]:
 
 
 def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
-    """One of them.
+    """Return one of them.
 
     Args:
         log: The run.
         step: Its number; ``None`` for the last one.
 
     Raises:
-        RunLogError: It is not among them.
+        RunLogError: The log does not tell this step over time.
     """
     found = timelines(log)
     if not found:
@@ -46,16 +52,16 @@ def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
     return chosen[0]
 
 
-def kind_of_timeline(path: str | os.PathLike[str]) -> str:
-    """Return what is to be written, by its suffix.
+def timeline_kind(path: str | os.PathLike[str]) -> str:
+    """Return what the suffix of ``path`` asks for: a picture (``"svg"``, ``"png"``) or a trace (``"json"``).
 
     Raises:
-        ConfigError: It is neither .svg nor .json.
+        ConfigError: Another suffix.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix not in {".svg", ".json"}:
-        raise ConfigError(f"{path}: a timeline's name must end in .svg, for a picture, or .json, for a trace")
-    return suffix[1:]
+    kind = Path(path).suffix.lower().removeprefix(".")
+    if kind not in {"svg", "png", "json"}:
+        raise ConfigError(f"{path}: a timeline's name must end in .svg or .png, for a picture, or in .json")
+    return kind
 
 
 def write_timeline(timeline: TimelineEvent, path: str | os.PathLike[str]) -> None:
@@ -63,26 +69,211 @@ def write_timeline(timeline: TimelineEvent, path: str | os.PathLike[str]) -> Non
 
     Args:
         timeline: The step.
-        path: The file, by whose suffix it is chosen.
+        path: The file, whose suffix says which.
 
     Raises:
         ConfigError: Another suffix.
         MissingDependencyError: matplotlib is not installed.
         OSError: The file cannot be written.
     """
-    if kind_of_timeline(path) == "json":
-        write_regular(path, json.dumps(trace_of(timeline)).encode())
-        return
-    require_matplotlib("drawing a timeline")
-    from tba_offload.report.charts import plain_svg
-    from tba_offload.report.timeline_chart import timeline_svg
+    kind = timeline_kind(path)
+    if kind == "json":
+        content = json.dumps(trace_of(timeline)).encode()
+    else:
+        with drawing("drawing a timeline"):
+            content = rendered(timeline_figure(timeline), kind)
+    write_regular(path, content)
 
-    write_regular(path, plain_svg(timeline_svg(timeline, salt="timeline")))
+
+# The picture
+
+_BINS, _MOST_POINTS, _MOST_DRIVES = 120, 400, 4
+"""Bins of traffic, points of a curve, and drives with a panel each; more drives share one panel."""
+
+_PARTS: tuple[tuple[str, str, Callable[[Moment], int]], ...] = (
+    ("in flight", COLOURS[1], lambda point: max(point.in_flight - point.read_ahead, 0)),
+    ("read ahead", COLOURS[2], lambda point: point.read_ahead),
+    ("in use, or refused by drives", COLOURS[4], lambda point: point.settled),
+    ("left by layers", COLOURS[3], lambda point: point.left),
+)
+"""Parts of live bytes that are known, from below."""
+
+_LANES = ("forward", "backward", "update", "waits")
+
+
+def timeline_figure(timeline: TimelineEvent, *, width: float = 7.6) -> Figure:
+    """Return memory, the traffic of each drive, layers and waits over a step, within ``rok.drawing``."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    drives: list[tuple[str, set[int]]] = [
+        (timeline.label_of(drive), {drive}) for drive in range(len(timeline.drives))
+    ]
+    if len(drives) > _MOST_DRIVES:
+        drives = [(f"{len(drives)} drives together", set(range(len(drives))))]
+    heights = [2.4, *[1.0] * len(drives), 1.3]
+    figure = Figure(figsize=(width, sum(heights) + 1.0), layout="constrained")
+    memory, *traffic, lanes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    end = timeline.seconds or 1.0
+    for axes in (memory, *traffic):
+        for phase in timeline.phases():
+            if phase.name == "backward":
+                axes.axvspan(phase.began, phase.ended, color="#f0f0f0", linewidth=0, zorder=0)
+    _draw_memory(memory, timeline)
+    _draw_traffic(traffic, drives, timeline, end)
+    _draw_lanes(lanes, timeline, end)
+    unit, length = (1e-3, "milliseconds") if end < 1 else (1.0, "seconds")
+    lanes.set_xlim(0, end)
+    lanes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at / unit:g}"))
+    lanes.set_xlabel(f"{length} since step {timeline.step} began (shaded: backward)")
+    return figure
+
+
+def _draw_memory(axes: Axes, timeline: TimelineEvent) -> None:
+    """Stack what is known of live bytes, the rest on top, with the peak and the budget."""
+    import numpy as np
+
+    if not timeline.points:
+        axes.text(0.5, 0.5, "memory was not measured", ha="center", transform=axes.transAxes)
+        axes.set_yticks([])
+        return
+    each = math.ceil(len(timeline.points) / _MOST_POINTS)
+    groups = [timeline.points[first : first + each] for first in range(0, len(timeline.points), each)]
+    points = [max(group, key=lambda point: point.live) for group in groups]
+    top = max(points, key=lambda point: point.live)
+    has_line = timeline.budget is not None and timeline.budget <= 3 * top.live
+    highest = max(top.live, timeline.budget or 0) if has_line else top.live
+    unit, size = byte_scale(highest)
+    seconds = np.array([point.seconds for point in points])
+    live = np.array([point.live / size for point in points])
+    below = np.zeros(len(points))
+    for name, colour, part in _PARTS:
+        above = np.minimum(below + [part(point) / size for point in points], live)
+        if (above - below).max() > 0.01 * live.max():  # smaller ones cannot be seen
+            axes.fill_between(seconds, below, above, color=colour, alpha=0.75, linewidth=0, label=name)
+        below = above
+    axes.fill_between(seconds, below, live, color=GREY, alpha=0.3, linewidth=0, label="all else")
+    how = "sampled" if "sampled" in timeline.source else "measured"
+    axes.plot(seconds, live, color=INK, linewidth=1.1, label=f"live, {how}")
+    if timeline.budget is not None and has_line:
+        label = f"budget {readable_size(timeline.budget)}"
+        axes.axhline(timeline.budget / size, color=INK, linestyle="--", linewidth=1.2, label=label)
+    at = top.seconds / (timeline.seconds or 1.0)
+    side = "left" if at < 0.15 else "right" if at > 0.85 else "center"
+    place = {"xytext": (0, 3), "textcoords": "offset points", "ha": side}
+    axes.annotate(f"peak {readable_size(top.live)}", (top.seconds, top.live / size), **place)  # type: ignore[arg-type]
+    axes.set_ylim(0, 1.25 * highest / size or 1.0)
+    axes.set_ylabel(unit)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), fontsize="small", ncols=3)
+
+
+def _draw_traffic(
+    panels: list[Axes], drives: list[tuple[str, set[int]]], timeline: TimelineEvent, end: float
+) -> None:
+    """Draw what each drive writes above its line and reads below it, all to one scale."""
+    import numpy as np
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    edges = np.linspace(0, end, _BINS + 1)
+
+    def rates(those: set[int], *, writes: bool) -> NDArray[np.float64]:
+        """Return bytes a second in each bin; the bytes of a call are spread evenly over its time."""
+        moved = np.zeros(len(edges))
+        for move in timeline.moves:
+            if move.drive in those and move.writes is writes:
+                share = (edges - move.began) / max(move.ended - move.began, 1e-6)
+                moved += move.nbytes * np.clip(share, 0, 1)
+        return np.diff(moved) / (end / _BINS)
+
+    found = [(label, rates(those, writes=True), rates(those, writes=False)) for label, those in drives]
+    largest = max((float(np.max(each)) for _, *both in found for each in both), default=0.0)
+    unit, size = rate_scale(largest)
+    for axes, (label, written, read) in zip(panels, found, strict=True):
+        axes.stairs(written / size, edges, fill=True, color=COLOURS[1], label="written")
+        axes.stairs(-read / size, edges, fill=True, color=COLOURS[0], label="read")
+        axes.axhline(0, color=INK, linewidth=0.6)
+        axes.set_ylim(-1.15 * largest / size or -1.0, 1.15 * largest / size or 1.0)
+        axes.yaxis.set_major_locator(MaxNLocator(4, symmetric=True))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{abs(rate):g}"))
+        axes.set_ylabel(unit)
+        axes.set_title(label, loc="right", fontsize="small")
+    if panels:
+        panels[0].legend(loc="lower left", bbox_to_anchor=(0, 1), fontsize="small", ncols=2)
+
+
+def _draw_lanes(axes: Axes, timeline: TimelineEvent, end: float) -> None:
+    """Draw a row for each phase and one for waits; neighbours differ, and wide runs have their number."""
+    for row, runs in enumerate((timeline.forwards(), timeline.backwards())):
+        for scope, began, ended in runs:
+            colour, ink = (COLOURS[0], "white") if scope.layer % 2 else (COLOURS[5], INK)
+            axes.broken_barh([(began, ended - began)], (row - 0.4, 0.8), color=colour)
+            if ended - began > 0.03 * end:
+                middle = (began + ended) / 2
+                axes.text(middle, row, str(scope.layer), ha="center", va="center", fontsize=8, color=ink)
+    for row, spans, colour in ((2, timeline.updates, COLOURS[2]), (3, timeline.stalls, COLOURS[1])):
+        widths = [(since, max(until - since, 0.0)) for since, until in spans]
+        axes.broken_barh(widths, (row - 0.4, 0.8), color=colour)
+    axes.set_yticks(range(len(_LANES)), _LANES)
+    axes.set_ylim(len(_LANES) - 0.4, -0.6)
+    axes.grid(visible=False)
+    axes.tick_params(axis="y", length=0)
+
+
+# The trace, in the trace event format of Perfetto and Chrome
 
 
 def trace_of(timeline: TimelineEvent) -> dict[str, Any]:
-    """Return the step in the trace event format, which begins at zero."""
-    trace = Trace(1)
-    trace.name(f"tba-offload, step {timeline.step}")
-    trace.add(timeline)
-    return {"traceEvents": trace.events, "displayTimeUnit": "ms"}
+    """Return the step as a trace: rows of phases, layers, waits and I/O threads, and counters of memory."""
+    rows: dict[str, int] = {}
+    events = [
+        _row(rows, row) | {"name": name, "ph": "X", "ts": _us(began), "dur": _us(ended - began), "args": told}
+        for row, name, began, ended, told in _slices(timeline)
+    ]
+    for point in timeline.points:
+        memory = {
+            "live": point.live,
+            "in flight": point.in_flight,
+            "read ahead": point.read_ahead,
+            "in use or refused": point.settled,
+            "left by layers": point.left,
+        }
+        events.append(_counter("memory (bytes)", point.seconds, memory))
+    limits = {"activations": timeline.budget, "in flight": timeline.window}
+    known = {name: nbytes for name, nbytes in limits.items() if nbytes is not None}
+    if known:
+        events += [_counter("budget (bytes)", at, known) for at in (0.0, timeline.seconds)]
+    names = [("process_name", 0, f"tba-offload, step {timeline.step}")]
+    names += [("thread_name", row, name) for name, row in rows.items()]
+    described = [
+        {"ph": "M", "pid": 1, "tid": row, "name": what, "args": {"name": name}} for what, row, name in names
+    ]
+    return {"traceEvents": [*described, *events], "displayTimeUnit": "ms"}
+
+
+def _slices(timeline: TimelineEvent) -> Iterator[tuple[str, str, float, float, dict[str, Any]]]:
+    """Yield row, name, begin, end and arguments of everything that took time."""
+    yield "phases", f"step {timeline.step}", 0.0, timeline.seconds, {}
+    for phase in timeline.phases():
+        yield "phases", phase.name, phase.began, phase.ended, {}
+    for what, runs in (("forward", timeline.forwards()), ("backward", timeline.backwards())):
+        for scope, began, ended in runs:
+            told = {"layer": scope.layer, "micro_batch": scope.micro_batch}
+            yield "layers", f"{what} {timeline.names[scope.layer]}", began, ended, told
+    for since, until in timeline.stalls:
+        yield "waits for I/O", "wait", since, until, {}
+    for move in timeline.moves:
+        verb, place = "write" if move.writes else "read", timeline.place_of(move.drive)
+        row = f"{timeline.label_of(move.drive)} ({place}): {verb}, thread {move.thread}"
+        yield row, verb, move.began, move.ended, {"bytes": move.nbytes, "drive": place}
+
+
+def _row(rows: dict[str, int], name: str) -> dict[str, Any]:
+    return {"pid": 1, "tid": rows.setdefault(name, len(rows) + 1)}
+
+
+def _counter(name: str, seconds: float, values: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "C", "pid": 1, "tid": 0, "name": name, "ts": _us(seconds), "args": values}
+
+
+def _us(seconds: float) -> float:
+    return round(max(seconds, 0.0) * 1e6, 3)

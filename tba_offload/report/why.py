@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.formatting import readable_size, significant
-from tba_offload.report import tables
+from tba_offload.report import text
 from tba_offload.report.causes import WORTH, Finding, findings
 from tba_offload.report.evidence import HOLDERS, Evidence
 from tba_offload.report.log import read_run_log
 from tba_offload.report.ranks import paths_of_ranks
-from tba_offload.report.tables import Column, FittedTable
+from tba_offload.report.text import Table
 
 if TYPE_CHECKING:
     import os
@@ -63,9 +63,9 @@ class Diagnosis:
         return self.findings[0].cause if self.findings else None
 
     def __str__(self) -> str:
-        return "".join(map(tables.text_of, tables.spaced(self.parts()))).removesuffix("\n")
+        return text.as_text(*self.parts()).removesuffix("\n")
 
-    def parts(self) -> list[FittedTable | str]:
+    def parts(self) -> list[Table | str]:
         """Return what there is to say, as lines and tables."""
         return [
             _summary(self.evidence),
@@ -140,7 +140,7 @@ def why(path: str | os.PathLike[str]) -> Diagnosis:
 
 def show(diagnosis: Diagnosis) -> None:
     """Print it."""
-    tables.show(*diagnosis.parts())
+    text.show(*diagnosis.parts())
 
 
 def _summary(evidence: Evidence) -> str:
@@ -154,19 +154,13 @@ def _summary(evidence: Evidence) -> str:
     )
 
 
-def holders_table(evidence: Evidence) -> FittedTable:
+def holders_table(evidence: Evidence) -> Table:
     """Return what holds memory at the peak, the largest first."""
     peak = evidence.peak
     held = sorted(((size, name) for name, size in peak.held.items() if size), reverse=True)
     total = max(peak.nbytes, 1)
-    return FittedTable(
-        (
-            Column("Held by", tuple(_holder(name, peak) for _, name in held), "left", gives_way="wrapped"),
-            Column("Size", tuple(readable_size(size) for size, _ in held)),
-            Column("Share", tuple(f"{size / total:.0%}" for size, _ in held), rank=1),
-        ),
-        title="What holds it",
-    )
+    rows = [(_holder(name, peak), readable_size(size), f"{size / total:.0%}") for size, name in held]
+    return Table(("Held by", "Size", "Share"), rows, right=("Size", "Share"), title="What holds it")
 
 
 def _holder(name: str, phase: Phase) -> str:
@@ -185,17 +179,12 @@ def _holder(name: str, phase: Phase) -> str:
     return HOLDERS[name]
 
 
-def phases_table(evidence: Evidence) -> FittedTable:
+def phases_table(evidence: Evidence) -> Table:
     """Return the peak of each phase."""
-    phases = evidence.phases
-    return FittedTable(
-        (
-            Column("Phase", tuple(_PHASES[phase.name] for phase in phases), "left"),
-            Column("Peak", tuple(readable_size(phase.nbytes) for phase in phases)),
-            Column("At", tuple(map(evidence.where, phases)), "left", rank=1, gives_way="wrapped"),
-        ),
-        title="Phases of the step",
-    )
+    rows = [
+        (_PHASES[phase.name], readable_size(phase.nbytes), evidence.where(phase)) for phase in evidence.phases
+    ]
+    return Table(("Phase", "Peak", "At"), rows, right=("Peak",), title="Phases of the step")
 
 
 def _sampled(evidence: Evidence) -> Iterator[str]:

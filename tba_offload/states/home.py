@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 from tba_offload.device.ranges import aligned_range
@@ -61,8 +60,6 @@ class Homes:
         self.part_bytes = part_bytes_of(store)
         self.read_bytes = self.written_bytes = 0
         self.waited = 0.0
-        # From, until; who wants them sets one that is longer.
-        self.waits: deque[tuple[float, float]] = deque(maxlen=0)
         self._limit = stall_limit
         self._tell = tell
         self._has_told = False
@@ -97,9 +94,7 @@ class Homes:
                 errno.ETIMEDOUT, f"the drive has not answered for {self._limit} s (store.stall_seconds)"
             ) from None
         finally:
-            ended = time.perf_counter()
-            self.waited += ended - began
-            self.waits.append((began, ended))
+            self.waited += time.perf_counter() - began
 
     def count(self, *, read: int = 0, written: int = 0) -> None:
         """Count bytes whose transfers begin."""

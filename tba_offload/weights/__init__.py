@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from tba_offload.weights.frozen import FrozenWeights, WeightsMoved, WeightsTraffic, offload_frozen
+from tba_offload.weights.frozen import FrozenWeights, offload_frozen
+from tba_offload.weights.traffic import WeightsMoved, WeightsTraffic
 
 __all__ = ["FrozenWeights", "WeightsMoved", "WeightsTraffic", "offload_frozen"]

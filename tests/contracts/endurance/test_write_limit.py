@@ -28,11 +28,8 @@ from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.profile import Timing
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
-from tba_offload.plan.writes import writes_of
-from tba_offload.report.digest import Digest
-from tba_offload.report.endurance import endurance
+from tba_offload.plan.what_if import Situation
 from tba_offload.report.log import read_run_log
-from tba_offload.what_if import Situation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,8 +115,14 @@ def test_a_run_writes_no_more_than_its_share_of_a_day(tmp_path: Path) -> None:
     assert isinstance(writes, dict)
     assert writes["bytes_per_day"] <= writes["allowed"] == int(share / SECONDS * DAY)
     assert writes["bounds"]
-    (told,) = [each for each in endurance(Digest.of(log), None) if "write_bytes_per_day" in each]
-    assert told.endswith("It keeps the plan from offloading more.")
+
+    # And a plan from its log keeps to the limit too.
+    situation = Situation.of(tmp_path / "run.jsonl")
+    planned = situation.plan(None)
+    assert situation.outcome(planned).sent_bytes <= share
+    assert any(
+        "that store.write_bytes_per_day allows" in note for note in situation.report(planned, None).notes
+    )
 
 
 # On a machine that no test waits for
@@ -154,36 +157,6 @@ def test_every_plan_keeps_to_the_limit(share: float, budget: int | None) -> None
     assert found.sent_bytes <= simulate(PROFILE, free, DRIVE).sent_bytes
 
 
-def test_without_a_limit_plans_are_what_they_were() -> None:
-    plan = make_plan(PROFILE, DRIVE, Limits(None, WINDOW), policy=(AUTO,) * LAYERS)
-    assert plan.placements.count(KEEP) <= 2
-    assert writes_of(PROFILE, plan, DRIVE, Limits(None, WINDOW), (AUTO,) * LAYERS) is None
-    loose = Limits(None, WINDOW, limit_for(100))
-    assert make_plan(PROFILE, DRIVE, loose, policy=(AUTO,) * LAYERS) == plan
-    writes = writes_of(PROFILE, plan, DRIVE, loose, (AUTO,) * LAYERS)
-    assert writes is not None
-    assert not writes.bounds
-
-
-def test_steps_that_become_faster_are_planned_anew() -> None:
-    """Twice as many of them in a day may write half as much each."""
-    limits = Limits(None, WINDOW, limit_for(0.6))
-    machine = Machine(Controller(task_of(limits)), PROFILE, DRIVE)
-    *_, before = machine.run(10)
-    machine.run(30, slower=0.5)
-    after = machine.plan
-    quick = dataclasses.replace(
-        PROFILE,
-        timings=({KEEP: Timing(0.015, 0.03)},),
-        slots=tuple(slot._replace(gap=slot.gap / 2) for slot in PROFILE.slots),
-        tail=PROFILE.tail / 2,
-    )
-    assert simulate(PROFILE, before, DRIVE).sent_bytes > 0
-    sent, found = (simulate(quick, plan, DRIVE) for plan in (before, after))
-    assert sent.sent_bytes > limits.written_in(sent.seconds)
-    assert found.sent_bytes <= limits.written_in(found.seconds)
-
-
 @pytest.mark.filterwarnings("ignore:the budget of")
 def test_a_limit_that_cannot_be_met_is_said() -> None:
     """Half of the layers are placed offload, whatever is planned."""
@@ -210,16 +183,3 @@ def test_the_limit_has_to_have_an_effect(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tba.attach(make_model(layers=2), dataclasses.replace(config, default=AUTO)).close()
-
-
-@pytest.mark.usefixtures("known_times")
-def test_what_if_goes_by_the_limit_of_the_run(tmp_path: Path) -> None:
-    _, written, _ = run(tmp_path, None)
-    share = max(written[LEARNING:]) // 2
-    run(tmp_path, int(share / SECONDS * DAY), tmp_path / "run.jsonl")
-    situation = Situation.of(tmp_path / "run.jsonl")
-    plan = situation.plan(None)
-    assert situation.outcome(plan).sent_bytes <= share
-    said = situation.report(None, plan, []).writes
-    assert said is not None
-    assert "that store.write_bytes_per_day allows" in said

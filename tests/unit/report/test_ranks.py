@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from tba_offload.cli import main
 from tba_offload.errors import RunLogError
-from tba_offload.report import points as rok_points
+from tba_offload.report import rok
 from tba_offload.report.log import RunHeader, RunLog, RunLogWriter, StepRecord, read_run_log
 from tba_offload.report.ranks import merged, path_of_rank, paths_of_ranks, read_runs
 
@@ -95,7 +95,7 @@ def test_a_step_takes_as_long_as_on_the_slowest_rank_with_its_update() -> None:
 
 
 def test_a_run_of_ranks_is_one_point(two_ranks: list[Path]) -> None:
-    (point,) = rok_points.points(two_ranks)
+    (point,) = rok.points(two_ranks)
     assert point.activation_peak_bytes == 2 * GIB
     assert point.throughput == 2e12 / 2.0
     assert point.source.endswith("run.jsonl")
@@ -107,12 +107,12 @@ def test_the_name_of_the_run_stands_for_its_ranks(two_ranks: list[Path], tmp_pat
     assert paths_of_ranks(tmp_path / "run.jsonl") == sorted(two_ranks)
     done = CliRunner().invoke(main, ["rok", str(tmp_path / "run.jsonl"), "--csv", "-"])
     assert done.exit_code == 0, done.output
-    assert done.output.splitlines()[1].startswith(f"offload,4,{2 * GIB},cuda allocator,False,{1e12}")
+    assert done.output.splitlines()[1].startswith(f"offload,4,{2 * GIB},,activations,cuda allocator,{1e12}")
 
 
 def test_the_ranks_of_two_runs_are_kept_apart(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{run}{rank}.jsonl", rank, run=run) for run in "ab" for rank in (0, 1)]
-    assert len(rok_points.points(paths)) == 2
+    assert len(rok.points(paths)) == 2
 
 
 def test_logs_of_single_processes_are_left_alone(tmp_path: Path) -> None:
