@@ -10,19 +10,22 @@ import inspect
 import re
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from children import environment
 from harness import COMPILER_LOOKS, config_for
-from places import ROOT, TESTS
+from places import ROOT
 from torch import nn
 
 import tba_offload as tba
 from tba_offload.device import Accelerator, device_of
 from tba_offload.device.streams import default_device
 from tba_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SOURCES = {path.name: path.read_text() for path in (ROOT / "tba_offload" / "device").glob("*.py")}
 
@@ -60,61 +63,6 @@ def test_every_module_can_be_imported_and_none_warns() -> None:
         env=environment(),
     )
     assert done.returncode == 0, done.stderr
-
-
-def collected(*chosen: str) -> list[str]:
-    """The tests for a GPU that a pytest of its own finds."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:xdist", *chosen]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment())
-    assert done.returncode == 0, done.stdout + done.stderr
-    return re.findall(r"^tests/\S+::\S.*$", done.stdout, re.MULTILINE)
-
-
-SCRIPT = (ROOT / "tests" / "gpu.sh").read_text()
-PLACES = re.findall(r"tests/[\w/.]+", re.findall(r"^TESTS=\(.*?\)", SCRIPT, re.MULTILINE | re.DOTALL)[0])
-
-
-def test_the_script_for_a_gpu_knows_where_its_tests_are() -> None:
-    marked = [path for path in TESTS.rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
-    assert len(marked) > 5
-    assert all(any(path.is_relative_to(ROOT / place) for place in PLACES) for path in marked)
-    assert len(collected(*PLACES)) > 100
-
-
-@pytest.mark.parametrize(
-    ("name", "files"),
-    [
-        (
-            "SMOKE",
-            {
-                "test_gpu.py",
-                "test_store_file.py",
-                "test_store_gds.py",
-                "test_store_host.py",
-                "test_streams.py",
-            },
-        ),
-        ("APART", {"test_gpu.py"}),
-        ("ALONE", {"test_gpu.py", "test_streams.py"}),
-        (
-            "ORDERLY",
-            {
-                "test_gpu.py",
-                "test_store_file.py",
-                "test_store_gds.py",
-                "test_store_host.py",
-                "test_streams.py",
-            },
-        ),
-    ],
-)
-def test_the_script_for_a_gpu_chooses_tests_that_there_are(name: str, files: set[str]) -> None:
-    (chosen,) = re.findall(rf"^{name}='(.*)'$", SCRIPT, re.MULTILINE)
-    found = collected(*PLACES, "-k", chosen)
-    assert {Path(test.partition("::")[0]).name for test in found} == files
-    assert len(found) < 60
-    for part in re.findall(r"\w{5,}", chosen):
-        assert any(part in test for test in found), part
 
 
 # Names and arguments
@@ -168,16 +116,6 @@ def test_a_thread_can_wait_asleep_for_an_event() -> None:
 def test_the_cache_of_pinned_memory_can_be_emptied() -> None:
     assert callable(getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache)
     assert issubclass(torch.AcceleratorError, RuntimeError)
-
-
-def test_the_trees_of_cuda_graphs_tell_where_they_are() -> None:
-    """By names that are not PyTorch's to keep: a layer that is compiled to graphs would not be noticed."""
-    from torch._inductor import cudagraph_trees
-
-    arguments = inspect.signature(cudagraph_trees.get_manager).parameters
-    assert list(arguments)[:2] == ["device_index", "create_if_none_exists"]
-    assert cudagraph_trees.get_manager(0, create_if_none_exists=False) is None
-    assert "self.current_node = " in inspect.getsource(cudagraph_trees.CUDAGraphTreeManager)
 
 
 # The compiler

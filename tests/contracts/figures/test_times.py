@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -22,21 +21,14 @@ from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload import Placement, Rule
-from tba_offload.adapt.pace import Pace
-from tba_offload.adapt.phases import Probe
 from tba_offload.adapt.profiler import profile_of
-from tba_offload.capture.scope import ActivationKey, ScopeKey
-from tba_offload.capture.trace import ActivationTrace, DeviceTimes, ScopeTrace, StepTrace, Treatment
 from tba_offload.device import CpuDevice
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.profile import StepProfile, Timing
 from tba_offload.plan.simulate import simulate
-from tba_offload.plan.tuning import TUNING
-from tba_offload.plan.window import Window
 from tba_offload.report.log import read_run_log
 from tba_offload.transfer.storage import Span
 from tba_offload.transfer.watchdog import Watchdog
-from tba_offload.transfer.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -143,32 +135,6 @@ def test_a_device_that_is_far_behind_when_a_step_begins_has_the_same_times() -> 
     assert_times_of_the_device(profile, offload=Timing(FORWARD, BACKWARD))
 
 
-def test_activations_are_ordered_within_their_layer_by_the_host() -> None:
-    device, model = TimedDevice(SECONDS), Waves()
-    with timed_session(device, model) as session, device.computing():
-        planner = watching(session)
-        run_step(model, session)
-        profile = learned_by(planner)
-    (kind,) = profile.kinds
-    assert [saved.nbytes for saved in kind.activations] == [64 * KIB] * 2
-    ((_, first, last), (_, then, before)) = (saved[:3] for saved in kind.activations)  # input and sine
-    assert 0 < first < then < 1
-    assert 0 < before < last < 1
-
-
-def test_only_sessions_that_plan_mark_times() -> None:
-    device, model = TimedDevice(SECONDS), Waves()
-    with timed_session(device, model) as session, device.computing():
-        with mock.patch.object(TimedDevice, "mark", side_effect=AssertionError("nobody will ask")):
-            run_step(model, session)
-        watching(session)
-        run_step(model, session)
-        session.planning.start(session.plan, None)
-        with mock.patch.object(TimedDevice, "mark", side_effect=AssertionError("nobody will ask")):
-            run_step(model, session)
-    assert {record.offloaded_bytes for record in session.report()} == {2 * LAYERS * 64 * KIB}
-
-
 # Waiting for I/O
 
 
@@ -214,53 +180,6 @@ def test_waits_for_reads_are_no_compute_time(seconds: float) -> None:
     assert profile.kinds == by_host.kinds
 
 
-def test_waits_for_room_are_no_compute_time() -> None:
-    device, model = TimedDevice(SECONDS), Waves()
-    admit, wait = Writer.admit, Watchdog.wait_until_changed
-    admitting: list[int] = []
-    waited: list[int] = []
-
-    def admits(writer: Writer, nbytes: int) -> None:
-        admitting.append(nbytes)
-        admit(writer, nbytes)
-        admitting.pop()
-
-    def waits(*given: Any) -> None:
-        wait(*given)
-        if admitting:  # and not at the end of the forward pass
-            waited.extend(admitting)
-            device.runs_dry(DRY)
-
-    with (
-        timed_session(device, model, in_flight=100 * KIB) as session,
-        device.computing(),
-        mock.patch.object(Window, "is_crowded", return_value=True),
-        mock.patch.object(Writer, "admit", autospec=True, side_effect=admits),
-        mock.patch.object(Watchdog, "wait_until_changed", autospec=True, side_effect=waits),
-    ):
-        planner = watching(session)
-        run_step(model, session)
-        assert (
-            len(session.offloader.stats.marked_stalls) >= LAYERS
-        )  # two for each, unless a write was done by then
-        profile = learned_by(planner)
-    assert_times_of_the_device(profile, offload=Timing(FORWARD, BACKWARD))
-    assert device.now == STEP + DRY * len(waited) > STEP
-
-
-def test_reads_that_have_arrived_are_not_marked() -> None:
-    device, model = TimedDevice(SECONDS), Waves()
-    with (
-        timed_session(device, model) as session,
-        device.computing(),
-        mock.patch.object(Span, "arrived", return_value=True),
-    ):
-        watching(session)
-        run_step(model, session)
-        assert session.offloader.stats.read > 0
-        assert session.offloader.stats.marked_stalls == []
-
-
 # When the device is waited for
 
 
@@ -279,42 +198,6 @@ def test_nobody_waits_for_the_device_inside_a_step() -> None:
         assert device.waits == waits + 1
 
 
-def test_the_device_is_waited_for_only_when_a_step_is_looked_at_closely() -> None:
-    device, model = TimedDevice(SECONDS), Waves()
-    with timed_session(device, model) as session, device.computing():
-        pace = watching(session).knowledge.pace
-        run_step(model, session)
-        assert (device.waits, pace.seconds) == (1, (STEP,))
-        with mock.patch.object(Probe, "is_turn", return_value=False):
-            run_step(model, session)
-            run_step(model, session)  # the device has not come to the end of the step before
-            assert (device.waits, pace.seconds) == (1, (STEP,))
-            device.catches_up()
-            device.runs_dry(DRY)
-            run_step(model, session, partial(device.runs_dry, DRY))
-            assert (device.waits, pace.seconds) == (1, (STEP, STEP))
-            device.catches_up()
-        run_step(model, session)
-    assert device.waits == 2
-    assert pace.seconds == (STEP, STEP, STEP + DRY, STEP)
-
-
-@pytest.mark.parametrize("dry", [0.0, DRY])
-def test_waits_of_the_device_make_the_planner_careful(dry: float) -> None:
-    """Not those of the host, while the device has work."""
-    device, model = TimedDevice(SECONDS), Waves()
-    with timed_session(device, model) as session, device.computing(), waiting_for_reads(device, dry):
-        watching(session)
-        run_step(model, session)
-        times = DeviceTimes(session.capture.trace, session.offloader.stats.marked_stalls)
-        pace = Pace(TUNING)
-        pace.note(session.report()[-1], times, is_planned=True)
-        assert pace.waited == ()  # the device was not asked
-        pace.read(times.read(), is_planned=True)
-    lost = 2 * LAYERS * dry
-    assert pace.waited == (lost / (STEP + lost),)
-
-
 # A device that does its work at once
 
 
@@ -331,55 +214,6 @@ def test_on_a_cpu_nothing_is_marked() -> None:
         assert session.offloader.stats.marked_stalls == []
     assert all(timing.forward > 0 < timing.backward for timing in profile.timings[0].values())
     assert all(record.forward_seconds and record.backward_seconds for record in report)
-
-
-def test_marks_of_a_cpu_are_times() -> None:
-    device = CpuDevice()
-    marks = [device.mark(), device.mark()]
-    assert device.seconds(marks) == marks == sorted(marks)
-    assert all(map(device.is_reached, marks))
-
-
-def trace_by_hand() -> StepTrace:
-    """Two layers, with times of all lengths."""
-    trace = StepTrace(backward_ends=[11.3])
-    for layer, (began, ended, back) in enumerate([(1.1, 2.3, 9.7), (2.7, 4.9, 6.1)]):
-        key = ScopeKey(layer, 0, 0, f"layers.{layer}")
-        scope = ScopeTrace(key, "offload", began, input_bytes=10, forward_ended=ended, backward_began=back)
-        trace.scopes.append(scope)
-        for number in range(2):
-            at, until = began + 0.3 * (number + 1), back + 0.7 * (2 - number)
-            saved = ActivationTrace(ActivationKey(key, number), 100, Treatment.OFFLOADED, at, until)
-            trace.activations.append(saved)
-    return trace
-
-
-LAYERS_BY_HAND = [(0, "layers.0"), (0, "layers.1")]
-STALLS_BY_HAND = [(1.5, 1.7), (3.1, 4.2), (6.4, 7.9)]
-
-
-def test_a_profile_by_the_hosts_clock_is_what_it_was() -> None:
-    """To the last bit; the figures are those from before there was any other clock."""
-    found = profile_of(trace_by_hand(), STALLS_BY_HAND, LAYERS_BY_HAND, began=0.9, ended=12.1)
-    assert found is not None
-    (kind,) = found.kinds
-    assert [(saved.at, saved.until) for saved in kind.activations] == [
-        (0.28636363636363626, 0.5089285714285718),
-        (0.38181818181818206, 0.2901785714285713),
-    ]
-    assert found.timings == ({OFFLOAD: Timing(1.05, 1.85)},)
-    assert [tuple(slot.as_json()) for slot in found.slots] == [
-        (0, 0, False, 0.20000000000000007),
-        (1, 0, False, 0.40000000000000036),
-        (1, 0, True, 1.1999999999999993),
-        (0, 0, True, 0.0),
-    ]
-    assert found.tail == 0.8000000000000007
-
-
-def test_a_profile_without_marks_of_the_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="nothing was marked in this step"):
-        DeviceTimes(StepTrace(), [])
 
 
 def test_a_run_log_is_written_on_a_device_that_runs_behind(tmp_path: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -21,15 +20,10 @@ from torch import nn
 import tba_offload as tba
 from tba_offload.adapt.beside import SeenBeside
 from tba_offload.adapt.controller import Controller
-from tba_offload.adapt.needs import Needs
-from tba_offload.adapt.pace import Pace
-from tba_offload.adapt.phases import Excursion, Moment, Settled
+from tba_offload.adapt.phases import Excursion
 from tba_offload.adapt.profiler import profile_of
-from tba_offload.adapt.proposals import bare, best_plan
 from tba_offload.adapt.rates import Rates
-from tba_offload.adapt.task import Case, Task
-from tba_offload.capture.scope import ActivationKey, ScopeKey
-from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTrace, Treatment
+from tba_offload.adapt.task import Task
 from tba_offload.cli import main
 from tba_offload.config.policy import Placement
 from tba_offload.plan.bandwidth import Bandwidth
@@ -38,13 +32,12 @@ from tba_offload.plan.goals import default_objective
 from tba_offload.plan.model import Limits, Plan
 from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.search import make_plan
-from tba_offload.plan.sizes import StepSize
 from tba_offload.plan.tuning import TUNING, Tuning
 from tba_offload.plan.what_if import Situation
 from tba_offload.store.base import DriveLoad, Load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from tba_offload.adapt.observation import StepObservation
     from tba_offload.report.log import StepRecord
@@ -133,37 +126,6 @@ def test_a_profile_tells_what_layers_save_and_in_which_order_they_run() -> None:
 # What can be rebuilt
 
 
-def trace_of(*placements: Placement, rebuilt: Sequence[int] = (1,)) -> StepTrace:
-    """Layers that save three activations each; in those placed offload-remat one is needed early."""
-    trace = StepTrace(backward_ends=[40.0])
-    for layer, placement in enumerate(placements):
-        key = ScopeKey(layer, 0, 0, f"layers.{layer}")
-        start, back = 2.0 * layer, 38.0 - 2.0 * layer
-        scope = ScopeTrace(key, placement, start, forward_ended=start + 1.0, backward_began=back)
-        trace.scopes.append(scope)
-        if placement in {KEEP, RECOMPUTE}:
-            continue
-        is_remat = placement is OFFLOAD_REMAT
-        for number, until in enumerate((0.25 if is_remat else 0.75, 0.5, 0.25)):
-            treatment = Treatment.REBUILT if is_remat and number in rebuilt else Treatment.OFFLOADED
-            activation = ActivationTrace(
-                ActivationKey(key, number), 100, treatment, start + 0.25 * (number + 1)
-            )
-            activation.unpacked_at = back + 2.0 * until
-            trace.activations.append(activation)
-    return trace
-
-
-def profile_by_hand(
-    *placements: Placement, before: StepProfile | None = None, rebuilt: Sequence[int] = (1,)
-) -> StepProfile:
-    layers = [(0, f"layers.{layer}") for layer in range(len(placements))]
-    trace = trace_of(*placements, rebuilt=rebuilt)
-    profile = profile_of(trace, [], layers, began=0.0, ended=40.0, before=before)
-    assert profile is not None
-    return profile
-
-
 def test_what_a_process_allocates_once_in_its_first_step_is_none_of_what_lies_beside_layers() -> None:
     """Kernels take workspaces then; the next step is one of probes, and does not offload everything."""
     model, once = make_model(layers=LAYERS), []
@@ -208,16 +170,6 @@ def task_of(count: int, **options: Any) -> Task:
     return Task((AUTO,) * count, layers, limits, objective, **options)
 
 
-def case_of(
-    task: Task,
-    profile: StepProfile,
-    bandwidth: Bandwidth = Bandwidth(100, 100),  # noqa: B008 - never changes
-    *,
-    not_recomputed: Iterable[int] = (),
-) -> Case:
-    return Case(task, profile, bandwidth, frozenset(not_recomputed))
-
-
 # What is decided
 
 
@@ -232,41 +184,6 @@ def test_without_a_budget_a_fast_drive_takes_nearly_everything() -> None:
     assert session.plan.placements.count(KEEP) <= 2
     assert set(session.plan.placements) <= {KEEP, OFFLOAD, OFFLOAD_REMAT}
     assert [record.predicted_seconds is None for record in report] == [True] * 3 + [False] * 3
-
-
-def moment_of(task: Task, plan: Plan, pace: Pace, **seen: Any) -> Moment:
-    usual = {"step": 9, "bandwidth": HALF, "room": None, "peak": 0, "skips": False}
-    return Moment(
-        **{"task": task, "plan": plan, **usual, **seen},
-        size=StepSize(),
-        needs=Needs(task),
-        pace=pace,
-    )
-
-
-@pytest.mark.parametrize("budget", [400, 900], ids=["less", "more"])
-def test_another_budget_is_a_reason_to_plan_at_once(budget: int) -> None:
-    """And the plan that is made for it is taken, whatever it gains."""
-    profile, drive = profile_by_hand(*(OFFLOAD,) * 4), Bandwidth(100, 100)
-    before = task_of(4, budget=700)
-    plan = best_plan(case_of(before, profile, drive))
-    settled = Settled(plan, "", planned_for=drive, is_measured=True, is_refined=True)
-    steady = moment_of(before, plan, Pace(before.tuning), bandwidth=drive)
-    assert (settled.doubt(steady), settled.is_pressing(steady)) == (None, False)
-    task = task_of(4, budget=budget)
-    moment = moment_of(task, plan, Pace(task.tuning), bandwidth=drive)
-    limited = settled.limited(task)
-    assert isinstance(limited, Settled)
-    assert limited.is_pressing(moment)
-    assert limited.is_turn(moment)
-    assert limited.doubt(moment) == f"{budget} B are left for activations now"
-    case = case_of(task, profile, drive)
-    decided, new = limited.decide(moment, case)
-    assert decided.settled is not None
-    assert not decided.settled.is_overdue
-    assert bare(new) == bare(best_plan(case))
-    assert bare(new) != bare(plan)
-    assert isinstance(Excursion(settled).limited(task), Settled)
 
 
 def test_without_a_budget_a_slow_drive_gets_what_it_can_take() -> None:
@@ -352,11 +269,6 @@ def machine_of(bandwidth: Bandwidth = HALF, **options: Any) -> Machine:
     return Machine(Controller(task_of(LAYERS, **options)), steady_profile(), bandwidth)
 
 
-def settled_in(machine: Machine) -> Settled:
-    assert machine.controller.phase.settled is not None
-    return machine.controller.phase.settled
-
-
 def seen(nbytes: int) -> SeenBeside:
     return SeenBeside(nbytes, [Beside(backward=nbytes)] * LAYERS)
 
@@ -376,22 +288,6 @@ def test_a_session_that_waits_where_nothing_should_wait_plans_for_a_slower_drive
     expected = [max(TUNING.caution**count, TUNING.most_caution) for count in range(len(steps))]
     assert steps == pytest.approx(expected)
     assert steps[-1] == TUNING.most_caution
-
-
-def test_plans_do_not_alternate() -> None:
-    """Where a drive does a little more or less, one plan is as good as the other, and the first stays."""
-    doubting = Tuning(drift=0.01, big_drift=0.01, odd=0.0)
-    machine = machine_of(budget=None, window=8 * MIB, tuning=doubting)
-    drives = cycle((0.97, 1.03))
-    plans: list[Plan] = []
-    with mock.patch("tba_offload.adapt.proposals.make_plan", side_effect=make_plan) as planned:
-        machine.run(3)
-        for _ in range(60):
-            plans.append(settled_in(machine).plan)
-            machine.step(bandwidth=HALF.scaled(next(drives)))
-    changes = sum(old.placements != new.placements for old, new in pairwise(plans))
-    assert 0 < plans[0].placements.count(OFFLOAD) < LAYERS
-    assert changes <= 2 < planned.call_count
 
 
 # Host memory beside the drive

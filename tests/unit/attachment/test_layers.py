@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
-
 import pytest
-import torch
 from harness import session_for
 from models import make_model
 from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_offload.config.policy import LayerId
 from tba_offload.errors import UnsupportedError
-from tba_offload.layers import nested
 from tba_offload.layers.checkpoint import torch_checkpoint
-from tba_offload.layers.graph import first_differentiable
 from tba_offload.layers.stack import (
-    Layer,
     LayerStack,
-    check_disjoint,
     explicit_layers,
     find_layers,
 )
@@ -63,10 +54,6 @@ class Adapted(Parts):
 
     def forward(self, x: Tensor) -> Tensor:
         return x
-
-
-class Stage(Adapted):
-    """Another kind of stage than plain parts."""
 
 
 def blocks(count: int, kind: type[nn.Module] = Block, *arguments: int) -> nn.ModuleList:
@@ -114,17 +101,6 @@ def test_a_sequential_counts_as_a_list() -> None:
     ]
 
 
-def test_a_dict_with_numbers_for_keys_counts_as_a_list() -> None:
-    """As in torchtitan, where stages of a pipeline keep the numbers that layers have in the whole model."""
-    model = Parts(layers=nn.ModuleDict({str(number): Block() for number in (2, 3, 4)}))
-    assert found(find_layers(model)) == [(0, "layers.2", 0), (1, "layers.3", 0), (2, "layers.4", 0)]
-
-
-def test_a_model_that_is_the_list_itself_lends_its_class_for_a_name() -> None:
-    model = nn.Sequential(Block(), Block())
-    assert found(find_layers(model)) == [(0, "Sequential.0", 0), (1, "Sequential.1", 0)]
-
-
 def test_the_list_with_most_parameters_decides_the_kind() -> None:
     model = Parts(small=blocks(5, OtherBlock), large=blocks(2, Block, 32), more=blocks(3, OtherBlock))
     assert found(find_layers(model)) == [(0, "large.0", 0), (1, "large.1", 0)]
@@ -142,27 +118,11 @@ def test_a_hybrid_model_has_layers_of_several_classes() -> None:
     ]
 
 
-def test_stages_of_several_classes_are_no_layers() -> None:
-    """As the blocks of a U-Net, each of which holds a list of layers."""
-    stages = nn.ModuleList([Adapted(layers=blocks(2)), Stage(layers=blocks(2)), Stage(layers=blocks(2))])
-    assert [layer.id.name for layer in find_layers(Parts(down=stages)).layers] == [
-        f"down.{stage}.layers.{layer}" for stage in range(3) for layer in range(2)
-    ]
-
-
 def test_a_list_is_no_layer() -> None:
     """Nothing calls it; Funnel has lists of lists."""
     model = Parts(blocks=nn.ModuleList([blocks(2), blocks(1)]))
     assert [layer.id.name for layer in find_layers(model).layers] == [
         *("blocks.0.0", "blocks.0.1", "blocks.1.0"),
-    ]
-
-
-def test_the_blocks_of_rows_are_layers() -> None:
-    """As some vision transformers have them: rows of attention and feed-forward, and perhaps more."""
-    rows = [nn.ModuleList([Block(), OtherBlock(), nn.Identity()]) for _ in range(3)]
-    assert [layer.id.name for layer in find_layers(Parts(layers=nn.ModuleList(rows))).layers] == [
-        f"layers.{row}.{within}" for row in range(3) for within in range(2)
     ]
 
 
@@ -182,26 +142,6 @@ def test_a_module_without_a_forward_is_no_layer() -> None:
         *("down.0.block.0", "down.0.block.1", "down.1.block.0", "down.1.block.1"),
         *("layers.0", "layers.1"),
     ]
-
-
-class Exported(nn.Module):
-    """Has no forward, and TorchScript compiles it without one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    @torch.jit.export
-    def encode(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_a_scripted_module_without_a_forward_is_no_layer() -> None:
-    scripted = nn.ModuleList(torch.jit.script(Exported()) for _ in range(2))
-    assert not hasattr(scripted[0], "forward")
-    model = Parts(codec=scripted, layers=blocks(2))
-    assert [layer.id.name for layer in find_layers(model).layers] == ["layers.0", "layers.1"]
 
 
 def test_several_lists_of_one_kind_are_numbered_through() -> None:
@@ -234,16 +174,6 @@ def test_an_encoder_and_a_decoder_count_each_on_its_own() -> None:
 def test_lists_within_layers_are_not_layers() -> None:
     model = Parts(layers=nn.ModuleList(Adapted(heads=blocks(2), linear=nn.Linear(4, 4)) for _ in range(3)))
     assert [layer.id.name for layer in find_layers(model).layers] == ["layers.0", "layers.1", "layers.2"]
-
-
-def test_names_that_begin_alike_are_not_inside_each_other() -> None:
-    model = Parts(layers=blocks(2), layers_too=blocks(2))
-    assert [layer.id.name for layer in find_layers(model).layers] == [
-        "layers.0",
-        "layers.1",
-        "layers_too.0",
-        "layers_too.1",
-    ]
 
 
 def test_chunks_of_an_interleaved_pipeline_are_numbered_through() -> None:
@@ -396,57 +326,7 @@ def test_layers_may_share_a_module() -> None:
     assert len(explicit_layers(model, [model.a, model.b]).layers) == 2
 
 
-def test_what_layers_share_cannot_be_a_layer_too() -> None:
-    shared = Block()
-    model = Parts(a=Parts(block=shared), b=Parts(block=shared))
-    for modules in ([model.a, model.b, shared], [shared, model.a], [model.a, shared, model.b]):
-        with pytest.raises(UnsupportedError, match="lie in each other"):
-            explicit_layers(model, modules)
-
-
 def test_a_block_that_is_used_several_times_is_one_layer() -> None:
     block, other = Block(), Block()
     layers = find_layers(Parts(layers=nn.ModuleList([block, other, block]))).layers
     assert [(layer.id.number, layer.module) for layer in layers] == [(0, block), (1, other)]
-
-
-def test_found_layers_are_disjoint() -> None:
-    check_disjoint(find_layers([make_model(layers=2), make_model(layers=3)]).layers)
-    check_disjoint(())
-    check_disjoint([Layer(LayerId(0, "a"), Block())])
-
-
-# The tensor through which gradients come back
-
-
-def test_the_first_output_that_needs_a_gradient() -> None:
-    plain, first, second = torch.zeros(1), *(torch.zeros(1, requires_grad=True) for _ in range(2))
-    for output in (
-        first,
-        (first, second),
-        [plain, first, second],
-        (plain, None, "text", (plain, [first]), second),
-        {"plain": plain, "hidden": {"states": (first,)}, "more": second},
-        Output(plain, first, second),
-        {"aux": None, "x": [SimpleNamespace(plain=plain, first=first), second]},
-    ):
-        assert first_differentiable(output) is first
-
-
-@dataclass
-class Output:
-    plain: Tensor
-    first: Tensor
-    second: Tensor
-
-
-@pytest.mark.parametrize(
-    "output",
-    [
-        *(None, 3, "text", (), [], {}, torch.zeros(1), (torch.zeros(1), {"a": 1})),
-        Output(*torch.zeros(3)),
-        [{}, *([] for _ in range(nested.MOST)), torch.zeros(1, requires_grad=True)],
-    ],
-)
-def test_outputs_through_which_none_comes_back(output: object) -> None:
-    assert first_differentiable(output) is None

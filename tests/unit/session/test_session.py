@@ -8,16 +8,14 @@ import threading
 import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from harness import KIB, Drive, assert_all_given_back, config_for, made, session_for, wait_until
+from harness import KIB, Drive, assert_all_given_back, config_for, session_for
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_offload.capture.trace import Treatment
 from tba_offload.layers.stack import find_layers
 from tba_offload.report.log import read_run_log
 from tba_offload.session import Session
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from models import Model
-    from warm import Warm
 
 
 @pytest.fixture
@@ -120,17 +117,6 @@ def test_tokens_and_flops_may_be_told_inside_the_step(model: Model) -> None:
             step.tokens, step.model_flops = 7, 8.0
         assert step.record is not None
         assert (step.record.tokens, step.record.model_flops) == (7, 8.0)
-
-
-def test_training_goes_on_without_room_for_its_log(model: Model, tmp_path: Path) -> None:
-    path = made(tmp_path / "runs") / "run.jsonl"
-    with tba.attach(model, config_for(), run_log=path) as session:
-        train(model, session, steps=1)
-        path.unlink()
-        path.parent.rmdir()
-        train(model, session, steps=3)
-        assert len(session.report()) == 4
-    assert not path.exists()
 
 
 def test_the_run_log_holds_every_step(model: Model, tmp_path: Path) -> None:
@@ -256,32 +242,6 @@ def test_apply_refuses_another_device(model: Model, budget: dict[str, str]) -> N
         assert one_step(session, model).activation_budget_bytes is not None
 
 
-def test_an_applied_threshold_takes_effect(model: Model) -> None:
-    with session_for(model) as session:
-        session.apply(config_for(min_tensor_bytes=1 << 30))
-        record = one_step(session, model)
-    assert (record.offloaded_bytes, record.forwarded_bytes) == (0, 0)
-    assert record.kept_bytes > 0
-
-
-def test_an_applied_on_full_takes_effect(model: Model) -> None:
-    with session_for(model, capacity=8 * KIB) as session:
-        with pytest.warns(UserWarning, match=r"the store is full: .* stayed in memory in step 1; make room"):
-            assert one_step(session, model).fallback_kept_bytes > 0
-        session.apply(config_for(capacity=8 * KIB, on_full="error"))
-        with pytest.raises(tba.TransferError):
-            one_step(session, model)
-
-
-def test_an_applied_on_slow_takes_effect(model: Model) -> None:
-    drive = Drive()
-    with session_for(model, drive=drive, in_flight=128 * KIB) as session:
-        assert one_step(session, model).fallback_kept_bytes == 0
-        session.apply(config_for(in_flight=128 * KIB, on_slow="keep"))
-        drive.writes.hold()
-        assert one_step(session, model).fallback_kept_bytes > 0
-
-
 # Mistakes
 
 
@@ -353,18 +313,6 @@ def test_layers_that_cannot_be(model: Model, layers: Any, message: str) -> None:
         tba.attach(model, config_for(), layers=layers(model))
 
 
-def test_attach_is_a_function_whatever_was_imported_before(python_with_torch: Warm) -> None:
-    """A module of the same name must not take the place of the function."""
-    script = (
-        "import pkgutil, importlib, tba_offload as tba\n"
-        "names = [m.name for m in pkgutil.iter_modules(tba.__path__) if m.name != '__main__']\n"
-        "for name in names: importlib.import_module(f'tba_offload.{name}')\n"
-        "assert [name for name in tba.__all__ if type(getattr(tba, name)) is type(tba)] == []\n"
-    )
-    done = python_with_torch.run("-c", script)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_model_without_layers_says_what_to_do() -> None:
     with pytest.raises(tba.UnsupportedError, match=r"attach\(model, config, layers="):
         tba.attach(nn.Linear(2, 2))
@@ -409,38 +357,6 @@ def test_close_gives_the_layers_back(model: Model) -> None:
     assert "forward" not in vars(model.layers[0])
 
 
-@pytest.mark.parametrize("part", ["store", "gradients"])
-def test_a_close_that_was_interrupted_is_finished_by_the_next_one(
-    model: Model, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    threads = threading.active_count()
-    session = session_for(model)
-    one_step(session, model)
-    with monkeypatch.context() as patched:
-        patched.setattr(getattr(session, part), "close", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            session.close()
-    with pytest.raises(tba.SessionError, match="is closed"):
-        one_step(session, model)
-    session.close()
-    assert threading.active_count() == threads
-    with pytest.raises(tba.SessionError, match=r"the store .* is closed"):
-        session.store.reserve(4096, 0)
-
-
-def test_a_second_close_takes_no_other_session_off(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = session_for(model)
-    with monkeypatch.context() as patched:
-        patched.setattr(session.store, "close", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            session.close()
-    with session_for(model) as another:
-        session.close()
-        one_step(another, model)
-        record = another.report()[-1]
-        assert record.offloaded_bytes or record.forwarded_bytes  # a quick backward takes the writes back
-
-
 def test_close_leaves_no_hook_on_the_model(model: Model) -> None:
     with session_for(model) as session:
         one_step(session, model)
@@ -450,24 +366,6 @@ def test_close_leaves_no_hook_on_the_model(model: Model) -> None:
         assert not module._backward_hooks
     for parameter in model.parameters():
         assert not parameter._backward_hooks
-
-
-def test_a_leaf_that_a_layer_hands_through_gathers_no_hooks() -> None:
-    class Skip(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    layers = nn.ModuleList([Skip(), Skip()])
-    prompt = nn.Parameter(torch.ones(4))
-    with session_for(layers) as session:
-        for _ in range(3):
-            with session.step():
-                layers[1](layers[0](prompt)).sum().backward()
-    assert not prompt._backward_hooks
 
 
 def test_a_copy_of_an_attached_model_is_a_model_of_its_own(model: Model) -> None:
@@ -695,27 +593,6 @@ def test_what_somebody_else_keeps_is_found_out_and_no_longer_offloaded(saves: in
         assert first.offloaded_bytes - record.offloaded_bytes == 2 * TABLE
 
 
-def test_what_was_learned_is_put_to_the_test_again() -> None:
-    records = cached_steps(1, steps=80)
-    held = [record.step for record in records if record.held_bytes]
-    assert held[0] == 1
-    assert 2 <= len(held) <= 4
-
-
-@pytest.mark.parametrize(("placement", "at_once"), [("offload", False), ("auto", True)])
-def test_only_offload_holds_writes_back(model: Model, placement: str, at_once: bool) -> None:
-    """A full window means a slow drive to ``auto``: the drive must have been given everything by then."""
-    drive = Drive()
-    with session_for(model, drive=drive, in_flight=64 << 20, default=placement) as session, session.step():
-        loss = loss_of(model, make_tokens(0))
-        if at_once:
-            wait_until(lambda: drive.writes.started > 0, "nothing is written")
-        saved = [one for one in session.capture.trace.activations if one.treatment is Treatment.OFFLOADED]
-        assert (len(session.store.leased()) >= len(saved)) is at_once
-        assert (drive.writes.started > 0) is at_once
-        loss.backward()
-
-
 def test_a_slow_drive_makes_auto_keep_and_offload_wait(model: Model) -> None:
     def kept_and_stalled(default: str) -> tuple[int, float]:
         drive = Drive()
@@ -735,14 +612,6 @@ def test_a_session_cannot_be_closed_inside_its_step(model: Model) -> None:
     with session_for(model) as session:
         with session.step(), pytest.raises(tba.SessionError, match="inside one of its steps"):
             session.close()
-        one_step(session, model)
-
-
-def test_an_interrupt_at_the_very_end_of_a_step_closes_the_session(model: Model) -> None:
-    with pytest.raises(KeyboardInterrupt), session_for(model) as session:
-        session.step().__enter__()
-        raise KeyboardInterrupt
-    with pytest.raises(tba.SessionError, match="is closed"):
         one_step(session, model)
 
 

@@ -5,29 +5,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import pickle
 import threading
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
 from covering import of_which
-from harness import KIB, PATIENCE, Drive, config_for, session_for, wait_until
+from harness import KIB, PATIENCE, Drive, config_for, session_for
 from models import loss_of, make_model, make_tokens, same_bits
 from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_offload.adapt.beside import SeenBeside
 from tba_offload.device.memory import MallocMeter
-from tba_offload.plan.beside import Beside
 from tba_offload.report.log import read_run_log
-from tba_offload.session.figures import StepMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -182,24 +176,6 @@ def test_parameters_that_are_switched_off_for_a_while_end_no_step(model: Model) 
     assert [record.scopes for record in session.report()] == [2 * LAYERS] * 3
 
 
-def test_fast_weights_that_are_computed_end_no_step(model: Model) -> None:
-    """First-order meta-learning: the inner gradients are of copies, and the parameters stay."""
-    with session_for(model) as session:
-        optimizer = adam(model)
-        for number in range(3):
-            fast = dict(model.named_parameters())
-            for _ in range(2):
-                logits = torch.func.functional_call(model, fast, (make_tokens(number)[:, :-1],))
-                gradients = torch.autograd.grad(logits.float().square().mean(), list(fast.values()))
-                pairs = zip(fast.items(), gradients, strict=True)
-                fast = {name: value - 0.1 * gradient for (name, value), gradient in pairs}
-            logits = torch.func.functional_call(model, fast, (make_tokens(number)[:, :-1],))
-            logits.float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert [record.scopes for record in session.report()] == [3 * LAYERS] * 3
-
-
 def test_the_last_step_is_recorded_when_the_session_closes(model: Model) -> None:
     with session_for(model) as session:
         micro_batch(model)
@@ -235,16 +211,6 @@ def test_an_optimizer_of_something_else_ends_no_step(model: Model) -> None:
         assert session.report() == []
         one_step(model, adam(model))
         assert scopes_of(session) == [2 * LAYERS]
-
-
-def test_parameters_that_no_optimizer_has_do_not_hold_a_step_open(model: Model) -> None:
-    optimizer = adam(model.layers)
-    with session_for(model) as session:
-        for number in range(3):
-            micro_batch(model, number)
-            optimizer.step()
-            model.zero_grad()
-        assert scopes_of(session) == [LAYERS] * 3
 
 
 def test_an_optimizer_that_calls_a_closure(model: Model) -> None:
@@ -318,21 +284,6 @@ def test_gradients_that_are_dropped_between_forward_and_backward(model: Model) -
     assert [record.skipped for record in session.report()] == [True]
 
 
-def test_nothing_is_planned_from_a_skipped_step(model: Model, tmp_path: Path) -> None:
-    optimizer = adam(model)
-    log = tmp_path / "run.jsonl"
-    with tba.attach(model, config_for(), run_log=log) as session:
-        for number in range(6):
-            micro_batch(model)
-            if number % 2:
-                optimizer.step()
-            optimizer.zero_grad()
-    read = read_run_log(log)
-    assert [step.skipped for step in read.steps] == [True, False] * 3
-    assert {event["step"] for event in read.others if event["event"] == "plan"} <= {2, 4, 6}
-    assert len(session.report()) == 6
-
-
 class Copies:
     """An optimizer of copies, which takes the gradients away as soon as they are made, as ZeRO does."""
 
@@ -369,18 +320,6 @@ def test_steps_of_an_optimizer_of_copies_have_to_be_told(model: Model) -> None:
             optimizer.step()
         assert step.record is not None
         assert (step.record.scopes, step.record.skipped) == (3 * LAYERS, False)
-
-
-def test_a_scaler_that_comes_down_from_its_first_scale_is_not_warned_of(model: Model) -> None:
-    """Sixteen steps are skipped, and the seventeenth is made."""
-    optimizer = adam(model)
-    with session_for(model) as session:
-        for number in range(17):
-            micro_batch(model, number)
-            if number == 16:
-                optimizer.step()
-            optimizer.zero_grad()
-    assert [record.skipped for record in session.report()] == [True] * 16 + [False]
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -465,41 +404,6 @@ def test_the_time_of_optimizers_is_told_apart(
     assert second.seconds_with_update == FORWARD + BACKWARD + UPDATE
 
 
-def test_a_closure_that_makes_a_whole_step_is_no_update(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
-    optimizer = Slow(model.parameters(), clock, UPDATE)
-    with session_for(model) as session:
-
-        def closure() -> float:
-            with session.step():
-                micro_batch(model)
-                clock.now += 100.0
-            return 0.0
-
-        for _ in range(2):
-            optimizer.step(closure)
-            optimizer.zero_grad()
-    assert [record.optimizer_seconds for record in session.report()] == [None, None]
-
-
-def test_the_update_of_a_step_that_failed_is_not_told_with_the_next_one(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
-    optimizer = Slow(model.parameters(), clock, UPDATE)
-    with session_for(model) as session:
-        with session.step():
-            micro_batch(model)
-        optimizer.step()
-        with pytest.raises(ZeroDivisionError), session.step():
-            raise ZeroDivisionError
-        with session.step():
-            micro_batch(model)
-    assert [record.optimizer_seconds for record in session.report()] == [None, None]
-
-
 # Memory
 
 
@@ -566,28 +470,6 @@ def test_gradients_are_no_activations(monkeypatch: pytest.MonkeyPatch, *, explic
     assert abs(without / with_them - 1) < 0.05
 
 
-def test_steps_told_and_steps_found_have_the_same_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    def peaks(*, explicit: bool) -> list[int]:
-        model = wide_model()
-        optimizer = adam(model)
-
-        def train(session: tba.Session) -> None:
-            for _ in range(4):
-                if explicit:
-                    with session.step():
-                        micro_batch(model)
-                else:
-                    micro_batch(model)
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return [record.activation_peak_bytes or 0 for record in measured(model, monkeypatch, train)]
-
-    told, found = peaks(explicit=True), peaks(explicit=False)
-    for one, other in zip(told[1:], found[1:], strict=True):
-        assert abs(one / other - 1) < 0.01
-
-
 @pytest.mark.parametrize("explicit", [False, True])
 def test_states_of_optimizers_are_no_activations(monkeypatch: pytest.MonkeyPatch, *, explicit: bool) -> None:
     model = wide_model()
@@ -616,24 +498,6 @@ def test_states_of_optimizers_are_no_activations(monkeypatch: pytest.MonkeyPatch
     assert abs(first / last - 1) < 0.1
 
 
-def test_two_steps_at_once_have_no_peak_of_their_own(model: Model) -> None:
-    other = make_model(layers=LAYERS, seed=2)
-    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=1e-3)
-    with session_for(model, measure_memory=True) as one, session_for(other, measure_memory=True) as two:
-        for number in range(2):
-            losses = [loss_of(model, make_tokens(0))]
-            said = pytest.warns(UserWarning, match="steps of two attached models are open at once")
-            with said if number == 0 else contextlib.nullcontext():
-                losses.append(loss_of(other, make_tokens(0)))
-            sum(losses).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for session in (one, two):
-            assert scopes_of(session) == [LAYERS] * 2
-            assert [record.activation_peak_bytes for record in session.report()] == [None, None]
-            assert [record.peak_source for record in session.report()] == [None, None]
-
-
 @pytest.mark.filterwarnings("ignore:steps of two attached models are open at once")
 def test_a_step_of_another_thread_is_left_to_it(model: Model) -> None:
     """It is in the midst of backward while this thread makes a step of a model of its own."""
@@ -659,23 +523,6 @@ def test_a_step_of_another_thread_is_left_to_it(model: Model) -> None:
             assert scopes_of(session) == [LAYERS] * len(session.report())
             assert session.report()[0].activation_peak_bytes is None
         assert len(two.report()) == 1
-
-
-def test_a_step_that_an_idle_thread_has_left_is_over(model: Model) -> None:
-    """It updates parameters by hand, so that no optimizer ends the step there."""
-
-    def by_hand() -> None:
-        loss_of(model, make_tokens(0)).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(torch.as_tensor(parameter.grad), alpha=1e-3)
-                parameter.grad = None
-
-    with session_for(model) as session, ThreadPoolExecutor(1) as thread:
-        for number in range(2):
-            thread.submit(by_hand).result(PATIENCE)
-            assert len(session.report()) == number + 1
-        session.apply(config_for(default="keep"))
 
 
 def test_a_teacher_without_gradients_is_in_no_ones_way(model: Model) -> None:
@@ -716,36 +563,6 @@ def test_a_step_opens_where_the_model_is_given_computed_parameters(model: Model)
     assert all(same_bits(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
-def test_parameters_that_are_others_in_each_step_are_not_remembered(model: Model) -> None:
-    with session_for(model) as session:
-        counts = []
-        for number in range(6):
-            given = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-            loss = torch.func.functional_call(model, given, (make_tokens(number)[:, :-1],)).square().mean()
-            loss.backward()
-            session.finish_step()
-            del given, loss
-            counts.append((len(session.gradients._watched), len(weakref.finalize._registry)))  # type: ignore[attr-defined]
-    assert counts[-1] <= counts[1]
-
-
-def test_two_models_share_what_they_find_of_a_drive(model: Model, tmp_path: Path) -> None:
-    other = make_model(layers=LAYERS, seed=2)
-    config = config_for(default=tba.Placement.AUTO, in_flight=64 * KIB, directory=tmp_path)
-    with tba.attach(model, config) as one, tba.attach(other, config) as two:
-        mine, other_one = one.planning.controller, two.planning.controller
-        assert mine is not None
-        assert other_one is not None
-        rates = mine.knowledge.rates, other_one.knowledge.rates
-        for _ in range(3):  # the rates of a step that warms up are forgotten
-            one_step(model, adam(model))
-        assert rates[1].bandwidth() is None  # nothing of its own has moved
-        one_step(other, adam(other))
-        found = rates[0].bandwidth(), rates[1].bandwidth()
-        assert found[0] is not None
-        assert found[0] == found[1]
-
-
 # Tokens
 
 
@@ -781,18 +598,6 @@ def test_tokens_are_the_elements_of_input_ids(model: Model, *, by_name: bool, ex
             optimizer.step()
             optimizer.zero_grad()
         assert [record.tokens for record in session.report()] == [ids.numel(), 3 * ids.numel()]
-
-
-def test_tokens_can_be_told(model: Model) -> None:
-    optimizer = adam(model)
-    for tokens, expected in ((5, 10), (lambda ids: ids.shape[0], 2 * make_tokens(0).shape[0])):
-        with tba.attach(model, config_for(), tokens=tokens) as session:
-            micro_batch(model)
-            one_step(model, optimizer)
-            assert session.report()[-1].tokens == expected
-    with session_for(model) as session:
-        one_step(model, optimizer)
-        assert session.report()[-1].tokens is None
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "many"])
@@ -858,15 +663,6 @@ def test_an_explicit_step_takes_over_from_one_that_opened_itself(model: Model) -
         optimizer.step()
         assert step.record is not None
         assert session.report() == [step.record]
-
-
-def test_copies_of_an_attached_model_open_no_steps(model: Model) -> None:
-    with session_for(model) as session:
-        for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            one_step(made, adam(made))
-        assert session.report() == []
-        one_step(model, adam(model))
-        assert scopes_of(session) == [LAYERS]
 
 
 def test_after_close_nothing_is_left_on_the_model(model: Model) -> None:
@@ -950,24 +746,6 @@ def test_after_an_optimizer_that_raised_the_next_step_is_a_whole_one(model: Mode
         assert (session.report()[0].state_bytes or 0) < 64 * KIB
 
 
-def test_a_fused_optimizer_that_a_scaler_makes_skip(model: Model) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with session_for(model) as session:
-        for number in range(3):
-            factor = float("inf") if number == 1 else 1.0
-            scaler.scale(loss_of(model, make_tokens(number)) * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        assert [record.skipped for record in session.report()] == [False, True, False]
-
-
-def test_a_pickled_model_needs_nothing_of_this_package(model: Model) -> None:
-    with session_for(model):
-        assert b"tba_offload" not in pickle.dumps(model)
-
-
 @pytest.mark.filterwarnings("error:backward runs outside")
 def test_a_model_that_calls_itself_is_one_forward() -> None:
     class Twice(nn.Module):
@@ -988,48 +766,6 @@ def test_a_model_that_calls_itself_is_one_forward() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert scopes_of(session) == [12, 12, 12]
-
-
-@dataclass
-class Output:
-    hidden: Tensor
-
-
-class InDataclass(nn.Module):
-    """A layer that takes and puts out an object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: Output) -> Output:
-        return Output(self.linear(x.hidden).tanh())
-
-
-def test_layers_that_put_out_objects() -> None:
-    class Objects(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(InDataclass() for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            value = Output(x)
-            for layer in self.layers:
-                value = layer(value)
-            return value.hidden
-
-    model = Objects()
-    optimizer = adam(model)
-    with session_for(model, drive=Drive(), default="auto") as session:
-        for _ in range(4):
-            loss = model(torch.randn(64, 64)).sum()
-            # There is no plan without a write, and one that has not begun when backward comes is taken back.
-            wait_until(lambda: session.store.pending() == 0, "what was saved is written")
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert scopes_of(session) == [2, 2, 2, 2]
-        assert session.plan.prediction is not None
 
 
 class Wrapper(nn.Module):
@@ -1061,33 +797,3 @@ def test_a_model_inside_of_what_was_attached_opens_steps_and_counts_tokens(
             optimizer.zero_grad()
         assert [record.tokens for record in session.report()] == [2 * ids.numel()] * 2
         assert scopes_of(session) == [2 * LAYERS] * 2
-
-
-def test_an_exception_outside_of_the_layers_that_is_kept(model: Model) -> None:
-    optimizer = adam(model)
-    broken = True
-
-    def fail(*_: object) -> None:
-        if broken:
-            raise ZeroDivisionError
-
-    model.head.register_forward_pre_hook(fail)
-    with session_for(model) as session:
-        with pytest.raises(ZeroDivisionError) as kept:  # with the frames, and so the graph, of the forward
-            micro_batch(model)
-        broken = False
-        one_step(model, optimizer)
-        assert scopes_of(session) == [LAYERS]
-    del kept
-
-
-def test_what_lies_beside_layers_is_what_the_watch_has_seen_in_this_step_alone() -> None:
-    layers = [mock.Mock(beside=Beside(1, 2)), mock.Mock(beside=Beside())]
-    watch = mock.Mock(**{"runs.beside_at_loss": 300}, layers=layers)
-    memory = StepMemory(mock.Mock(), watch, mock.Mock(at_begin=0))
-    assert memory.beside == SeenBeside(300, [Beside(1, 2), Beside()])
-    watch.runs.beside_at_loss = None
-    assert memory.beside is None
-    watch.runs.beside_at_loss = 300
-    memory.overlapped()
-    assert memory.beside is None
