@@ -10,36 +10,28 @@ from unittest import mock
 
 import pytest
 import torch
-from click.testing import CliRunner
 from covering import full, of_which
 from harness import KIB, MIB, Drive, assert_all_given_back, config_for, session_for
-from machine import Machine
 from models import all_written, assert_same_history, loss_of, make_model, make_tokens, train
 from torch import nn
 
 import tba_offload as tba
-from tba_offload.adapt.beside import SeenBeside
 from tba_offload.adapt.controller import Controller
 from tba_offload.adapt.phases import Excursion
 from tba_offload.adapt.profiler import profile_of
 from tba_offload.adapt.rates import Rates
-from tba_offload.adapt.task import Task
-from tba_offload.cli import main
 from tba_offload.config.policy import Placement
 from tba_offload.plan.bandwidth import Bandwidth
-from tba_offload.plan.beside import Beside
-from tba_offload.plan.goals import default_objective
-from tba_offload.plan.model import Limits, Plan
-from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.tuning import TUNING, Tuning
 from tba_offload.plan.what_if import Situation
-from tba_offload.store.base import DriveLoad, Load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tba_offload.adapt.observation import StepObservation
+    from tba_offload.plan.model import Plan
+    from tba_offload.plan.profile import StepProfile
     from tba_offload.report.log import StepRecord
     from tba_offload.session import Session
 
@@ -163,13 +155,6 @@ def test_layers_run_rebuilt_while_the_planner_learns_and_no_bit_changes(tmp_path
     assert logged.rebuilt_bytes == kind.rebuilt_bytes
 
 
-def task_of(count: int, **options: Any) -> Task:
-    layers = tuple((0, f"layers.{layer}") for layer in range(count))
-    limits = Limits(options.pop("budget", 10**6), options.pop("window", None))
-    objective = options.pop("objective", default_objective(limits))
-    return Task((AUTO,) * count, layers, limits, objective, **options)
-
-
 # What is decided
 
 
@@ -249,62 +234,6 @@ def test_a_drive_that_gets_slower_gets_less_within_three_steps() -> None:
     moved = [record.offloaded_bytes for record in report]
     assert max(moved[9:]) < 0.9 * min(moved[3:6])
     assert waiting_share(report[-2:]) < 0.5
-
-
-def steady_profile(layers: int = LAYERS) -> StepProfile:
-    """A step whose layers save five activations of 1 MiB each, of which one can be rebuilt."""
-    saved = tuple(Saved(MIB, (n + 0.5) / 5, 1 - (n + 0.5) / 5, rebuilt=n == 2) for n in range(5))
-    slots = [Slot(layer, 0, False, 0.0) for layer in range(layers)]
-    slots += [Slot(layer, 0, True, 0.0) for layer in reversed(range(layers))]
-    plain, again = Timing(0.03, 0.06), Timing(0.03, 0.09)
-    timing = {KEEP: plain, OFFLOAD: plain, RECOMPUTE: again, OFFLOAD_REMAT: Timing(0.03, 0.066)}
-    return StepProfile((LayerKind(saved, 0, MIB),), (0,) * layers, (timing,), tuple(slots), rest_bytes=MIB)
-
-
-HALF = Bandwidth(LAYERS * 5 * MIB / 0.6, LAYERS * 5 * MIB / 0.6)
-"""A drive that can take about half of what that step saves."""
-
-
-def machine_of(bandwidth: Bandwidth = HALF, **options: Any) -> Machine:
-    return Machine(Controller(task_of(LAYERS, **options)), steady_profile(), bandwidth)
-
-
-def seen(nbytes: int) -> SeenBeside:
-    return SeenBeside(nbytes, [Beside(backward=nbytes)] * LAYERS)
-
-
-def test_a_session_that_waits_where_nothing_should_wait_plans_for_a_slower_drive() -> None:
-    """The simulator may say that a plan waits for nothing, while compute or the drive have their moods."""
-    machine = machine_of(budget=None, window=8 * MIB, tuning=CALM)
-    shares: list[float] = []
-
-    def noted(profile: StepProfile, bandwidth: Bandwidth, *arguments: Any, **options: Any) -> Plan:
-        shares.append(round(bandwidth.write / HALF.write, 9))
-        return make_plan(profile, bandwidth, *arguments, **options)
-
-    with mock.patch("tba_offload.adapt.proposals.make_plan", noted):
-        machine.run(20, waits=0.1)
-    steps = list(dict.fromkeys(shares))  # one that tries something else makes a plan after it anyway
-    expected = [max(TUNING.caution**count, TUNING.most_caution) for count in range(len(steps))]
-    assert steps == pytest.approx(expected)
-    assert steps[-1] == TUNING.most_caution
-
-
-# Host memory beside the drive
-
-
-def test_bytes_in_host_memory_are_not_counted_as_the_drives() -> None:
-    rates = Rates(task_of(1, host_capacity=MIB))
-    nothing = Load(0, 0.0)
-    drive = DriveLoad(Load(2_000_000, 0.001), Load(1_000_000, 0.001))
-    busy = DriveLoad(Load(9_000_000, 0.001), Load(7_000_000, 0.001), "host")
-    rates.note([drive, drive, DriveLoad(nothing, nothing, "host")], fell_back=False)
-    assert rates.bandwidth() == Bandwidth(4e9, 2e9).with_host(MIB)
-    rates.note([drive, drive, busy], fell_back=False)
-    assert rates.bandwidth() == Bandwidth(4e9, 2e9).with_host(MIB, write=9e9, read=7e9)
-    alone = Rates(task_of(1))
-    alone.note([drive], fell_back=False)
-    assert alone.bandwidth() == Bandwidth(2e9, 1e9)
 
 
 # What is unusual
@@ -416,20 +345,6 @@ def test_a_budget_that_cannot_be_met_is_told_once_and_planned_for_now_and_then()
     assert 2 <= planned.call_count <= 6
     assert len([each for each in told if "cannot be met" in str(each.message)]) == 1
     assert not Path(told[0].filename).is_relative_to(Path(tba.__file__).parent)  # but the user's own program
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (("--write", "0"), "must be more than 0"),
-        (("--budget", "12"), "has no unit"),
-        (("--drives", "nan"), "no number of drives"),
-    ],
-)
-def test_a_wrong_option_is_told(options: tuple[str, ...], problem: str, run_log: Path) -> None:
-    result = CliRunner().invoke(main, ["plan", str(run_log), *options])
-    assert result.exit_code == 2
-    assert problem in result.output
 
 
 # Several ranks
