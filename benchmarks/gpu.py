@@ -52,7 +52,7 @@ from tba_offload.errors import RunLogError, StoreError, UnsupportedError
 from tba_offload.report import rok
 from tba_offload.report.log import RunHeader, RunLogWriter, StepRecord
 from tba_offload.store import open_store
-from tba_offload.store.probe import Rates, measure
+from tba_offload.store.bench import Rates, measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

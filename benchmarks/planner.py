@@ -54,7 +54,7 @@ from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.what_if import composition, peak_of_keep
 from tba_offload.store.file import FileStore
-from tba_offload.store.thread_count import STORES
+from tba_offload.store.open import STORES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,12 +2,15 @@
 
 ``{rooms}`` lists every module of the package with the first line of its docstring. ``{constants}`` lists
 every constant that has a docstring in the given packages: name, value, and what the docstring says.
+
+``python docs/generated.py`` writes ``policy.schema.json``, the JSON Schema of policies, from their models.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -134,3 +137,10 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("rooms", Rooms)
     app.add_directive("constants", Constants)
     return {"parallel_read_safe": True}
+
+
+if __name__ == "__main__":
+    from tba_offload.config.schema import policy_schema
+
+    schema = json.dumps(policy_schema(), indent=2) + "\n"
+    Path(__file__).with_name("policy.schema.json").write_text(schema, encoding="utf-8")

@@ -87,9 +87,12 @@ def what_was_there_before_is_not_collected_again() -> None:
 def python_with_torch() -> Iterator[Warm]:
     """Runs programs as the interpreter does, but that torch has been imported, with what checkpoints need."""
     from children import environment
+    from places import SUPPORT
     from warm import warm
 
-    with warm("torch", "torch._dynamo", env=environment()) as found:
+    own = environment()
+    own["PYTHONPATH"] += f"{os.pathsep}{SUPPORT}"  # for faults, which programs put into their stores
+    with warm("torch", "torch._dynamo", env=own) as found:
         yield found
 
 

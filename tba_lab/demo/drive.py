@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tba_lab.demo.race import Spread
 from tba_offload.device import CpuDevice
 from tba_offload.store import open_store
-from tba_offload.store.probe import measure
+from tba_offload.store.bench import measure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from tba_offload import __version__
-from tba_offload.cli.bench_io import bench_io
 from tba_offload.cli.check import check
 from tba_offload.cli.demo import demo
 from tba_offload.cli.doctor import doctor
@@ -21,7 +20,6 @@ from tba_offload.cli.megatron import launch, patch
 from tba_offload.cli.plan import plan
 from tba_offload.cli.report import report
 from tba_offload.cli.rok import rok
-from tba_offload.cli.schema import schema
 from tba_offload.cli.timeline import timeline
 from tba_offload.cli.why import why
 from tba_offload.errors import ConfigError, TbaError
@@ -63,5 +61,5 @@ def main(modules: tuple[str, ...]) -> None:
             ) from error
 
 
-for command in (init, check, schema, rok, plan, why, timeline, report, demo, doctor, bench_io, patch, launch):
+for command in (init, check, rok, plan, why, timeline, report, demo, doctor, patch, launch):
     main.add_command(command)

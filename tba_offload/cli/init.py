@@ -1,4 +1,4 @@
-"""``tba-offload init``: asks the machine, and writes a policy with comments."""
+"""``tba-offload init``: write a policy with comments for this machine."""
 
 from __future__ import annotations
 
@@ -8,22 +8,66 @@ import os
 import shlex
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
+import yaml
 
-from tba_offload.cli.shared import writing
+from tba_offload.cli.shared import DIRECTORIES, JSON, writing
 from tba_offload.formatting import readable_size, visible
 from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from tba_offload.store.doctor import Location
 
-    from tba_offload.store.location import Location
+_POLICY = """\
+# yaml-language-server: $schema={url}
+# Written by tba-offload init for {device}.
+# `tba-offload check FILE --layers N` says what it does, `tba-offload doctor DIR` how fast its drives are.
+
+# keep | offload | recompute | recompute-offload | recompute-except-attention | offload-remat |
+# auto: the planner decides.
+default: auto
+
+# Layers of their own; the first rule that matches decides:
+# layers:
+#   - match: "last 2"
+#     placement: keep
+
+budget:
+  # Most bytes being written, or read back and not yet used.
+  in_flight_bytes: {window}
+  # The activation peak to plan for. Without it: the least memory at which nothing waits.
+  # activation_bytes: {activations}
+  # Or most bytes of all on the device, weights included: the rest is for activations.
+  # device_bytes: {all_bytes}
+
+store:
+  # gds | file | host; `auto` is gds (GPUDirect Storage) where the nvidia-fs driver is loaded, else file.
+  kind: auto
+  # One for each drive.
+  directories:
+{directories}
+  # Of one process; several on this machine share the room. Half of the free bytes.
+  capacity: {capacity}
+  # Spares the drives: bytes that plans may write in a day.
+  # write_bytes_per_day: 5TB
+  # Compares the bytes that drives give back with those that were written.
+  checksum: true
+
+# Activations that cannot be written, to a full drive or one that fails, stay in memory; or are an error.
+on_full: keep
+"""
+
+_LEAST_WINDOW, _MOST_WINDOW = 256 << 20, 4 << 30
+"""Bytes in flight: an eighth of the device's memory, within these. A large window frees little."""
+
+_FILE_SYSTEMS = {"ext4", "xfs", "btrfs", "f2fs"}
+"""File systems whose mount points are looked at for NVMe drives."""
 
 
 @click.command()
-@click.argument("directories", metavar="[DIR]...", nargs=-1, type=click.Path(readable=False, path_type=Path))
+@DIRECTORIES
 @click.option(
     "-o",
     "--output",
@@ -34,51 +78,53 @@ if TYPE_CHECKING:
     help="The policy to write.",
 )
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON and nothing else.")
+@JSON
 def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: bool) -> None:
-    """Ask the machine for drives and memory, and write a policy with comments.
+    """Write a policy with comments for this machine.
 
-    DIR are directories on the drives to use, one for each; without them the best are looked for among those
-    that are mounted, and that you may write to. Nothing is measured: tba-offload bench-io does that.
+    DIR are directories on the drives to use, one for each. Without them, the policy names each mounted NVMe
+    drive that you may write to, else the directory for temporary files. Nothing is measured: tba-offload
+    doctor does that.
     """
     if output.exists() and not force:
         raise click.ClickException(
-            f"{output}: exists already, and stays as it is; choose another name with -o, or replace it with "
-            "--force"
+            f"{output}: exists already, and stays as it is; choose another name with -o, or use --force"
         )
-    found = [(str(path), looked_at(str(path))) for path in directories] or _best_places()
-    memory = memory_of_machine()
-    text = _policy(found, memory)
-    _check(text)
+    found = {path: _look_at(path) for path in map(str, directories or _drives())}
+    memory = device_bytes()
     with writing(output):
-        write_regular(output, text.encode())
+        write_regular(output, _policy(found, memory).encode())
     if as_json:
-        places = [{"directory": path, **place.as_json()} for path, place in found]
-        click.echo(json.dumps({"policy": str(output), "memory": memory, "directories": places}, indent=2))
+        places = [{"directory": path, **place._asdict()} for path, place in found.items()]
+        click.echo(json.dumps({"policy": str(output), "device": memory, "directories": places}, indent=2))
         return
     click.echo(f"{output}: written, with {len(found)} {'directory' if len(found) == 1 else 'directories'}")
-    for path, place in found:
-        click.echo(visible(f"  {path}: {place.file_system_name}, {readable_size(place.free_bytes)} free"))
-        for doubt in place.findings():
-            click.echo(visible(f"  - {doubt.what}: {doubt.remedy}"))
+    for path, place in found.items():
+        click.echo(visible(f"  {path}: {place}"))
+        for doubt in place.findings:
+            click.echo(visible(f"  - {doubt['what']}: {doubt['remedy']}"))
     click.echo(f"Next: tba-offload check {shlex.quote(str(output))} --layers N, and tba-offload doctor DIR")
 
 
-def looked_at(path: str) -> Location:
-    """Return a directory that the user names.
+def _drives() -> list[str]:
+    """Return a directory on each NVMe drive that is mounted, by its mount point."""
+    temporary = tempfile.gettempdir()
+    first = {Path(temporary).stat().st_dev: temporary}  # of its drive, a better name than the mount point
+    found = []
+    for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines():
+        source, path, kind, *_ = line.split(" ")
+        is_drive = source.startswith("/dev/nvme") and kind in _FILE_SYSTEMS and not path.startswith("/boot")
+        if is_drive and os.access(path, os.W_OK) and Path(path).is_dir():
+            found.append(first.setdefault(Path(path).stat().st_dev, path))
+    return list(dict.fromkeys(found)) or [temporary]
 
-    Raises:
-        ClickException: It does not answer, cannot be reached, or is not to be written to.
-    """
-    from functools import partial
 
+def _look_at(path: str) -> Location:
     from tba_offload.errors import StoreError
-    from tba_offload.store.hanging import ask
-    from tba_offload.store.location import location_of
-    from tba_offload.store.probe import TRANSFER_SECONDS
+    from tba_offload.store.doctor import location_of
 
     try:
-        found = ask(partial(location_of, path), path, TRANSFER_SECONDS)
+        found = location_of(path)
     except StoreError as error:
         raise click.ClickException(f"{path}: {error.strerror}") from error
     if not os.access(path, os.W_OK):
@@ -86,167 +132,40 @@ def looked_at(path: str) -> Location:
     return found
 
 
-_RANKS = {"NVMe": 0, "SSD": 1, "virtual": 2, "mapped": 2}
-"""Kinds of drives, the best first; arrays count as the best of what they are made of."""
+def device_bytes() -> int | None:
+    """Return the memory of the device; None on a CPU."""
+    import torch
 
-_WORST = 3
-
-
-def _best_places() -> list[tuple[str, Location]]:
-    """Directories on the best local drives that are mounted; else that of temporary files."""
-    found: dict[str, tuple[int, str, Location]] = {}
-    for path in mounted():
-        try:
-            place = looked_at(path)
-        except (OSError, click.ClickException):
-            continue
-        rank = _rank(place)
-        if rank is not None and place.drive is not None and place.drive.name not in found:
-            found[place.drive.name] = (rank, path, place)
-    best = min((rank for rank, _, _ in found.values()), default=None)
-    if best is None:
-        path = tempfile.gettempdir()
-        return [(path, looked_at(path))]
-    return [(path, place) for rank, path, place in found.values() if rank == best]
-
-
-def _rank(place: Location) -> int | None:
-    from tba_offload.store.file_systems import Place
-
-    if place.drive is None or place.is_remote or place.file_system.place is not Place.DRIVE:
-        return None
-    return min((_RANKS.get(leaf.kind, _WORST) for leaf in place.drive.leaves), default=_WORST)
-
-
-def mounted() -> Iterator[str]:
-    """Where local drives are mounted and this user may write; the directory for temporary files first."""
-    yield tempfile.gettempdir()
-    try:
-        lines = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
-    except OSError:
-        return
-    for line in lines:
-        path, source = line.split(" ")[4], line.partition(" - ")[2].split(" ")[1]
-        if (
-            source.startswith("/dev/")
-            and "\\" not in path
-            and os.access(path, os.W_OK)
-            and Path(path).is_dir()
-        ):
-            yield path
-
-
-def memory_of_machine() -> dict[str, int | None]:
-    """Bytes of the device's memory, and of the host's."""
     from tba_offload.device import streams
 
     where = streams.default_device().torch_device
-    total = None
-    if where.type != "cpu":
-        import torch
-
-        properties: Any = torch.get_device_module(where).get_device_properties(where)
-        total = int(properties.total_memory)
-    return {"device": total, "host": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    if where.type == "cpu":
+        return None
+    return int(torch.get_device_module(where).get_device_properties(where).total_memory)
 
 
-_DEVICE_SHARE = 8
-"""Part of the device's memory that may be in flight: a window that is too large frees nothing."""
-_LEAST_WINDOW, _MOST_WINDOW = 256 << 20, 4 << 30
-_FREE_SHARE = 0.5
-"""Share of the free room of the drives that one process may take."""
-
-
-def _policy(found: Sequence[tuple[str, Location]], memory: dict[str, int | None]) -> str:
-    """Return the policy as text."""
-    from tba_offload.config import format_size
+def _policy(found: dict[str, Location], memory: int | None) -> str:
+    from tba_offload.config import OffloadConfig, format_size
     from tba_offload.config.schema import URL
 
-    window = min(max((memory["device"] or 0) // _DEVICE_SHARE, _LEAST_WINDOW), _MOST_WINDOW)
-    window -= window % (64 << 20)
-    room = int(_FREE_SHARE * sum(place.free_bytes for _, place in found))
-    device = "a CPU" if memory["device"] is None else f"a device with {readable_size(memory['device'])}"
-    host = readable_size(memory["host"] or 0)
-    lines = [
-        f"# yaml-language-server: $schema={URL}",
-        f"# Written by tba-offload init for {device} and {host} of host memory.",
-        "# Judge it with `tba-offload check FILE --layers N`, its drives with `tba-offload doctor DIR`.",
-        "",
-        "# keep | offload | recompute | recompute-offload | recompute-except-attention | offload-remat |",
-        "# auto: the planner decides.",
-        "default: auto",
-        "",
-        "# Layers of their own, the first rule that matches decides:",
-        "# layers:",
-        '#   - match: "last 2"',
-        "#     placement: keep",
-        "",
-        "budget:",
-        "  # Most bytes being written, or read back and not yet used.",
-        f"  in_flight_bytes: {format_size(window)}",
-        "  # The activation peak to plan for. Without it: the least memory at which nothing waits.",
-        f"  # activation_bytes: {_some_budget(memory)}",
-        "  # Or most bytes of all on the device, weights included: what is left is for activations.",
-        f"  # device_bytes: {_most_of_device(memory)}",
-        "",
-        "store:",
-        "  # On a GPU `auto` measures whether GPUDirect Storage (gds) or host memory (file) is faster.",
-        "  kind: auto",
-        "  # One for each drive.",
-        "  directories:",
-    ]
-    for path, place in found:
-        free = readable_size(place.free_bytes)
-        what = visible(f"{place.file_system_name}; {place.drive or 'no drive of this machine'}; {free} free")
-        lines += [f"    # {what}", f"    - {_as_yaml(str(Path(path).absolute()))}"]
-    lines += [
-        "  # Of one process; several on this machine share the room. Half of what is free now.",
-        f"  capacity: {format_size(_rounded(room))}",
-        "  # Spares the drives: bytes that plans may write in a day. How long they last tells",
-        "  # `tba-offload doctor DIR --run RUN.jsonl`.",
-        "  # write_bytes_per_day: 5TB",
-        "  # Compares what drives give back with what they were given.",
-        "  checksum: true",
-        "",
-        "# What cannot be written, to a full drive or one that fails, stays in memory; or is an error.",
-        "on_full: keep",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _as_yaml(path: str) -> str:
-    """Return a path in quotes.
-
-    Bytes that are no text become escapes, which are read back as what they were.
-    """
-    import yaml
-
-    quoted: str = yaml.safe_dump(path, default_style='"', allow_unicode=True, width=math.inf)
-    return quoted.rstrip("\n")
-
-
-def _rounded(room: int) -> int:
-    """Whole GiB, or where there is not one, MiB."""
+    device = memory or 16 << 30
+    window = min(max((memory or 0) // 8, _LEAST_WINDOW), _MOST_WINDOW)
+    by_drive = {place.device: place.free_bytes for place in found.values()}
+    room = max(sum(by_drive.values()) // 2, 1 << 20)
     unit = 1 << 30 if room >= 1 << 30 else 1 << 20
-    return max(room - room % unit, unit)
-
-
-def _some_budget(memory: dict[str, int | None]) -> str:
-    from tba_offload.config import format_size
-
-    return format_size(max((memory["device"] or 16 << 30) // 2 // (1 << 30), 1) << 30)
-
-
-def _most_of_device(memory: dict[str, int | None]) -> str:
-    """Return a device less a tenth: what is not PyTorch's, and gaps between its blocks, take some of it."""
-    from tba_offload.config import format_size
-
-    return format_size(max((memory["device"] or 16 << 30) * 9 // 10 >> 30, 1) << 30)
-
-
-def _check(text: str) -> None:
-    """Record that what is written can be read, whatever directories are called."""
-    from tba_offload.config import OffloadConfig
-
+    lines = []
+    for path, place in found.items():  # bytes that are no text become escapes, read back as the same bytes
+        absolute = str(Path(path).absolute())
+        quoted = yaml.safe_dump(absolute, default_style='"', allow_unicode=True, width=math.inf).rstrip()
+        lines += [f"    # {visible(str(place))}", f"    - {quoted}"]
+    text = _POLICY.format(
+        url=URL,
+        device="a CPU" if memory is None else f"a device with {readable_size(memory)}",
+        window=format_size(window - window % (64 << 20)),
+        activations=format_size(max(device // 2 >> 30, 1) << 30),
+        all_bytes=format_size(max(device * 9 // 10 >> 30, 1) << 30),
+        directories="\n".join(lines),
+        capacity=format_size(room - room % unit),
+    )
     OffloadConfig.from_yaml(text)
+    return text

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 """An option for programs."""
 
+DIRECTORIES = click.argument(
+    "directories", metavar="[DIR]...", nargs=-1, type=click.Path(readable=False, path_type=Path)
+)
+"""Directories on drives, one for each."""
+
 
 class Output(click.Path):
     """A file to write, whose suffix is checked before any work is done.

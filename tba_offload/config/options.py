@@ -122,9 +122,9 @@ class StoreConfig:
     """Where offloaded bytes go.
 
     Attributes:
-        kind: ``file``, ``host`` (memory of the host), ``gds`` (GPUDirect Storage), or ``auto``: ``file``, and
-            on a GPU the faster of ``file`` and ``gds``, which is measured on each drive; or a kind of your
-            own, see :func:`tba_offload.store.register_kind`.
+        kind: ``file``, ``host`` (memory of the host), ``gds`` (GPUDirect Storage), or ``auto``: ``gds`` on
+            a GPU whose machine has the nvidia-fs driver and kvikio, else ``file``; or a kind of your own, see
+            :func:`tba_offload.store.register_kind`.
         directories: One per drive, or the path of the only one; extents are spread over them. ``~`` and
             environment variables (``$SCRATCH``, ``${SCRATCH}``) are expanded, relative ones start at the
             working directory. If empty, the system's directory for temporary files.
@@ -141,8 +141,7 @@ class StoreConfig:
             this time and is an error at its end; 0 and None mean never. Collective operations of other ranks
             time out after ten minutes unless told otherwise, so it should be less.
         readers: Threads that read, for each directory; None for what suits the machine: one on up to two
-            cores, else two, or more with ``kind: auto`` on a GPU if neither number is given and more move
-            more, which is measured.
+            cores, else two.
         writers: Threads that write, likewise.
     """
 
@@ -212,7 +211,6 @@ class StoreConfig:
             stall_seconds=self.stall_seconds,
             readers=self.readers or usual,
             writers=self.writers or usual,
-            may_add_threads=self.readers is None and self.writers is None and usual > 1,
         )
 
 

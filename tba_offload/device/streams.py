@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
-_USUAL_KILOHERTZ = 1_500_000
-
-
 class Event(Protocol):
     """A point in the work of a device; ``torch.cuda.Event`` is one."""
 
@@ -108,10 +105,6 @@ class Device(ABC):
         Returns:
             Seconds, one for each mark. Only differences within one list mean something.
         """
-
-    @abstractmethod
-    def occupy(self, seconds: float) -> None:
-        """Give the calling thread's stream work for about so long, as training does; for measurements."""
 
     @abstractmethod
     def use(self, memory: torch.Tensor, stream: Any) -> None:
@@ -212,9 +205,6 @@ class CpuDevice(Device):
         """Return the marks themselves."""
         return list(marks)
 
-    def occupy(self, seconds: float) -> None:
-        """Do nothing: what a CPU computes needs no waiting for."""
-
     def use(self, memory: torch.Tensor, stream: object) -> None:
         """Do nothing: what was called is done."""
 
@@ -299,14 +289,6 @@ class Accelerator(Device):
         for mark in marks:  # they may be on several streams; one that is reached costs next to nothing
             mark.synchronize()
         return [0.0, *(marks[0].elapsed_time(mark) / 1000 for mark in marks[1:])] if marks else []
-
-    def occupy(self, seconds: float) -> None:
-        """Has one multiprocessor count clock cycles; nothing where there is no such kernel, as on XPU."""
-        if not hasattr(self._module, "_sleep"):
-            return
-        properties = self._module.get_device_properties(self.torch_device)
-        kilohertz = getattr(properties, "clock_rate", 0) or _USUAL_KILOHERTZ  # not every CUDA tells
-        self._module._sleep(int(1e3 * kilohertz * seconds))
 
     def use(self, memory: torch.Tensor, stream: Any) -> None:
         """Tells the caching allocator that ``stream`` reads the memory."""

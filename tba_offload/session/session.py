@@ -40,7 +40,6 @@ from tba_offload.session.steps import Steps
 from tba_offload.session.tokens import Tokens, token_counter
 from tba_offload.session.world import World
 from tba_offload.states import offload_optimizer
-from tba_offload.store import exit_status
 from tba_offload.store.base import close_after
 from tba_offload.weights import FrozenWeights
 
@@ -460,7 +459,6 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-@exit_status.failing
 def _finish_at_exit() -> None:
     """Record that the last step of a session that was never closed is in its run log all the same."""
     for session in list(_open_sessions):

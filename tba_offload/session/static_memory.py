@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from tba_offload.device.live_bytes import plain_storage
 from tba_offload.states.pieces import parameters_of
-from tba_offload.weights.choice import own_storages
+from tba_offload.weights.pieces import own_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -79,8 +79,8 @@ def frozen_bytes(
         device: The device that such a weight lies on.
     """
     of_layers = dict.fromkeys(range(len(layers)), 0)
-    for number, found in own_storages(modules, layers, max(at_least, 1), device):  # one that is away is empty
-        of_layers[number] += found[0][1].untyped_storage().nbytes()
+    for number, _, weight in own_weights(modules, layers, max(at_least, 1), device):  # away, it is empty
+        of_layers[number] += weight.untyped_storage().nbytes()
     sizes = sorted(of_layers.values(), reverse=True)
     return {"frozen_weights": sum(sizes), "frozen_at_once": sum(sizes[:2])}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from tba_offload.device.ranges import aligned_range
@@ -60,6 +61,8 @@ class Homes:
         self.part_bytes = part_bytes_of(store)
         self.read_bytes = self.written_bytes = 0
         self.waited = 0.0
+        # From, until; who wants them sets one that is longer.
+        self.waits: deque[tuple[float, float]] = deque(maxlen=0)
         self._limit = stall_limit
         self._tell = tell
         self._has_told = False
@@ -94,7 +97,9 @@ class Homes:
                 errno.ETIMEDOUT, f"the drive has not answered for {self._limit} s (store.stall_seconds)"
             ) from None
         finally:
-            self.waited += time.perf_counter() - began
+            ended = time.perf_counter()
+            self.waited += ended - began
+            self.waits.append((began, ended))
 
     def count(self, *, read: int = 0, written: int = 0) -> None:
         """Count bytes whose transfers begin."""

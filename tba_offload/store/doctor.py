@@ -1,28 +1,27 @@
-"""What a machine offers to offloading: where directories are, the ways of bytes to them, what would help."""
+"""The path of bytes to each directory, why, how fast, what is missing, and the fix."""
 
 from __future__ import annotations
 
+import os
 import platform
-import statistics
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tba_offload.config import StoreConfig
+from tba_offload.config.store import threads_per_direction
 from tba_offload.device import ByteRange
 from tba_offload.errors import MissingDependencyError, StoreError
-from tba_offload.formatting import readable_rate, visible
+from tba_offload.formatting import readable_rate, readable_size, visible
 from tba_offload.store import gds
+from tba_offload.store.bench import TRANSFER_SECONDS, measure, on_trial
 from tba_offload.store.checksums import Checksums
+from tba_offload.store.file_systems import file_system_of, mount_of
 from tba_offload.store.hanging import ask
-from tba_offload.store.location import Finding, location_of
-from tba_offload.store.probe import TRANSFER_SECONDS, choose, measure, on_trial
-from tba_offload.store.tested import TESTED, numbers_of
-from tba_offload.store.thread_count import STORES, threads_that_pay
+from tba_offload.store.open import STORES, kind_of_auto
+from tba_offload.store.run_file import open_directory
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Sequence
 
     from tba_offload.device import Device
@@ -30,178 +29,183 @@ if TYPE_CHECKING:
 Findings = dict[str, Any]
 
 _CHECKED = 64 << 20
-"""Bytes: more than caches near a core hold, as of activations."""
-_CHECKS = 3
+"""Bytes whose checksum is timed: more than caches near a core hold."""
 
-_HANGS = "check driver and drive; choose the other kind with store.kind meanwhile"
-_REMEDIES = {
-    "buffered": Finding(
-        "bytes pass through the page cache, which takes memory and processor time",
-        "use a directory on a local drive whose file system offers direct I/O, such as ext4 or XFS",
-    ),
-    "cuFile compatibility": Finding(
-        "cuFile moves bytes through host memory",
-        "for GPUDirect Storage load the driver (modprobe nvidia-fs), or with CUDA 12.8 or later let cuFile "
-        "use PCIe peer-to-peer (use_pci_p2pdma in cufile.json); gdscheck -p says what is missing",
-    ),
-}
-"""Doubts where bytes take this path, if speed matters."""
+_LITTLE_ROOM = 16 << 30
+"""Bytes: activations of a step of a model of some billions of parameters, on one GPU."""
+
+_LOCAL = "name a directory on a local NVMe drive, with ext4 or XFS, if there is one"
+_ROOM = "free some, name another directory, or set store.capacity, so that others keep their room"
 _NO_GDS = (
     "GPUDirect Storage needs cuFile and a local ext4 or XFS: install libcufile, see that "
     "KVIKIO_COMPAT_MODE is not ON, and try gdscheck -p"
 )
 
 
-def examine(directories: Sequence[str | os.PathLike[str]], device: Device) -> Findings:
-    """Try every way to every directory.
+def _finding(what: str, remedy: str) -> dict[str, str]:
+    return {"what": what, "remedy": remedy}
 
-    Some dozens of MiB are written to and read from each of them, on a GPU up to two GiB; nothing stays there,
-    and none is made.
+
+_OF_PATHS = {
+    "buffered": _finding(
+        "bytes pass through the page cache, which takes memory and processor time",
+        "use a directory on a local drive whose file system offers direct I/O, such as ext4 or XFS",
+    ),
+    "cuFile compatibility": _finding(
+        "cuFile moves bytes through host memory",
+        "for GPUDirect Storage load the driver (modprobe nvidia-fs), or with CUDA 12.8 or later let cuFile "
+        "use PCIe peer-to-peer (use_pci_p2pdma in cufile.json); gdscheck -p says what is missing",
+    ),
+}
+
+
+class Location(NamedTuple):
+    """Where a directory is.
+
+    Attributes:
+        file_system: The kernel's word for it, such as ``"ext4"`` or ``"fuse.sshfs"``.
+        mounted: What is mounted there, such as ``"/dev/nvme0n1p1"``; ``None`` if the system does not tell.
+        device: Number of the device; two directories with the same number share a drive.
+        free_bytes: Room for this user.
+        total_bytes: Size of the file system.
+        findings: What slows offloading down there or endangers it: ``what`` and ``remedy``.
+    """
+
+    file_system: str
+    mounted: str | None
+    device: int
+    free_bytes: int
+    total_bytes: int
+    findings: list[dict[str, str]]
+
+    def __str__(self) -> str:
+        mounted = "" if self.mounted is None else f" on {self.mounted}"
+        room = f"{readable_size(self.free_bytes)} free of {readable_size(self.total_bytes)}"
+        return f"{self.file_system}{mounted}; {room}"
+
+
+def location_of(directory: str) -> Location:
+    """Look at a directory.
+
+    Raises:
+        StoreError: It cannot be reached, or does not answer.
+    """
+    return ask(partial(_look, directory), directory, TRANSFER_SECONDS)
+
+
+def _look(directory: str) -> Location:
+    fd = open_directory(directory)
+    try:
+        mount, room, system, device = mount_of(fd), os.fstatvfs(fd), file_system_of(fd), os.fstat(fd).st_dev
+    finally:
+        os.close(fd)
+    name, mounted = (system.name, None) if mount is None else (mount.kind, mount.source)
+    free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    findings = []
+    if doubts := system.limits():
+        findings.append(_finding("; ".join(doubts), _LOCAL))
+    if free < max(_LITTLE_ROOM, total // 10):
+        findings.append(_finding(f"only {readable_size(free)} of {readable_size(total)} are free", _ROOM))
+    return Location(name, mounted, device, free, total, findings)
+
+
+def examine(directories: Sequence[str], device: Device) -> Findings:
+    """Try every way to every directory; nothing is made there that stays.
 
     Args:
         directories: One for each drive.
         device: The device that activations are going to lie on.
 
     Returns:
-        JSON values: ``machine``, and of each directory its ``location``, its ``ways``, what ``auto`` takes,
-        ``findings`` with a remedy each, and ``advice``, the remedies alone.
+        JSON values: ``machine``, the rate of checksums, and of each directory its ``location``, its ``ways``,
+        what ``auto`` takes (``None`` if the directory cannot be used) and ``findings`` with a remedy each.
     """
-    machine = _machine(device)
-    return {
-        "machine": machine | {"findings": [found._asdict() for found in _of_versions(machine)]},
-        "directories": [_examine_directory(str(directory), device) for directory in directories],
-    }
-
-
-def is_usable(findings: Findings) -> bool:
-    """Whether activations can go to each directory that was examined."""
-    return all(each["auto"] is not None for each in findings["directories"])
-
-
-def _of_versions(machine: Findings) -> Iterator[Finding]:
-    for name, tested in TESTED.items():
-        version = machine[name]
-        if version is not None and numbers_of(version) and not tested.covers(version):
-            yield Finding(
-                f"{name} {version} was not tested with this version of tba-offload, but {tested} were",
-                "compare a few steps of your model with and without offloading, or take one that was tested",
-            )
+    found = [_examine(directory, device) for directory in directories]
+    first: dict[int, str] = {}
+    for each in found:
+        if (location := each["location"]) is not None:
+            other = first.setdefault(location["device"], each["directory"])
+            if other is not each["directory"]:
+                remedy = "they share its speed: name one directory for each drive"
+                each["findings"].append(_finding(f"it lies on the same device as {other}", remedy))
+    checksums = Checksums(on=True)
+    checksums.of_range(ByteRange.of(torch.ones(_CHECKED, dtype=torch.uint8)))
+    rate = _CHECKED / checksums.take_seconds()
+    return {"machine": _machine(device), "checksum_bytes_per_second": rate, "directories": found}
 
 
 def _machine(device: Device) -> Findings:
     where = device.torch_device
-    is_gpu = where.type == "cuda"
     return {
-        "device": torch.get_device_module(where).get_device_name(where) if is_gpu else "cpu",
+        "device": torch.get_device_module(where).get_device_name(where) if where.type == "cuda" else "cpu",
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "checksum_bytes_per_second": _checksum_rate(),
         **gds.driver_versions(),
     }
 
 
-def _checksum_rate() -> float:
-    """Bytes of host memory that a thread takes the checksum of in a second of its processor time."""
-    data = ByteRange.of(torch.ones(_CHECKED, dtype=torch.uint8))
-    checksums = Checksums(on=True)
-    seconds = []
-    for _ in range(_CHECKS):
-        checksums.of_range(data)
-        seconds.append(checksums.take_seconds())
-    return _CHECKED / statistics.median(seconds)
-
-
-def _examine_directory(directory: str, device: Device) -> Findings:
-    found: Findings = {"directory": directory}
+def _examine(directory: str, device: Device) -> Findings:
     try:
-        location = ask(partial(location_of, directory), directory, TRANSFER_SECONDS)
-    except OSError as error:
-        ways = {"file": {"error": _said(error)}}
-        return found | {"location": None, "ways": ways, "auto": None, "findings": [], "advice": []}
+        location = location_of(directory)
+    except StoreError as error:
+        ways: Findings = {"file": {"error": error.strerror}}
+        return {"directory": directory, "location": None, "ways": ways, "auto": None, "findings": []}
     kinds = STORES if device.pins_memory else ("file",)  # elsewhere there is no memory but the host's
     ways = {kind: _try(kind, directory, device) for kind in kinds}
-    if "error" in ways.get("gds", {}):
-        ways["gds"].setdefault("remedy", _NO_GDS)
-    told = [*_of_ways(ways), *location.findings()]
-    found |= {
-        "location": location.as_json(),
-        "where": list(location.lines()),
-        "ways": ways,
-        "findings": [each._asdict() for each in told],
-        "advice": [each.remedy for each in told],
-    }
-    if "error" in ways["file"]:
-        return found | {"auto": None}
-    choice = choose(directory, device)
-    threads = threads_that_pay(choice.kind, directory, device, StoreConfig().options())
-    return found | {"auto": {"kind": choice.kind, **choice.as_json(), **threads.as_json()}}
-
-
-def _of_ways(ways: dict[str, Findings]) -> Iterator[Finding]:
-    """Yield what is doubtful about the ways to a directory."""
+    kind, why = kind_of_auto(device)
+    if "error" in ways[kind]:
+        kind, why = "file", ways[kind]["error"]
+    auto = {"kind": kind, "why": why, "threads": threads_per_direction()}
+    findings = [*location.findings]
     for way in ways.values():
-        if way.get("path") in _REMEDIES:
-            yield _REMEDIES[way["path"]]
+        if way.get("path") in _OF_PATHS:
+            findings.append(_OF_PATHS[way["path"]])
         if "remedy" in way:
-            yield Finding(way["error"], way["remedy"])
+            findings.append(_finding(way["error"], way["remedy"]))
+    return {
+        "directory": directory,
+        "location": {**location._asdict(), "words": str(location)},
+        "ways": ways,
+        "auto": None if "error" in ways["file"] else auto,
+        "findings": findings,
+    }
 
 
 def _try(kind: str, directory: str, device: Device) -> Findings:
     """One way to a directory: its path and why, and what it moves."""
     try:
-        with on_trial(STORES[kind], directory, device, None, TRANSFER_SECONDS) as store:
-            told = store.description
-            rates = measure(store, device)
+        with on_trial(kind, directory, device, threads=threads_per_direction()) as store:
+            path = {name: store.description[name] for name in ("path", "reason", "alignment")}
+            return {**path, "bytes_per_second": measure(store, device)._asdict()}
     except MissingDependencyError as error:
         return {"error": f"{error.package} is not installed", "remedy": str(error)}
     except TimeoutError:
-        return {"error": "a transfer hangs", "remedy": _HANGS}
-    except (StoreError, torch.OutOfMemoryError) as error:
-        return {"error": _said(error)}
-    return {
-        "path": told["path"],
-        "reason": told["reason"],
-        "alignment": told["alignment"],
-        "bytes_per_second": rates._asdict(),
-    }
+        return {"error": "a transfer hangs", "remedy": "check the drive and the system log"}
+    except StoreError as error:
+        return {"error": error.strerror, **({"remedy": _NO_GDS} if kind == "gds" else {})}
 
 
-def _said(error: BaseException) -> str:
-    """Return an error without number and path: what is said of a directory stands below its name."""
-    return getattr(error, "strerror", None) or str(error)
-
-
-def lines(findings: Findings) -> list[str]:
-    """Return the findings in words."""
-    machine = findings["machine"]
-    known = [
-        f"{name} {machine[key] or 'not found'}"
-        for name, key in (("kvikio", "kvikio"), ("cuFile", "cufile"), ("nvidia-fs", "nvidia_fs"))
-    ]
-    system = f"torch {machine['torch']}; Python {machine['python']}; Linux {machine['kernel']}"
-    said = [f"{machine['device']}; {system}; {'; '.join(known)}"]
-    rate = machine["checksum_bytes_per_second"]
-    said.append(
+def lines(findings: Findings) -> Iterator[str]:
+    """Yield the findings in words."""
+    yield "; ".join(f"{name} {value or 'not found'}" for name, value in findings["machine"].items())
+    rate = findings["checksum_bytes_per_second"]
+    yield (
         f"checksums: {readable_rate(rate)}, {2 * 2**30 / rate:.2f} s of processor time for each GiB that is "
         "written and read; store.checksum: false does without"
     )
-    said += map(_finding, machine["findings"])
     for each in findings["directories"]:
-        said.append(each["directory"])
-        said += [f"  {line}" for line in each.get("where", ())]
-        said += [f"  {kind:5} {_in_words(way)}" for kind, way in each["ways"].items()]
-        if each["auto"] is not None:
-            auto = each["auto"]
-            threads = f"readers: {auto['readers']}, writers: {auto['writers']}"
-            said.append(f"  auto  takes {auto['kind']} ({threads}), because {auto['why']}")
-        said += [f"  {_finding(found)}" for found in each["findings"]]
-    return [visible(line) for line in said]
-
-
-def _finding(found: Findings) -> str:
-    return f"- {found['what']}: {found['remedy']}"
+        yield visible(each["directory"])
+        if each["location"] is not None:
+            yield visible(f"  on    {each['location']['words']}")
+        for kind, way in each["ways"].items():
+            yield visible(f"  {kind:5} {_in_words(way)}")
+        if auto := each["auto"]:
+            threads = f"{auto['threads']} {'thread' if auto['threads'] == 1 else 'threads'} each way"
+            yield visible(f"  auto  takes {auto['kind']} ({threads}), because {auto['why']}")
+        for found in each["findings"]:
+            yield visible(f"  - {found['what']}: {found['remedy']}")
 
 
 def _in_words(way: Findings) -> str:
@@ -210,5 +214,7 @@ def _in_words(way: Findings) -> str:
     rates = {name: readable_rate(rate) for name, rate in way["bytes_per_second"].items()}
     why = "" if way["reason"] is None else f", because {way['reason']}"
     aligned = f" aligned to {way['alignment']} bytes" if way["alignment"] > 1 else ""
-    moved = f"writes {rates['write']}, reads {rates['read']}, both at once {rates['both']}"
-    return f"{way['path']}{aligned}{why}: {moved}"
+    return (
+        f"{way['path']}{aligned}{why}: writes {rates['write']}, reads {rates['read']}, "
+        f"both at once {rates['both']}"
+    )

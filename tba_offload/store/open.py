@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import StoreConfig
 from tba_offload.config.store import opener_of
-from tba_offload.errors import ConfigError, UnsupportedError
+from tba_offload.errors import ConfigError, HangingError, MissingDependencyError, StoreError, UnsupportedError
+from tba_offload.store import gds
 from tba_offload.store.file import FileStore
-from tba_offload.store.gds import import_kvikio
+from tba_offload.store.gds import GdsStore, import_kvikio
 from tba_offload.store.hanging import ask, opened
 from tba_offload.store.host import HostStore
-from tba_offload.store.probe import choose
 from tba_offload.store.striped import StripedStore
-from tba_offload.store.thread_count import STORES, threads_that_pay
 from tba_offload.store.tiered import TieredStore
 
 if TYPE_CHECKING:
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
     from tba_offload.store.engine import QueuedStore
 
 logger = logging.getLogger(__name__)
+
+STORES: dict[str, type[FileStore | GdsStore]] = {"file": FileStore, "gds": GdsStore}
+"""The two ways from a device to a drive."""
 
 _LINK_THREADS = 2
 """Threads for each direction of the link to a device, so that the next copy is enqueued when one ends. A copy
@@ -91,23 +93,42 @@ def _open_drives(options: StoreOptions, device: Device) -> ActivationStore:
 
 
 def _open_drive(path: str, options: StoreOptions, device: Device, drive: int) -> QueuedStore:
-    """Return the store on one drive; "auto" is the faster kind where there are two ways to it."""
-    kind: str = options.kind
-    chosen = None
-    if kind == "auto" and device.pins_memory:
-        choice = choose(path, device, options)
-        kind = choice.kind
-        threads = threads_that_pay(kind, path, device, options)
-        options = threads.of(options)
-        chosen = choice.as_json() | threads.as_json()
-        logger.info(
-            "%s: store kind %r, because %s; %d threads that read, %d that write",
-            *(path, kind, choice.why, threads.readers, threads.writers),
-        )
-    make = partial(STORES.get(kind, FileStore), path, device=device, drive=drive, options=options)
-    store = opened(make, path, device, options.stall_seconds)
-    store.chosen = chosen
+    """Return the store on one drive; ``auto`` is ``file`` where cuFile does not take files there."""
+
+    def open_as(kind: str) -> QueuedStore:
+        make = partial(STORES[kind], path, device=device, drive=drive, options=options)
+        return opened(make, path, device, options.stall_seconds)
+
+    if options.kind != "auto" or not device.pins_memory:
+        return open_as("gds" if options.kind == "gds" else "file")
+    kind, why = kind_of_auto(device)
+    try:
+        store = open_as(kind)
+    except StoreError as error:
+        if kind == "file" or isinstance(error, HangingError):
+            raise
+        kind, why = "file", str(error)
+        store = open_as(kind)
+    logger.info("%s: store kind %r, because %s", path, kind, why)
+    store.chosen = {"why": why}
     return store
+
+
+def kind_of_auto(device: Device) -> tuple[str, str]:
+    """Return the kind of store that ``kind: auto`` takes, and why, in words.
+
+    Args:
+        device: The device that activations lie on.
+    """
+    if not device.pins_memory:
+        return "file", "activations lie in host memory, which drives reach directly"
+    if not gds.NVIDIA_FS.exists():
+        return "file", "the nvidia-fs driver of GPUDirect Storage is not loaded"
+    try:
+        import_kvikio()
+    except MissingDependencyError as error:
+        return "file", f"GPUDirect Storage needs {error.package}, which is not installed"
+    return "gds", "the nvidia-fs driver is loaded"
 
 
 def _with_host_memory(drives: ActivationStore, options: StoreOptions, device: Device) -> ActivationStore:

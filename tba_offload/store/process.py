@@ -9,8 +9,6 @@ import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from tba_offload.store import exit_status
-
 if TYPE_CHECKING:
     import threading
 
@@ -39,7 +37,6 @@ def open_stores() -> list[QueuedStore]:
     return list(_open_stores)
 
 
-@exit_status.failing
 def close_all() -> None:
     """Close every store, also if one of them raises."""
     with ExitStack() as stack:

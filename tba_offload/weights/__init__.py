@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tba_offload.weights.frozen import FrozenWeights, offload_frozen
-from tba_offload.weights.traffic import WeightsMoved, WeightsTraffic
+from tba_offload.weights.frozen import FrozenWeights, WeightsMoved, WeightsTraffic, offload_frozen
 
 __all__ = ["FrozenWeights", "WeightsMoved", "WeightsTraffic", "offload_frozen"]

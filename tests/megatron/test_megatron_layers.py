@@ -7,23 +7,18 @@ import dataclasses
 import os
 import warnings
 import weakref
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
-from unittest import mock
 
+import models
 import pytest
 import torch
-from fused_layers import SIZE, FusedLayer
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import tba_offload as tba
-from tba_lab.gpt import GptShape, build_encoder, build_gpt, gpt_loss, random_batch
+from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import seed_all, single_process, training_device
-from tba_offload.capture.hooks import LayerHooks
 from tba_offload.config.policy import LayerId, Placement, Rule
 from tba_offload.errors import RecomputationError, UnsupportedError
-from tba_offload.layers.stack import Layer, LayerStack
 from tba_offload.megatron.layers import (
     checkpoint_layer,
     current_microbatch,
@@ -32,7 +27,6 @@ from tba_offload.megatron.layers import (
     is_megatron,
     shorten,
 )
-from tba_offload.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,8 +41,6 @@ SHAPES = [
     for style in ("gpt", "llama")
     for dtype in ("fp32", "bf16")
 ]
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.style}-{shape.dtype}")
 
 
@@ -59,41 +51,29 @@ def megatron() -> Iterator[None]:
 
 
 def same_bits(first: list[Tensor], second: list[Tensor]) -> bool:
-    """Equal as integers: 0.0 and -0.0 differ, and a NaN equals itself."""
     return len(first) == len(second) and all(
-        a.dtype == b.dtype and torch.equal(as_integers(a), as_integers(b))
-        for a, b in zip(first, second, strict=True)
+        models.same_bits(one.detach(), other.detach()) for one, other in zip(first, second, strict=True)
     )
 
 
-def as_integers(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(INTEGERS[tensor.element_size()])
-
-
-def recompute(layer: nn.Module) -> list[int]:
-    """Makes a layer recompute; returns a list that grows with each run of its forward."""
-    forward = layer.forward
-    runs: list[int] = []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        runs.append(len(runs))
-        return forward(*args, **kwargs)
-
-    layer.forward = lambda *args, **kwargs: checkpoint_layer(counted, *args, **kwargs)
-    return runs
-
-
-def train_step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], *recomputed: int) -> list[Tensor]:
+def train_step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], *recomputed: str) -> list[Tensor]:
     """Loss, gradients and the random state after one step, with some layers recomputed."""
-    layers = find_layers(model)
-    runs = [recompute(layers[number].module) for number in recomputed]
+    rules = tuple(Rule(layer, Placement.RECOMPUTE) for layer in recomputed)
+    config = tba.OffloadConfig(default=Placement.KEEP, layers=rules)
     seed_all(5)
-    loss = loss_of(model)
-    torch.autograd.backward(loss)
-    assert [len(run) for run in runs] == [2] * len(runs)
+    with tba.attach(model, config) if rules else contextlib.nullcontext() as session:
+        with session.step() if session else contextlib.nullcontext():
+            loss = loss_of(model)
+            torch.autograd.backward(loss)
+        if session:
+            assert session.report()[-1].recomputed_scopes == len(recomputed)
+    return [loss, *gradients_of(model), *random_states()]
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert len(gradients) == len(list(model.parameters()))
-    return [loss, *gradients, *random_states()]
+    return gradients
 
 
 def random_states() -> list[Tensor]:
@@ -104,73 +84,24 @@ def random_states() -> list[Tensor]:
 
 class TestRecomputeIsBitForBit:
     @every_shape
-    @pytest.mark.parametrize("recomputed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
-    def test_of_any_layer(self, shape: GptShape, recomputed: tuple[int, ...]) -> None:
+    def test_of_a_gpt(self, shape: GptShape) -> None:
         batch = random_batch(shape, batch_size=2, seed=2)
 
-        def run(*layers: int) -> list[Tensor]:
+        def run(*layers: str) -> list[Tensor]:
             return train_step(build_gpt(shape, seed=0), lambda model: gpt_loss(model, batch), *layers)
 
-        assert same_bits(run(*recomputed), run())
-
-    def test_of_an_encoder(self) -> None:
-        shape = dataclasses.replace(SHAPE, dtype="fp32")
-        hidden = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0)).to(training_device())
-
-        def run(*layers: int) -> list[Tensor]:
-            inputs = hidden.clone().requires_grad_()
-            results = train_step(
-                build_encoder(shape, seed=0), lambda model: model(inputs, None).square().mean(), *layers
-            )
-            assert inputs.grad is not None
-            return [*results, inputs.grad]
-
-        assert same_bits(run(0, 1, 2), run())
+        expected = run()
+        assert same_bits(run("1"), expected)
+        assert same_bits(run("0", "1", "2"), expected)
 
     def test_of_layers_that_share_a_context(self) -> None:
-        def run(*layers: int) -> list[Tensor]:
+        def run(*layers: str) -> list[Tensor]:
             return train_step(build_t5(), t5_loss, *layers)
 
-        assert same_bits(run(0, 1, 2, 3), run())
-
-    def test_which_dropout_and_the_comparison_make_hard(self) -> None:
-        batch = random_batch(SHAPE, batch_size=2, seed=2)
-        model = build_gpt(SHAPE, seed=0)
-        seed_all(5)
-        first = gpt_loss(model, batch)
-        assert not same_bits([first], [gpt_loss(model, batch)])
-        assert not same_bits([torch.tensor(0.0)], [torch.tensor(-0.0)])
-        assert same_bits([torch.tensor(torch.nan)], [torch.tensor(torch.nan)])
+        assert same_bits(run("encoder:0", "encoder:1", "decoder:0", "decoder:1"), run())
 
 
 class TestCheckpointLayer:
-    def test_hands_over_only_the_hidden_states(self) -> None:
-        """Masks and rotary tables are shared by all layers: saving them for each would only cost."""
-        packed: list[int] = []
-
-        def pack(tensor: Tensor) -> Tensor:
-            packed.append(tensor.data_ptr())
-            return tensor.detach()
-
-        hidden = torch.randn(4, requires_grad=True)
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            checkpoint_layer(
-                lambda x, mask, table: x * mask * table, hidden, torch.ones(4), table=torch.ones(4)
-            )
-        assert packed == [hidden.data_ptr()]
-
-    def test_holds_no_input_itself(self) -> None:
-        """Or offloading the inputs would free nothing."""
-        hidden = torch.randn(4, requires_grad=True) * 2
-        gone = weakref.ref(hidden.untyped_storage())
-        with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
-            output, _ = checkpoint_layer(
-                lambda hidden_states, mask: (hidden_states.exp(), None), hidden_states=hidden, mask=None
-            )
-        del hidden
-        assert gone() is None
-        output.sum().backward()
-
     def test_keeps_the_structure_of_the_output(self) -> None:
         hidden = torch.randn(4, requires_grad=True)
         single = checkpoint_layer(lambda x: x * 2, hidden)
@@ -247,10 +178,6 @@ class TestFindLayers:
         prefix = "module." if dtype == "bf16" else ""
         assert [layer.module for layer in found] == [modules[f"{prefix}decoder.layers.{n}"] for n in range(3)]
 
-    def test_of_an_encoder_block_alone(self) -> None:
-        found = find_layers(build_encoder(SHAPE, seed=0))
-        assert [layer.id for layer in found] == [LayerId(n, f"layers.{n}") for n in range(3)]
-
     def test_of_a_model_with_two_stacks(self) -> None:
         assert [layer.id for layer in find_layers(build_t5())] == [
             LayerId(0, "encoder.layers.0", "encoder"),
@@ -312,25 +239,28 @@ class TestInputsThatTravel:
     """Layers placed recompute-offload, which Megatron's checkpoint recomputes."""
 
     @every_shape
-    def test_hooks_see_the_hidden_states_and_nothing_else(self, shape: GptShape) -> None:
-        """Not the dropout either, for which the layers switch gradients on."""
+    def test_the_hidden_states_travel_and_nothing_else(self, shape: GptShape) -> None:
+        """Not the dropout either, for which the layers switch gradients on; and they are freed."""
         batch = random_batch(shape, batch_size=2, seed=2)
         model = build_gpt(shape, seed=0)
-        given: list[tuple[int, torch.Size]] = []
+        given: list[weakref.ref[torch.UntypedStorage]] = []
         for layer in find_layers(model):
             layer.module.register_forward_pre_hook(
-                lambda _, args, kwargs: given.append(where(kwargs["hidden_states"])), with_kwargs=True
+                lambda _, args, kwargs: given.append(weakref.ref(kwargs["hidden_states"].untyped_storage())),
+                with_kwargs=True,
             )
-        with attached(model) as (session, seen):
+        nbytes = 2 * shape.sequence * shape.hidden * (4 if shape.dtype == "fp32" else 2)
+        with tba.attach(model, INPUTS) as session:
             for _ in range(2):
                 given.clear()
-                seen.clear()
                 with session.step() as step:
-                    torch.autograd.backward(gpt_loss(model, batch))
-                assert seen == given
-                assert len(seen) == 3
+                    loss = gpt_loss(model, batch)
+                    session.offloader.quiesce()
+                    assert [storage() for storage in given] == [None] * 3
+                    torch.autograd.backward(loss)
                 assert step.record is not None
                 assert step.record.recomputed_scopes == 3
+                assert step.record.offloaded_bytes == step.record.read_bytes == 3 * nbytes
 
     def test_other_numbers_are_noticed_in_each_step(self) -> None:
         """Megatron's checkpoint hides what a layer saves: what it puts out is compared."""
@@ -341,7 +271,7 @@ class TestInputsThatTravel:
             with session.step():
                 torch.autograd.backward(gpt_loss(model, batch))
 
-        with attached(model) as (session, _):
+        with tba.attach(model, INPUTS) as session:
             for _ in range(3):
                 step(session)
             find_layers(model)[1].module.mlp.register_forward_hook(
@@ -349,21 +279,6 @@ class TestInputsThatTravel:
             )
             with pytest.raises(RecomputationError, match=r"layer 1 .* other numbers"):
                 step(session)
-
-    def test_inputs_are_freed(self) -> None:
-        batch = random_batch(SHAPE, batch_size=2, seed=2)
-        model = build_gpt(SHAPE, seed=0)
-        given: list[weakref.ref[torch.UntypedStorage]] = []
-        for layer in find_layers(model):
-            layer.module.register_forward_pre_hook(
-                lambda _, args, kwargs: given.append(weakref.ref(kwargs["hidden_states"].untyped_storage())),
-                with_kwargs=True,
-            )
-        with attached(model) as (session, _), session.step():
-            loss = gpt_loss(model, batch)
-            session.offloader.quiesce()
-            assert [storage() for storage in given] == [None] * 3
-            torch.autograd.backward(loss)
 
     def test_a_context_of_all_decoder_layers_travels_once(self) -> None:
         def train(session: tba.Session | None) -> list[Tensor]:
@@ -373,76 +288,36 @@ class TestInputsThatTravel:
                 if session:
                     session.offloader.quiesce()
                 loss.backward()
-            return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+            return [loss.detach(), *gradients_of(model)]
 
         model = build_t5()
         expected = train(None)
         model = build_t5()
-        with attached(model) as (session, seen):
+        with tba.attach(model, INPUTS) as session:
             assert same_bits(train(session), expected)
             (record,) = session.report()
-        hidden = 8 * 2 * 16 * 4
-        assert len(seen) == 2 + 2 * 2  # the decoder's layers are given hidden states and the context
+        hidden = 8 * 2 * 16 * 4  # the decoder's layers are given hidden states and the context
         assert (record.offloaded_bytes, record.read_bytes) == (5 * hidden, 5 * hidden)
         assert (record.deduplicated_bytes, record.held_bytes) == (hidden, 0)
 
 
-@contextlib.contextmanager
-def attached(
-    model: nn.Module, stack: LayerStack | None = None
-) -> Iterator[tuple[tba.Session, list[tuple[int, torch.Size]]]]:
-    """A session that recomputes all layers and offloads their inputs, and the tensors its hooks see."""
-    seen: list[tuple[int, torch.Size]] = []
-    original = LayerHooks.pack
-
-    def pack(hooks: LayerHooks, tensor: Tensor) -> object:
-        seen.append(where(tensor))
-        return original(hooks, tensor)
-
-    config = tba.OffloadConfig(
-        default=Placement.RECOMPUTE_OFFLOAD, store=tba.StoreConfig(kind="host"), min_tensor_bytes=64
-    )
-    with (
-        mock.patch.object(LayerHooks, "pack", pack),
-        Session(stack or find_stack(model), [model], config) as session,
-    ):
-        yield session, seen
+INPUTS = tba.OffloadConfig(
+    default=Placement.RECOMPUTE_OFFLOAD, store=tba.StoreConfig(kind="host"), min_tensor_bytes=64
+)
 
 
-def where(tensor: Tensor) -> tuple[int, torch.Size]:
-    return tensor.data_ptr(), tensor.shape
+def run_mamba(model: Any) -> Tensor:
+    output = torch.ones(8, 2, 32, requires_grad=True) * 1
+    for layer in model.decoder.layers:
+        output = layer(output, None)
+    return output.square().sum()
 
 
-class TestMamba:
-    def test_its_layers_are_found(self) -> None:
-        model = build_mamba()
-        assert is_megatron(model)
-        assert [layer.id for layer in find_layers(model)] == [
-            LayerId(number, f"decoder.layers.{number}") for number in range(3)
-        ]
-
-    def test_every_placement_gives_the_same_bits(self) -> None:
-        def train(config: tba.OffloadConfig | None) -> list[Tensor]:
-            model: Any = build_mamba()
-            with tba.attach(model, config) if config else contextlib.nullcontext() as session:
-                seed_all(3)
-                with session.step() if session else contextlib.nullcontext():
-                    hidden = torch.randn(8, 2, 32, requires_grad=True)
-                    output = hidden
-                    for layer in model.decoder.layers:
-                        output = layer(output, None)
-                    output.square().sum().backward()
-                if session:
-                    record = session.report()[-1]
-                    assert (record.scopes, record.recomputed_scopes) == (3, 1)
-                    assert record.offloaded_bytes + record.forwarded_bytes > 0
-            return [output, hidden.grad, *(parameter.grad for parameter in model.parameters())]
-
-        expected = train(None)
-        for recomputed in (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD):
-            rules = (Rule("0", recomputed), Rule("1", Placement.KEEP))
-            config = tba.OffloadConfig(layers=rules, store=tba.StoreConfig(kind="host"), min_tensor_bytes=64)
-            assert same_bits(train(config), expected)
+def run_mtp(model: Any) -> Tensor:
+    tokens, mask = torch.arange(32).view(2, 16), torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
+    positions = torch.arange(16).expand(2, -1)
+    losses: Tensor = model(tokens, positions, mask, labels=tokens, loss_mask=torch.ones(2, 16))
+    return losses.mean()
 
 
 def build_mtp() -> nn.Module:
@@ -460,33 +335,46 @@ def build_mtp() -> nn.Module:
         return GPTModel(config, spec, vocab_size=64, max_sequence_length=16, mtp_block_spec=further)
 
 
-class TestMultiTokenPrediction:
-    def test_its_layers_are_found(self) -> None:
+class TestOtherLayers:
+    def test_mamba_layers_are_found(self) -> None:
+        model = build_mamba()
+        assert is_megatron(model)
+        assert [layer.id for layer in find_layers(model)] == [
+            LayerId(number, f"decoder.layers.{number}") for number in range(3)
+        ]
+
+    def test_layers_that_predict_further_tokens_are_found(self) -> None:
         """Releases number them differently: on from the decoder's, or from 0 in a stack of their own."""
         ids = [layer.id for layer in find_layers(build_mtp())]
         assert [id_.name for id_ in ids[:3]] == [f"decoder.layers.{number}" for number in range(3)]
         assert [id_.name.rpartition(".")[0] for id_ in ids[3:]] == ["mtp.layers.0", "mtp.layers.1"]
         assert len({(id_.stack, id_.number) for id_ in ids}) == 5
 
-    def test_every_placement_gives_the_same_bits(self) -> None:
+    @pytest.mark.parametrize(
+        ("build", "run", "recomputed", "layers"),
+        [(build_mamba, run_mamba, "0", 3), (build_mtp, run_mtp, "mtp.layers.0.*", 5)],
+    )
+    def test_every_placement_gives_the_same_bits(
+        self, build: Callable[[], nn.Module], run: Callable[[nn.Module], Tensor], recomputed: str, layers: int
+    ) -> None:
         def train(config: tba.OffloadConfig | None) -> list[Tensor]:
-            model: Any = build_mtp()
-            tokens = torch.arange(32).view(2, 16)
-            positions = torch.arange(16).expand(2, -1)
-            mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
+            model = build()
             with tba.attach(model, config) if config else contextlib.nullcontext() as session:
                 seed_all(3)
                 with session.step() if session else contextlib.nullcontext():
-                    losses = model(tokens, positions, mask, labels=tokens, loss_mask=torch.ones(2, 16))
-                    losses.mean().backward()
+                    loss = run(model)
+                    loss.backward()
                 if session:
                     record = session.report()[-1]
-                    assert (record.scopes, record.recomputed_scopes) == (5, 1)
-            return [losses, *(parameter.grad for parameter in model.parameters())]
+                    assert (record.scopes, record.recomputed_scopes) == (layers, 1)
+                    assert record.offloaded_bytes + record.forwarded_bytes > 0
+            return [loss, *gradients_of(model)]
 
-        rules = (Rule("mtp.layers.0.*", Placement.RECOMPUTE), Rule("*.layers.1", Placement.KEEP))
-        config = tba.OffloadConfig(layers=rules, store=tba.StoreConfig(kind="host"), min_tensor_bytes=64)
-        assert same_bits(train(config), train(None))
+        expected = train(None)
+        for placement in (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD):
+            rules = (Rule(recomputed, placement), Rule("*.layers.1", Placement.KEEP))
+            config = tba.OffloadConfig(layers=rules, store=tba.StoreConfig(kind="host"), min_tensor_bytes=64)
+            assert same_bits(train(config), expected)
 
 
 class TestReducedPrecision:
@@ -515,85 +403,6 @@ class TestReducedPrecision:
         output.sum().backward()
         group = parallel_state.get_tensor_model_parallel_group()
         assert calls == [(False, tensor_parallel.get_cuda_rng_tracker, group)]
-
-    def test_hooks_see_what_its_checkpoint_saves_and_nothing_else(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """It saves the tensors that it is given, once the layer has run, and holds nothing else."""
-        from megatron.core.extensions import transformer_engine
-
-        monkeypatch.setattr(
-            transformer_engine,
-            "te_checkpoint",
-            lambda run, distribute, tracker, group, *inputs: TeCheckpoint.apply(run, *inputs),
-        )
-
-        def train(session: tba.Session | None) -> list[Tensor]:
-            torch.manual_seed(3)
-            with session.step() if session else contextlib.nullcontext():
-                x = torch.randn(32, 2, SIZE, requires_grad=True)
-                hidden = x * 1
-                for layer in model:
-                    given.append((where(hidden), weakref.ref(hidden.untyped_storage())))
-                    hidden = layer(hidden)
-                if session:
-                    session.offloader.quiesce()
-                    assert [storage() for _, storage in given] == [None] * 3
-                hidden.square().mean().backward()
-            return [x.grad, *(parameter.grad for parameter in model.parameters())]  # type: ignore[list-item]
-
-        given: list[tuple[tuple[int, torch.Size], weakref.ref[torch.UntypedStorage]]] = []
-        model = quantized_layers()
-        expected = train(None)
-        given.clear()
-        model = quantized_layers()
-        stack = LayerStack(
-            tuple(Layer(LayerId(n, f"layers.{n}"), layer) for n, layer in enumerate(model)),
-            checkpoint=checkpoint_layer,
-        )
-        with attached(model, stack) as (session, seen):
-            assert same_bits(train(session), expected)
-            (record,) = session.report()
-        assert seen == [where for where, _ in given]
-        one = 32 * 2 * SIZE * 4
-        assert (record.recomputed_scopes, record.offloaded_bytes, record.read_bytes) == (3, 3 * one, 3 * one)
-
-
-class TeCheckpoint(torch.autograd.Function):
-    """In the place of Transformer Engine's own, as it is documented: reentrant, with the random state."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], *inputs: Tensor) -> Any:
-        ctx.run, ctx.random_state = run, torch.get_rng_state()
-        with torch.no_grad():
-            outputs = run(*inputs)
-        ctx.save_for_backward(*inputs)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        inputs = [saved.detach().requires_grad_(saved.requires_grad) for saved in ctx.saved_tensors]
-        with torch.random.fork_rng(), torch.enable_grad():
-            torch.set_rng_state(ctx.random_state)
-            outputs = ctx.run(*inputs)
-        torch.autograd.backward(outputs, gradients)
-        return None, *(each.grad for each in inputs)
-
-
-class QuantizedLayer(FusedLayer):
-    """With dropout, for which it switches gradients on, as Megatron's layers do."""
-
-    config = SimpleNamespace(fp8="hybrid", fp4=None)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        made = super().forward(hidden)
-        with torch.enable_grad():
-            return hidden + nn.functional.dropout(made, 0.1)
-
-
-def quantized_layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(QuantizedLayer() for _ in range(3)))
 
 
 class TestShorten:

@@ -164,12 +164,12 @@ print(f"{errors} of 20 steps failed", file=sys.stderr)
 """
     )
     code, errors, _ = run(python_with_torch, script)
-    assert code == 120
+    assert code == 0
     assert "1 of 20 steps failed" in errors
 
 
 def test_a_session_that_was_never_closed(tmp_path: Path, python_with_torch: Warm) -> None:
-    """The process has a status of its own for it, and callbacks of others run: one of them says how long."""
+    """The program ends, and callbacks of others run: one of them says how long."""
     script = (
         told([tmp_path / "drive"], "hang-write")
         + """
@@ -183,7 +183,7 @@ while not faults.fired:  # what no thread has taken up yet is dropped at the end
 """
     )
     code, errors, seconds = run(python_with_torch, script)
-    assert code == 120
+    assert code == 0
     assert errors.count("are given up") == 1
     assert seconds < LIMIT + 5 + 20
 
@@ -235,7 +235,7 @@ while not faults.fired:
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
-        ("", 120),
+        ("", 0),
         pytest.param("store.close()", 1, marks=full),
         pytest.param("with store: pass", 1, marks=full),
     ],
@@ -243,7 +243,7 @@ while not faults.fired:
 def test_a_write_that_hangs_at_the_end_is_told(
     tmp_path: Path, python_with_torch: Warm, end: str, expected: int
 ) -> None:
-    """120 is the exit code of an interpreter that met an error when it ended."""
+    """At the end of the interpreter the error is printed, and the status of the program stays."""
     code, errors, seconds = run(python_with_torch, told([tmp_path / "drive"], "hang-write") + STORE + end)
     assert code == expected
     assert f"{1 << 20} bytes of 1 transfers have not moved for {LIMIT:g} s and are given up" in errors

@@ -178,6 +178,10 @@ def test_the_same_bits_beside_activations_that_travel(placement: str, tmp_path: 
         assert session.weights is not None
         assert session.weights.nbytes == LAYERS * WEIGHTS
         assert_same(trained(model), expected)
+        assert session.report()[-1].weights_read_bytes
+        session.weights.close()
+        trained(model, steps=1)
+        assert session.report()[-1].weights_read_bytes is None
 
 
 def test_weights_are_no_activations_in_the_run_log(tmp_path: Path) -> None:
@@ -266,55 +270,6 @@ def test_what_evaluations_and_failed_steps_read_belongs_to_no_step(*, compiles: 
     for record in records:
         assert record.weights_read_bytes == (2 * LAYERS - 1) * WEIGHTS
         assert (record.weights_waited_seconds or 0.0) <= record.seconds
-
-
-@pytest.mark.parametrize("left_out", [0, LAYERS - 1])
-def test_waits_for_reads_in_vain_are_told_too(left_out: int, tmp_path: Path) -> None:
-    model, delay = Model(), 0.1
-    for layer in model.layers[:left_out]:  # backward ends above them
-        layer.requires_grad_(requires_grad=False)
-    policy = {
-        "min_tensor_bytes": "2KiB",
-        "weights": {"frozen": "offload"},
-        "store": {"kind": "file", "directories": [str(tmp_path)]},
-    }
-    computing = []
-    with tba.attach(model, policy) as session:
-        for fault in (None, None, f"delay-read:seconds={delay}"):
-            with nullcontext() if fault is None else inject(fault), session.step() as step:
-                model(torch.ones(8, WIDTH)).sum().backward()
-            computing.append(step.record.seconds - (step.record.weights_waited_seconds or 0.0))
-    assert computing[2] < computing[1] + delay
-
-
-def test_once_they_are_back_nothing_is_told_of_them(tmp_path: Path) -> None:
-    model = Model()
-    policy = {"weights": {"frozen": "offload"}, "store": {"kind": "file", "directories": [str(tmp_path)]}}
-    with tba.attach(model, policy | {"min_tensor_bytes": "2KiB"}) as session:
-        assert session.weights is not None
-        session.weights.close()
-        with session.step() as step:
-            model(torch.ones(8, WIDTH)).sum().backward()
-    assert step.record.weights_read_bytes is step.record.weights_waited_seconds is None
-
-
-@pytest.mark.parametrize("has_others", [False, True])
-def test_a_share_that_is_too_small_is_told(
-    *, has_others: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = Model()
-    if has_others:
-        quantize(model, ("one",))
-    with offloaded(model, tmp_path, weights={"frozen": "offload-1%"}) as weights:
-        assert weights.nbytes == 0
-    assert "no frozen weight travels: 1 % of the bytes are less than half of one" in caplog.text
-
-
-def test_a_run_whose_weights_stay_tells_nothing_of_them(tmp_path: Path) -> None:
-    with tba.attach(Model(), {"store": {"kind": "file", "directories": [str(tmp_path)]}}) as session:
-        with session.step() as step:
-            session.layers[0].module(torch.ones(8, WIDTH))["hidden"].sum().backward()
-    assert step.record.weights_read_bytes is step.record.weights_waited_seconds is None
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -532,7 +487,7 @@ def test_weights_of_other_classes_stay_and_are_named(
     with offloaded(model, tmp_path) as weights:
         assert weights.nbytes == LAYERS * WEIGHTS // 2
         assert_same(trained(model), expected)
-    assert f"{LAYERS} of the class test_frozen_weights.Quantized (45KiB)" in caplog.text
+    assert f"stay in memory: {LAYERS} of the class test_frozen_weights.Quantized (45KiB)" in caplog.text
 
 
 def test_where_no_weight_can_travel_that_is_an_error(tmp_path: Path) -> None:
@@ -557,19 +512,20 @@ def test_frozen_masks_stay(tmp_path: Path) -> None:
         assert_same(trained(model), trained(Model()))
 
 
-def test_what_is_too_small_to_travel_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"min_tensor_bytes": "64KiB"}, id="too small"),
+        pytest.param({"weights": {"frozen": "offload-1%"}}, id="too small a share"),
+        pytest.param({}, id="none is frozen"),
+    ],
+)
+def test_that_no_weight_travels_is_told(
+    settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Model()
-    quantize(model, ("one", "two"))
-    with offloaded(model, tmp_path, min_tensor_bytes="64KiB") as weights:
+    model.requires_grad_(requires_grad=not settings)
+    with offloaded(model, tmp_path, **settings) as weights:
         assert not weights.nbytes
     (told,) = caplog.messages
-    assert told.startswith("no frozen weight travels: no weight of the layers is frozen, of min_tensor_bytes")
-
-
-def test_that_no_weight_is_frozen_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = Model()
-    model.requires_grad_(True)
-    with offloaded(model, tmp_path) as weights:
-        assert not weights.nbytes
-    (told,) = caplog.messages
-    assert told.startswith("no frozen weight travels")
+    assert told.startswith("no frozen weight travels: ")

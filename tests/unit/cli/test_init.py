@@ -17,9 +17,6 @@ from tba_offload import cli
 from tba_offload.config import load_config
 from tba_offload.config.schema import URL
 from tba_offload.device import streams
-from tba_offload.store.drives import Drive
-from tba_offload.store.file_systems import FILE_SYSTEMS
-from tba_offload.store.location import Location, location_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,66 +124,28 @@ def test_a_directory_may_be_called_whatever_it_is(name: str, tmp_path: Path) -> 
     assert str(found) == str(tmp_path / name)
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **drives: Drive | None) -> None:
-    """A machine on which these drives are mounted, each at a directory of that name."""
-    sound = location_of(str(tmp_path))
-
-    def looked_at(path: str) -> Location:
-        drive = drives[path.rpartition("/")[2]]
-        return sound._replace(
-            file_system=FILE_SYSTEMS[0xEF53],
-            drive=drive,
-            wear=(),
-            free_bytes=100 * GIB,
-            total_bytes=100 * GIB,
-        )
-
-    monkeypatch.setattr(command, "mounted", lambda: [str(tmp_path / name) for name in drives])
-    monkeypatch.setattr(command, "looked_at", looked_at)
-
-
-def test_without_directories_the_best_drives_are_taken_once_each(
+def test_without_directories_it_is_that_of_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast = Drive("nvme0n1", "NVMe", transport="pcie")
-    machine(
-        monkeypatch,
-        tmp_path,
-        tmp=Drive("sda", "SSD"),
-        slow=Drive("sdb", "hard disk"),
-        one=fast,
-        again=fast,
-        remote=Drive("nvme9n1", "NVMe", transport="tcp"),
-        array=Drive("md0", "raid0", members=(Drive("nvme1n1", "NVMe"), Drive("nvme2n1", "NVMe"))),
-        unknown=None,
-    )
+    """Or mount points of NVMe drives, where there are some: no more than one for each."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = call("--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    names = [str(tmp_path / "one"), str(tmp_path / "array")]
-    assert [each["directory"] for each in found["directories"]] == names
+    found = json.loads(result.stdout)["directories"]
+    devices = [each["device"] for each in found]
+    assert len(set(devices)) == len(devices)
+    assert all(
+        each["directory"] == str(tmp_path) for each in found if each["device"] == tmp_path.stat().st_dev
+    )
     config = load_config(tmp_path / "policy.yaml")
-    assert [str(each) for each in config.store.directories] == names
-    assert config.store.capacity == 100 * GIB  # half of two drives
-
-
-def test_without_any_drive_it_is_the_directory_for_temporary_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "temporary").mkdir()
-    machine(monkeypatch, tmp_path, temporary=None)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    assert call().exit_code == 0
-    assert [str(each) for each in load_config(tmp_path / "policy.yaml").store.directories] == [
-        str(tmp_path / "temporary")
-    ]
+    assert [str(each) for each in config.store.directories] == [each["directory"] for each in found]
 
 
 @pytest.mark.parametrize(("device", "window"), [(None, 256 << 20), (80 * GIB, 4 * GIB), (16 * GIB, 2 * GIB)])
 def test_the_window_goes_by_the_device(
     device: int | None, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "memory_of_machine", lambda: {"device": device, "host": 64 * GIB})
+    monkeypatch.setattr(command, "device_bytes", lambda: device)
     assert call(str(tmp_path)).exit_code == 0
     assert load_config(tmp_path / "policy.yaml").budget.in_flight_bytes == window
 

@@ -23,8 +23,9 @@ from stub_driver import StubDevice, count, tell, told
 from test_store_file import flip_a_bit
 
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
-from tba_offload.store import gds, probe
+from tba_offload.store import gds, open_store
 from tba_offload.store.cufile import CuFile
+from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
 
 if TYPE_CHECKING:
@@ -118,20 +119,6 @@ def test_the_other_calls_of_kvikio_would_wait_for_the_default_stream(tmp_path: P
         assert (count("blocking_streams") or count("stream_waits"), count("copies")) == (1, 1)
 
 
-def test_the_measurement_of_auto_waits_for_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So work of the device, which it gives the default stream meanwhile, takes nothing from the rate."""
-    given: list[float] = []
-    monkeypatch.setattr(probe, "EXTENT_BYTES", 1 << 20)
-    monkeypatch.setattr(DEVICE, "occupy", given.append)
-    found = probe.choose(tmp_path, DEVICE)
-    assert set(found.rates) == {"file", "gds"}
-    assert given
-    assert waits() == NONE
-    assert told("transfers") > 2 * 2 * probe.EXTENTS
-
-
 # Which way bytes take
 
 
@@ -155,7 +142,9 @@ def test_the_path_is_told(
         assert store.description["kvikio"] == kvikio.__version__
 
 
-def test_a_file_that_cufile_refuses_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_file_that_cufile_refuses_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It does not go by system calls, and by the page cache, under the name of cuFile."""
     tell("refuse", HANDLE_REFUSED)
     before = descriptors()
@@ -167,7 +156,9 @@ def test_a_file_that_cufile_refuses_is_an_error_and_leaves_nothing(tmp_path: Pat
     assert str(tmp_path) in str(caught.value)
     assert descriptors() == before
     assert list(tmp_path.iterdir()) == []
-    assert probe.choose(tmp_path, DEVICE).kind == "file"
+    monkeypatch.setattr(gds, "NVIDIA_FS", tmp_path)
+    with open_store(kind="auto", directories=[tmp_path], device=DEVICE) as store:
+        assert isinstance(store, FileStore)
     assert waits() == NONE
 
 

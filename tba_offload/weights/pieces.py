@@ -1,0 +1,240 @@
+"""Frozen weights one by one: which can be offloaded, and one that is in memory or in the store."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tba_offload.config import format_size
+from tba_offload.device.live_bytes import plain_storage
+from tba_offload.device.ranges import ByteRange, new_storage
+from tba_offload.errors import SessionError, TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tba_offload.states.home import Home
+    from tba_offload.store.base import IoFuture
+
+    Modules = Sequence[nn.Module]
+    Count = Callable[[int], object]
+
+
+# ---- which weights -------------------------------------------------------------------------------
+
+
+def own_weights(
+    chunks: Modules, layers: Modules, at_least: int, device: torch.device
+) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """Yield each frozen weight whose memory nothing else uses: number of its layer, name there, parameter.
+
+    Args:
+        chunks: The model or its chunks.
+        layers: Its layers.
+        at_least: Bytes of the smallest storage that can be offloaded.
+        device: Weights elsewhere are left out: transfers know the order of work on this device only.
+    """
+    owner = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
+    users: defaultdict[int, dict[tuple[int | None, int], Any]] = defaultdict(dict)
+    for module in chain.from_iterable(chunk.modules() for chunk in chunks):
+        # By the class's methods: Megatron's data-parallel wrapper has an attribute `buffers` of its own.
+        own = nn.Module.parameters(module, recurse=False), nn.Module.buffers(module, recurse=False)
+        for tensor in chain(*own):
+            if (storage := plain_storage(tensor)) is not None:
+                users[storage._cdata][owner.get(module), id(tensor)] = tensor
+    for found in users.values():
+        ((number, _), weight), *others = found.items()
+        if others or number is None or weight.device != device or type(weight) is not nn.Parameter:
+            continue
+        is_frozen = not weight.requires_grad and weight.dtype is not torch.bool  # of which no value is unused
+        if is_frozen and weight.untyped_storage().nbytes() >= max(at_least, 1):
+            name = next(name for name, each in layers[number].named_parameters() if each is weight)
+            yield number, name, weight
+
+
+def left_out(layers: Modules, at_least: int, device: torch.device) -> str:
+    """Say which frozen weights of layers stay for their class or their device; nothing if there are none.
+
+    Args:
+        layers: The layers.
+        at_least: Bytes of the smallest weight that can be offloaded.
+        device: The device whose weights can be.
+    """
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
+        nbytes, kind = parameter.numel() * parameter.itemsize, type(parameter)
+        if parameter.requires_grad or parameter.is_meta or nbytes < at_least:
+            continue
+        if kind is not nn.Parameter:
+            groups[f"of the class {kind.__module__}.{kind.__qualname__}"].append(nbytes)
+        elif parameter.device != device:
+            groups[f"on {parameter.device}"].append(nbytes)
+    return ", ".join(f"{len(sizes)} {what} ({format_size(sum(sizes))})" for what, sizes in groups.items())
+
+
+# ---- one weight ----------------------------------------------------------------------------------
+
+
+class FrozenWeight:
+    """A frozen weight, in memory or in the store.
+
+    Autograd saves weights, and views of them, by their storage. So that stays the same object, empty while
+    its bytes are in the store. The parameter then looks at one NaN, spread over its shape: what reads it
+    computes NaN, never with the memory of others, and what writes it raises.
+
+    Args:
+        name: Its name in its layer.
+        parameter: The parameter.
+        home: Where the bytes are in the store.
+        count: Called with the number of bytes by which memory grows or shrinks.
+
+    Attributes:
+        nbytes: Bytes of its storage.
+        is_back: Whether the bytes are in memory for good.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, home: Home, count: Count) -> None:
+        self.parameter = parameter
+        self.nbytes = parameter.untyped_storage().nbytes()
+        self.is_back = self._is_here = True
+        self._name, self._home, self._count = name, home, count
+        # What a file or another library has allocated can perhaps not be resized.
+        self._storage = new_storage(self.nbytes, parameter.device)
+        self._here, self._away = _over(self._storage, parameter), _nan_like(parameter)
+        self._stream: Any = None  # that its memory was allocated on
+        self._reads: list[IoFuture] | None = None
+        self._version = -1
+
+    @property
+    def _bytes(self) -> ByteRange:
+        return ByteRange(self._storage, 0, self.nbytes)
+
+    def write(self) -> None:
+        """Write the bytes for the first time, and free their memory.
+
+        Raises:
+            TransferError: They cannot be written; they stay in memory.
+        """
+        self._bytes.tensor().copy_(ByteRange(self.parameter.untyped_storage(), 0, self.nbytes).tensor())
+        self._home.settle_writes(self._home.write(self._bytes), self._bytes)
+        self.is_back = False
+        self._count(self.nbytes)
+        self.parameter.data = self._here
+        self._free()
+
+    def begin_read(self) -> None:
+        """Begin to read the bytes, if they are not in memory or on their way."""
+        if not self._is_here and self._reads is None:
+            self._resize(self.nbytes)
+            self._reads = self._home.read(self._bytes)
+
+    def read(self) -> None:
+        """Read the bytes, if they are not in memory, for the stream of the calling thread.
+
+        Raises:
+            TransferError: They cannot be read.
+            SessionError: The parameter was changed while its bytes were in the store.
+        """
+        if not self._is_here:
+            if self.parameter.requires_grad or not self._is_ours():
+                what = "is trained now" if self.parameter.requires_grad else "was replaced"
+                raise SessionError(
+                    f"the frozen weight {self._name} {what} while its values are in the store; close the "
+                    "frozen weights first, and offload them again afterwards"
+                )
+            self._read()
+            self._version = self.parameter._version
+        stream = self._home.device.stream()
+        if stream != self._stream:  # it was read ahead, into memory of the stream of the layer before
+            self._home.device.use(self._bytes.tensor(), stream)
+
+    def leave(self) -> None:
+        """Free the memory; what was changed in it is written before.
+
+        Raises:
+            TransferError: That cannot be written.
+        """
+        if self._reads is not None:
+            try:
+                self._settle_reads()
+            except TransferError:  # others may be on their way; the layer says it, if it runs
+                return
+        elif self._is_here and self.parameter._version != self._version:
+            self._home.settle_writes(self._home.write(self._bytes), self._bytes)
+        self._free()
+
+    def come_back(self) -> None:
+        """Bring the bytes back for good; a parameter that was given other values keeps those.
+
+        The extents are not given back, since an interrupted transfer may use them: the store is closed next.
+
+        Raises:
+            TransferError: They cannot be read.
+            SessionError: Something was computed with the parameter while it was NaN. It has its values again.
+        """
+        if self.is_back:
+            return
+        if not self._is_here:
+            self._read()
+        self.is_back = True
+        if not self._is_ours() and self.parameter.isnan().all():
+            self.parameter.data = self._here
+            raise SessionError(
+                f"something was computed with the frozen weight {self._name} while its values were in the "
+                "store; it has its values again. close the frozen weights first, and compute afterwards"
+            )
+
+    def copy(self) -> torch.Tensor:
+        """Return the values in new host memory.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        here = self._bytes.tensor().to("cpu", copy=True) if self._is_here else self._home.on_host(self.nbytes)
+        return _over(here.clone().untyped_storage(), self._here)  # from byte 0 of a storage of its own
+
+    def _read(self) -> None:
+        self.begin_read()
+        self._settle_reads()
+        if self._is_ours():
+            self.parameter.data = self._here
+        self._is_here = True
+
+    def _settle_reads(self) -> None:
+        self._home.settle_reads(self._reads or [], self._bytes)
+        self._reads = None
+
+    def _free(self) -> None:
+        self._is_here = False  # first, so that after an interrupt the bytes are read again
+        if self._is_ours():
+            self.parameter.data = self._away
+        self._resize(0)
+
+    def _resize(self, nbytes: int) -> None:
+        grown = nbytes - self._storage.nbytes()
+        if grown:
+            self._storage.resize_(nbytes)
+            self._stream = self._home.device.stream()
+            self._count(grown)
+
+    def _is_ours(self) -> bool:
+        """Whether the parameter has what it was given here: its values, or NaN."""
+        found = self.parameter.untyped_storage()._cdata
+        return found in {self._storage._cdata, self._away.untyped_storage()._cdata}
+
+
+@torch.inference_mode(mode=False)  # an inference tensor could not be trained with later
+def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(0, dtype=like.dtype, device=storage.device)
+    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
+
+
+@torch.inference_mode(mode=False)
+def _nan_like(weight: torch.Tensor) -> torch.Tensor:
+    is_integer = not (weight.is_floating_point() or weight.is_complex())
+    value = torch.iinfo(weight.dtype).max if is_integer else float("nan")
+    return torch.full((1,), value, dtype=weight.dtype, device=weight.device).squeeze(0).expand(weight.shape)
