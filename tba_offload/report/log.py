@@ -33,6 +33,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
@@ -284,9 +285,7 @@ def warm_up_steps(total: int) -> int:
 
     Three of more than six, one of two to six, none of one: the first step allocates, the next settle.
     """
-    if total > 6:
-        return 3
-    return 1 if total > 1 else 0
+    return 3 if total > 6 else int(total > 1)
 
 
 def counted_steps(log: RunLog, warm_up: int | None = None) -> list[StepRecord]:
@@ -336,9 +335,7 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
         except RunLogError as error:
             raise RunLogError(f"{path}:{number}: {error}") from None
     if not found:
-        raise RunLogError(
-            f"{path}: no run log, because it has no complete line; was the run stopped at its start?"
-        )
+        raise RunLogError(f"{path}: no run log, for want of a whole line; was the run stopped at its start?")
     header, *others = found
     if not isinstance(header, RunHeader):
         raise RunLogError(f'{path}: no run log, which starts with {{"event": "run", "schema": …}}')
@@ -358,19 +355,14 @@ def _parsed(line: bytes) -> RunHeader | StepRecord | Json:
         event: Json = json.loads(line)
         kind = event["event"]
     except (ValueError, TypeError, KeyError) as error:
-        raise RunLogError(
-            f'not a line of a run log, a JSON object with an "event": {error}; remove the line'
-        ) from None
-    if kind == StepRecord.EVENT:
-        return _checked(StepRecord, event)
-    if kind != RunHeader.EVENT:
-        return event
-    if event.get("schema") != SCHEMA:
-        raise RunLogError(
-            f"written with schema {event.get('schema')!r} of the run log, and this version of tba-offload "
-            f"reads schema {SCHEMA}; read it with the version that wrote it"
+        raise RunLogError(f"not a line of a run log: {error!r}; remove the line") from None
+    if kind == RunHeader.EVENT and event.get("schema") != SCHEMA:
+        schemas = (
+            f"with schema {event.get('schema')!r} of the run log, and this version reads schema {SCHEMA}"
         )
-    return _checked(RunHeader, event)
+        raise RunLogError(f"written {schemas}; read it with the version of tba-offload that wrote it")
+    kinds = {each.EVENT: each for each in (RunHeader, StepRecord)}
+    return _checked(kinds[kind], event) if kind in kinds else event
 
 
 Record = TypeVar("Record", bound=RunHeader | StepRecord)
@@ -473,12 +465,10 @@ class RunLogWriter:
     def _end(self, error: OSError) -> None:
         if not self._has_ended:
             self._has_ended = True
-            logger.warning(
-                "%s: the run log cannot be written: %s; it ends here, and training goes on. Make room there "
-                "before the next run",
-                self.path,
-                error.strerror or error,
+            said = (
+                "%s: the run log cannot be written: %s; it ends here, and training goes on. Make room there"
             )
+            logger.warning(said, self.path, error.strerror or error)
 
     def __enter__(self) -> Self:
         return self
@@ -493,12 +483,11 @@ def _open_new(path: Path) -> io.FileIO:
     try:
         file = io.FileIO(path, "a+b", opener=lambda name, more: os.open(name, flags | more, 0o600))
     except (OSError, ValueError) as error:
-        directory = shlex.quote(str(path.absolute().parent))
-        reasons = {
-            errno.ELOOP: "a symbolic link, and run logs follow none; name the file itself",
-            errno.ENOENT: f"its directory does not exist; make it: mkdir -p {directory}",
-        }
-        reason = reasons.get(getattr(error, "errno", 0), getattr(error, "strerror", None) or str(error))
+        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, FileNotFoundError):
+            reason = f"its directory does not exist: mkdir -p {shlex.quote(str(path.absolute().parent))}"
+        elif getattr(error, "errno", 0) == errno.ELOOP:
+            reason = "a symbolic link, and run logs follow none; name the file itself"
         raise RunLogError(f"{path}: the run log cannot be opened: {reason}") from error
     if wrong := _fault_of(file, path):
         file.close()
@@ -582,8 +571,8 @@ def describe_step(record: StepRecord) -> str:
         "written": record.offloaded_bytes,
         "read": record.read_bytes,
         "forwarded": record.forwarded_bytes,
-        "kept": record.kept_bytes + record.fallback_kept_bytes,
     }
+    moved["kept"] = record.kept_bytes + record.fallback_kept_bytes
     parts += [f"{readable_size(nbytes)} {what}" for what, nbytes in moved.items() if nbytes]
     if record.weights_read_bytes:
         waited = record.weights_waited_seconds
@@ -881,7 +870,7 @@ class TimelineEvent(Event):
             if began < end < math.inf:
                 phases.append(Phase("backward", began, end))
             since = end
-        return sorted(phases, key=_began)
+        return sorted(phases, key=attrgetter("began"))
 
     def label_of(self, drive: int) -> str:
         """Return what pictures call a drive.
@@ -920,7 +909,3 @@ class TimelineEvent(Event):
 
 _SHORTEST = 1e-6
 """Seconds that a call takes at least: times of logs are whole microseconds."""
-
-
-def _began(phase: Phase) -> float:
-    return phase.began

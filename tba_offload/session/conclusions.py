@@ -9,10 +9,9 @@ import torch
 from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config.policy import Placement
 from tba_offload.layers.guards import is_checkpointed
-from tba_offload.report.log import MEMORY, TIMELINE
-from tba_offload.session.late import LateFigures, LateValue, of_one_element
+from tba_offload.report.log import MEMORY, PLAN, TIMELINE
 from tba_offload.session.notices import tell
-from tba_offload.session.recording import record_of
+from tba_offload.session.record import LateFigures, LateValue, record_of
 from tba_offload.session.static_memory import frozen_bytes, head_bytes, static_bytes
 
 if TYPE_CHECKING:
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 
     from tba_offload.report.log import StepRecord
     from tba_offload.session.figures import Times
-    from tba_offload.session.journal import Journal
     from tba_offload.session.parts import Parts
+    from tba_offload.session.record import Journal
     from tba_offload.session.step import Step
     from tba_offload.store.base import DriveLoad
 
@@ -94,7 +93,7 @@ class Conclusions:
             return
         device, plan = parts.device.torch_device, parts.planning.plan
         layers = [site.layer.module for site in parts.sites]
-        self._journal.note_look(
+        self._journal.note(
             MEMORY,
             {
                 "step": number,
@@ -125,13 +124,17 @@ class Conclusions:
         if found is not None:
             figures: dict[str, object] = {"step": number, **found}
             step.timeline.tell(figures)
-            self._journal.note_look(TIMELINE, figures)
+            self._journal.note(TIMELINE, figures)
 
     def _figures_of(self, step: Step, times: Times) -> tuple[float | None, LateFigures | None]:
         """Return the loss if it is known by now, and what is not."""
         device, marks, loss = self._parts.device, self._parts.capture.trace.marks, step.loss
         if isinstance(loss, torch.Tensor):
-            loss = of_one_element(device, loss)
+            if loss.numel() != 1:
+                raise ValueError(
+                    f"the loss of a step is one number, not {loss.numel()}; step.loss = loss.mean()"
+                )
+            loss = LateValue(device, [[loss]], lambda groups: groups[0][0])
         if isinstance(loss, LateValue) and loss.is_there():
             loss = loss.read()
         if marks is not None and (marks.ended is None or times.had_optimizer):
@@ -194,7 +197,7 @@ class Conclusions:
             return
         if controller.has_planned and parts.world.rank == 0:
             tell(f"plan after step {record.step}: {news['summary']}")
-        self._journal.note_plan({"step": record.step, **news})
+        self._journal.note(PLAN, {"step": record.step, **news})
 
 
 def warn_of_no_layer(parts: Parts, number: int) -> None:

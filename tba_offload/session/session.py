@@ -29,12 +29,11 @@ from tba_offload.report.why import Diagnosis
 from tba_offload.session.backward import BackwardWatch, TailWatch
 from tba_offload.session.boundaries import Boundaries
 from tba_offload.session.conclusions import Conclusions
-from tba_offload.session.journal import Journal
 from tba_offload.session.layer_runs import LayerRuns
 from tba_offload.session.notices import tell
 from tba_offload.session.ongoing import Ongoing
 from tba_offload.session.parts import make_parts, plan_of
-from tba_offload.session.recording import header_of, label_of
+from tba_offload.session.record import Journal, header_of, label_of
 from tba_offload.session.states_choice import StatesChoice
 from tba_offload.session.steps import Steps
 from tba_offload.session.tokens import Tokens, token_counter
@@ -277,7 +276,7 @@ class Session:
         """
         self._steps.settle()
         self._journal.write_known()
-        return list(self._journal.records)
+        return self._journal.records
 
     def why(self) -> Diagnosis:
         """Why memory is where it is, and the one change that would help most: ``print(session.why())``.
@@ -285,7 +284,8 @@ class Session:
         Raises:
             RunLogError: No step has ended yet.
         """
-        return Diagnosis.of(self._journal.log(self.report()))
+        self.report()
+        return Diagnosis.of(self._journal.log())
 
     def close(self) -> None:
         """Give the model back as it was, closes the store and the run log. May be called twice.

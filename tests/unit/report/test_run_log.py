@@ -201,7 +201,7 @@ def test_cut_anywhere_a_log_keeps_its_whole_lines(tmp_path: Path) -> None:
         assert log.truncated == (length not in ends)
     for begin in (b"", b"\n\n", content[: ends[0] - 1]):
         cut.write_bytes(begin)
-        with pytest.raises(RunLogError, match="no complete line; was the run stopped at its start"):
+        with pytest.raises(RunLogError, match="for want of a whole line; was the run stopped at its start"):
             read_run_log(cut)
 
 
@@ -233,7 +233,7 @@ def test_a_log_is_never_overwritten_and_has_one_writer(tmp_path: Path) -> None:
         ("pipe", "not a regular file; name a new one"),
         ("device", "not a regular file"),
         ("directory", "the run log cannot be opened"),
-        ("absent/run.jsonl", "its directory does not exist; make it: mkdir -p "),
+        ("absent/run.jsonl", "its directory does not exist: mkdir -p "),
         ("x" * 300, "the run log cannot be opened"),
     ],
 )

@@ -17,13 +17,11 @@ from models import loss_of, make_model, make_tokens
 
 import tba_offload as tba
 from tba_offload.report.log import FIGURES, StepRecord, read_run_log
-from tba_offload.session.journal import Journal
 from tba_offload.sinks import CsvSink, StatusLine, TensorBoardSink, WandbSink
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tba_offload.session.late import LateFigures
 
 RECORD = StepRecord(step=2, seconds=0.1, loss=math.nan, offloaded_bytes=2**40, stall_seconds=1e-300)
 KNOWN = {
@@ -75,33 +73,6 @@ def test_each_step_comes_once_and_in_order_to_all(tmp_path: Path) -> None:
     session = train(make_model(layers=2), 3, on_step=[one.append, other.append], run_log=log)
     assert one == other == session.report() == list(read_run_log(log).steps)
     assert [record.step for record in one] == [1, 2, 3]
-
-
-def test_what_is_known_late_is_waited_for() -> None:
-    """A record whose loss a device has still to compute, and one after it whose loss is known."""
-
-    class Late:
-        is_there = False
-
-        def are_there(self) -> bool:
-            return self.is_there
-
-        def complete(self, record: StepRecord) -> StepRecord:
-            return StepRecord(step=record.step, seconds=record.seconds, loss=0.5)
-
-    seen: list[tuple[int, float | None]] = []
-    header: Any = None
-    journal = Journal(
-        None, header, tells=False, on_step=[lambda record: seen.append((record.step, record.loss))]
-    )
-    late: Any = Late()
-    figures: LateFigures = late
-    journal.record(StepRecord(step=1, seconds=1.0), figures)
-    journal.record(StepRecord(step=2, seconds=1.0, loss=0.25))
-    assert seen == []
-    late.is_there = True
-    journal.write_known()
-    assert seen == [(1, 0.5), (2, 0.25)]
 
 
 def test_what_a_function_raises_reaches_the_training_and_the_log_has_the_step(tmp_path: Path) -> None:
