@@ -140,7 +140,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    from tba_offload.config.schema import policy_schema
+    from tba_offload.config import policy_schema
 
     schema = json.dumps(policy_schema(), indent=2) + "\n"
     Path(__file__).with_name("policy.schema.json").write_text(schema, encoding="utf-8")

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tba_lab.demo.progress import Progress, shown
-from tba_offload.config import parse_size
-from tba_offload.config.options import StatesConfig
+from tba_offload.config import StatesConfig, parse_size
 from tba_offload.errors import ConfigError, TbaError
 from tba_offload.formatting import readable_size
 from tba_offload.megatron import require_core

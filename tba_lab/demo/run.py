@@ -28,8 +28,14 @@ from tba_lab.demo.race import (
 )
 from tba_lab.demo.text import write_text
 from tba_lab.demo.trainer import Trainer
-from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig, format_size, load_config
-from tba_offload.config.options import StatesConfig
+from tba_offload.config import (
+    BudgetConfig,
+    OffloadConfig,
+    StatesConfig,
+    StoreConfig,
+    format_size,
+    load_config,
+)
 from tba_offload.config.policy import LayerId, Placement
 from tba_offload.device.malloc import FAST_ALLOCATOR
 from tba_offload.errors import ConfigError

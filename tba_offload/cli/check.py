@@ -66,14 +66,13 @@ def check(policy: Path, stacks: tuple[tuple[str | None, int], ...], *, as_json: 
     judged without the model; they are named, and left out. Exit status 1 if anything is wrong.
     """
     from tba_offload.config import load_config
-    from tba_offload.effects import doubts
 
     layers = _layers_of(stacks)
     try:
         config = load_config(policy, layers=layers)
     except ConfigError as error:
         _refuse(error, as_json=as_json)
-    _show(config, layers, doubts(config, layers), as_json=as_json)
+    _show(config, layers, config.doubts(layers), as_json=as_json)
 
 
 def _layers_of(stacks: Sequence[tuple[str | None, int]]) -> list[LayerId]:

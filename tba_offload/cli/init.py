@@ -145,8 +145,7 @@ def device_bytes() -> int | None:
 
 
 def _policy(found: dict[str, Location], memory: int | None) -> str:
-    from tba_offload.config import OffloadConfig, format_size
-    from tba_offload.config.schema import URL
+    from tba_offload.config import SCHEMA_URL, OffloadConfig, format_size
 
     device = memory or 16 << 30
     window = min(max((memory or 0) // 8, _LEAST_WINDOW), _MOST_WINDOW)
@@ -159,7 +158,7 @@ def _policy(found: dict[str, Location], memory: int | None) -> str:
         quoted = yaml.safe_dump(absolute, default_style='"', allow_unicode=True, width=math.inf).rstrip()
         lines += [f"    # {visible(str(place))}", f"    - {quoted}"]
     text = _POLICY.format(
-        url=URL,
+        url=SCHEMA_URL,
         device="a CPU" if memory is None else f"a device with {readable_size(memory)}",
         window=format_size(window - window % (64 << 20)),
         activations=format_size(max(device // 2 >> 30, 1) << 30),

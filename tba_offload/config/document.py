@@ -1,4 +1,4 @@
-"""A policy as a document: strict YAML, with the line of each value.
+"""Policies as documents: strict YAML with the line of each value, and errors that name their line.
 
 Values are read as they are written: in YAML only ``true``, ``false`` and ``null`` are special, so ``off``,
 ``12:30`` and ``012`` are words, not a boolean, a number to base 60 or an octal number.
@@ -6,39 +6,42 @@ Values are read as they are written: in YAML only ``true``, ``false`` and ``null
 
 from __future__ import annotations
 
-import contextlib
+import difflib
+import functools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform
 
+import pydantic.dataclasses
 import yaml
+from pydantic import BeforeValidator, ConfigDict, ValidationError, ValidationInfo
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import PydanticCustomError
 
 from tba_offload.errors import ConfigError
 from tba_offload.formatting import quoted, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
+    from pydantic_core import ErrorDetails
+
+T = TypeVar("T")
 Keys = tuple[str | int, ...]
 """Keys and indices that lead to a value of a document."""
 
 
-class Problem(NamedTuple):
-    """Something wrong: where in the configuration, and what to do about it."""
-
-    path: Keys
-    message: str
-
-
 @dataclass(frozen=True)
 class Source:
-    """A document: its values, the line of each of them, and what no value could be made of."""
+    """Where a configuration was read from; empty for one that was written in Python.
 
-    file: str | None
-    document: object
-    lines: dict[Keys, int]
-    problems: tuple[Problem, ...] = ()
+    Attributes:
+        file: The file.
+        lines: The line of each key and item.
+    """
+
+    file: str | None = None
+    lines: Mapping[Keys, int] = field(default_factory=dict)
 
     def line(self, path: Keys) -> int | None:
         """Return the line of a key or an item, or of the nearest one around it."""
@@ -46,118 +49,228 @@ class Source:
             path = path[:-1]
         return self.lines.get(path)
 
+    def error(self, path: Keys, message: str) -> ConfigError:
+        """Return an error about the value at ``path``, with its file and line."""
+        dotted = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+        text = f"{shortened(dotted)}: {message}" if path else message
+        return ConfigError(text, file=self.file, line=self.line(path))
+
+
+# ---------------------------------------------------------------------------------------------- YAML
+
 
 class _Loader(yaml.SafeLoader):
-    """Reads words as words: only true, false and null are special. Anchors, aliases and tags are refused."""
+    """Reads words as words: only true, false and null are special. Aliases are refused."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - declared so by PyYAML
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         events: Any = self  # PyYAML's stubs do not type the event queue
-        event = events.peek_event()
-        if event.anchor is not None:
-            raise yaml.MarkedYAMLError(
-                problem="anchors and aliases are not allowed", problem_mark=event.start_mark
-            )
-        if getattr(event, "tag", None) is not None:
-            raise yaml.MarkedYAMLError(
-                problem=f"the tag {quoted(event.tag)} is not allowed", problem_mark=event.start_mark
-            )
+        if events.check_event(yaml.AliasEvent):
+            mark = events.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=mark)
         return super().compose_node(parent, index)
 
 
 # PyYAML asks whether a word begins with these, hence the end.
-_BOOL, _NULL = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"
+_TAGS = [f"tag:yaml.org,2002:{kind}" for kind in ("bool", "null", "str", "seq", "map")]
+_BOOL, _NULL, *_ = _TAGS
 _Loader.add_implicit_resolver(_BOOL, re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), list("tTfF"))
 _Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~", "n", "N", ""])
 
 
-@contextlib.contextmanager
-def not_too_deep(file: str | None) -> Iterator[None]:
-    """Return a block that goes down a document.
-
-    Raises:
-        ConfigError: It is nested too deeply.
-    """
-    try:
-        yield
-    except RecursionError:
-        raise ConfigError("cannot be read: nested too deeply", file=file) from None
-
-
-def read_yaml(text: str, file: str | None) -> Source:
+def read_yaml(text: str, file: str | None) -> tuple[object, Source, list[ConfigError]]:
     """Read YAML text; an empty one is an empty document.
 
+    Returns:
+        The document, the line of each value, and an error for each value that is none.
+
     Raises:
-        ConfigError: It is no YAML.
+        ConfigError: The text is no YAML.
     """
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark is not None else None
         problem = ", ".join(part for part in (error.context, error.problem) if part)
+        line = None if mark is None else mark.line + 1
         raise ConfigError(f"cannot be read: {shortened(problem)}", file=file, line=line) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"cannot be read: {error.reason}", file=file, line=line) from None
-    reader = _NodeReader()
-    document = {} if root is None or _is_empty(root) else reader.read(root, ())
-    return Source(file, document, reader.lines, tuple(reader.problems))
+    if root is None or _is_empty(root):
+        return {}, Source(file), []
+    reader = _NodeReader(file)
+    return reader.read(root, ()), reader.source, reader.errors
 
 
 class _NodeReader:
     """Turns nodes into plain values; remembers lines, collects what no value can be made of."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: str | None) -> None:
         self.lines: dict[Keys, int] = {}
-        self.problems: list[Problem] = []
+        self.source = Source(file, self.lines)
+        self.errors: list[ConfigError] = []
 
     def read(self, node: yaml.Node, path: Keys) -> object:
         """Return the value of a node: text, bool, None, list or dict."""
         self.lines.setdefault(path, node.start_mark.line + 1)
+        if node.tag not in _TAGS:
+            self._refuse(path, f"the tag {quoted(node.tag)} is not allowed")
         if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, path)
+            return dict(self._items(node, path))
         if isinstance(node, yaml.SequenceNode):
             return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
-        return self._scalar(node, path)
-
-    def _mapping(self, node: yaml.MappingNode, path: Keys) -> dict[str, object]:
-        values: dict[str, object] = {}
-        for key_node, value_node in node.value:
-            key, line = key_node.value, key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode):
-                self.problems.append(Problem(path, "a key must be a word"))
-            elif key in values:
-                first = self.lines[*path, key]
-                self.problems.append(Problem((*path, key), f"given twice, first in line {first}; remove one"))
-                self.lines[*path, key] = line
-            else:
-                self.lines[*path, key] = line
-                values[key] = self.read(value_node, (*path, key))
-        return values
-
-    def _scalar(self, node: yaml.Node, path: Keys) -> object:
         if _is_empty(node):
-            self.problems.append(Problem(path, "has no value; write one, or remove the line for the default"))
+            self._refuse(path, "has no value; write one, or remove the line for the default")
         if node.tag == _NULL:
             return None
         return node.value.lower() == "true" if node.tag == _BOOL else node.value
 
+    def _items(self, node: yaml.MappingNode, path: Keys) -> Iterator[tuple[str, object]]:
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._refuse(path, "a key must be a word")
+                continue
+            if key in seen:
+                again = Source(self.source.file, {(*path, key): line})
+                message = f"given twice, first in line {seen[key]}; remove one"
+                self.errors.append(again.error((*path, key), message))
+            else:
+                seen[key] = self.lines[*path, key] = line
+                yield key, self.read(value_node, (*path, key))
+
+    def _refuse(self, path: Keys, message: str) -> None:
+        self.errors.append(self.source.error(path, message))
+
 
 def _is_empty(node: yaml.Node) -> bool:
-    """Whether nothing at all is written where a value should be."""
+    """Return True if nothing at all is written where a value should be."""
     return node.tag == _NULL and not node.value
 
 
-def plain(value: object, path: Keys = ()) -> object:
-    """Return what a Python user gives, with the types that a file would give.
+# ------------------------------------------------------------------------------------------ settings
 
-    Dicts, lists, words of matches.
+
+_SECTIONS: dict[str, type] = {}
+"""The class of each section, by its key in a document."""
+
+_PROVENANCE = {"source", "line"}
+"""Fields that the reader of a document fills in; no user writes them."""
+
+
+def _not_in_documents(value: T, info: ValidationInfo) -> T:
+    if info.context:
+        raise PydanticCustomError("unexpected_keyword_argument", "not a setting")
+    return value
+
+
+Provenance = Annotated[T, BeforeValidator(_not_in_documents), SkipJsonSchema()]
+
+
+def conflict(setting: str, message: str) -> PydanticCustomError:
+    """Return what ``__post_init__`` raises about a setting that others rule out."""
+    return PydanticCustomError("conflict", "{message}", {"setting": setting, "message": message})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def settings(key: str) -> Callable[[type[T]], type[T]]:
+    """Return a decorator for frozen dataclasses that check their arguments and raise ConfigError.
+
+    Args:
+        key: The key of the section in a document; empty for the document itself.
     """
-    if isinstance(value, Mapping):
-        return {str(key): plain(item, (*path, str(key))) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item, (*path, index)) for index, item in enumerate(value)]
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return str(value) if is_number and path[::2] == ("layers", "match") else value
+
+    def decorate(cls: type[T]) -> type[T]:
+        config = ConfigDict(extra="forbid", use_attribute_docstrings=True, json_schema_extra=_for_editors)
+        checked: Any = pydantic.dataclasses.dataclass(frozen=True, config=config)(cls)
+        initialise: Callable[..., None] = checked.__init__
+
+        @functools.wraps(initialise)
+        def __init__(self: T, *args: object, **kwargs: object) -> None:  # noqa: N807 - becomes that method
+            try:
+                initialise(self, *args, **kwargs)
+            except ValidationError as error:
+                raise ConfigError.joined(errors_of(error, checked, Source())) from None
+
+        checked.__init__ = __init__
+        _SECTIONS[key] = checked
+        made: type[T] = checked
+        return made
+
+    return decorate
+
+
+def _for_editors(schema: dict[str, Any]) -> None:
+    """Remove what the JSON schema need not repeat: defaults stand in their descriptions."""
+    for setting in schema["properties"].values():
+        setting.pop("default", None)
+        setting.pop("title", None)
+
+
+def errors_of(error: ValidationError, root: type, source: Source) -> list[ConfigError]:
+    """Return an error for each problem that pydantic found, in the words of a policy.
+
+    Args:
+        error: What pydantic raised.
+        root: The class that was validated.
+        source: Where the values were read from.
+    """
+    found = [(_path(each, root), each) for each in error.errors(include_url=False)]
+    misspelt = {path[:-1] for path, each in found if each["type"] == "unexpected_keyword_argument"}
+    return [
+        source.error(path, _message(path, each, root))
+        for path, each in found
+        if each["type"] != "missing" or path[:-1] not in misspelt  # misspelt and missing is one problem
+    ]
+
+
+def _path(found: ErrorDetails, root: type) -> Keys:
+    """Return the keys of a setting; pydantic numbers arguments that were given by position."""
+    path = found["loc"]
+    if path and isinstance(path[0], int):
+        path = (_legal_keys(root)[path[0]], *path[1:])
+    return (*path, found["ctx"]["setting"]) if found["type"] == "conflict" else path
+
+
+_MESSAGES = {
+    "value_error": "{error}",
+    "conflict": "{message}",
+    "enum": "must be {expected}, not {shown}",
+    "literal_error": "must be {expected}, not {shown}",
+    "string_pattern_mismatch": "must be one of {words}, not {shown}",
+    "greater_than_equal": "must be {ge} or more, not {shown}",
+    "less_than_equal": "must be {le} or less, not {shown}",
+    "bool_type": "must be true or false, not {shown}",
+    "tuple_type": "must be a list, not {shown}",
+    "dataclass_type": "must be a mapping with the keys {inner}, not {shown}",
+    "missing": "is missing; the keys {keys} are needed here",
+    "unexpected_keyword_argument": "unknown key{guess} (the keys here are {keys})",
+}
+"""What is said of an error of pydantic, by its type."""
+
+
+def _message(path: Keys, found: ErrorDetails, root: type) -> str:
+    keys, context = _legal_keys(_section(path, root)), dict(found.get("ctx", {}))
+    nearest = difflib.get_close_matches(str(path[-1]), keys, n=1) if path else []
+    words = str(context.get("pattern")).strip("^()$").replace("[1-9][0-9]?", "N").split("|")
+    return _MESSAGES.get(found["type"], f"{found['msg']}, not {{shown}}").format(
+        **context,
+        shown=quoted(found["input"]),
+        words=", ".join(words),
+        keys=", ".join(keys),
+        inner=", ".join(_legal_keys(_section((*path, ""), root))),
+        guess=f"; did you mean '{nearest[0]}'?" if nearest else "",
+    )
+
+
+def _section(path: Keys, root: type) -> type:
+    """Return the class of the section that the last key of a path stands in."""
+    names = [step for step in path[:-1] if step in _SECTIONS]
+    return _SECTIONS[str(names[-1])] if names else root
+
+
+def _legal_keys(section: Any) -> list[str]:
+    return [each.name for each in fields(section) if each.name not in _PROVENANCE]

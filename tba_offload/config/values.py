@@ -1,28 +1,27 @@
-"""The values that settings have: sizes, times, numbers of threads, directories, kinds of a store."""
+"""Types of settings: sizes, times, shares, directories, placements, kinds of a store."""
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 import re
-from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Strict, WithJsonSchema
 
-from tba_offload.config.store import kinds
+from tba_offload.config.store import BLOCK, kinds
 from tba_offload.errors import ConfigError
 from tba_offload.formatting import quoted
+from tba_offload.placements import Placement, names
 
-_DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_UNITS = _DECIMAL | _BINARY
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, **_BINARY}
+_LEGAL = f"write a number and a unit ({', '.join(_UNITS)}), such as 12GiB, or 0 for off"
+_SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*")
 _MOST_BYTES = 2**60
 """The largest size: no drive is near it, and sums of some still fit the system's counters of 64 bits."""
-_MOST_DIGITS = 40
-_SIZE = re.compile(r"(?P<sign>-?)(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)")
 
 
 def parse_size(text: str) -> int:
@@ -32,29 +31,17 @@ def parse_size(text: str) -> int:
         ConfigError: The text is not a size, is negative, has no unit (only 0 needs none), or its unit is
             not one of B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024).
     """
-    found = _SIZE.fullmatch(text.strip())
-    units = ", ".join(_UNITS)
+    found = _SIZE.fullmatch(text)
     if found is None:
-        raise ConfigError(f"{quoted(text)} is not a size; write a number and a unit ({units}), such as 12GiB")
-    if len(found["number"]) > _MOST_DIGITS:
-        raise ConfigError(f"{quoted(text)} is no size of this world; write one such as 12GiB")
-    number, unit = Fraction(found["number"]), found["unit"]
-    if found["sign"]:
-        raise ConfigError(f"{quoted(text)} is negative; write a number and a unit ({units}), or 0 for off")
+        raise ConfigError(f"{quoted(text)} is not a size; {_LEGAL}")
+    number, unit = Fraction(found[1]), found[2]
     if not unit and number:
-        raise ConfigError(f"{quoted(text)} has no unit; write one of {units} after the number, such as 12GiB")
+        raise ConfigError(f"{quoted(text)} has no unit; {_LEGAL}")
     if unit and unit not in _UNITS:
-        raise ConfigError(f"{quoted(text)} has an unknown unit {quoted(unit)}; the units are {units}")
+        raise ConfigError(f"{quoted(text)} has an unknown unit {quoted(unit)}; {_LEGAL}")
     size = int(number * _UNITS.get(unit, 1))
-    if number and not size:
-        raise ConfigError(f"{quoted(text)} is less than one byte; write 0 for off")
-    return _possible(size)
-
-
-def _possible(size: int) -> int:
-    """Return a size that counters of the system can hold."""
-    if size > _MOST_BYTES:
-        raise ConfigError(f"{quoted(size)} bytes are more than {format_size(_MOST_BYTES)}, the most there is")
+    if number and not 0 < size <= _MOST_BYTES:
+        raise ConfigError(f"{quoted(text)} is less than one byte, or more than {_MOST_BYTES}; {_LEGAL}")
     return size
 
 
@@ -62,30 +49,35 @@ def format_size(size: int) -> str:
     """Write a number of bytes exactly, in the largest binary unit that divides it: ``12GiB``, ``1000B``."""
     if size < 0:
         raise ConfigError(f"a size cannot be negative: {size}")
-    if size == 0:
-        return "0"
     for unit, factor in reversed(_BINARY.items()):
-        if size % factor == 0:
+        if size and size % factor == 0:
             return f"{size // factor}{unit}"
-    return f"{size}B"
+    return f"{size}B" if size else "0"
 
 
 def _bytes(value: object) -> int:
     """Return a size as Python users give it: whole bytes, or text with a unit."""
     if isinstance(value, str):
         return parse_size(value)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(
-            f"{quoted(value)} is not a size; write whole bytes, or text with a unit such as '12GiB'"
-        )
-    if value < 0:
-        raise ConfigError(f"{quoted(value)} is negative; write a positive size, or 0 for off")
-    return _possible(value)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_BYTES:
+        return value
+    raise ConfigError(f"{quoted(value)} is not a size; write whole bytes, or text with a unit such as 12GiB")
 
 
 def _limit(value: object) -> int | None:
-    """Return a size of which 0 means that there is no limit."""
+    """Return a size; None for 0, which means that there is no limit."""
     return None if value is None else _bytes(value) or None
+
+
+def _with_room(size: int | None) -> int | None:
+    """Return a size that holds an extent."""
+    if size is not None and size < BLOCK:
+        raise ConfigError(f"{size} bytes are less than one block; write {BLOCK}B or more, or 0 for off")
+    return size
+
+
+def _written(size: int | None) -> str | None:
+    return None if size is None else format_size(size)
 
 
 _LONGEST = 1e9
@@ -93,121 +85,41 @@ _LONGEST = 1e9
 
 
 def _seconds(value: object) -> float | None:
-    """Return a time limit of which 0 means that there is none."""
-    number = value
-    if isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            number = None
-    elif value is None:
-        return None
-    if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number < math.inf:
-        raise ConfigError(f"{quoted(value)} is not a time; write seconds, such as 300, or 0 for no limit")
-    if number > _LONGEST:
-        raise ConfigError(f"{quoted(value)} s are more than {_LONGEST:.0f}; write 0 for no limit")
-    return float(number) or None
-
-
-# What a policy file may say, for its JSON Schema.
-_TIME_TEXT = {"type": "number", "minimum": 0, "maximum": _LONGEST}
-_SIZE_TEXT = {
-    "anyOf": [
-        {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(_UNITS)})\s*$"},
-        {"enum": [0, "0"]},
-    ]
-}
-_NONE_TEXT = {"type": "null"}
-
-Seconds = Annotated[
-    float | None, BeforeValidator(_seconds), WithJsonSchema({"anyOf": [_TIME_TEXT, _NONE_TEXT]})
-]
-Limit = Annotated[int | None, BeforeValidator(_limit), WithJsonSchema({"anyOf": [_SIZE_TEXT, _NONE_TEXT]})]
-Threshold = Annotated[int, BeforeValidator(_bytes), WithJsonSchema(_SIZE_TEXT)]
-
-
-def _optional_bytes(value: object) -> int | None:
-    """Return a size; ``None`` for what suits the device."""
-    return None if value is None else _bytes(value)
-
-
-OptionalBytes = Annotated[
-    int | None, BeforeValidator(_optional_bytes), WithJsonSchema({"anyOf": [_SIZE_TEXT, _NONE_TEXT]})
-]
-
-
-_MOST_THREADS = 256
-
-
-def _threads(value: object) -> int | None:
-    """Return a number of threads; ``None`` for what suits the machine."""
+    """Return a time limit; None for 0, which means that there is none."""
     if value is None:
         return None
-    number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= _MOST_THREADS:
-        raise ConfigError(
-            f"{quoted(value)} is no number of threads; write one from 1 to {_MOST_THREADS}, or remove "
-            "the line for what suits the machine"
-        )
-    return number
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, bool) and 0 <= (number := float(value)) <= _LONGEST:  # type: ignore[arg-type]
+            return number or None
+    raise ConfigError(f"{quoted(value)} is not a time; write seconds, such as 300, or 0 for no limit")
 
 
-Threads = Annotated[
-    int | None,
-    BeforeValidator(_threads),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": _MOST_THREADS}, _NONE_TEXT]}),
-]
-
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([^}]*)\})")
+def _directories(value: object) -> tuple[Path, ...]:
+    """Return directories as users give them, one path or a list, with variables expanded."""
+    several = [value] if isinstance(value, str | Path) else value
+    if not isinstance(several, list | tuple):
+        raise ConfigError(f"must be a path or a list of paths, not {quoted(value)}")
+    found: dict[Path, Path] = {}
+    for path in map(_directory, several):
+        if found.setdefault(path.absolute(), path) is not path:
+            raise ConfigError(f"{quoted(str(path))} is given twice; name each directory once")
+    return tuple(found.values())
 
 
 def _directory(value: object) -> Path:
-    if not isinstance(value, str | Path):
+    text = str(value)
+    if not isinstance(value, str | Path) or not text.strip() or "\0" in text:
         raise ConfigError(f"a directory must be a path, not {quoted(value)}")
-    if not str(value).strip():
-        raise ConfigError("a directory must not be empty; write its path")
-    _check_name(str(value))
+
+    for name in re.findall(r"\$\{?(\w+)", text):
+        if not os.environ.get(name):  # an empty one would turn $SCRATCH/tba into /tba
+            why = f"names the environment variable {quoted(name)}, which is not set or empty"
+            raise ConfigError(f"{quoted(text)} {why}; set it, or write the path")
     try:
-        return Path(_with_variables(str(value))).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{quoted(str(value))} cannot be expanded: {error}") from None
-
-
-def _check_name(path: str) -> None:
-    """Check that a path can be the name of a file.
-
-    Raises:
-        ConfigError: It holds a zero byte, or half of a character.
-    """
-    try:
-        is_name = b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        is_name = False
-    if not is_name:
-        raise ConfigError(f"{quoted(path)} holds a character that no path can have; write it without")
-
-
-def _with_variables(path: str) -> str:
-    """Return a path with the values of the environment variables that it names."""
-
-    def value_of(found: re.Match[str]) -> str:
-        name = found[1] or found[2] or ""
-        value = os.environ.get(name)
-        if not value:  # an empty one would turn $SCRATCH/tba into /tba
-            raise ConfigError(
-                f"{quoted(path)} names the environment variable {quoted(name)}, which is "
-                f"{'not set' if value is None else 'empty'}; set it, or write the path"
-            )
-        return value
-
-    return _VARIABLE.sub(value_of, path)
-
-
-def _one_or_several(value: object) -> object:
-    """Directories as users give them: one path, or a list."""
-    if isinstance(value, Mapping):
-        raise ConfigError(f"must be a path or a list of paths, not {quoted(value)}")
-    return (value,) if isinstance(value, str | Path) else value
+        os.fsencode(text)
+        return Path(os.path.expandvars(text)).expanduser()
+    except (RuntimeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"{quoted(text)} is no path: {error}") from None
 
 
 def _kind(value: object) -> object:
@@ -218,9 +130,38 @@ def _kind(value: object) -> object:
     return value
 
 
-_PATH_TEXT = {"type": ["string", "integer"], "minLength": 1}
-_PATHS_TEXT = {"anyOf": [_PATH_TEXT, {"type": "array", "items": _PATH_TEXT, "uniqueItems": True}]}
+def placement(word: object) -> Placement:
+    """Return a placement by its name.
 
-Kind = Annotated[str, BeforeValidator(_kind)]
-_Directory = Annotated[Path | str, BeforeValidator(_directory)]
-Directories = Annotated[tuple[_Directory, ...], BeforeValidator(_one_or_several), WithJsonSchema(_PATHS_TEXT)]
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    try:
+        return Placement(str(word))
+    except ValueError:
+        raise ConfigError(f"must be one of {', '.join(names())}, not {quoted(word)}") from None
+
+
+# What stands in a policy file, for its JSON Schema.
+_SIZE_TEXT = {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(_UNITS)})\s*$"}
+_SIZE_TEXTS = {"anyOf": [_SIZE_TEXT, {"enum": [0, "0"]}]}
+_LIMIT_TEXTS = {"anyOf": [_SIZE_TEXT, {"enum": [0, "0", None]}]}
+_TIME_TEXTS = {"anyOf": [{"type": "number", "minimum": 0, "maximum": _LONGEST}, {"type": "null"}]}
+_PATH_TEXT = {"type": ["string", "integer"], "minLength": 1}
+_PATH_TEXTS = {"anyOf": [_PATH_TEXT, {"type": "array", "items": _PATH_TEXT, "uniqueItems": True}]}
+_SHARE_TEXT = {"type": "string", "pattern": "^offload-[1-9][0-9]?%$"}
+_PLACEMENT_TEXTS = {"anyOf": [{"enum": list(Placement)}, _SHARE_TEXT]}
+
+Limit = Annotated[
+    int | None, BeforeValidator(_limit), PlainSerializer(_written), WithJsonSchema(_LIMIT_TEXTS)
+]
+Capacity = Annotated[Limit, AfterValidator(_with_room)]
+Threshold = Annotated[int, BeforeValidator(_bytes), PlainSerializer(format_size), WithJsonSchema(_SIZE_TEXTS)]
+Seconds = Annotated[float | None, BeforeValidator(_seconds), WithJsonSchema(_TIME_TEXTS)]
+Switch = Annotated[bool, Strict()]
+Threads = Annotated[int | None, Field(ge=1, le=256)]
+Kind = Annotated[str, BeforeValidator(_kind), WithJsonSchema({"enum": ["auto", "gds", "file", "host"]})]
+Directories = Annotated[tuple[Path, ...], BeforeValidator(_directories), WithJsonSchema(_PATH_TEXTS)]
+PlacementName = Annotated[Placement, BeforeValidator(placement), WithJsonSchema(_PLACEMENT_TEXTS)]
+Updates = Annotated[str, Field(pattern=r"^(device|host|auto|host-[1-9][0-9]?%)$")]
+Share = Annotated[str, Field(pattern=r"^(keep|offload|offload-[1-9][0-9]?%)$")]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.config import OffloadConfig, StatesConfig, load_config
+from tba_offload.config.document import Source
 from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, StoreError
 from tba_offload.store.hanging import ask
@@ -175,7 +176,7 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
             config = _placed(config, arguments.tba_placement)
         return replace(
             config,
-            lines=None if given["budget"] else config.lines,  # what a flag says stands in no line of the file
+            source=Source(config.file) if given["budget"] else config.source,  # a flag has no line
             budget=replace(config.budget, **given["budget"]),
             store=replace(config.store, **given["store"]),
             states=states[arguments.tba_optimizer_states],

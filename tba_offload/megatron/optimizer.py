@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
-    from tba_offload.config.options import StatesConfig
+    from tba_offload.config import StatesConfig
     from tba_offload.states import OptimizerStates
 
 _KINDS = frozenset(("DistributedOptimizer", "Float16OptimizerWithFloat16Params", "FP32Optimizer"))

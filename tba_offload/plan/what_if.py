@@ -8,8 +8,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.config import BudgetConfig, OffloadConfig
-from tba_offload.config.options import StatesConfig
+from tba_offload.config import BudgetConfig, OffloadConfig, StatesConfig
 from tba_offload.config.policy import Placement, Rule
 from tba_offload.errors import ConfigError, RunLogError
 from tba_offload.formatting import readable_rate, readable_size, renumbered

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.config.options import StatesConfig
+    from tba_offload.config import StatesConfig
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

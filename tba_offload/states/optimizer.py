@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
-from tba_offload.config.options import StatesConfig
+from tba_offload.config import ConfigLike, OffloadConfig, Paths, StatesConfig, read_config, with_directories
 from tba_offload.device import device_of
 from tba_offload.interrupts import put_off
 from tba_offload.states.by_parameter import ByParameter

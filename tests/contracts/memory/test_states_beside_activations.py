@@ -23,7 +23,7 @@ from models import loss_of, make_model, make_tokens, same_bits
 
 import tba_offload as tba
 from tba_offload import cli
-from tba_offload.config.options import StatesConfig
+from tba_offload.config import StatesConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -160,8 +160,7 @@ def test_directories_of_attach_name_variables_too(tmp_path: Path, monkeypatch: p
     [
         ({"layers": []}, r"^layers=\[\] names no layer"),
         ({"directories": []}, r"^directories=\[\] names none"),
-        ({"config": {"store": {"kind": "host"}}, "directories": "/a"}, "have no effect with kind: host"),
-        ({"config": {"budget": {"objective": "memory"}}}, "^budget.objective: memory is what layers placed"),
+        ({"config": {"store": {"kind": "host"}}, "directories": "/a"}, "has no effect with kind: host"),
         ({"config": {"layers": [{"match": "9", "placement": "keep"}]}}, "'9' matches no layer"),
     ],
 )
@@ -207,9 +206,9 @@ def warned(config: object, **arguments: Any) -> list[warnings.WarningMessage]:
 def test_a_budget_that_no_layer_keeps_to(placement: str) -> None:
     (warning,) = warned({"default": placement, "budget": {"activation_bytes": "2GiB"}})
     assert warning.category is NoEffectWarning
-    assert str(warning.message).startswith("budget.activation_bytes: nothing keeps to it: every layer")
+    assert str(warning.message).startswith("budget.activation_bytes: has no effect: no layer is auto")
     (warning,) = warned({"default": placement, "budget": {"device_bytes": "2TiB"}})
-    assert str(warning.message).startswith("budget.device_bytes: nothing keeps to it: every layer")
+    assert str(warning.message).startswith("budget.device_bytes: has no effect: no layer is auto")
 
 
 @pytest.mark.usefixtures("on_a_drive")
@@ -220,8 +219,7 @@ def test_a_budget_above_the_limit_of_bytes_in_flight(placement: str, tmp_path: P
     path = tmp_path / "policy.yaml"
     path.write_text(f"default: {placement}\nbudget:\n  activation_bytes: 2GiB\n")
     (warning,) = warned(path)
-    assert f"{path}:3: budget.activation_bytes: it limits nothing" in str(warning.message)
-    assert "in_flight_bytes allows 256MiB at most" in str(warning.message)
+    assert f"{path}:3: budget.activation_bytes: has no effect" in str(warning.message)
 
 
 @pytest.mark.usefixtures("on_a_drive")
@@ -262,7 +260,7 @@ def test_steps_to_trace_are_numbers_from_1(steps: Any) -> None:
 def test_a_rule_for_layers_that_are_not_there() -> None:
     (warning,) = warned({"layers": [{"match": "2-30", "placement": "keep"}]})
     assert warning.category is NoEffectWarning
-    assert "the rule '2-30' names layers that there are not: 4-30; the layers are 0-3" in str(warning.message)
+    assert "the rule '2-30' names layers that there are not; the layers are 0-3" in str(warning.message)
 
 
 def test_host_memory_saves_nothing_of_a_model_on_the_cpu(tmp_path: Path) -> None:

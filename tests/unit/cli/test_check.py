@@ -123,18 +123,16 @@ def test_what_has_no_effect_is_a_warning(policy: Path) -> None:
     result = check(policy, "--layers", 24)
     assert result.exit_code == 0
     rule, budget = result.stderr.splitlines()
-    assert rule.startswith(
-        f"Warning: {policy}:3: the rule '0-3,50' (line 3) names layers that there are not: 50"
-    )
-    assert budget.startswith(f"Warning: {policy}:7: budget.activation_bytes: it limits nothing")
+    assert rule.startswith(f"Warning: {policy}:3: the rule '0-3,50' (line 3) names layers that there are not")
+    assert budget.startswith(f"Warning: {policy}:7: budget.activation_bytes: has no effect: no layer is auto")
     assert len(json.loads(check(policy, "--layers", 24, "--json").stdout)["warnings"]) == 2
 
 
 def test_rules_by_name_wait_for_the_model(policy: Path) -> None:
     policy.write_text(POLICY.replace("0-3", "model.layers.?") + "budget: {objective: memory}\n")
     result = check(policy, "--layers", 24)
-    assert result.exit_code == 1
-    assert "budget.objective" in result.stderr
+    assert result.exit_code == 0
+    assert "budget.objective: has no effect" in result.stderr
     policy.write_text(policy.read_text().replace("recompute", "auto"))  # the planner may have a layer
     result = check(policy, "--layers", 24)
     assert (result.exit_code, result.stderr) == (0, "")

@@ -14,8 +14,7 @@ from store_contract import CPU
 
 import tba_offload.cli.init as command
 from tba_offload import cli
-from tba_offload.config import load_config
-from tba_offload.config.schema import URL
+from tba_offload.config import SCHEMA_URL, load_config
 from tba_offload.device import streams
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def test_it_writes_a_policy_that_check_takes(tmp_path: Path) -> None:
     result = call(str(tmp_path), "-o", "own.yaml")
     assert result.exit_code == 0, result.output
     text = (tmp_path / "own.yaml").read_text()
-    assert text.startswith(f"# yaml-language-server: $schema={URL}\n")
+    assert text.startswith(f"# yaml-language-server: $schema={SCHEMA_URL}\n")
     assert sum(line.lstrip().startswith("#") for line in text.splitlines()) >= 10
     config = load_config(tmp_path / "own.yaml")
     assert [str(each) for each in config.store.directories] == [str(tmp_path)]

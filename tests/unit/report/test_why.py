@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from run_logs import HELD, MIB, memory_event, peak, write_run
 
 from tba_offload import cli
-from tba_offload.config.options import StatesConfig
+from tba_offload.config import StatesConfig
 from tba_offload.errors import RunLogError
 from tba_offload.report import causes
 from tba_offload.report.log import RunHeader, RunLogWriter, StepRecord
