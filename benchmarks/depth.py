@@ -9,51 +9,40 @@ keep. What the two lanes of keep differ by is noise.
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
-from gpt_runner import CONTROL, SHAPE, dtype_option, lanes, print_table, report, settled_dtype, settled_hidden
-
-WIDEST = 1408
-WAYS = (("keep", "keep"), (CONTROL, "keep"), ("offload", "offload"))
-"""Lanes, and what each does."""
+from lanes import CONTROL, directory_option, dtype_option, json_option, print_table, race_ways, shape_of
 
 
-@click.command()
+@click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--depth", "depths", type=int, multiple=True, default=(6, 12, 24, 48), show_default=True)
-@click.option("--hidden", type=int, default=None, help=f"Width.  [default: what fits, at most {WIDEST}]")
+@click.option("--hidden", default=768, show_default=True)
 @click.option("--sequence", default=160, show_default=True)
 @click.option("--batch-size", default=2, show_default=True)
 @click.option(
-    "--steps", type=click.IntRange(min=5), default=14, show_default=True, help="Steps of each at every depth."
+    "--steps", type=click.IntRange(min=8), default=14, show_default=True, help="Of each at a depth."
 )
 @click.option("--window", default="16MiB", show_default=True, help="Bytes in flight.")
 @dtype_option
-@click.option("--directory", default=None, help="Where files go.  [default: a temporary directory]")
-@click.option("--json", "json_file", default=None, help="Also write the figures to this file.")
+@directory_option
+@json_option
 def main(
-    *,
-    depths: tuple[int, ...],
-    steps: int,
-    batch_size: int,
-    window: str,
-    dtype: str,
-    directory: str | None,
-    json_file: str | None,
-    hidden: int | None,
-    sequence: int,
+    *, depths: tuple[int, ...], hidden: int, sequence: int, dtype: str, json_file: str | None, **race: Any
 ) -> None:
     """Race keep, keep again and offload at every depth."""
-    rows = []
-    model = SHAPE | {"dtype": settled_dtype(dtype), "dropout": 0.1, "sequence": sequence}
-    deepest = model | {"layers": max(depths), "hidden": hidden}
-    model["hidden"] = settled_hidden(most=WIDEST, processes=len(WAYS), batch_size=batch_size, **deepest)
+    rows, peaks = [], {}
     for depth in depths:
-        entrants = {f"{name}, {depth} layers": (way, model | {"layers": depth}) for name, way in WAYS}
-        results = lanes(entrants, steps=steps, batch_size=batch_size, window=window, directory=directory)
-        rows += report(results, base=dict.fromkeys(entrants, f"keep, {depth} layers"))
+        shape = shape_of(layers=depth, hidden=hidden, sequence=sequence, dtype=dtype, dropout=0.1)
+        ways = {"keep": "keep", CONTROL: "keep", "offload": "offload"}
+        found = race_ways({name: (way, shape) for name, way in ways.items()}, **race)
+        for row in found:
+            peaks[row["name"], depth] = row["peak_bytes"]
+            row["name"] += f", {depth} layers"
+        rows += found
     print_table(rows, json_file)
-    peaks = {row["name"]: row["peak_bytes"] for row in rows}
     for way in ("keep", "offload"):
-        growth = peaks[f"{way}, {depths[-1]} layers"] / peaks[f"{way}, {depths[0]} layers"]
+        growth = peaks[way, depths[-1]] / peaks[way, depths[0]]
         click.echo(f"{way}: {depths[-1]} layers need {growth:.2f} x the activation peak of {depths[0]}")
 
 

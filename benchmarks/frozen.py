@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_lab.demo.race import paired_ratio
+from tba_lab.race import paired_ratio
 from tba_offload.device.memory import MallocMeter
 from tba_offload.formatting import readable_size
 

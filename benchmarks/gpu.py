@@ -5,13 +5,12 @@
     python benchmarks/gpu.py --size 8192x4x4096x1             hidden x layers x sequence x batch
     python benchmarks/gpu.py --device cpu --size 128x4x64x2   the same on a CPU, to see that it works
 
-A GPT with ``scaled_dot_product_attention``: megatron-core's where that is installed, else one in
-plain PyTorch that saves the same bytes. Several models of such a width do not fit one GPU, so here, unlike
-in the other benchmarks, all ways share one model in one process. Single steps alternate. In a round all
-ways have the same weights and the same batch, and all begin with gradients of zero; the weights change
-between the rounds. A step is forward and backward, timed by events of the device; ratios are medians over
-the rounds of the ratio to keep within a round, with quartiles. The peak is that of the device's allocator
-in the step less what was live before.
+A GPT in plain PyTorch that saves what Megatron's does. Several models of such a width do not fit one GPU, so
+here, unlike in the other benchmarks, all ways share one model in one process. Single steps alternate. In a
+round all ways have the same weights and batch, and begin with gradients of zero; the weights change between
+the rounds. A step is forward and backward, timed by events of the device; ratios are medians over the rounds
+of the ratio to keep within a round, with quartiles; ``keep again`` is keep once more, and its ratio noise.
+The peak is that of the device's allocator in the step less what was live before.
 
 The last rounds run with deterministic kernels and compare the loss and all gradients, bit for bit.
 
@@ -24,11 +23,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import hashlib
 import json
 import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from datetime import UTC, datetime
@@ -38,24 +40,31 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import torch
-from gpt_runner import dtype_option
-from gpu_ways import OURS, WAYS, Figures, Places, Size, Subject, Way, deterministic, directory_in, make_way
-from rich.console import Console
-from rich.table import Table
+from lanes import CONTROL, checkpointed, dtype_option, show
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional
 
-from tba_lab.demo.dtype import choose_dtype, instruction_set
-from tba_lab.demo.race import Spread, measures_memory, paired_ratio, turns
-from tba_lab.megatron_cpu import single_process
+import tba_offload as tba
+from tba_lab.gpt import DTYPES, GptShape, choose_dtype
+from tba_lab.race import Spread, measures_memory, paired_ratio, timed_rounds, turns
 from tba_offload.config import parse_size
+from tba_offload.device import ByteRange, device_of
+from tba_offload.device.checksum import sums
 from tba_offload.device.malloc import keep_freed_pages
-from tba_offload.errors import RunLogError, StoreError, UnsupportedError
-from tba_offload.report import rok
-from tba_offload.report.log import RunHeader, RunLogWriter, StepRecord
+from tba_offload.device.memory import meter_of
+from tba_offload.errors import StoreError, UnsupportedError
+from tba_offload.layers.stack import explicit_layers
+from tba_offload.session import Session
 from tba_offload.store import open_store
 from tba_offload.store.bench import Rates, measure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch.autograd.graph import saved_tensors_hooks
+
+Figures = dict[str, Any]
 
 WARM_UP = 4
 """Rounds that do not count: memory is allocated and pinned, and auto learns and changes to its plan."""
@@ -65,102 +74,395 @@ PROOF_ROUNDS = 2
 WINDOW_LAYERS = 2
 """The window of ours holds what so many layers save."""
 
-HARMLESS = (
-    "ImportError",
-    "ModuleNotFoundError",
-    "MissingDependencyError",
-    "UnsupportedError",
-    "TooSlowError",
-)
+HARMLESS = ("ImportError", "ModuleNotFoundError", "MissingDependencyError", "UnsupportedError")
 """Why a way may be left out."""
 
-ACTIVATIONS = 16
-"""A layer's smaller activations are this part of what it saves."""
-
 SIZES = ("4096x8x4096x2", "6144x6x4096x2", "8192x4x8192x1", "8192x4x1024x4", "8192x4x1024x8")
-QUICK = ("8192x4x4096x1",)
-QUICK_MINUTES = 3.0
+QUICK, QUICK_MINUTES = ("8192x4x4096x1",), 3.0
 GB, GIB = 1e9, 2**30
+VOCABULARY = 1024
+"""Small, so that the logits, which are not offloaded, weigh little."""
+
+SAVED_NUMBERS = 16
+"""Activations of a layer, by the element of its hidden states: the inputs of two norms, of four matrix
+products and of GELU, queries, keys, values."""
+
+
+# What is trained
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """The command line."""
+class Size:
+    """What is trained: as ``4096x8x2048x1`` on the command line, in a dtype."""
 
-    device: torch.device
-    sizes: tuple[Size, ...]
-    model: str
-    ways: tuple[str, ...]
-    rounds: int
-    minutes: float | None
-    budget: float
-    window: int | None
-    drive: Path
-    tmpfs: Path
-    output: Path
+    hidden: int
+    layers: int
+    sequence: int
+    batch: int
+    dtype: str = "bf16"
+
+    @classmethod
+    def parse(cls, text: str, dtype: str = "bf16") -> Size:
+        """Return a size from hidden x layers x sequence x batch."""
+        return cls(*map(int, text.split("x")), dtype=dtype)
+
+    def __str__(self) -> str:
+        return f"{self.hidden}x{self.layers}x{self.sequence}x{self.batch}"
+
+    @property
+    def layer_bytes(self) -> int:
+        """What one layer saves."""
+        return SAVED_NUMBERS * DTYPES[self.dtype].itemsize * self.hidden * self.sequence * self.batch
+
+    @property
+    def shape(self) -> GptShape:
+        """The model."""
+        heads = max(self.hidden // 128, 1)
+        return GptShape(
+            self.layers, self.hidden, heads, self.sequence, vocab=VOCABULARY, dtype=self.dtype, dropout=0.0
+        )
 
 
-class TooSlowError(Exception):
-    """There is no time for a way."""
+class Block(nn.Module):
+    """A layer in plain PyTorch that saves what Megatron's does: pre-norm, biases, GELU."""
+
+    def __init__(self, shape: GptShape, **where: Any) -> None:
+        super().__init__()
+        hidden, inside = shape.hidden, shape.ffn_width
+        self.heads = shape.heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden, **where), nn.LayerNorm(hidden, **where)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, **where), nn.Linear(hidden, hidden, **where)
+        self.up, self.down = nn.Linear(hidden, inside, **where), nn.Linear(inside, hidden, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        parts = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind()
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class PlainGpt(nn.Module):
+    """Embedding, blocks, head."""
+
+    def __init__(self, shape: GptShape, **where: Any) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocab, shape.hidden, **where)
+        self.positions = nn.Embedding(shape.sequence, shape.hidden, **where)
+        self.layers = nn.ModuleList(Block(shape, **where) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.hidden, **where)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False, **where)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Subject:
+    """The model, its gradients, and a batch of random tokens for each round."""
+
+    def __init__(self, size: Size, device: torch.device) -> None:
+        self.size, self.device = size, device_of(device)
+        torch.manual_seed(1)
+        self.model = PlainGpt(size.shape, dtype=DTYPES[size.dtype], device=device)
+        self.layers = list(self.model.layers)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.meter = meter_of(self.device)
+
+    def attach(self, config: tba.OffloadConfig) -> tba.Session:
+        """Return a session on the layers, whose steps are opened by hand: all ways share the model."""
+        return Session(explicit_layers([self.model], self.layers), [self.model], config, steps_by_hand=True)
+
+    def batch_of(self, number: int) -> Tensor:
+        """Return the tokens of a round, one more than a sequence has."""
+        generator = torch.Generator().manual_seed(number)
+        shape = (self.size.batch, self.size.sequence + 1)
+        return torch.randint(0, VOCABULARY, shape, generator=generator).to(self.device.torch_device)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Return the loss of the model on a batch."""
+        logits = self.model(batch[:, :-1])
+        return functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+    def fingerprint(self, loss: Tensor) -> str:
+        """Return a word that tells any other bit in the loss or in a gradient."""
+        digest = hashlib.blake2b(float(loss.detach()).hex().encode(), digest_size=16)
+        for parameter in self.model.parameters():
+            digest.update(sums(ByteRange.of(parameter.grad.contiguous()).tensor()))
+        return digest.hexdigest()
+
+    def clear_gradients(self) -> None:
+        """Set them to zero; their memory stays, so that it counts as no activation."""
+        torch._foreach_zero_([parameter.grad for parameter in self.model.parameters()])
+
+    def learn(self) -> None:
+        """Take a small step of plain gradient descent, so that no round is like the one before."""
+        with torch.no_grad():
+            parameters = list(self.model.parameters())
+            torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-1e-3)
+
+    def give_up_memory(self) -> None:
+        """Let go of what is in the allocator's cache and in cycles."""
+        gc.collect()
+        if self.device.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Free model and gradients."""
+        self.meter.close()
+        self.layers = []
+        del self.model
+        self.give_up_memory()
+
+
+# Ways
+
+
+class Way:
+    """One way of keeping activations.
+
+    Args:
+        subject: What is trained.
+        tier: Where bytes go, by its name; ``None`` if none travel.
+        config: Of tba-offload; ``None`` if it takes no part.
+        wrap: Makes a layer's forward anew, as checkpoints do.
+        hooks: Makes the saved-tensor hooks around a forward pass.
+        counts: Tells which saved tensors the hooks move.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        *,
+        tier: str | None = None,
+        config: tba.OffloadConfig | None = None,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        hooks: Callable[[], saved_tensors_hooks] | None = None,
+        counts: Callable[[Tensor], bool] = lambda _: True,
+    ) -> None:
+        self.tier = tier
+        self.session: tba.Session | None = None
+        self._subject, self._hooks, self._counts = subject, hooks, counts
+        if config is not None:
+            self.session = subject.attach(config)
+        elif wrap is not None:
+            for layer in subject.layers:
+                layer.forward = wrap(layer.forward)
+        self._forwards = [vars(layer).pop("forward", None) for layer in subject.layers]
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Give the layers this way's forward while the block runs."""
+        for layer, forward in zip(self._subject.layers, self._forwards, strict=True):
+            if forward is not None:
+                layer.forward = forward
+        try:
+            yield
+        finally:
+            for layer in self._subject.layers:
+                vars(layer).pop("forward", None)
+
+    def step(self, batch: Tensor, *, measure: bool) -> tuple[Figures, Tensor]:
+        """Do forward and backward; return times by the device's clock, bytes and the peak, and the loss."""
+        device, meter = self._subject.device, self._subject.meter
+        figures: Figures = {}
+        device.seconds([device.mark()])
+        with self.installed():
+            if measure:
+                meter.reset()
+                base = meter.live()
+            marks = [device.mark()]
+            with self.session.step(measure_memory=measure) if self.session else contextlib.nullcontext():
+                with self._watched(figures) if self._hooks else contextlib.nullcontext():
+                    loss = self._subject.loss(batch)
+                marks.append(device.mark())
+                loss.backward()
+            marks.append(device.mark())
+            start, turn, end = device.seconds(marks)
+            if measure:
+                peak, reserved = meter.peak(), meter.reserved()
+                if self.session is not None:  # it measures by the same statistics, and plans with them
+                    record = self.session.report()[-1]
+                    peak, reserved = record.device_peak_bytes or peak, record.reserved_peak_bytes
+                figures |= {"peak": max(peak - base, 0), "reserved": reserved}
+        figures |= {"seconds": end - start, "forward": turn - start, "backward": end - turn}
+        if self.session is not None:
+            self.session.offloader.quiesce()  # what is still under way must not disturb the next
+            record = self.session.report()[-1]
+            figures |= {
+                "stall": record.stall_seconds,
+                "written": record.offloaded_bytes,
+                "read": record.read_bytes,
+                "recomputed": record.recomputed_scopes,
+                "predicted_seconds": record.predicted_seconds,
+                "predicted_peak": record.predicted_peak_bytes,
+            }
+        return figures, loss
+
+    @contextlib.contextmanager
+    def _watched(self, figures: Figures) -> Iterator[None]:
+        """Count what the hooks of another library move, which is the same in both directions."""
+        assert self._hooks is not None
+        hooks = self._hooks()
+        pack, moved = hooks.pack_hook, 0
+
+        def counting(tensor: Tensor) -> Any:
+            nonlocal moved
+            moved += tensor.nbytes if self._counts(tensor) else 0
+            return pack(tensor)
+
+        hooks.pack_hook = counting
+        try:
+            with hooks:
+                yield
+        finally:
+            hooks.pack_hook = pack
+        figures |= {"written": moved, "read": moved}
+
+    def close(self) -> None:
+        """End the session."""
+        if self.session is not None:
+            with self.installed():
+                self.session.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where ours writes, how much may be in flight, and the activation peak of ``auto``, if it has one."""
+
+    drive: str
+    tmpfs: str
+    window: int
+    budget: int | None = None
+
+
+def keep(subject: Subject, _: Places) -> Way:
+    """Keep everything."""
+    return Way(subject)
+
+
+def recompute(subject: Subject, _: Places) -> Way:
+    """Recompute as ``torch.utils.checkpoint`` does it."""
+    return Way(subject, wrap=checkpointed)
+
+
+def on_cpu(subject: Subject, _: Places) -> Way:
+    """Offload as PyTorch's own hooks do."""
+    pins = subject.device.pins_memory
+    return Way(
+        subject,
+        tier="host",
+        hooks=lambda: save_on_cpu(pin_memory=pins),
+        counts=lambda tensor: not tensor.is_cpu,
+    )
+
+
+def torchtune(subject: Subject, _: Places) -> Way:
+    """Offload as torchtune does, or TRL, which carries that on."""
+    try:
+        from torchtune.training import OffloadActivations
+    except ImportError:
+        from trl.models.activation_offloading import OffloadActivations
+    if subject.device.torch_device.type != "cuda":
+        raise UnsupportedError("it needs a GPU")
+    least = 1024
+    hooks = OffloadActivations(use_pin_memory=True, use_streams=True, min_offload_size=least)
+    parameters: set[int] = set()
+    if hasattr(hooks, "update_model_params"):  # TRL's leaves views of parameters where they are, too
+        hooks.update_model_params(subject.model)
+        parameters = {each.untyped_storage().data_ptr() for each in subject.model.parameters()}
+
+    def counts(tensor: Tensor) -> bool:
+        is_parameter = tensor.untyped_storage().data_ptr() in parameters
+        return tensor.nbytes >= least and not is_parameter and not isinstance(tensor, nn.Parameter)
+
+    return Way(subject, tier="host", hooks=lambda: hooks, counts=counts)
+
+
+def ours(kind: str, tier: str, placement: str) -> Callable[[Subject, Places], Way]:
+    """Return what makes a way of this package."""
+
+    def make(subject: Subject, places: Places) -> Way:
+        is_auto = placement == "auto"
+        config = tba.OffloadConfig(
+            default=tba.Placement(placement),
+            budget=tba.BudgetConfig(
+                in_flight_bytes=None if is_auto and places.budget else places.window,
+                activation_bytes=places.budget if is_auto else None,
+            ),
+            store=tba.StoreConfig(
+                kind=kind, directories=() if kind == "host" else (Path(getattr(places, tier)),)
+            ),
+        )
+        return Way(subject, tier=tier, config=config)
+
+    return make
+
+
+OURS: dict[str, Callable[[Subject, Places], Way]] = {
+    "host": ours("host", "host", "offload"),
+    "drive": ours("auto", "drive", "offload"),
+    "gds": ours("gds", "drive", "offload"),
+    "tmpfs": ours("file", "tmpfs", "offload"),
+    "auto, host": ours("host", "host", "auto"),
+    "auto, drive": ours("auto", "drive", "auto"),
+    "auto, tmpfs": ours("file", "tmpfs", "auto"),
+}
+"""Name to what makes a way of ours; the name says where bytes go."""
+
+WAYS = {"keep": keep, CONTROL: keep, "recompute": recompute, "save_on_cpu": on_cpu, "torchtune": torchtune}
+WAYS |= OURS
 
 
 class Contest:
     """All ways of one size."""
 
-    def __init__(self, settings: Settings, subject: Subject) -> None:
-        self.settings, self.subject = settings, subject
+    def __init__(self, subject: Subject, *, rounds: int, minutes: float | None) -> None:
+        self.subject, self._limit, self._minutes = subject, rounds, minutes
         self.ways: dict[str, Way] = {}
         self.steps: dict[str, list[Figures]] = {}
         self.proofs: dict[str, list[str]] = {}
         self.left_out: dict[str, str] = {}
-        self.interrupted = False
-        self._rounds = 0
 
-    def enter(self, tiers: Mapping[str, Figures] | None = None) -> None:
-        """Make the ways, keep first: a budget is a share of its peak.
-
-        Args:
-            tiers: What is known of the tiers; ways to one with an ``error`` are left out.
-        """
-        window = self.settings.window or WINDOW_LAYERS * self.subject.size.layer_bytes
-        places = Places(self.settings.drive, self.settings.tmpfs, window)
-        for name in self.settings.ways:
+    def enter(self, names: Sequence[str], places: Places, share: float, tiers: Mapping[str, Figures]) -> None:
+        """Make the ways, keep first: the budget of auto is a share of its peak."""
+        for name in names:
             with self._failures_of(name):
-                self.ways[name] = make_way(name, self.subject, places)
+                self.ways[name] = way = WAYS[name](self.subject, places)
                 self.steps[name] = []
-                trouble = (tiers or {}).get(self.ways[name].tier or "", {}).get("error")
-                if trouble is not None:
+                if (trouble := tiers.get(way.tier or "", {}).get("error")) is not None:
                     raise UnsupportedError(f"its tier cannot be used: {trouble}")
                 if name == "keep":
-                    peaks = [self._step("keep", 0, measure_memory=True)["peak"] for _ in range(2)]
-                    places = dataclasses.replace(places, budget=int(self.settings.budget * peaks[-1]) or None)
+                    peaks = [self._step("keep", 0, measure=True)["peak"] for _ in range(2)]
+                    places = dataclasses.replace(places, budget=int(share * peaks[-1]) or None)
 
     def run(self) -> None:
-        """Races until the rounds, or the minutes, are over; then compares bits.
-
-        Who interrupts it gets what is known by then: the machine may be borrowed, and its time over.
-        """
-        try:
-            self._race()
-            with deterministic():
-                for number in range(self._rounds, self._rounds + PROOF_ROUNDS):
-                    self._proof(number)
-        except KeyboardInterrupt:
-            self.interrupted = True
-            shortest = min(map(len, self.steps.values()), default=0)
-            self.steps = {name: steps[:shortest] for name, steps in self.steps.items()}
-
-    def _race(self) -> None:
-        began = time.perf_counter()
-        for number in range(self.settings.rounds):
-            self._round(number)
-            if self.settings.minutes is None:
-                continue
-            left = 60 * self.settings.minutes - (time.perf_counter() - began)
-            if number == 1:  # nothing is allocated any more, so this is what steps take
-                self._drop_the_slow(left / (LEAST_ROUNDS - 2 + PROOF_ROUNDS))
-            if left < 0 and number + 1 >= LEAST_ROUNDS:
+        """Race until the rounds, or the minutes, are over; then compare bits."""
+        began, is_cpu = time.perf_counter(), self.subject.device.torch_device.type == "cpu"
+        for number in range(self._limit):
+            for name in turns(list(self.ways), number):
+                with self._failures_of(name):
+                    measured = not is_cpu or measures_memory(number)
+                    self.steps[name].append(self._step(name, number, measure=measured))
+            self.subject.learn()
+            told = (f"{name} {self.steps[name][-1]['seconds']:.3f}" for name in self.ways)
+            click.echo(f"  round {number}: {', '.join(told)}", err=True)
+            over = self._minutes is not None and time.perf_counter() - began > 60 * self._minutes
+            if over and number + 1 >= LEAST_ROUNDS:
                 break
+        torch.use_deterministic_algorithms(mode=True)
+        for number in range(PROOF_ROUNDS):
+            for name in turns(list(self.ways), number):
+                with self._failures_of(name):
+                    self.subject.clear_gradients()
+                    _, loss = self.ways[name].step(self.subject.batch_of(-1 - number), measure=False)
+                    self.proofs.setdefault(name, []).append(self.subject.fingerprint(loss))
+            self.subject.learn()
+        torch.use_deterministic_algorithms(mode=False)
 
     def close(self) -> None:
         """End all sessions."""
@@ -168,46 +470,13 @@ class Contest:
             way.close()
         self.ways.clear()
 
-    def _round(self, number: int) -> None:
-        is_cpu = self.subject.device.torch_device.type == "cpu"
-        for name in turns(list(self.ways), number):
-            with self._failures_of(name):
-                measure_memory = not is_cpu or measures_memory(number)
-                self.steps[name].append(self._step(name, number, measure_memory=measure_memory))
-        self.subject.learn()
-        self._rounds = number + 1
-        told = (f"{name} {self.steps[name][-1]['seconds']:.3f}" for name in self.ways)
-        click.echo(f"  round {number}: {', '.join(told)}", err=True)
-
-    def _drop_the_slow(self, seconds: float) -> None:
-        """Leaves out the slowest ways until a round can be done within so many seconds."""
-        taken = {name: steps[-1]["host_seconds"] for name, steps in self.steps.items() if name != "keep"}
-        while taken and sum(taken.values()) > seconds:
-            slowest = max(taken, key=lambda name: taken[name])
-            with self._failures_of(slowest):
-                raise TooSlowError(f"a step takes {taken[slowest]:.1f} s, and the minutes are few")
-            del taken[slowest]
-
-    def _proof(self, number: int) -> None:
-        for name in turns(list(self.ways), number):
-            self.subject.clear_gradients()
-            try:
-                _, loss = self.ways[name].step(self.subject.batch_of(number), measure=False)
-                proof = self.subject.fingerprint(loss)
-            except Exception as error:  # noqa: BLE001 - told as its proof, which then equals no other
-                proof = f"{name}: {type(error).__name__}: {error}"
-                click.echo(f"  no proof of {proof}", err=True)
-            self.proofs.setdefault(name, []).append(proof)
-        self.subject.learn()
-
-    def _step(self, name: str, number: int, *, measure_memory: bool) -> Figures:
+    def _step(self, name: str, number: int, *, measure: bool) -> Figures:
         self.subject.clear_gradients()
-        figures, _ = self.ways[name].step(self.subject.batch_of(number), measure=measure_memory)
-        return figures
+        return self.ways[name].step(self.subject.batch_of(number), measure=measure)[0]
 
     @contextlib.contextmanager
     def _failures_of(self, name: str) -> Iterator[None]:
-        """Return a way that fails is left out, and said so; the others go on: the machine may be borrowed."""
+        """Leave out a way that fails, and say so; the others go on: the machine may be borrowed."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, the others can do without
@@ -223,18 +492,15 @@ class Contest:
             self.subject.give_up_memory()
 
 
-# Tiers
+# Figures
 
 
-def tiers_of(settings: Settings, size: Size, subject: Subject) -> dict[str, dict[str, Any]]:
+def tiers_of(places: Places, size: Size, subject: Subject) -> dict[str, Figures]:
     """Return what the places that bytes go to really move, by extents as large as the activations."""
-    extent = max(min(size.layer_bytes // ACTIVATIONS, 64 << 20), 4096)
-    found = {}
-    for name, kind, directories in (
-        ("host", "host", ()),
-        ("drive", "auto", (settings.drive,)),
-        ("tmpfs", "file", (settings.tmpfs,)),
-    ):
+    extent = max(min(size.layer_bytes // SAVED_NUMBERS, 64 << 20), 4096)
+    found: dict[str, Figures] = {}
+    for name, kind in (("host", "host"), ("drive", "auto"), ("tmpfs", "file")):
+        directories = () if kind == "host" else (Path(getattr(places, name)),)
         try:
             with open_store(kind=kind, directories=directories, device=subject.device) as store:
                 rates = measure(store, subject.device, extent_bytes=extent, extents=4)
@@ -244,86 +510,53 @@ def tiers_of(settings: Settings, size: Size, subject: Subject) -> dict[str, dict
     return found
 
 
-def bound(forward: float, backward: float, written: float, read: float, tier: Rates) -> float:
-    """Return the least time of a step that moves these bytes, in seconds.
-
-    Forward lasts until what is written has left, since the window holds the rest until backward uses it, and
-    backward until what is read has come.
-
-    Args:
-        forward: Of the step if nothing moves.
-        backward: Likewise.
-        written: Bytes to the tier.
-        read: Bytes from it.
-        tier: What it moves.
-    """
-    return max(forward, written / tier.write) + max(backward, read / tier.read)
-
-
-# Figures
-
-
-def rows_of(contest: Contest, tiers: dict[str, dict[str, Any]]) -> list[Figures]:
-    """One row for each way."""
-    keep = timed(contest.steps["keep"]) if contest.steps.get("keep") else None
-    rows = []
-    for name, steps in contest.steps.items():
-        counted = timed(steps)
-        if not counted:  # interrupted before it began
-            continue
-        row: Figures = {
-            "name": name,
-            "tier": contest.ways[name].tier,
-            "seconds": dataclasses.asdict(Spread.of([step["seconds"] for step in counted])),
-            "host_seconds": statistics.median(step["host_seconds"] for step in counted),
-            "peak_bytes": max(
-                (step["peak"] for step in steps[WARM_UP - 1 :] if "peak" in step), default=None
-            ),
-            "reserved_bytes": max(
-                (step["reserved"] for step in steps[WARM_UP - 1 :] if step.get("reserved")), default=None
-            ),
-            "same_bits": None if contest.interrupted else contest.proofs[name] == contest.proofs.get("keep"),
-            **{key: median(counted, key) for key in MEDIANS},
-        }
-        if keep is not None:
-            row |= against_keep(counted, keep, row, tiers)
-        rows.append(row)
-    base = next((row["peak_bytes"] for row in rows if row["name"] == "keep"), None)
-    for row in rows:
-        row["peak_over_keep"] = row["peak_bytes"] / base if base and row["peak_bytes"] else None
-    return rows
-
-
 MEDIANS = (
-    *("forward", "backward", "stall", "written", "read", "forwarded", "kept", "recomputed"),
-    *("predicted_seconds", "predicted_peak"),
+    "forward",
+    "backward",
+    "stall",
+    "written",
+    "read",
+    "recomputed",
+    "predicted_seconds",
+    "predicted_peak",
 )
 
 
-def against_keep(
-    counted: Sequence[Figures], keep: Sequence[Figures], row: Figures, tiers: dict[str, dict[str, Any]]
-) -> Figures:
-    """Return the ratio to keep, the bandwidth that the step needs, and the bound of its tier."""
-    ratio = paired_ratio([step["seconds"] for step in counted], [step["seconds"] for step in keep])
-    found: Figures = {"over_keep": dataclasses.asdict(ratio)}
-    if row["tier"] is None or row["written"] is None:
-        return found
-    tier = tiers[row["tier"]]
-    rates = Rates(tier["write"], tier["read"], tier["both"])
-    times = median(keep, "forward"), median(keep, "backward")
-    least = bound(*times, row["written"], row["read"], rates)
-    return found | {
-        "needs_write": row["written"] / median(keep, "forward"),
-        "needs_read": row["read"] / median(keep, "backward"),
-        "bound_seconds": least,
-        "over_bound": row["seconds"]["median"] / least,
+def row_of(contest: Contest, name: str, tiers: Mapping[str, Figures]) -> Figures:
+    """Return the figures of a way: ratios to keep, the bandwidth that it needs, and the bound of its tier."""
+    kept, steps = contest.steps["keep"][WARM_UP:], contest.steps[name][WARM_UP:]
+    is_cpu = contest.subject.device.torch_device.type == "cpu"  # where sampling takes time
+    rounds = timed_rounds(kept, steps, measured=lambda step: is_cpu and "peak" in step)
+    base, counted = ([step[lane] for step in rounds] for lane in range(2))
+    tier = contest.ways[name].tier
+    row: Figures = {
+        "name": name,
+        "tier": tier,
+        "seconds": dataclasses.asdict(Spread.of([step["seconds"] for step in counted])),
+        "over_keep": dataclasses.asdict(
+            paired_ratio([step["seconds"] for step in counted], [step["seconds"] for step in base])
+        ),
+        "peak_bytes": max((step["peak"] for step in steps if "peak" in step), default=None),
+        "reserved_bytes": max((step["reserved"] for step in steps if step.get("reserved")), default=None),
+        "peak_over_keep": None,
+        "same_bits": contest.proofs[name] == contest.proofs.get("keep"),
+        **{key: median(counted, key) for key in MEDIANS},
     }
-
-
-def timed(steps: Sequence[Figures]) -> list[Figures]:
-    """Return the steps whose time counts: on a CPU not those in which memory was sampled."""
-    counted = steps[WARM_UP:] or steps
-    return [step for step in counted if "peak" not in step] or list(counted)
+    keeps = max((step["peak"] for step in kept if "peak" in step), default=0)
+    if keeps and row["peak_bytes"] is not None:
+        row["peak_over_keep"] = row["peak_bytes"] / keeps
+    if tier is None or row["written"] is None:
+        return row
+    forward, backward = median(base, "forward"), median(base, "backward")
+    # The window holds the rest of what is written until backward uses it.
+    bound = max(forward, row["written"] / tiers[tier]["write"])
+    bound += max(backward, row["read"] / tiers[tier]["read"])
+    return row | {
+        "needs_write": row["written"] / forward,
+        "needs_read": row["read"] / backward,
+        "bound_seconds": bound,
+        "over_bound": row["seconds"]["median"] / bound,
+    }
 
 
 def median(steps: Sequence[Figures], name: str) -> Any:
@@ -332,295 +565,142 @@ def median(steps: Sequence[Figures], name: str) -> Any:
     return statistics.median(known) if known else None
 
 
-# Reports
-
-
-def table_of(document: dict[str, Any]) -> Table:
-    """Return the rows of one size."""
-    made = Table(
-        title=f"{document['model']} {document['size']}, {document['dtype']}; {document['rounds']} rounds",
-        box=None,
-    )
-    heads = (
-        "way",
-        "step s",
-        "x keep (quartiles)",
-        "peak GiB",
-        "x keep",
-        "reserved GiB",
-        "written / read GiB",
+def show_rows(document: Figures) -> None:
+    """Print the rows of one size."""
+    heads = ("way", "step s", "x keep (quartiles)", "peak GiB", "x keep", "reserved GiB", "written GiB")
+    heads += (
         "stall s",
+        "needs GB/s: write, read",
+        "tier GB/s: write, read, both",
+        "bound s",
+        "x bound",
+        "bits",
     )
-    for head in (*heads, "needs GB/s", "tier GB/s: write, read, both", "bound s", "x bound", "bits"):
-        made.add_column(head, justify="left" if head == "way" else "right")
+    rows = []
     for row in document["rows"]:
-        tier = document["tiers"].get(row["tier"] or "")
-        over = row.get("over_keep")
-        made.add_row(
-            row["name"],
-            f"{row['seconds']['median']:.4f}",
-            str(Spread(**over)) if over else "",
-            number_or_blank(row["peak_bytes"] and row["peak_bytes"] / GIB),
-            number_or_blank(row["peak_over_keep"]),
-            number_or_blank(row["reserved_bytes"] and row["reserved_bytes"] / GIB),
-            pair(row["written"], row["read"], GIB),
-            number_or_blank(row["stall"], 4),
-            pair(row.get("needs_write"), row.get("needs_read"), GB),
-            ", ".join(f"{tier[name] / GB:.1f}" for name in Rates._fields) if tier else "",
-            number_or_blank(row.get("bound_seconds"), 4),
-            number_or_blank(row.get("over_bound")),
-            {True: "same", False: "differ", None: ""}[row["same_bits"]],
+        tier = document["tiers"].get(row["tier"] or "", {})
+        rows.append(
+            (
+                row["name"],
+                number(row["seconds"]["median"], 4),
+                str(Spread(**row["over_keep"])),
+                number(row["peak_bytes"], unit=GIB),
+                number(row["peak_over_keep"]),
+                number(row["reserved_bytes"], unit=GIB),
+                number(row["written"], unit=GIB),
+                number(row["stall"], 4),
+                ", ".join(number(row.get(f"needs_{each}"), 1, GB) for each in ("write", "read")).strip(", "),
+                ", ".join(number(tier.get(each), 1, GB) for each in Rates._fields).strip(", "),
+                number(row.get("bound_seconds"), 4),
+                number(row.get("over_bound")),
+                "same" if row["same_bits"] else "differ",
+            )
         )
-    return made
+    show(heads, rows, f"{document['size']}, {document['dtype']}; {document['rounds']} rounds")
+    for name, why in document["left_out"].items():
+        click.echo(f"left out: {name}, because {why}")
 
 
-def number_or_blank(value: float | None, digits: int = 3) -> str:
+def number(value: float | None, digits: int = 3, unit: float = 1.0) -> str:
     """Return a number, if there is one."""
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def pair(one: float | None, other: float | None, unit: float) -> str:
-    """Two numbers, if there are any."""
-    return "" if one is None or other is None else f"{one / unit:.2f} / {other / unit:.2f}"
-
-
-def write_logs(contest: Contest, folder: Path, machine: Figures) -> None:
-    """Write a run log for each way, for the ROK report."""
-    subject, size = contest.subject, contest.subject.size
-    model = {
-        "name": subject.kind,
-        "hidden": size.hidden,
-        "layers": size.layers,
-        "sequence": size.sequence,
-        "dtype": size.dtype,
-        "batch_size": size.batch,
-    }
-    for name, steps in contest.steps.items():
-        header = RunHeader(strategy=name, model=model, hardware=machine)
-        with RunLogWriter(folder / f"{size}-{slug(name)}.jsonl", header) as log:
-            for number, step in enumerate(steps, 1):
-                log.write(
-                    StepRecord(
-                        step=number,
-                        seconds=step["seconds"],
-                        stall_seconds=step.get("stall"),
-                        tokens=subject.tokens,
-                        model_flops=subject.flops,
-                        activation_peak_bytes=step.get("peak"),
-                        peak_source=subject.meter.source,
-                        reserved_peak_bytes=step.get("reserved"),
-                        gradients_allocated=True,
-                        offloaded_bytes=step.get("written", 0),
-                        read_bytes=step.get("read", 0),
-                    )
-                )
-
-
-def draw_rok(settings: Settings, folder: Path, logs: Path) -> dict[str, list[str]]:
-    """Return a curve for each model, through its batch sizes; what the report says of it."""
-    said = {}
-    for name in dict.fromkeys(str(size).rpartition("x")[0] for size in settings.sizes):
-        paths = sorted(logs.glob(f"{name}x*.jsonl"))
-        if not paths:
-            continue
-        try:
-            points = rok.points(paths, warmup=WARM_UP)
-        except RunLogError as error:  # interrupted before there was enough
-            said[name] = [str(error)]
-            continue
-        said[name] = rok.advice(points)
-        with contextlib.suppress(ImportError):
-            for suffix in ("svg", "png"):
-                rok.draw(points, folder / f"rok-{name}.{suffix}")
-    return said
-
-
-def slug(name: str) -> str:
-    """Return a name as part of a file's name."""
-    return name.replace(", ", "-").replace(" ", "-")
+    return "" if value is None else f"{value / unit:.{digits}f}"
 
 
 def machine_of(device: torch.device) -> Figures:
-    """Where it ran."""
+    """Return where it ran, and on what versions."""
     found: Figures = {
-        "device": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
-        "instruction_set": instruction_set(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
+        "python": platform.python_version(),
     }
+    found |= {"instruction_set": torch.backends.cpu.get_cpu_capability(), "cuda": str(torch.version.cuda)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {"device": properties.name, "device_bytes": properties.total_memory}
-        driver = Path("/proc/driver/nvidia/version")
-        if driver.exists():
-            found["driver"] = driver.read_text().splitlines()[0]
-    return found
-
-
-def versions() -> dict[str, str]:
-    """Of everything that had a part in it."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    packages = ("tba-offload", "megatron-core", "kvikio-cu13", "kvikio-cu12", "torchtune", "trl", "deepspeed")
-    for name in packages:
+    for name in ("torch", "tba-offload", "kvikio-cu13", "kvikio-cu12", "torchtune", "trl"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
 
 
-# The command
-
-
-def run_size(settings: Settings, size: Size, folder: Path, machine: Figures) -> dict[str, Any]:
-    """Everything about one size, as JSON."""
-    kind = "megatron" if settings.model == "megatron" else "torch"
-    with single_process() if kind == "megatron" else contextlib.nullcontext():
-        subject = Subject(kind, size, settings.device)
-        click.echo(f"{kind} {size}: measuring where bytes go", err=True)
-        tiers = tiers_of(settings, size, subject)
-        contest = Contest(settings, subject)
-        try:
-            contest.enter(tiers)
-            contest.run()
-            write_logs(contest, folder / "runs", machine)
-            return {
-                "size": str(size),
-                "model": kind,
-                "dtype": size.dtype,
-                "tokens": subject.tokens,
-                "model_flops": subject.flops,
-                "rounds": max(map(len, contest.steps.values()), default=0),
-                "warm_up_rounds": WARM_UP,
-                "tiers": tiers,
-                "rows": rows_of(contest, tiers),
-                "left_out": contest.left_out,
-                "interrupted": contest.interrupted,
-                "steps": contest.steps,
-            }
-        finally:
-            contest.close()
-            subject.close()
-
-
-def run(settings: Settings) -> dict[str, Any]:
-    """Everything; writes it to the output folder, and returns it."""
-    started = datetime.now(UTC)
-    machine = machine_of(settings.device)
-    folder = settings.output / f"gpu-{started:%Y%m%d-%H%M%S}"
-    (folder / "runs").mkdir(parents=True)
-    document: dict[str, Any] = {
-        "started": started.isoformat(timespec="seconds"),
-        "machine": machine,
-        "versions": versions(),
-        "command": sys.argv[1:],
-        "sizes": [],
-    }
-    console = Console(width=210)
-    for size in settings.sizes:
-        document["sizes"].append(run_size(settings, size, folder, machine))
-        # After every size: what is known is not lost if the next one breaks off.
-        (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
-        console.print(table_of(document["sizes"][-1]))
-        for name, why in document["sizes"][-1]["left_out"].items():
-            console.print(f"left out: {name}, because {why}", markup=False)
-        if document["sizes"][-1]["interrupted"]:
-            break
-    document["rok"] = draw_rok(settings, folder, folder / "runs")
-    (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
-    click.echo(f"written to {folder}")
-    return document
-
-
-def megatron_is_there() -> bool:
-    """Whether its version can be told."""
-    try:
-        version("megatron-core")
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-@click.command()
+@click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--device", default="cuda", show_default=True)
 @click.option(
     "--size", "sizes", multiple=True, help=f"Hidden x layers x sequence x batch.  [default: {SIZES}]"
 )
-@click.option("--model", type=click.Choice(["auto", "torch", "megatron"]), default="auto", show_default=True)
 @dtype_option
 @click.option("--way", "ways", type=click.Choice(tuple(WAYS)), multiple=True, help="Which.  [default: all]")
-@click.option(
-    "--rounds", type=click.IntRange(min=LEAST_ROUNDS), default=16, show_default=True, help="Steps of each."
-)
+@click.option("--rounds", type=click.IntRange(min=LEAST_ROUNDS), default=16, show_default=True)
 @click.option("--minutes", type=float, help="After so many a size is given no further round.")
-@click.option(
-    "--budget", default=0.5, show_default=True, help="Peak of auto, by keep's; 0: the least without waiting."
-)
+@click.option("--budget", default=0.5, show_default=True, help="Peak of auto, by keep's; 0: none.")
 @click.option("--window", help="Bytes in flight of ours.  [default: what two layers save]")
 @click.option("--drive", default=".", show_default=True, help="A directory on the drive.")
 @click.option("--tmpfs", default="/dev/shm", show_default=True, help="A directory in memory.")  # noqa: S108
 @click.option("--output", default="benchmarks/results", show_default=True, help="Where results go.")
-@click.option(
-    "--quick", is_flag=True, help=f"{QUICK[0]}, and no further round after {QUICK_MINUTES:g} minutes."
-)
+@click.option("--quick", is_flag=True, help=f"{QUICK[0]}, and no round after {QUICK_MINUTES:g} minutes.")
 def main(
     *,
     device: str,
     sizes: tuple[str, ...],
-    model: str,
     dtype: str,
     ways: tuple[str, ...],
-    rounds: int,
-    minutes: float | None,
-    budget: float,
-    window: str | None,
-    drive: str,
-    tmpfs: str,
     output: str,
     quick: bool,
+    **how: Any,
 ) -> None:
     """Race the ways of keeping activations on a GPU."""
-    where = torch.device(device)
+    where, started = torch.device(device), datetime.now(UTC)
     if where.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the rounds that compare bits
     else:
         keep_freed_pages()
-    if model == "auto":
-        model = "megatron" if megatron_is_there() else "torch"
-    chosen = choose_dtype(dtype, device=where)
-    click.echo(str(chosen), err=True)
-    with directory_in(drive) as on_drive, directory_in(tmpfs) as in_memory:
-        settings = Settings(
-            device=where,
-            sizes=tuple(Size.parse(size, chosen.dtype) for size in sizes or (QUICK if quick else SIZES)),
-            model=model,
-            ways=("keep", *(way for way in ways or WAYS if way != "keep")),
-            rounds=rounds,
-            minutes=minutes or (QUICK_MINUTES if quick else None),
-            budget=budget,
-            window=None if window is None else parse_size(window),
-            drive=on_drive,
-            tmpfs=in_memory,
-            output=Path(output),
-        )
-        document = run(settings)
-    broken = [
-        f"{size['size']}: {name}"
-        for size in document["sizes"]
-        for name in OURS
-        if failed(size, name) or not bits_of(size, name)
-    ]
+    dtype, why = choose_dtype(dtype, where)
+    click.echo(why, err=True)
+    names = ("keep", *(way for way in ways or WAYS if way != "keep"))
+    folder = Path(output) / f"gpu-{started:%Y%m%d-%H%M%S}"
+    folder.mkdir(parents=True)
+    machine = machine_of(where)
+    document: Figures = {"started": started.isoformat(timespec="seconds"), "machine": machine, "sizes": []}
+    document["command"] = sys.argv[1:]
+    broken = []
+    with contextlib.ExitStack() as stack:
+        on = [
+            stack.enter_context(tempfile.TemporaryDirectory(dir=each))
+            for each in (how["drive"], how["tmpfs"])
+        ]
+        for size in (Size.parse(text, dtype) for text in sizes or (QUICK if quick else SIZES)):
+            window = WINDOW_LAYERS * size.layer_bytes
+            places = Places(*on, parse_size(how["window"]) if how["window"] else window)
+            subject = Subject(size, where)
+            click.echo(f"{size}: measuring where bytes go", err=True)
+            tiers = tiers_of(places, size, subject)
+            minutes = how["minutes"] or (QUICK_MINUTES if quick else None)
+            contest = Contest(subject, rounds=how["rounds"], minutes=minutes)
+            try:
+                contest.enter(names, places, how["budget"], tiers)
+                contest.run()
+                found = {
+                    "size": str(size),
+                    "dtype": dtype,
+                    "rounds": max(map(len, contest.steps.values())),
+                    "tiers": tiers,
+                    "rows": [row_of(contest, name, tiers) for name in contest.ways],
+                    "left_out": contest.left_out,
+                    "steps": contest.steps,
+                }
+            finally:
+                contest.close()
+                subject.close()
+            document["sizes"].append(found)
+            # After every size: what is known is not lost if the next one breaks off.
+            (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
+            show_rows(found)
+            broken += [row["name"] for row in found["rows"] if row["name"] in OURS and not row["same_bits"]]
+            failed = {name: why for name, why in contest.left_out.items() if not why.startswith(HARMLESS)}
+            broken += [name for name in failed if name in OURS]
+    click.echo(f"written to {folder}")
     if broken:
         raise click.ClickException(f"failed, or gave other bits: {'; '.join(broken)}")
-
-
-def failed(size: dict[str, Any], name: str) -> bool:
-    """Whether a way that was there broke."""
-    return not size["left_out"].get(name, "ImportError").startswith(HARMLESS)
-
-
-def bits_of(size: dict[str, Any], name: str) -> bool:
-    """Whether a way that took part gave keep's bits."""
-    return all(row["same_bits"] is not False for row in size["rows"] if row["name"] == name)
 
 
 if __name__ == "__main__":

@@ -5,141 +5,186 @@
     python benchmarks/planner.py --rate 200MB       on a drive slowed down to 200 MB/s in each direction
     python benchmarks/planner.py --budget 0         without a budget, against keep and offload
     python benchmarks/planner.py --adapt            the drive halves its rate in the middle of a run
-    python benchmarks/planner.py --scale            how long planning takes, up to 100,000 activations
 
 For every budget (a share of keep's activation peak) auto races the policies that a user could write down:
 keep the last layers and offload, or recompute, the others, as many as fit; offload or recompute all; half and
 half. One process each, single steps alternating. Policies that do not fit the budget race too, and count not.
+The lane ``keep again`` is keep in a second process: its ratio to keep is noise.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import statistics
+import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import click
-import families
 import torch
-from around import put_around
-from gpt_runner import HEAD_WIDTH, SHAPE, dtype_option, settled_dtype, shown_race
-from rich.console import Console
-from rich.table import Table
+from lanes import CONTROL, directory_option, dtype_option, json_option, shape_of, show, shown_race, write_json
+from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_lab.demo.race import (
-    MEASURE_EVERY,
-    Entrant,
-    measures_memory,
-    prediction_error,
-    ratio_of,
-    timed_rounds,
-)
-from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
+from tba_lab.gpt import DTYPES, GptShape, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import single_process
+from tba_lab.race import MEASURE_EVERY, Entrant, measures_memory, paired_ratio, timed_rounds
 from tba_offload.config import parse_size
-from tba_offload.config.policy import Placement, Rule
-from tba_offload.device.malloc import FAST_ALLOCATOR, keep_freed_pages
-from tba_offload.plan.bandwidth import Bandwidth
-from tba_offload.plan.condense import count_items
-from tba_offload.plan.model import Limits
-from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
-from tba_offload.plan.search import make_plan
-from tba_offload.plan.what_if import composition, peak_of_keep
-from tba_offload.store.file import FileStore
-from tba_offload.store.open import STORES
+from tba_offload.device.malloc import keep_freed_pages
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+
+from around import put_around
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tba_offload.store.base import Extent
+
+    Figures = dict[str, Any]
 
 WARM_UP = 4
 """Steps that do not count: in the first two auto learns, in the third its plan starts."""
 
-Figures = dict[str, Any]
+VOCABULARY = 1024
+"""Tokens: logits shall not be what peaks."""
+
+UNITS = (1, 1, 1, 1, 1, 1, 1, 1, 4, 4)
+"""What a layer that sleeps saves, in sizes of its input: two norms, attention, and an MLP."""
+
+FORWARD = 0.06
+"""Seconds of the forward of a layer that sleeps; its backward takes twice as long."""
 
 
-class ThrottledFileStore(FileStore):
-    """A file store on a drive that moves no more than so many bytes a second, in each direction."""
+# Models
 
-    bytes_per_second: float | None = None
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._turns = {"write": threading.Lock(), "read": threading.Lock()}
-        put_around(self, self._taking_time)
+class Operation(torch.autograd.Function):
+    """Saves copies of its input, as many as ``units`` says, and sleeps."""
 
-    @contextlib.contextmanager
-    def _taking_time(self, direction: str, extent: Extent) -> Any:
-        with self._turns[direction]:
-            began = time.perf_counter()
-            yield
-            if self.bytes_per_second is not None:
-                left = extent.nbytes / self.bytes_per_second - (time.perf_counter() - began)
-                time.sleep(max(left, 0.0))
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, units: int) -> Tensor:
+        time.sleep(FORWARD * units / sum(UNITS))
+        ctx.save_for_backward(torch.cat([x + 1.0] * units))
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (saved,) = ctx.saved_tensors
+        time.sleep(2 * FORWARD * len(saved) / len(gradient) / sum(UNITS))
+        return gradient * saved[: len(gradient)].clamp(-1, 1), None
+
+
+class PacedLayer(nn.Module):
+    """A layer that takes the same time on each machine."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.scale = nn.LayerNorm(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.scale(x)
+        for units in UNITS:
+            x = Operation.apply(x, units)
+        return x
+
+
+class Paced(nn.Module):
+    """Layers that sleep: what a plan makes of a slow drive can be measured on a busy machine too."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, shape.hidden)
+        self.layers = nn.ModuleList(PacedLayer(shape.hidden) for _ in range(shape.layers))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:  # noqa: ARG002 - as others
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return SimpleNamespace(loss=x.square().mean())
+
+
+def build(family: str, shape: GptShape) -> nn.Module:
+    """Return a model of a family; ``mixed`` is a Llama of which every other layer has a narrow MLP."""
+    torch.manual_seed(1)
+    if family == "megatron":
+        return build_gpt(shape, seed=1)
+    if family == "paced":
+        return Paced(shape)
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    sizes = {"vocab_size": VOCABULARY, "use_cache": False, "max_position_embeddings": shape.sequence}
+    sizes |= {"num_hidden_layers": shape.layers, "hidden_size": shape.hidden}
+    heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.heads}
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            **sizes, n_head=shape.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        )
+        model: nn.Module = transformers.GPT2LMHeadModel(config)
+    elif family == "moe":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 2 * shape.hidden}
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, **experts))
+    else:
+        config = transformers.LlamaConfig(**sizes, **heads, intermediate_size=4 * shape.hidden)
+        model = transformers.LlamaForCausalLM(config)
+        if family == "mixed":
+            config.intermediate_size //= 8
+            for layer in model.model.layers[1::2]:
+                layer.mlp = LlamaMLP(config)
+    return model.train().to(DTYPES[shape.dtype])
 
 
 class PlanRunner:
-    """A model that trains on random tokens under a policy.
-
-    Args:
-        config: The policy as YAML.
-        shape: The model.
-        batch_size: Sequences in a step.
-        rates: From a step on, how many bytes a second the drive moves: pairs of step and rate.
-        measure: Whether memory is measured in every fourth step.
-        family: One of :data:`families.FAMILIES`; by default the GPT of Megatron.
-    """
+    """A model that trains on random tokens under a policy; ``rates`` are the drive's from a step on."""
 
     def __init__(
         self,
         *,
-        config: str,
+        config: Figures,
         shape: GptShape,
+        family: str,
         batch_size: int,
-        rates: Sequence[tuple[int, float | None]] = ((0, None),),
-        measure: bool = True,
-        family: str | None = None,
+        rates: Mapping[int, float | None],
     ) -> None:
         keep_freed_pages()
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(single_process())
-        self._family = family
-        self._model = build_gpt(shape, seed=1) if family is None else families.build(family, shape, seed=1)
+        self._model, self._family, self._shape = build(family, shape), family, shape
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=3e-4, fused=True)
-        self._shape, self._batch_size, self._rates, self._measure = shape, batch_size, dict(rates), measure
-        self._count = 0
-        with mock.patch.dict(STORES, {"file": ThrottledFileStore}):
-            session = tba.attach(self._model, tba.OffloadConfig.from_yaml(config), measure_memory=False)
+        self._batch_size, self._rates, self._rate, self._count = batch_size, rates, None, 0
+        session = tba.attach(self._model, config, measure_memory=False)
         self._session = self._stack.enter_context(session)
+        self._turns = {"write": threading.Lock(), "read": threading.Lock()}
+        put_around(self._session.store, self._taking_time)
+        self.close = self._stack.close
+
+    @contextlib.contextmanager
+    def _taking_time(self, direction: str, extent: Extent) -> Iterator[None]:
+        with self._turns[direction]:
+            began = time.perf_counter()
+            yield
+            if self._rate is not None:
+                time.sleep(max(extent.nbytes / self._rate - (time.perf_counter() - began), 0.0))
 
     def step(self) -> Figures:
-        """One step: its time, loss, peak if it was measured, stall, plan and prediction."""
-        if self._count in self._rates:
-            store = self._session.store
-            assert isinstance(store, ThrottledFileStore), "another class of store has no rate to set"
-            store.bytes_per_second = self._rates[self._count]
-        seed = self._count
-        measure = self._measure and measures_memory(self._count)
-        self._count += 1
-        placements = self._session.plan.placements
-        with self._session.step(measure_memory=measure) as step:
-            loss = self._loss(seed)
+        """Do one step; return its time, loss, peak if it was measured, stall, plan and prediction."""
+        number, self._count = self._count, self._count + 1
+        self._rate = self._rates.get(number, self._rate)
+        placements = Counter(map(str, self._session.plan.placements))
+        with self._session.step(measure_memory=measures_memory(number)) as step:
+            loss = self._loss(number)
             loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
         record = step.record
-        assert record is not None
         return {
             "loss": float(loss.detach()),
             "seconds": record.seconds,
@@ -147,283 +192,169 @@ class PlanRunner:
             "peak": record.activation_peak_bytes,
             "predicted_seconds": record.predicted_seconds,
             "predicted_peak": record.predicted_peak_bytes,
-            "layers": composition(placements),
+            "layers": ", ".join(f"{count} {name}" for name, count in placements.items()),
         }
 
-    def _loss(self, seed: int) -> torch.Tensor:
-        if self._family is not None:
-            return families.loss_of(self._model, self._shape, batch_size=self._batch_size, seed=seed)
-        return gpt_loss(self._model, random_batch(self._shape, batch_size=self._batch_size, seed=seed))
-
-    def close(self) -> None:
-        """End session and process group."""
-        self._stack.close()
-
-
-def policy(
-    directory: str,
-    default: Placement,
-    *,
-    rules: Sequence[Rule] = (),
-    window: int | None = None,
-    budget: int | None = None,
-) -> str:
-    """Return a policy as YAML."""
-    return tba.OffloadConfig(
-        default=default,
-        layers=tuple(rules),
-        budget=tba.BudgetConfig(in_flight_bytes=window, activation_bytes=budget),
-        store=tba.StoreConfig(kind="file", directories=(Path(directory),)),
-    ).to_yaml()
-
-
-def by_hand(directory: str, layers: int, budget: int | None, peak: int, window: int) -> dict[str, str]:
-    """Policies that a user could write: the last layers kept, as many as should fit."""
-    if budget is None:
-        return {"offload all": policy(directory, Placement.OFFLOAD, window=window)}
-    one = peak / layers
-    found = {}
-    spared = Placement.RECOMPUTE_EXCEPT_ATTENTION
-    for other in (Placement.RECOMPUTE_OFFLOAD, spared, Placement.OFFLOAD_REMAT):
-        found[f"{other} all"] = policy(directory, other, window=window)
-    for other in (Placement.OFFLOAD, Placement.RECOMPUTE):
-        found[f"{other} all"] = policy(directory, other, window=window)
-        room = budget - (window if other is Placement.OFFLOAD else one) - 0.1 * peak
-        kept = min(int(room / one), layers - 1)
-        if kept > 0:
-            rule = Rule(f"{layers - kept}-{layers - 1}", Placement.KEEP)
-            found[f"keep {kept}, {other}"] = policy(directory, other, rules=(rule,), window=window)
-    for percent in (25, 50, 75):
-        share = Placement(f"offload-{percent}%")
-        found[f"{share} all"] = policy(directory, share, window=window)
-    every_other = Rule(",".join(map(str, range(0, layers, 2))), Placement.RECOMPUTE)
-    found["half recompute, half offload"] = policy(
-        directory, Placement.OFFLOAD, rules=(every_other,), window=window
-    )
-    return found
+    def _loss(self, seed: int) -> Tensor:
+        batch = random_batch(self._shape, batch_size=self._batch_size, seed=seed)
+        if self._family == "megatron":
+            return gpt_loss(self._model, batch)
+        loss: Tensor = self._model(input_ids=batch["tokens"], labels=batch["tokens"]).loss
+        return loss
 
 
 class Bench:
     """The races of one command line."""
 
-    def __init__(
-        self,
-        *,
-        directory: str,
-        steps: int,
-        batch_size: int,
-        window: str,
-        shape: Figures,
-        family: str | None = None,
-    ) -> None:
-        self.family = family
-        self.directory, self.steps, self.batch_size = directory, steps, batch_size
-        self.window = parse_size(window)
-        self.shape = GptShape(heads=shape["hidden"] // HEAD_WIDTH, **shape)
+    def __init__(self, place: str, window: str, family: str, shape: GptShape, batch_size: int) -> None:
+        self._place, self._window = place, window
+        self.layers = shape.layers
+        self._common = {"shape": shape, "family": family, "batch_size": batch_size}
 
     def race(
-        self, configs: dict[str, str], rates: Sequence[tuple[int, float | None]], *, steps: int | None = None
+        self, configs: Mapping[str, Figures], steps: int, rates: Mapping[int, float | None]
     ) -> dict[str, list[Figures]]:
-        """Races policies, name → YAML."""
-        steps = steps or self.steps
-        entrants = {
-            name: Entrant(
-                PlanRunner,
-                {
-                    "config": config,
-                    "shape": self.shape,
-                    "batch_size": self.batch_size,
-                    "rates": rates,
-                    "family": self.family,
-                },
-                FAST_ALLOCATOR,
-            )
-            for name, config in configs.items()
+        """Race policies by name."""
+        return shown_race(
+            {
+                name: Entrant(PlanRunner, {"config": config, "rates": rates, **self._common})
+                for name, config in configs.items()
+            },
+            steps,
+        )
+
+    def policy(
+        self, default: str, *, rules: Mapping[str, str] | None = None, budget: int | None = None
+    ) -> Figures:
+        """Return a policy; rules are placements by layers."""
+        is_budgeted = default == "auto" and budget is not None
+        return {
+            "default": default,
+            "layers": [{"match": match, "placement": name} for match, name in (rules or {}).items()],
+            "budget": {"activation_bytes": budget} if is_budgeted else {"in_flight_bytes": self._window},
+            "store": {"kind": "file", "directories": [self._place]},
         }
-        return shown_race(entrants, steps)
 
-    def keep(self) -> str:
-        """Return the policy of keep."""
-        return policy(self.directory, Placement.KEEP)
+    def by_hand(self, budget: int | None, peak: int) -> dict[str, Figures]:
+        """Return policies that a user could write: the last layers kept, as many as should fit."""
+        if budget is None:
+            return {"offload all": self.policy("offload")}
+        one, last = peak / self.layers, self.layers - 1
+        everywhere = ("offload", "recompute", "recompute-offload", "recompute-except-attention")
+        everywhere += ("offload-remat", *(f"offload-{percent}%" for percent in (25, 50, 75)))
+        found = {f"{name} all": self.policy(name) for name in everywhere}
+        for name, needed in (("offload", parse_size(self._window)), ("recompute", one)):
+            kept = min(int((budget - needed - 0.1 * peak) / one), last)
+            if kept > 0:
+                found[f"keep {kept}, {name}"] = self.policy(name, rules={f"{last - kept + 1}-{last}": "keep"})
+        half = ",".join(map(str, range(0, self.layers, 2)))
+        found["half recompute, half offload"] = self.policy("offload", rules={half: "recompute"})
+        return found
 
-    def peak_of_keep(self) -> int:
-        """Return keep's activation peak, bytes."""
-        steps = self.race({"keep": self.keep()}, ((0, None),), steps=MEASURE_EVERY)["keep"]
-        return max(step["peak"] or 0 for step in steps)
 
-
-def sweep(bench: Bench, shares: Sequence[int], rate: float | None) -> list[Figures]:
-    """Races auto at every budget, or without one; one row for each policy."""
-    peak, rows = bench.peak_of_keep(), []
+def sweep(bench: Bench, shares: Sequence[int], steps: int, rate: float | None) -> list[Figures]:
+    """Race auto at every budget, or without one; return one row for each policy."""
+    keep, rows = bench.policy("keep"), []
+    peak = max(step["peak"] or 0 for step in bench.race({"keep": keep}, MEASURE_EVERY, {})["keep"])
     for share in shares:
         budget = peak * share // 100 if share else None
-        configs = {
-            "keep": bench.keep(),
-            "auto": policy(bench.directory, Placement.AUTO, budget=budget),
-            **by_hand(bench.directory, bench.shape.layers, budget, peak, bench.window),
-        }
-        results = bench.race(configs, ((0, rate),))
-        rows += judge(results, share, peak if budget is None else budget)
-        Console(width=130).print(table(rows[-len(configs) :], share, rate))
-        click.echo(verdict(rows[-len(configs) :]))
+        auto = bench.policy("auto", budget=budget)
+        configs = {"keep": keep, CONTROL: keep, "auto": auto, **bench.by_hand(budget, peak)}
+        results = bench.race(configs, steps, {0: rate})
+        found = [judged(name, results, share, budget or peak) for name in results]
+        where = "the drive as it is" if rate is None else f"{rate / 1e6:.0f} MB/s"
+        show_rows(found, f"{f'budget {share}% of' if share else 'no budget, against'} keep's peak, {where}")
+        click.echo(verdict(found))
+        rows += found
     return rows
 
 
-def judge(results: dict[str, list[Figures]], share: int, budget: int) -> list[Figures]:
-    """Peak, time and prediction of each policy, against auto; without a budget keep's peak stands for it."""
-    rows = []
-    for name, steps in results.items():
-        rounds = timed_rounds(results["auto"], steps, warm_up=WARM_UP, peak="peak")
-        measured = [step for step in steps[WARM_UP - 1 :] if step["peak"] is not None]
-        peak = max(step["peak"] for step in measured)
-        rows.append(
-            {
-                "share": share,
-                "budget_bytes": budget,
-                "name": name,
-                "peak_bytes": peak,
-                "fits": peak <= budget or not share,
-                "seconds_median": statistics.median(step["seconds"] for _, step in rounds),
-                "auto_over_it": ratio_of(rounds, "seconds"),
-                "stall_median": statistics.median(step["stall"] for step in steps[WARM_UP:]),
-                "same_losses": [s["loss"] for s in steps] == [s["loss"] for s in results["keep"]],
-                "predicted_peak_error": prediction_error(measured, "predicted_peak", "peak"),
-                "predicted_seconds_error": prediction_error(
-                    [step for _, step in rounds], "predicted_seconds", "seconds"
-                ),
-                "layers": steps[-1]["layers"],
-            }
-        )
-    return rows
+def judged(name: str, results: Mapping[str, list[Figures]], share: int, budget: int) -> Figures:
+    """Return peak, time and prediction of a policy, against auto, and keep's again against keep."""
+    steps, over = results[name], results["keep" if name == CONTROL else "auto"]
+    one, other = (steps, over) if name == CONTROL else (over, steps)
+    rounds = timed_rounds(one[WARM_UP:], other[WARM_UP:], measured=lambda step: step["peak"] is not None)
+    measured = [step for step in steps[WARM_UP - 1 :] if step["peak"] is not None]
+    peak = max(step["peak"] for step in measured)
+    ratio = paired_ratio(*([each[lane]["seconds"] for each in rounds] for lane in range(2)))
+    own = [each[0 if name == CONTROL else 1] for each in rounds]
+    return {
+        "share": share,
+        "budget_bytes": budget,
+        "name": name,
+        "peak_bytes": peak,
+        "fits": peak <= budget or not share,
+        "seconds_median": statistics.median(step["seconds"] for step in own),
+        "auto_over_it": str(ratio),
+        "stall_median": statistics.median(step["stall"] for step in steps[WARM_UP:]),
+        "same_losses": [step["loss"] for step in steps] == [step["loss"] for step in results["keep"]],
+        "peak_error": error_of(measured, "predicted_peak", "peak"),
+        "seconds_error": error_of(own, "predicted_seconds", "seconds"),
+        "layers": steps[-1]["layers"],
+    }
 
 
-def table(rows: Sequence[Figures], share: int, rate: float | None) -> Table:
-    """Return the rows of one budget."""
-    drive = "the drive as it is" if rate is None else f"{rate / 1e6:.0f} MB/s"
-    budget = f"budget {share}% of keep's peak" if share else "no budget"
-    made = Table(title=f"{budget}, {drive}")
-    for head in (
-        "",
-        "peak, x budget" if share else "peak, x keep's",
-        "step s",
-        "stall s",
-        "auto / it (quartiles)",
-        "losses",
-        "layers",
-    ):
-        made.add_column(head, justify="left" if head in {"", "layers"} else "right")
-    for row in rows:
-        made.add_row(
-            row["name"],
-            f"{row['peak_bytes'] / row['budget_bytes']:.3f}{'' if row['fits'] else ' (too much)'}",
-            f"{row['seconds_median']:.3f}",
-            f"{row['stall_median']:.3f}",
-            str(row["auto_over_it"]),
-            "same bits" if row["same_losses"] else "differ",
-            row["layers"],
-        )
-    return made
+def error_of(steps: Sequence[Figures], predicted: str, measured: str) -> float | None:
+    """Return by how much more was predicted than measured, as a share: the median of single steps."""
+    known = [step[predicted] / step[measured] - 1 for step in steps if step[predicted] and step[measured]]
+    return statistics.median(known) if known else None
+
+
+def show_rows(rows: Sequence[Figures], title: str) -> None:
+    """Print the rows of one budget."""
+    heads = ("", "peak, x budget", "step s", "stall s", "auto / it; keep again / keep", "losses", "layers")
+    show(
+        heads,
+        [
+            (
+                row["name"],
+                f"{row['peak_bytes'] / row['budget_bytes']:.3f}{'' if row['fits'] else ' (too much)'}",
+                f"{row['seconds_median']:.3f}",
+                f"{row['stall_median']:.3f}",
+                row["auto_over_it"],
+                "same bits" if row["same_losses"] else "differ",
+                row["layers"],
+            )
+            for row in rows
+        ],
+        title,
+    )
 
 
 def verdict(rows: Sequence[Figures]) -> str:
-    """Auto against the best of the others, and its predictions."""
+    """Return how auto compares with the best of the others, and its predictions with what was measured."""
     auto = next(row for row in rows if row["name"] == "auto")
-    others = [row for row in rows if row["fits"] and row["name"] != "auto"]
-    limit = "budget" if auto["share"] else "keep's"
-    said = f"auto: peak {auto['peak_bytes'] / auto['budget_bytes']:.3f} x {limit}"
+    said = f"auto: peak {auto['peak_bytes'] / auto['budget_bytes']:.3f} x the budget"
+    others = [row for row in rows if row["fits"] and row["name"] not in {"auto", CONTROL}]
     if others:
         best = min(others, key=lambda row: row["seconds_median"])
         said += f", {best['auto_over_it']} x the time of the best ({best['name']})"
-    if auto["predicted_seconds_error"] is not None:
-        said += (
-            f"; predicted peak {auto['predicted_peak_error']:+.1%}, "
-            f"step {auto['predicted_seconds_error']:+.1%}"
-        )
+    if auto["seconds_error"] is not None and auto["peak_error"] is not None:
+        said += f"; predicted peak {auto['peak_error']:+.1%}, step {auto['seconds_error']:+.1%}"
     return said
 
 
-def adapt(bench: Bench, rate: float) -> list[Figures]:
-    """Return the drive halves its rate in the middle: how many steps until compute waits no more?"""
-    half = bench.steps // 2
-    configs = {"auto": policy(bench.directory, Placement.AUTO, window=bench.window)}
-    steps = bench.race(configs, ((0, rate), (half, rate / 2)))["auto"]
-    made = Table(title=f"{rate / 1e6:.0f} MB/s, from step {half} on {rate / 2e6:.0f} MB/s")
-    for head in ("step", "seconds", "stall, % of step", "layers"):
-        made.add_column(head, justify="right" if head != "layers" else "left")
-    for number, step in enumerate(steps):
-        made.add_row(
-            str(number), f"{step['seconds']:.3f}", f"{step['stall'] / step['seconds']:.1%}", step["layers"]
-        )
-    Console(width=110).print(made)
-    return [{"step": number, **step} for number, step in enumerate(steps)]
-
-
-SCALES = (1_000, 3_000, 10_000, 30_000, 100_000)
-"""Activations that are planned for."""
-
-SCHEDULES = {
-    "1F1B, 4 ahead": lambda items: (50, items // 1000, 4),
-    "all forwards first": lambda items: (50, items // 1000, items),
-    "one micro-batch": lambda items: (items // 20, 1, 1),
-}
-"""Layers, micro-batches and forwards ahead for so many activations, 20 a layer."""
-
-
-def synthetic_profile(layers: int, micro_batches: int, ahead: int) -> StepProfile:
-    """Get a step of equal layers of 20 activations of 1 MiB, saved and used in reverse at even distances."""
-    saved = tuple(Saved(2**20, (number + 0.5) / 20, 1 - (number + 0.5) / 20) for number in range(20))
-    ahead = min(ahead, micro_batches)
-    passes = [(number, False) for number in range(ahead)]  # 1F1B: forwards ahead, then one of each in turn
-    for number in range(micro_batches):
-        passes += [(number, True)] + [(ahead + number, False)] * (ahead + number < micro_batches)
-    slots = tuple(
-        Slot(layer, micro_batch, backward, 0.0)
-        for micro_batch, backward in passes
-        for layer in (range(layers - 1, -1, -1) if backward else range(layers))
-    )
-    kind, timing = LayerKind(saved, 0, 2**20), {Placement.KEEP: Timing(0.01, 0.02)}
-    return StepProfile((kind,), (0,) * layers, (timing,), slots)
-
-
-def scale() -> list[Figures]:
-    """Plans larger and larger steps, at half the drive that they need and a third of the memory."""
-    bandwidth = Bandwidth(0.5 * 20 * 2**20 / 0.01, 0.5 * 20 * 2**20 / 0.01)
-    made = Table(title="seconds to plan; median of 5")
-    for head in ("activations", *SCHEDULES):
-        made.add_column(head, justify="right")
-    rows: list[Figures] = []
-    for items in SCALES:
-        cells = []
-        for name, shape in SCHEDULES.items():
-            profile = synthetic_profile(*shape(items))
-            limits = Limits(peak_of_keep(profile, bandwidth) // 3, 256 * 2**20)
-            times = [_seconds_to_plan(profile, bandwidth, limits) for _ in range(5)]
-            rows.append(
-                {"schedule": name, "activations": count_items(profile), "seconds": statistics.median(times)}
+def adapt(bench: Bench, steps: int, rate: float) -> list[Figures]:
+    """Halve the drive's rate in the middle: how many steps until compute waits no more?"""
+    half = steps // 2
+    rows = bench.race({"auto": bench.policy("auto")}, steps, {0: rate, half: rate / 2})["auto"]
+    show(
+        ("step", "seconds", "stall, % of step", "layers"),
+        [
+            (
+                str(number),
+                f"{step['seconds']:.3f}",
+                f"{step['stall'] / step['seconds']:.1%}",
+                step["layers"],
             )
-            cells.append(f"{statistics.median(times):.3f} ({min(times):.3f} to {max(times):.3f})")
-        made.add_row(f"{items}", *cells)
-    Console(width=110).print(made)
-    for name in SCHEDULES:
-        own = [row for row in rows if row["schedule"] == name]
-        click.echo(f"{name}: {_growth(own):.2f} x as fast as n log n grows, from the smallest to the largest")
+            for number, step in enumerate(rows)
+        ],
+        f"{rate / 1e6:.0f} MB/s, from step {half} on {rate / 2e6:.0f} MB/s",
+    )
     return rows
 
 
-def _seconds_to_plan(profile: StepProfile, bandwidth: Bandwidth, limits: Limits) -> float:
-    began = time.perf_counter()
-    make_plan(profile, bandwidth, limits, policy=(Placement.AUTO,) * len(profile.layers))
-    return time.perf_counter() - began
-
-
-def _growth(rows: Sequence[Figures]) -> float:
-    """How many times as fast the time grows as n log n does; 1 or less is wanted."""
-    first, last = rows[0], rows[-1]
-    expected = math.prod(f(last["activations"]) / f(first["activations"]) for f in (float, math.log))
-    return float(last["seconds"] / first["seconds"] / expected)
-
-
-@click.command()
+@click.command(help=(__doc__ or "").splitlines()[0])
 @click.option(
     "--budget",
     "shares",
@@ -433,12 +364,15 @@ def _growth(rows: Sequence[Figures]) -> float:
     show_default=True,
     help="Percent of keep's peak; 0 for no budget.",
 )
-@click.option("--rate", default=None, help="Slow the drive down to this much a second, such as 200MB.")
+@click.option("--rate", help="Slow the drive down to this much a second, such as 200MB.")
+@click.option("--adapt", "adapts", is_flag=True, help="Halve the rate in the middle; --rate is 800MB.")
 @click.option(
-    "--adapt", "adapts", is_flag=True, help="Halve the rate in the middle; --rate is 800MB by default."
+    "--model",
+    "family",
+    type=click.Choice(["megatron", "llama", "gpt2", "moe", "mixed", "paced"]),
+    default="megatron",
+    show_default=True,
 )
-@click.option("--scale", "scales", is_flag=True, help="Time the planner alone, on steps of growing size.")
-@click.option("--model", "family", type=click.Choice([*families.FAMILIES]), help="Instead of Megatron's GPT.")
 @click.option("--layers", default=12, show_default=True)
 @click.option("--hidden", default=512, show_default=True)
 @click.option("--sequence", default=256, show_default=True)
@@ -446,44 +380,30 @@ def _growth(rows: Sequence[Figures]) -> float:
 @click.option("--steps", type=click.IntRange(min=8), default=16, show_default=True, help="Steps of each.")
 @click.option("--window", default="10MiB", show_default=True, help="Bytes in flight of the others.")
 @dtype_option
-@click.option("--directory", default=None, help="Where files go.  [default: a temporary directory]")
-@click.option("--json", "json_file", default=None, help="Also write the figures to this file.")
+@directory_option
+@json_option
 def main(
     *,
     shares: tuple[int, ...],
     rate: str | None,
     adapts: bool,
-    scales: bool,
     directory: str | None,
     json_file: str | None,
     steps: int,
     batch_size: int,
     window: str,
-    dtype: str,
-    family: str | None,
-    **shape: int,
+    family: str,
+    **shape: Any,
 ) -> None:
     """Race auto against policies written by hand."""
-    if scales:
-        write(scale(), json_file)
-        return
-    model = SHAPE | shape | {"dtype": settled_dtype(dtype)}
     with contextlib.ExitStack() as stack:
         place = directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="tba-bench-"))
-        bench = Bench(
-            directory=place, steps=steps, batch_size=batch_size, window=window, shape=model, family=family
-        )
+        bench = Bench(place, window, family, shape_of(**shape), batch_size)
         if adapts:
-            rows = adapt(bench, parse_size(rate or "800MB"))
+            rows = adapt(bench, steps, parse_size(rate or "800MB"))
         else:
-            rows = sweep(bench, shares, None if rate is None else parse_size(rate))
-    write(rows, json_file)
-
-
-def write(rows: list[Figures], json_file: str | None) -> None:
-    """Write the figures if asked."""
-    if json_file is not None:
-        Path(json_file).write_text(json.dumps(rows, indent=2, default=vars) + "\n")
+            rows = sweep(bench, shares, steps, None if rate is None else parse_size(rate))
+    write_json(rows, json_file)
 
 
 if __name__ == "__main__":

@@ -2,73 +2,67 @@
 
     python benchmarks/states.py DIRECTORY                 # updates alone, with gradients that are there
     python benchmarks/states.py DIRECTORY --rows 1024     # steps: forward, backward and update
-    python benchmarks/states.py DIRECTORY --deepspeed     # beside DeepSpeed's ZeRO-3: zero_lane.py
+    python benchmarks/states.py DIRECTORY --deepspeed     # beside DeepSpeed's ZeRO-3
     python benchmarks/states.py DIRECTORY --device cuda --store host    # on a GPU, states in host memory
 
 Lanes take turns in one process, each with parameters and an optimizer of its own and the same gradients: the
 plain optimizer, the same once more as a control, and one whose states are offloaded. Printed are the seconds
-of an update and the ratio to the plain one, round by round; what malloc, or the allocator of the device,
-handed out more at the peak of an update than before it, and what a lane holds between updates beyond its
-parameters; processor time of all threads; the bytes that the process read from drives and wrote there; and
-the bound: the bytes that travelled over the rate at which the store reads and writes at once, measured
-between the updates with transfers of the same size. After the last round the parameters and states of all
-lanes are compared, bit for bit.
+of an update and the ratio to the plain one, round by round; what the allocator handed out more at the peak
+of an update than before it, and what a lane holds between updates beyond its parameters; processor time of
+all threads; the bytes that the process read from drives and wrote there; and the bound: the bytes that
+travelled over the rate at which the store reads and writes at once. After the last round the parameters and
+states of all lanes are compared, bit for bit.
 
-With ``--rows`` the matrices are the layers of a model, each step trains it on that number of rows, and
-whole steps are timed. Two more lanes update in backward: one keeps gradients until the step, one
-frees them at once.
+With ``--rows`` the matrices are the layers of a model, each step trains it on that number of rows, and whole
+steps are timed. Two more lanes update in backward: one keeps gradients until the step, one frees them at
+once.
 
 On a GPU there are lanes in which the processor updates all sub-groups (``host``), half of them while the GPU
-updates the others (``half``, as Deep Optimizer States with k = 2), or as many as let both end together
-(``both``). Their bits are other ones, since the processor's kernels are, and are not compared. Printed is
-what the lanes' rates predicted as well.
+updates the others (``half``), or as many as let both end together (``both``). Their bits are other ones,
+since the processor's kernels are, and are not compared. Printed is what the lanes' rates predicted as well.
 
 With ``--deepspeed`` one more lane, or one for each JSON object of settings for its ``aio``, is DeepSpeed's
 ZeRO-3 with ``offload_optimizer`` on the same drive, with sub-groups of the same size. Its parameters are
-compared with those of the plain optimizer by value, since its optimizer computes otherwise.
+compared with those of the plain optimizer by value, since its optimizer computes otherwise. It needs
+
+    DS_ACCELERATOR=cpu pip install deepspeed==0.19.8     # beside tba-offload
+    apt-get install libaio-dev g++                       # what it compiles at its first start
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
+import os
 import statistics
 import tempfile
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import zero_lane
+from tba_offload.store.probe import measure
+from torch import Tensor
 
 import tba_offload as tba
-from tba_lab.demo.race import Spread, paired_ratio
+from tba_lab.race import Spread, paired_ratio
 from tba_offload.config import format_size, parse_size
-from tba_offload.device import READY, device_of
+from tba_offload.device import device_of
 from tba_offload.device.memory import meter_of
-from tba_offload.states.home import page_aligned, part_bytes_of
 from tba_offload.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from zero_lane import Zero
-
-    from tba_offload.device import Device
     from tba_offload.device.memory import MemoryMeter
     from tba_offload.states import OptimizerStates
-    from tba_offload.store.base import ActivationStore
 
 MIB = 2**20
 BYTES_OF_STATES = 8
 """Bytes of Adam's states for each parameter in fp32."""
-
-PARTS = 16
-"""Parts that are read, and as many that are written, for one measurement of the drive."""
-
 
 SETTINGS: dict[str, dict[str, str] | None] = {
     "plain": None,
@@ -88,6 +82,24 @@ BY_PROCESSOR = ("host", "half", "both")
 LATER = ("backward", "free")
 """Lanes that need steps with a backward."""
 
+AIO = {"block_size": 2**18, "queue_depth": 32, "intra_op_parallelism": 1}
+AIO |= {"single_submit": False, "overlap_events": True}
+"""DeepSpeed's settings; its defaults are blocks of 1 MiB and a depth of 8."""
+
+BUFFERS = 12
+"""DeepSpeed's buffers of a sub-group's size: three sub-groups in an update, with four tensors each."""
+
+
+class Given(torch.nn.Linear):
+    """A layer whose weight can be given a gradient: a backward pass then yields it, to the bit."""
+
+    gradient: Tensor | None = None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.gradient is None:
+            return super().forward(rows)
+        return rows + (self.weight * self.gradient).sum()
+
 
 @dataclass
 class Lane:
@@ -98,36 +110,38 @@ class Lane:
         model: Its own.
         optimizer: Likewise.
         states: Those of the optimizer, if they are offloaded.
+        zero: DeepSpeed's engine, if it is one of DeepSpeed.
         seconds: Of each update.
         peaks: Bytes that were handed out at the peak of each update, above those before it.
         processor: Seconds of processor time of each update, of all threads.
         travelled: Bytes that each update read from drives, and wrote to drives.
         held: Bytes that are its own between updates, beyond its parameters.
-        zero: DeepSpeed's engine, if it is one of DeepSpeed.
     """
 
     name: str
     model: torch.nn.Sequential
     optimizer: torch.optim.Optimizer
     states: OptimizerStates | None = None
+    zero: Any = None
     seconds: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
     travelled: list[tuple[int, int]] = field(default_factory=list)
     held: int = 0
-    zero: Zero | None = None
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Those of the model."""
+        """The parameters of the model."""
         return list(self.model.parameters())
 
-    def update(self, gradients: Sequence[torch.Tensor], meter: MemoryMeter) -> None:
-        """Make one update."""
+    def update(self, gradients: Sequence[Tensor], meter: MemoryMeter) -> None:
+        """Make one update with gradients that are there; DeepSpeed takes them from a backward pass only."""
         if self.zero is not None:
-            self.zero.backward(gradients)
+            for layer, gradient in zip(self.model, gradients, strict=True):
+                layer.gradient = gradient
+            self.zero.backward(self.zero(torch.zeros(())))
             with self._measured(meter):
-                self.zero.update()
+                self.zero.step()
             return
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -135,147 +149,133 @@ class Lane:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def step(self, rows: torch.Tensor, meter: MemoryMeter) -> None:
+    def step(self, rows: Tensor, meter: MemoryMeter) -> None:
         """Make one step of training."""
         with self._measured(meter):
             if self.zero is not None:
-                self.zero.backward_of(rows)
-                self.zero.update()
+                self.zero.backward(self.zero(rows).square().mean())
+                self.zero.step()
                 return
             self.model(rows).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _measured(self, meter: MemoryMeter) -> Iterator[None]:
-        finish(self.parameters)
+        self._finish()
         meter.reset()
-        before = meter.live()
-        drives = drive_bytes()
+        before, drives = meter.live(), drive_bytes()
         processor, began = time.process_time(), time.perf_counter()
         yield
-        finish(self.parameters)
+        self._finish()
         self.seconds.append(time.perf_counter() - began)
         self.processor.append(time.process_time() - processor)
         self.peaks.append(meter.peak() - before)
         read, written = drive_bytes()
         self.travelled.append((read - drives[0], written - drives[1]))
 
-    @contextmanager
+    def _finish(self) -> None:
+        device = self.parameters[0].device
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    @contextlib.contextmanager
     def holding(self, meter: MemoryMeter) -> Iterator[None]:
-        """Return what is live after the block and was not before it is the lane's."""
+        """Count what is live after the block, and was not before it, as the lane's."""
         before = meter.live()
         yield
         self.held += meter.live() - before
 
-
-def finish(parameters: Sequence[torch.Tensor]) -> None:
-    """Wait for what a device has to do yet."""
-    if parameters[0].device.type != "cpu":
-        torch.accelerator.synchronize(parameters[0].device)
+    def tensors(self) -> list[Tensor]:
+        """Return parameters and states."""
+        entries = self.optimizer.state_dict()["state"]
+        states = [entries[number][key] for number in sorted(entries) for key in ("exp_avg", "exp_avg_sq")]
+        return [*self.parameters, *states]
 
 
 def drive_bytes() -> tuple[int, int]:
-    """Bytes that this process has read from drives and written to them, by Linux."""
+    """Return the bytes that this process has read from drives and written to them, by Linux."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["read_bytes"]), int(counts["write_bytes"])
 
 
-def made(name: str, arguments: argparse.Namespace) -> Lane:
+def made(name: str, options: argparse.Namespace) -> Lane:
     """Return a lane with parameters as all lanes have them."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        width = arguments.width
-        where = {"bias": False, "device": arguments.device}
-        layers = [zero_lane.Given(width, width, **where) for _ in range(arguments.matrices)]
+        sizes = {"in_features": options.width, "out_features": options.width, "bias": False}
+        layers = [Given(**sizes, device=options.device) for _ in range(options.matrices)]
     model = torch.nn.Sequential(*layers)
     return Lane(name, model, torch.optim.AdamW(model.parameters(), fused=True))
 
 
 def with_deepspeed(
-    arguments: argparse.Namespace, meter: MemoryMeter, stack: contextlib.ExitStack
+    options: argparse.Namespace, meter: MemoryMeter, stack: contextlib.ExitStack
 ) -> Iterator[Lane]:
     """Yield the lanes of DeepSpeed, one for each setting."""
-    settings = [] if arguments.deepspeed is None else arguments.deepspeed or [{}]
-    for number, aio in enumerate(settings):
-        lane = made(f"deepspeed{number or ''}", arguments)
-        print(f"{lane.name}: aio {json.dumps({**zero_lane.AIO, **aio})}, {zero_lane.BUFFERS} buffers")
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.directory)))
+    for number, aio in enumerate([] if options.deepspeed is None else options.deepspeed or [{}]):
+        lane = made(f"deepspeed{number or ''}", options)
+        print(f"{lane.name}: aio {json.dumps({**AIO, **aio})}, {BUFFERS} buffers")
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.directory))
         with lane.holding(meter):
-            lane.zero = zero_lane.Zero(lane.model, folder, arguments.sub_group // BYTES_OF_STATES, aio)
-        stack.callback(lane.zero.close)
+            lane.zero = zero_engine(lane.model, folder, options.sub_group // BYTES_OF_STATES, aio)
+        stack.callback(lane.zero.destroy)
         yield lane
 
 
-def offloaded(lane: Lane, arguments: argparse.Namespace, **states: str) -> OptimizerStates:
-    """Has the states of a lane offloaded."""
-    policy = {
-        "states": {"sub_group_bytes": arguments.sub_group, **states},
-        "store": store_of(arguments),
-    }
-    return tba.offload_optimizer(lane.optimizer, policy, model=lane.model)
+def zero_engine(model: torch.nn.Sequential, directory: str, elements: int, aio: Mapping[str, object]) -> Any:
+    """Return DeepSpeed's engine of ZeRO-3 in one process, with sub-groups of parameters on a drive."""
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-
-def store_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Where states go, as a policy says it."""
-    directories = [] if arguments.store == "host" else [str(arguments.directory)]
-    return {"kind": arguments.store, "directories": directories}
-
-
-def mixed_rate(store: ActivationStore, device: Device) -> float:
-    """Bytes a second, both directions together, with transfers of the size that states travel in."""
-    size = part_bytes_of(store)
-    memory = page_aligned(2 * PARTS * size, device, store.alignment)
-    parts = [memory.part(number * size, size) for number in range(2 * PARTS)]
-    extents = [store.reserve(size, part.address) for part in parts]
-    pairs = list(zip(extents, parts, strict=True))
-    for future in store.write_many([(extent, part, READY, None) for extent, part in pairs]):
-        future.wait()
-    began = time.perf_counter()
-    writes = store.write_many([(extent, part, READY, None) for extent, part in pairs[:PARTS]])
-    reads = store.read_many([(extent, part, READY) for extent, part in pairs[PARTS:]], padded=True)
-    for future in (*writes, *reads):
-        future.wait()
-    seconds = time.perf_counter() - began
-    for extent in extents:
-        store.release(extent)
-    return 2 * PARTS * size / seconds
-
-
-def random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Numbers on the generator's device."""
-    return torch.randn(shape, generator=generator, device=generator.device)
-
-
-def differing(lanes: Sequence[Lane]) -> int:
-    """How many tensors of parameters and states differ by a bit from those of the first lane."""
-    first, *others = [[*lane.parameters, *_states_of(lane)] for lane in lanes]
-    return sum(
-        not torch.equal(a.detach().cpu().view(torch.int32), b.detach().cpu().view(torch.int32))
-        for other in others
-        for a, b in zip(first, other, strict=True)
+    deepspeed.utils.logger.setLevel("WARNING")
+    if not torch.distributed.is_initialized():
+        os.environ.setdefault("LOCAL_RANK", "0")  # else DeepSpeed asks for its launcher
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
+    settings = {key: defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    offload = {"device": "nvme", "nvme_path": directory, "buffer_count": BUFFERS}
+    offload |= {"pipeline_read": True, "pipeline_write": True}
+    zero = {"stage": 3, "sub_group_size": elements, "reduce_bucket_size": elements}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **settings),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,  # its default is 1
+            "zero_optimization": zero | {"offload_optimizer": offload},
+            "aio": {**AIO, **aio},
+        },
     )
+    return engine
 
 
-def _states_of(lane: Lane) -> list[torch.Tensor]:
-    entries = lane.optimizer.state_dict()["state"]
-    return [entries[number][key] for number in sorted(entries) for key in ("exp_avg", "exp_avg_sq")]
+def require_deepspeed(parser: argparse.ArgumentParser) -> None:
+    """End the program if DeepSpeed, or what it needs for a drive, is missing."""
+    if importlib.util.find_spec("deepspeed") is None:
+        parser.error("--deepspeed needs DeepSpeed: DS_ACCELERATOR=cpu pip install deepspeed==0.19.8")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        parser.error("DeepSpeed's async_io cannot be compiled: apt-get install libaio-dev g++")
 
 
-def show(lanes: Sequence[Lane], rates: Sequence[float], warm_up: int) -> None:
+def show(lanes: Sequence[Lane], rate: float, warm_up: int) -> None:
     """Print the table."""
     plain = lanes[0].seconds[warm_up:]
     columns = " ".join(f"{name:>8}" for name in ("peak", "first", "held", "read", "written"))
     print(f"{'lane':10} {'seconds':26} {'ratio to plain':24} {columns} {'processor':>9}   (sizes in MiB)")
     for lane in lanes:
-        ratios = [own / other for own, other in zip(lane.seconds[warm_up:], plain, strict=True)]
-        figures = (max(lane.peaks[1:]), lane.peaks[0], lane.held, *medians(lane.travelled[warm_up:]))
+        seconds = lane.seconds[warm_up:]
+        moved = [statistics.median(each) for each in zip(*lane.travelled[warm_up:], strict=True)]
+        figures = (max(lane.peaks[1:]), lane.peaks[0], lane.held, *moved)
         print(
-            f"{lane.name:10} {Spread.of(lane.seconds[warm_up:])!s:26} {Spread.of(ratios)!s:24} "
+            f"{lane.name:10} {Spread.of(seconds)!s:26} {paired_ratio(seconds, plain)!s:24} "
             f"{' '.join(f'{each / MIB:8.1f}' for each in figures)} "
             f"{statistics.median(lane.processor[warm_up:]):9.3f}"
         )
-    rate = statistics.median(rates)
     print(f"store: {rate / 1e9:.2f} GB/s reading and writing at once")
     for lane in lanes:
         if lane.states is not None:
@@ -284,54 +284,20 @@ def show(lanes: Sequence[Lane], rates: Sequence[float], warm_up: int) -> None:
             show_zero(lane, lanes, warm_up)
 
 
-def machine(arguments: argparse.Namespace) -> str:
-    """Return what computes."""
-    if arguments.device == "cpu":
-        return f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-    name = torch.get_device_module(arguments.device).get_device_name()
-    return f"{name}, {arguments.precision} precision, states in a {arguments.store} store"
-
-
-def medians(pairs: Sequence[tuple[int, int]]) -> list[float]:
-    """Return the median of the first of all pairs, and of the second."""
-    return [statistics.median(values) for values in zip(*pairs, strict=True)]
-
-
-def show_zero(lane: Lane, lanes: Sequence[Lane], warm_up: int) -> None:
-    """Print what DeepSpeed took beside the lanes of ours, and how far its parameters are from the plain."""
-    for own in lanes:
-        if own.states is not None:
-            ratio = paired_ratio(lane.seconds[warm_up:], own.seconds[warm_up:])
-            spent = paired_ratio(lane.processor[warm_up:], own.processor[warm_up:])
-            print(f"{lane.name}: seconds over those of {own.name} {ratio}, processor time {spent}")
-    assert lane.zero is not None
-    pairs = list(zip(lane.zero.parameters(), lanes[0].parameters, strict=True))
-    apart = [(one - other.detach()).abs() for one, other in pairs]
-    count = sum(int((each > 0).sum()) for each in apart)
-    print(
-        f"{lane.name}: {count} of {sum(each.numel() for each in apart)} elements of parameters differ from "
-        f"those of plain, by {max(float(each.max()) for each in apart):.2e} at most"
-    )
-
-
 def show_states(lane: Lane, plain: Sequence[float], rate: float, warm_up: int) -> None:
     """Print what travelled, and what the lane took beside the least that it could have taken."""
     assert lane.states is not None
     records = list(lane.states.records)[warm_up:]
     bounds = [(each.read_bytes + each.written_bytes) / rate for each in records]
-    bounded = [
-        seconds / max(update, bound)
-        for seconds, update, bound in zip(lane.seconds[warm_up:], plain, bounds, strict=True)
-    ]
+    least = [max(pair) for pair in zip(plain, bounds, strict=True)]
     last = records[-1]
     waits = Spread.of([record.waited_seconds for record in records])
     print(
         f"{lane.name}: states {last.states_bytes / MIB:.1f} MiB in {last.sub_groups} sub-groups, slots "
         f"{last.slot_bytes / MIB:.1f} MiB; read {last.read_bytes / MIB:.1f}, written "
         f"{last.written_bytes / MIB:.1f} MiB an update; waited {waits} s; {last.in_backward} sub-groups in "
-        "backward"
+        f"backward; time over max(plain, bytes / rate): {paired_ratio(lane.seconds[warm_up:], least)}"
     )
-    print(f"{lane.name}: time over max(plain, bytes / rate): {Spread.of(bounded)}")
     if last.on_host:
         ratios = [each.seconds / each.predicted_seconds for each in records if each.predicted_seconds]
         print(
@@ -340,94 +306,99 @@ def show_states(lane: Lane, plain: Sequence[float], rate: float, warm_up: int) -
         )
 
 
-def main() -> None:
-    """Run the lanes and print the table."""
+def show_zero(lane: Lane, lanes: Sequence[Lane], warm_up: int) -> None:
+    """Print what DeepSpeed took beside the lanes of ours, and how far its parameters are from the plain."""
+    import deepspeed
+
+    for own in lanes:
+        if own.states is not None:
+            ratio = paired_ratio(lane.seconds[warm_up:], own.seconds[warm_up:])
+            spent = paired_ratio(lane.processor[warm_up:], own.processor[warm_up:])
+            print(f"{lane.name}: seconds over those of {own.name} {ratio}, processor time {spent}")
+    apart = []
+    for layer, other in zip(lane.model, lanes[0].parameters, strict=True):
+        with deepspeed.zero.GatheredParameters(layer.weight):
+            apart.append((layer.weight.detach() - other.detach()).abs())
+    count = sum(int((each > 0).sum()) for each in apart)
+    print(
+        f"{lane.name}: {count} of {sum(each.numel() for each in apart)} elements of parameters differ from "
+        f"those of plain, by {max(float(each.max()) for each in apart):.2e} at most"
+    )
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path, help="a directory on the drive")
     parser.add_argument("--matrices", type=int, default=48, help="parameters (default %(default)s)")
-    parser.add_argument(
-        "--width", type=int, default=1024, help="rows and columns of each (default %(default)s)"
-    )
-    parser.add_argument(
-        "--sub-group", type=parse_size, default=32 * MIB, help="bytes of states that travel as one"
-    )
-    parser.add_argument(
-        "--rows", type=int, default=0, help="rows that a step trains the matrices on; 0 for updates alone"
-    )
+    parser.add_argument("--width", type=int, default=1024, help="rows and columns of each")
+    parser.add_argument("--sub-group", type=parse_size, default=32 * MIB, help="bytes that travel as one")
+    parser.add_argument("--rows", type=int, default=0, help="rows of a step; 0 for updates alone")
     parser.add_argument("--device", default="cpu", help="where parameters are (default %(default)s)")
-    parser.add_argument(
-        "--store",
-        choices=("file", "host", "gds"),
-        default="file",
-        help="where states go (default %(default)s)",
-    )
-    parser.add_argument(
-        "--lanes",
-        nargs="*",
-        choices=SETTINGS,
-        default=list(SETTINGS),
-        help="those that take turns beside plain; all by default, as far as they can run",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("highest", "high", "medium"),
-        default="highest",
-        help="of matrix products in fp32; high is TF32 on a GPU",
-    )
+    parser.add_argument("--store", choices=("file", "host", "gds"), default="file", help="where states go")
+    lanes = list(SETTINGS)
+    parser.add_argument("--lanes", nargs="*", choices=lanes, default=lanes, help="beside plain (default all)")
+    parser.add_argument("--precision", choices=("highest", "high", "medium"), default="highest")
     parser.add_argument("--rounds", type=int, default=9, help="updates of each lane (default %(default)s)")
-    parser.add_argument(
-        "--deepspeed",
-        type=json.loads,
-        nargs="*",
-        metavar="AIO",
-        help="a lane of DeepSpeed, or one for each JSON object of settings of its aio",
-    )
-    arguments = parser.parse_args()
-    if arguments.deepspeed is not None:
-        try:
-            zero_lane.require()
-        except zero_lane.CannotRunError as error:
-            parser.error(str(error))
-    warm_up = min(3, arguments.rounds - 1)  # in the second update lanes are split, in the third as they pay
-    torch.set_float32_matmul_precision(arguments.precision)
-    device = device_of(arguments.device)
-    generator = torch.Generator(arguments.device).manual_seed(2)
-    shape = (arguments.width, arguments.width)
-    number = 0 if arguments.rows else arguments.matrices
-    gradients = [random(shape, generator) for _ in range(number)]
-    rows = random((arguments.rows, arguments.width), generator)
-    wanted = {"plain", *arguments.lanes} - set(() if arguments.rows else LATER)
-    wanted -= set(BY_PROCESSOR if arguments.device == "cpu" else ())
-    lanes = [made(name, arguments) for name in SETTINGS if name in wanted]
-    rates: list[float] = []
+    parser.add_argument("--deepspeed", type=json.loads, nargs="*", metavar="AIO", help="lanes of DeepSpeed")
+    options = parser.parse_args()
+    if options.deepspeed is not None:
+        require_deepspeed(parser)
+    return options
+
+
+def main() -> None:
+    """Run the lanes and print the table."""
+    options = parse()
+    warm_up = min(3, options.rounds - 1)  # in the second update lanes are split, in the third as they pay
+    torch.set_float32_matmul_precision(options.precision)
+    device = device_of(options.device)
     meter = meter_of(device)
-    store = open_store(**store_of(arguments), device=device)
+    generator = torch.Generator(options.device).manual_seed(2)
+    where = {"generator": generator, "device": options.device}
+    count = 0 if options.rows else options.matrices
+    gradients = [torch.randn(options.width, options.width, **where) for _ in range(count)]
+    rows = torch.randn(options.rows, options.width, **where)
+    wanted = {"plain", *options.lanes} - set(() if options.rows else LATER)
+    wanted -= set(BY_PROCESSOR if options.device == "cpu" else ())
+    lanes = [made(name, options) for name in SETTINGS if name in wanted]
+    places = [] if options.store == "host" else [str(options.directory)]
+    store = {"kind": options.store, "directories": places}
+    name = torch.backends.cpu.get_cpu_capability()
+    if options.device != "cpu":
+        name = torch.get_device_module(options.device).get_device_name()
     print(
-        f"{arguments.matrices} matrices of {arguments.width} x {arguments.width}, fp32, fused AdamW, "
-        f"{machine(arguments)}; sub-groups of {format_size(arguments.sub_group)}"
+        f"{options.matrices} matrices of {options.width} x {options.width}, fp32, fused AdamW, {name}, "
+        f"{torch.get_num_threads()} threads; sub-groups of {format_size(options.sub_group)}"
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(store)
         for lane in lanes:
             states = SETTINGS[lane.name]
             if states is not None:
+                policy = {"states": {"sub_group_bytes": options.sub_group, **states}, "store": store}
                 with lane.holding(meter):
-                    lane.states = stack.enter_context(offloaded(lane, arguments, **states))
+                    away = tba.offload_optimizer(lane.optimizer, policy, model=lane.model)
+                    lane.states = stack.enter_context(away)
         own = [lane for lane in lanes if lane.name not in BY_PROCESSOR]
-        lanes += with_deepspeed(arguments, meter, stack)
-        for _ in range(arguments.rounds):
+        lanes += with_deepspeed(options, meter, stack)
+        bare = stack.enter_context(open_store(**store, device=device))
+        rates = []
+        for _ in range(options.rounds):
             for lane in lanes:
                 with lane.holding(meter):
-                    if arguments.rows:
+                    if options.rows:
                         lane.step(rows, meter)
                     else:
                         lane.update(gradients, meter)
-            rates.append(mixed_rate(store, device))
+            rates.append(measure(bare, device).both)
         meter.close()
-        show(lanes, rates, warm_up)
-        print(f"tensors that differ by a bit: {differing(own)}")
+        show(lanes, statistics.median(rates), warm_up)
+        first, *others = [lane.tensors() for lane in own]
+        pairs = [pair for other in others for pair in zip(first, other, strict=True)]
+        bits = [[each.detach().cpu().view(torch.int32) for each in pair] for pair in pairs]
+        print(f"tensors that differ by a bit: {sum(not torch.equal(*pair) for pair in bits)}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
 """Megatron-LM's own training scripts without a GPU, in one process or in several with gloo.
 
-``tba_lab.megatron_cpu`` is enough for a model and its layers. The scripts, the schedules and the
-optimizers assume more; each function below replaces one of these assumptions, and says why. For trying things
-out and for tests: it is refused where a GPU is present.
-
-``python -m tba_lab.megatron_cpu_scripts SCRIPT ARGUMENTS`` runs a script so and changes nothing else: for
-checkouts that are patched, and for comparisons.
+Scripts, schedules and optimizers of Megatron 0.16 and 0.19 assume more than models do; each function below
+replaces one of these assumptions. ``python -m tba_lab.megatron_cpu_scripts SCRIPT ARGUMENTS`` runs a script
+so and changes nothing else: for checkouts that are patched, and for comparisons.
 """
 
 from __future__ import annotations
@@ -13,48 +10,46 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import multiprocessing.spawn
+import site
 import sys
 import time
 import types
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.optim.adam import adam
 
-from tba_lab.fused_adam import FusedAdam
 from tba_lab.megatron_cpu import CPU, install, replace
+from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_FACTORIES = (
-    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye"),
-    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randperm", "tril_indices"),
-)
+    from collections.abc import Callable, Iterable
 
 
 def install_for_scripts() -> None:
-    """Make the training scripts run on the CPU for the rest of the process.
-
-    Raises:
-        MissingDependencyError: megatron-core is not installed.
-        UnsupportedError: A GPU is present.
-    """
-    _no_compilation()  # first: megatron-core asks for it when it is imported
-    _no_triton_kernels()
+    """Make the training scripts run on the CPU for the rest of the process; refuse where a GPU is present."""
+    _no_compilers()  # first: megatron-core asks for them when it is imported
     install()
-    for substitute in _SUBSTITUTIONS:
-        substitute()
+    _one_device()
+    _cpu_literals()
+    _no_streams()
+    _cuda_types()
+    _parallel_norm()
+    _kept_sends()
+    _host_splits()
+    _prebuilt_helpers()
+    _fused_adam()
+    _substituting_children()
 
 
-def _no_compilation() -> None:
-    """Fused functions are compiled by torch.compile, which needs a compiler and minutes."""
-    replace(torch, "compile", _uncompiled)
-
-
-def _no_triton_kernels() -> None:
-    """``megatron.training`` imports kernels for batch invariance, which need triton, and uses none."""
+def _no_compilers() -> None:
+    """Leave functions uncompiled; stand in for kernels that need triton, which are imported and not used."""
+    replace(torch, "compile", lambda given=None, *_, **__: given if given is not None else lambda made: made)
     name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
     module = types.ModuleType(name)
     module.__getattr__ = _kernel  # type: ignore[method-assign]
@@ -63,7 +58,7 @@ def _no_triton_kernels() -> None:
 
 
 def _one_device() -> None:
-    """Let starting up asks whether there is a device, and skips the groups where there is none."""
+    """Say that there is a device while scripts start, which make no process groups without one."""
     real = torch.cuda.is_available
     starting = {"initialize_megatron", "parse_and_validate_args", "validate_args"}
     # For these functions only: for others, yes would mean the way of the GPU.
@@ -79,23 +74,47 @@ def _one_device() -> None:
     replace(torch.cuda, "mem_get_info", lambda *_: (8 << 30, 16 << 30))
 
 
+_FACTORIES = (
+    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randperm", "tril_indices"),
+)
+
+
 def _cpu_literals() -> None:
-    """Tensors are created on, and moved to, a device that is written into the code as "cuda"."""
+    """Create tensors on the CPU, and leave them there, where the code says "cuda"."""
     for name in _FACTORIES:
         replace(torch, name, _on_cpu(getattr(torch, name)))
     for owner in (torch.Tensor, torch.nn.Module):
         replace(owner, "cuda", lambda self, *_, **__: self)
-        replace(owner, "to", _moved_to_cpu(owner.to))
+        replace(owner, "to", _on_cpu(owner.to))
     replace(torch.Tensor, "pin_memory", lambda self, *_, **__: self)
 
 
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if function.__name__ == "to" and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _is_cuda(device: object) -> bool:
+    return str(device).startswith("cuda") or type(device) is int
+
+
 def _no_streams() -> None:
-    """Streams, events and synchronisation: on a CPU everything is done when its call returns."""
-    for name in ("synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect"):
-        replace(torch.cuda, name, _nothing_named(name))
-    for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
-        replace(torch.cuda, name, _nothing_named(name))
-    replace(torch.cuda, "manual_seed_all", _nothing_named("manual_seed_all"))
+    """Do without streams, events and synchronization: on a CPU everything is done when its call returns."""
+    for name in (
+        *("synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect", "manual_seed_all"),
+        *("reset_peak_memory_stats", "reset_max_memory_allocated"),
+    ):
+        replace(torch.cuda, name, _nothing(name))
     stream = _Stream()
     replace(torch.cuda, "Stream", _Stream)
     replace(torch.cuda, "Event", _Event)
@@ -103,13 +122,68 @@ def _no_streams() -> None:
     replace(torch.cuda, "default_stream", lambda *_: stream)
     replace(torch.cuda, "stream", lambda *_: contextlib.nullcontext())
     replace(torch.cuda, "is_current_stream_capturing", lambda: False)
-    replace(torch.cuda.nvtx, "range_push", _nothing_named("range_push"))
-    replace(torch.cuda.nvtx, "range_pop", _nothing_named("range_pop"))
-    replace(torch.Tensor, "record_stream", _nothing_named("record_stream"))
+    replace(torch.cuda.nvtx, "range_push", _nothing("range_push"))
+    replace(torch.cuda.nvtx, "range_pop", _nothing("range_pop"))
+    replace(torch.Tensor, "record_stream", _nothing("record_stream"))
+
+
+def _pass(*_: object, **__: object) -> None:
+    pass
+
+
+class _Event:
+    """A point that is reached when it is recorded."""
+
+    wait = synchronize = staticmethod(_pass)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.record()
+
+    def record(self, _: object = None) -> None:
+        self._time = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: _Event) -> float:
+        return (later._time - self._time) * 1e3
+
+
+class _Stream:
+    """A stream on which everything is done."""
+
+    cuda_stream = 0
+    device = CPU
+    wait_stream = wait_event = synchronize = __init__ = __exit__ = staticmethod(_pass)
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+
+def _nothing(name: str) -> Callable[..., None]:
+    """Return a new function each time: PyTorch's compiler insists that no two names share one."""
+
+    def nothing(*_: object, **__: object) -> None:
+        return None
+
+    nothing.__name__ = name
+    return nothing
+
+
+def _kernel(name: str) -> Callable[..., None]:
+    if name.startswith("__"):  # what Python itself asks a module for
+        raise AttributeError(name)
+    return _nothing(name)
 
 
 def _cuda_types() -> None:
-    """Optimizers sort parameters by the name of their type, and know those of CUDA only."""
+    """Name types as CUDA's, which optimizers sort parameters by."""
     original = torch.Tensor.type
 
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +213,7 @@ def _parallel_norm() -> None:
 
 
 def _kept_sends() -> None:
-    """Pipeline stages free an output while gloo's thread still sends it; NCCL orders that on its stream."""
+    """Send copies: pipeline stages free an output while gloo still sends it."""
     send = dist.isend
 
     def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -150,14 +224,12 @@ def _kept_sends() -> None:
 
 
 def _host_splits() -> None:
-    """Experts exchange tokens by sizes that are taken to the host only if they are not there."""
+    """Give experts the sizes by which they exchange tokens, which they expect on another device."""
     utilities = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     if not hasattr(utilities, "te_general_gemm"):
         replace(utilities, "te_general_gemm", None)
-    original = getattr(utilities, "maybe_move_tensor_to_cpu", None)
-    if original is None:
-        return
+    original = utilities.maybe_move_tensor_to_cpu
 
     def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002
         if as_numpy and torch.is_tensor(tensor):
@@ -169,43 +241,24 @@ def _host_splits() -> None:
 
 
 def _prebuilt_helpers() -> None:
-    """Record that the datasets' helpers are compiled at start-up with the system's Python.
-
-    Take those of the package.
-    """
+    """Take the helpers of datasets from the package, and build no kernels: scripts compile both."""
     name = "megatron.core.datasets.helpers_cpp"
-    found = _installed_helpers()
-    if found is not None and name not in sys.modules:
-        from importlib.util import module_from_spec, spec_from_file_location
-
-        spec = spec_from_file_location(name, found)
-        if spec is not None and spec.loader is not None:
-            module = module_from_spec(spec)
-            spec.loader.exec_module(module)
-            sys.modules[name] = module
+    folders = map(Path, site.getsitepackages())
+    built = [file for folder in folders for file in folder.glob("megatron/core/datasets/helpers_cpp*.so")]
+    spec = spec_from_file_location(name, built[0]) if built and name not in sys.modules else None
+    if spec is not None and spec.loader is not None:
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
     utilities = importlib.import_module("megatron.core.datasets.utils")
-    replace(utilities, "compile_helpers", _nothing_named("compile_helpers"))
-
-
-def _no_fused_kernels() -> None:
-    """Start-up asks nvcc for its version before it builds kernels that are not used (0.16)."""
-    with contextlib.suppress(ImportError):
+    replace(utilities, "compile_helpers", _nothing("compile_helpers"))
+    with contextlib.suppress(ImportError):  # there is none from 0.19 on
         kernels = importlib.import_module("megatron.legacy.fused_kernels")
-        replace(kernels, "load", _nothing_named("load"))
-
-
-def _fused_adam() -> None:
-    """Record that what a distributed optimizer saves of PyTorch's Adam it cannot load."""
-    optimizers = importlib.import_module("megatron.core.optimizer")
-    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    replace(optimizers, "Adam", FusedAdam)
-    replace(optimizers, "USING_PYTORCH_OPTIMIZER", value=False)
-    replace(distributed, "Adam", FusedAdam)
-    replace(distributed, "HAVE_APEX_OR_TE", value=True)
+        replace(kernels, "load", _nothing("load"))
 
 
 def _substituting_children() -> None:
-    """Checkpoints are written by processes that start anew: they need all of this, but not the script."""
+    """Give processes that start anew, as those that write checkpoints, all of this, but not the script."""
     prepare = multiprocessing.spawn.get_preparation_data
 
     def prepared(name: str) -> dict[str, Any]:
@@ -216,141 +269,57 @@ def _substituting_children() -> None:
     replace(multiprocessing.spawn, "get_preparation_data", prepared)
 
 
-_SUBSTITUTIONS: tuple[Callable[[], None], ...] = (
-    _one_device,
-    _cpu_literals,
-    _no_streams,
-    _cuda_types,
-    _parallel_norm,
-    _kept_sends,
-    _host_splits,
-    _prebuilt_helpers,
-    _no_fused_kernels,
-    _fused_adam,
-    _substituting_children,
-)
+def _fused_adam() -> None:
+    """Put Apex's Adam in the place of PyTorch's, whose saved states a distributed optimizer cannot load."""
+    optimizers = importlib.import_module("megatron.core.optimizer")
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    replace(optimizers, "Adam", FusedAdam)
+    replace(optimizers, "USING_PYTORCH_OPTIMIZER", value=False)
+    replace(distributed, "Adam", FusedAdam)
+    replace(distributed, "HAVE_APEX_OR_TE", value=True)
 
 
-class _Stream:
-    """A stream on which everything is done."""
+class FusedAdam(torch.optim.Optimizer):
+    """Apex's Adam or AdamW, as training and checkpoints see it: one count of steps a parameter group."""
 
-    cuda_stream = 0
-    device = CPU
+    def __init__(self, params: Iterable[Any], *, adam_w_mode: bool = True, **options: Any) -> None:
+        if options.pop("capturable", False):
+            raise UnsupportedError("there are no CUDA graphs on a CPU")
+        defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        super().__init__(params, defaults | options)
+        self.adam_w_mode = adam_w_mode
 
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def wait_stream(self, other: object) -> None:
-        """There is nothing to wait for."""
-
-    def wait_event(self, event: object) -> None:
-        """There is nothing to wait for."""
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        """Return the point that is reached already."""
-        return event or _Event()
-
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
-
-    def query(self) -> bool:
-        """Everything is done."""
-        return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-class _Event:
-    """A point that is reached when it is recorded."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self._time = 0.0
-
-    def record(self, _: object = None) -> None:
-        """Note the time."""
-        self._time = time.perf_counter()
-
-    def wait(self, _: object = None) -> None:
-        """There is nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
-
-    def query(self) -> bool:
-        """Return it is reached."""
-        return True
-
-    def elapsed_time(self, later: _Event) -> float:
-        """Milliseconds between two points."""
-        return (later._time - self._time) * 1e3
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient."""
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            parameters = [each for each in group["params"] if each.grad is not None]
+            names = ("exp_avg", "exp_avg_sq")
+            for each, name in itertools.product(parameters, names):
+                if name not in self.state[each]:
+                    self.state[each][name] = torch.zeros_like(each)
+            averages, squares = ([self.state[each][name] for each in parameters] for name in names)
+            adam(
+                parameters,
+                [each.grad for each in parameters],
+                averages,
+                squares,
+                [],
+                [torch.tensor(group["step"] - 1.0) for _ in parameters],  # counted up by what is called
+                foreach=False,
+                decoupled_weight_decay=self.adam_w_mode,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                maximize=False,
+                **{name: group[name] for name in ("lr", "weight_decay", "eps")},
+            )
+        return loss
 
 
-def _nothing_named(name: str) -> Callable[..., None]:
-    """Return a new function each time: PyTorch's compiler insists that no two names share one."""
-
-    def nothing(*_: object, **__: object) -> None:
-        return None
-
-    nothing.__name__ = name
-    return nothing
-
-
-def _kernel(name: str) -> Callable[..., None]:
-    if name.startswith("__"):  # what Python itself asks a module for
-        raise AttributeError(name)
-    return _nothing_named(name)
-
-
-def _uncompiled(function: Any = None, *_: object, **__: object) -> Any:
-    return function if function is not None else lambda given: given
-
-
-def _is_cuda(device: object) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, int) and not isinstance(device, bool)
-
-
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return factory(*args, **kwargs)
-
-    return make
-
-
-def _moved_to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(to)
-    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and _is_cuda(args[0]):
-            args = (CPU, *args[1:])
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
-        return to(self, *args, **kwargs)
-
-    return move
-
-
-def _installed_helpers() -> str | None:
-    """Return the compiled helpers of the installed megatron-core."""
-    import site
-    from pathlib import Path
-
-    for directory in site.getsitepackages():
-        for file in Path(directory).glob("megatron/core/datasets/helpers_cpp*.so"):
-            return str(file)
-    return None
-
+FusedAdam.__module__ = "apex.optimizers.fused_adam"
 
 if __name__ == "__main__":
     from tba_offload.megatron.launch import enter, run

@@ -3,9 +3,8 @@
 #
 #     bash tests/gpu.sh download WHEELS
 #         where there is a network: fills a folder with what that machine may lack, about 17 MB. torch, numpy and
-#         cupy are not among them: it has its own, which know the GPU. Whatever else lies in the folder is installed
-#         there too: to have the benchmark compare with DeepSpeed, put in what this makes where torch is installed:
-#         DS_BUILD_OPS=0 pip wheel --no-deps --no-build-isolation deepspeed hjson einops msgpack ninja py-cpuinfo tqdm
+#         cupy are not among them: it has its own, which know the GPU. Whatever else lies in the folder is
+#         installed there too.
 #     bash tests/gpu.sh run WHEELS RESULTS STEP...
 #         where there is a GPU: does the steps one after another, whatever becomes of the one before, each within
 #         a limit of its own, and writes RESULTS/STEP.log. The exit status is 1 if any of them failed.

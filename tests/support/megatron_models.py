@@ -10,13 +10,35 @@ import torch.nn.functional as F
 from models import HEADS, HIDDEN, SEQUENCE, VOCAB, History, make_tokens
 from torch import Tensor, nn
 
-from tba_lab.gpt import Batch, GptShape, build_encoder, build_gpt, causal_mask, gpt_loss
+from tba_lab.gpt import (
+    DTYPES,
+    Batch,
+    GptShape,
+    build_gpt,
+    causal_mask,
+    drawing_weights,
+    gpt_loss,
+    transformer_config,
+)
 from tba_lab.megatron_cpu import seed_all, training_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PADDING = 5
+
+
+def build_encoder(shape: GptShape, *, seed: int) -> nn.Module:
+    """A bidirectional ``TransformerBlock`` of megatron-core, as BERT has it, without embeddings.
+
+    It takes hidden states of shape (sequence, batch, hidden) and a mask, or ``None``.
+    """
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    with drawing_weights(seed):
+        block: nn.Module = TransformerBlock(transformer_config(shape), bert_layer_local_spec)
+    return block.to(training_device(), DTYPES[shape.dtype])
 
 
 class Encoder(nn.Module):
@@ -41,7 +63,7 @@ def make_megatron_model(
 
     Args:
         kind: ``gpt`` (LayerNorm, GELU, biases, learned positions), ``llama`` (RMSNorm, SwiGLU, no biases,
-            rotary positions, two query heads for each head of keys and values) or ``encoder``.
+            rotary positions, one head of keys and values) or ``encoder``.
         layers: How many.
         dtype: Of parameters, activations and gradients.
         dropout: On the hidden states and within attention.
@@ -52,7 +74,6 @@ def make_megatron_model(
         heads=HEADS,
         sequence=SEQUENCE,
         vocab=VOCAB,
-        kv_heads=2 if kind == "llama" else None,
         dtype="bf16" if dtype == torch.bfloat16 else "fp32",
         dropout=dropout,
         style="llama" if kind == "llama" else "gpt",

@@ -1,1 +1,0 @@
-"""The demonstration: a small Megatron GPT that trains on real text."""
