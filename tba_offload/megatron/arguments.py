@@ -10,7 +10,7 @@ import argparse
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tba_offload.config import OffloadConfig, StatesConfig, load_config
 from tba_offload.config.document import Source
@@ -18,10 +18,6 @@ from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, StoreError
 from tba_offload.store.hanging import ask
 from tba_offload.store.run_file import check_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 _FILE, _SIZE = {"metavar": "FILE"}, {"metavar": "SIZE"}
 _DIRECTORIES = {"metavar": "DIR", "nargs": "+"}
@@ -215,20 +211,15 @@ def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> No
     Raises:
         ConfigError: A setting does not go together with offloading; the message names its flag.
     """
-    for conflict in _conflicts_of(config):
+    conflicts = [*CONFLICTS, *(STATES_CONFLICTS if config.states is not None else ())]
+    if config.states is not None and config.states.masters == "offload":
+        conflicts += MASTERS_CONFLICTS
+    for conflict in conflicts:
         if conflict.is_in_the_way(arguments):
             raise ConfigError(
                 f"activation offloading does not go together with {conflict.flag}: {conflict.why}; remove "
                 f"{conflict.flag.partition(' ')[0]}, or {conflict.instead}"
             )
-
-
-def _conflicts_of(config: OffloadConfig) -> Iterator[Conflict]:
-    yield from CONFLICTS
-    if config.states is not None:
-        yield from STATES_CONFLICTS
-        if config.states.masters == "offload":
-            yield from MASTERS_CONFLICTS
 
 
 def _make_help_printable(parser: argparse.ArgumentParser) -> None:

@@ -52,7 +52,12 @@ def find_stack(
     Raises:
         UnsupportedError: A layer does not know its number.
     """
-    found = _identified(model)
+    layer_types = _layer_types()
+    found = [
+        Layer(_identify(name, module), module, index)
+        for index, chunk in enumerate(chunks_of(model))
+        for name, module in _outermost(chunk, layer_types)
+    ]
     own = [layer.id for layer in found]
     ids = shorten(own, gather(own) if gather is not None else own)
     layers = tuple(replace(layer, id=short) for layer, short in zip(found, ids, strict=True))
@@ -121,16 +126,6 @@ def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[La
     if any(len(names) > 1 for names in stacks.values()):
         return with_depths(layers, everywhere)
     return with_depths(*([replace(layer, stack=None) for layer in each] for each in (layers, everywhere)))
-
-
-def _identified(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
-    """Return the layers with the names of their stacks."""
-    layer_types = _layer_types()
-    return [
-        Layer(_identify(name, module), module, index)
-        for index, chunk in enumerate(chunks_of(model))
-        for name, module in _outermost(chunk, layer_types)
-    ]
 
 
 def current_microbatch(layer: nn.Module) -> int | None:
@@ -268,17 +263,11 @@ def _identify(name: str, layer: nn.Module) -> LayerId:
             f"the layer {name!r} ({type(layer).__name__}) has no layer_number, so that no policy can "
             "name it; Megatron's layers get one from the block that builds them"
         )
-    parts = _unwrapped(name)
+    parts = list(itertools.dropwhile(_WRAPPERS.__contains__, name.split(".")))  # names of the bare model
     if parts[-1].isdigit():
         parts[-1] = str(number - 1)
     stack, within_a_stack, _ = ".".join(parts).partition(".layers.")
     return LayerId(number - 1, ".".join(parts), stack if within_a_stack else None)
-
-
-def _unwrapped(name: str) -> list[str]:
-    """Return the parts of a module's name after the wrappers that stand in front of it."""
-    parts = name.split(".")
-    return list(itertools.dropwhile(_WRAPPERS.__contains__, parts))
 
 
 # Recipes: what fused activation functions put out is computed anew from what they saved

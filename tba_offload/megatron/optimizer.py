@@ -66,13 +66,12 @@ def inner_of(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _children(optimizer: Any) -> list[Any]:
-    children = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [each for each in children if _has_parameters(each)]
-
-
-def _has_parameters(child: Any) -> bool:
-    inner = getattr(child, "optimizer", None)  # None for a rank that has nothing of a group of experts
-    return inner is not None and any(group["params"] for group in inner.param_groups)
+    found = []
+    for child in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(child, "optimizer", None)  # None for a rank that has nothing of a group of experts
+        if inner is not None and any(group["params"] for group in inner.param_groups):
+            found.append(child)
+    return found
 
 
 def masters_of(children: Sequence[Any]) -> dict[torch.Tensor, torch.Tensor]:

@@ -11,14 +11,9 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from importlib.resources import as_file, files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tba_offload.errors import PatchError
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 RELEASES = {"core_v0.16.1": "0.16", "core_v0.19.0": "0.19", "main": "0.20"}
 """Name of a release to the version that its ``megatron/core/package_info.py`` begins with."""
@@ -51,9 +46,7 @@ class Checkout:
         try:
             text = (root / _VERSION_FILE).read_text(encoding="utf-8")
         except OSError as error:
-            raise PatchError(
-                f"{root} is no Megatron-LM checkout: {_VERSION_FILE} cannot be read ({error.strerror})"
-            ) from None
+            raise PatchError(f"{root} is no Megatron-LM checkout: {error}") from None
         numbers = dict(_NUMBER.findall(text))
         version = ".".join(numbers.get(part, "?") for part in ("MAJOR", "MINOR", "PATCH"))
         for release, beginning in RELEASES.items():
@@ -118,19 +111,18 @@ class Checkout:
 
     def _fault(self, *options: str) -> str:
         """Return what keeps ``git apply`` with these options from its work; empty if it has done it."""
-        with self._patch() as patch:
-            done = self._git("apply", *options, str(patch))
+        done = self._git("apply", *options, str(self._patch))
         return done.stderr.strip() or "unknown error" if done.returncode else ""
 
     def _own_changes(self) -> list[str]:
         """Files of the patch that differ from what is committed, where there is a repository."""
-        with self._patch() as patch:
-            targets = _TARGET.findall(patch.read_text(encoding="utf-8"))
+        targets = _TARGET.findall(self._patch.read_text(encoding="utf-8"))
         status = self._git("status", "--porcelain", "--untracked-files=no", "--", *targets)
         return [line[3:] for line in status.stdout.splitlines()] if status.returncode == 0 else []
 
-    def _patch(self) -> AbstractContextManager[Path]:
-        return as_file(files(__package__) / "patches" / self.release / "tba-offload.patch")
+    @property
+    def _patch(self) -> Path:
+        return Path(__file__).parent.resolve() / "patches" / self.release / "tba-offload.patch"
 
     def _git(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         git = shutil.which("git")

@@ -25,7 +25,6 @@ from rich.text import Text
 
 from tba_offload import effects
 from tba_offload.config import OffloadConfig, read_config
-from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.formatting import grouped
 from tba_offload.layers.stack import chunks_of
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.config.policy import LayerId, Policy
+    from tba_offload.config.policy import LayerId, Placement, Policy
     from tba_offload.report.log import StepRecord
     from tba_offload.session.step import Step
 
@@ -193,7 +192,7 @@ def open_session(
     if world.rank == 0:
         on_gpu = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
         effects.warn_of_doubts(config, world.layers, on_cpu=not on_gpu)
-    own = _patient(_config_of_rank(config, *_place_in_node()), arguments)
+    own = _patient(_with_own_drives(config), arguments)
     run_log = _free_run_log(arguments.tba_run_log)
     with contextlib.ExitStack() as undo:
         with _failing_together():
@@ -301,17 +300,14 @@ def _failing_together() -> Iterator[None]:
         raise TbaError(f"activation offloading could not start on {failures[0]}")
 
 
-def _place_in_node() -> tuple[int, int]:
-    """Which of the ranks of its node this one is, and how many there are."""
+def _with_own_drives(config: OffloadConfig) -> OffloadConfig:
+    """Share the drives out among the ranks of a node: each gets as many as there are for it, at least one."""
     hosts = _of_all_ranks([socket.gethostname()])
     neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[_rank()]]
-    return neighbours.index(_rank()), len(neighbours)
-
-
-def _config_of_rank(config: OffloadConfig, rank: int, ranks: int) -> OffloadConfig:
-    """Ranks of a node share out its drives: each gets as many as there are for it, at least one."""
-    directories = config.store.directories
-    own = directories[rank::ranks] or directories[rank % len(directories) :][:1] if directories else ()
+    place, directories = neighbours.index(_rank()), config.store.directories
+    own = directories[place :: len(neighbours)]
+    if directories and not own:
+        own = (directories[place % len(directories)],)
     return replace(config, store=replace(config.store, directories=own))
 
 
@@ -389,12 +385,7 @@ def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
     for group in groups:
         placement, why = explained[group.first]
         table.add_row(layers[group.first].numbers(group.size), group.name, placement.value, Text(why))
-    console = Console(width=100)
-    console.print(table)
-    if Placement.AUTO in {placement for placement, _ in explained}:
-        console.print(
-            "auto: the planner decides between steps; each plan is told when it is made", markup=False
-        )
+    Console(width=100).print(table)
 
 
 def draw_curves(record: StepRecord) -> None:

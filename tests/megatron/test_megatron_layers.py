@@ -21,7 +21,6 @@ from tba_offload.config.policy import LayerId, Placement, Rule
 from tba_offload.errors import RecomputationError, UnsupportedError
 from tba_offload.megatron.layers import (
     checkpoint_layer,
-    current_microbatch,
     find_layers,
     find_stack,
     is_megatron,
@@ -186,21 +185,11 @@ class TestFindLayers:
             LayerId(1, "decoder.layers.1", "decoder"),
         ]
 
-    def test_leaves_out_a_layer_within_a_layer(self) -> None:
-        model = build_gpt(dataclasses.replace(SHAPE, dtype="fp32"), seed=0)
-        outer, inner, _ = (layer.module for layer in find_layers(model))
-        outer.helper = inner
-        assert [layer.module for layer in find_layers(outer)] == [outer]
-
     def test_needs_numbers(self) -> None:
         model = build_gpt(SHAPE, seed=0)
         del find_layers(model)[1].module.layer_number
         with pytest.raises(UnsupportedError, match=r"'module\.decoder\.layers\.1' .* has no layer_number"):
             find_layers(model)
-
-    def test_finds_none_elsewhere(self) -> None:
-        assert find_layers(nn.Sequential(nn.Linear(2, 2))) == []
-        assert not is_megatron(nn.Sequential(nn.Linear(2, 2)))
 
 
 class Mixer(nn.Module):
@@ -428,29 +417,12 @@ class TestShorten:
         assert asked == [own]
 
 
-class TestFindStack:
-    def test_brings_megatrons_own_checkpoint_and_micro_batches(self) -> None:
-        model = build_gpt(SHAPE, seed=0)
-        stack = find_stack([model])
-        assert [layer.id.number for layer in stack.layers] == [0, 1, 2]
-        assert stack.checkpoint is checkpoint_layer
-        assert stack.micro_batch is current_microbatch
-
-    def test_the_schedule_says_which_micro_batch_runs(self) -> None:
-        from megatron.core.pipeline_parallel.schedules import set_current_microbatch
-
-        model = build_gpt(SHAPE, seed=0)
-        layers = [layer.module for layer in find_layers(model)]
-        assert [current_microbatch(layer) for layer in layers] == [None] * 3
-        set_current_microbatch(model, 4)
-        assert [current_microbatch(layer) for layer in layers] == [4] * 3
-
-
 class TestIsMegatron:
     def test_knows_a_model_and_a_list_of_chunks(self) -> None:
         model = build_gpt(SHAPE, seed=0)
         assert is_megatron(model)
         assert is_megatron([nn.Linear(2, 2), model])
+        assert [layer.chunk for layer in find_layers([nn.Linear(2, 2), model])] == [1, 1, 1]
         assert not is_megatron([])
 
     def test_does_not_import_megatron(self, python_with_torch: Warm) -> None:
