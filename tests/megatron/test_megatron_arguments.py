@@ -91,7 +91,7 @@ def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
         (("--tba-directory", "/a", "/a"), "'/a' is given twice"),
         (("--tba-directory", "{tmp}", "{tmp}/a"), "'a' does not exist"),
         (("--tba-policy", "{tmp}/policy.yaml"), "'nvme0' does not exist"),
-        (("--tba-store", "host", "--tba-directory", "/a"), "these have no effect with kind: host"),
+        (("--tba-store", "host", "--tba-directory", "/a"), "has no effect with kind: host"),
         (("--tba-store", "tape"), "not 'tape'"),
         (("--tba-placement", "recomput"), "recomput"),
         (("--tba-placement", "offload", "--recompute-granularity", "full"), "--recompute-granularity full"),
