@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,8 @@ class Situation:
         Raises:
             ConfigError: The step would be too large to plan.
         """
+        if not 0 < drives < math.inf:
+            raise ConfigError(f"{drives} is no number of drives")
         bandwidth, old = self.bandwidth.scaled(drives), len(self.names)
         if layers is None or layers == old:
             return dataclasses.replace(self, bandwidth=bandwidth, run=self.run if drives == 1 else None)

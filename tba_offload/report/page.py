@@ -138,20 +138,17 @@ def _layers(log: RunLog) -> Table | None:
 
 
 def _settings(log: RunLog) -> Iterator[tuple[str, str]]:
-    header = log.header
-    yield from (("log", str(log.path)), ("started", header.started))
-    if header.ranks > 1:
-        yield "ranks", str(header.ranks)
-    for what in ("model", "hardware", "versions", "store"):
-        for key, value in getattr(header, what).items():
-            if value not in (None, "", [], {}):
-                yield f"{what}: {key}", _in_words(value)
+    yield from (("log", str(log.path)), ("started", log.header.started))
+    for name in ("model", "hardware", "versions", "store"):
+        told: dict[str, Any] = getattr(log.header, name)
+        if told:
+            yield name, "; ".join(f"{key}: {_in_words(value)}" for key, value in told.items())
 
 
 def _in_words(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_in_words(each)}" for key, each in value.items() if each is not None)
-    return "; ".join(map(_in_words, value)) if isinstance(value, list) else str(value)
+    return ", ".join(map(_in_words, value)) if isinstance(value, list) else str(value)
 
 
 # Steps
@@ -178,7 +175,8 @@ def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
     for axes, (title, dashed, *fields) in zip(panels, shown, strict=True):
         values = [each for log in logs for field in fields if field for each in _values(log, field).values()]
         unit, size = byte_scale(max(values)) if "bytes" in str(fields[0]) else ("s", 1.0)
-        for log, (name, (colour, marker, _)) in zip(logs, rok.looks(names).items(), strict=True):
+        for log, name in zip(logs, names, strict=True):
+            colour, marker, _ = rok.looks(names)[name]
             for field, line in zip(fields, ("-", "--"), strict=True):
                 found = _values(log, field) if field else {}
                 look: dict[str, Any] = {"marker": marker, "markersize": 4} if len(found) < 25 else {}

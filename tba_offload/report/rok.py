@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import io
 import itertools
 import json
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -36,10 +36,7 @@ Unit = Literal["FLOP/s", "tokens/s"]
 Memory = Literal["activations", "device"]
 """Bytes that runs are compared by: of activations, or all on the device, optimizer states among them."""
 
-_PEAKS: dict[Memory, tuple[str, str]] = {
-    "activations": ("activation_peak_bytes", "activation peak"),
-    "device": ("device_peak_bytes", "device peak"),
-}
+_PEAK_NAMES: dict[Memory, str] = {"activations": "activation peak", "device": "device peak"}
 _WORK: dict[Unit, str] = {"FLOP/s": "model_flops", "tokens/s": "tokens"}
 _RATES: dict[Unit, dict[str, float]] = {
     "FLOP/s": {"FLOP/s": 1, "MFLOP/s": 1e6, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15},
@@ -47,7 +44,7 @@ _RATES: dict[Unit, dict[str, float]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RokPoint:
     """One run on a ROK curve.
 
@@ -66,7 +63,6 @@ class RokPoint:
         memory: The peak that points are compared by.
         peak_source: How the peak was measured; None where the log does not say.
         offloads_states: Whether optimizer states were offloaded.
-        counts_update: Whether the time of a step includes the update.
         model: The model without its batch size, as JSON.
         hardware: The machine as JSON.
     """
@@ -84,19 +80,19 @@ class RokPoint:
     device_peak_bytes: int | None = None
     peak_source: str | None = None
     offloads_states: bool = False
-    counts_update: bool = True
     model: str = "{}"
     hardware: str = "{}"
 
     @property
     def peak_bytes(self) -> int:
         """The peak that the point is compared by."""
-        return getattr(self, _PEAKS[self.memory][0]) or 0
+        peaks = {"activations": self.activation_peak_bytes, "device": self.device_peak_bytes}
+        return peaks[self.memory] or 0
 
     @property
     def peak_name(self) -> str:
         """The name of this peak."""
-        return _PEAKS[self.memory][1]
+        return _PEAK_NAMES[self.memory]
 
     @property
     def name(self) -> str:
@@ -155,9 +151,10 @@ def points_of(
 
 def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit) -> RokPoint:
     """Return the point: the largest peak, which has to fit, and the median time, without hiccups."""
-    field, name = _PEAKS[memory]
-    fullest = max(steps, key=lambda step: getattr(step, field) or -1)
-    if getattr(fullest, field) is None:
+    activations = max(step.activation_peak_bytes or 0 for step in steps) or None
+    device = max(step.device_peak_bytes or 0 for step in steps) or None
+    if (activations if memory == "activations" else device) is None:
+        name = _PEAK_NAMES[memory]
         raise RunLogError(f"{log.path}: no {name} was measured in the {len(steps)} counted steps")
     timed = timed_steps(steps)
     seconds = sorted(step.seconds_with_update for step in timed)
@@ -170,8 +167,8 @@ def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit)
     return RokPoint(
         strategy=log.header.strategy,
         batch_size=batch_size if type(batch_size) is int else None,
-        activation_peak_bytes=_largest(steps, "activation_peak_bytes"),
-        device_peak_bytes=_largest(steps, "device_peak_bytes"),
+        activation_peak_bytes=activations,
+        device_peak_bytes=device,
         memory=memory,
         throughput=statistics.median(getattr(step, _WORK[unit]) for step in timed) / median,
         unit=unit,
@@ -179,16 +176,11 @@ def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit)
         step_seconds_quartiles=(quartiles[0], quartiles[-1]),
         steps=len(timed),
         source=str(log.path),
-        peak_source=fullest.peak_source,
+        peak_source=next((step.peak_source for step in steps if step.peak_source), None),
         offloads_states=any(event.get("event") == "states" for event in log.others),
-        counts_update=any(step.optimizer_seconds is not None for step in timed),
         model=json.dumps(model, sort_keys=True),
         hardware=json.dumps(log.header.hardware, sort_keys=True),
     )
-
-
-def _largest(steps: Sequence[StepRecord], field: str) -> int | None:
-    return max((peak for step in steps if (peak := getattr(step, field)) is not None), default=None)
 
 
 def lines(points: Iterable[RokPoint]) -> dict[str, list[RokPoint]]:
@@ -219,39 +211,31 @@ def table(points: Sequence[RokPoint]) -> Table:
     """Return the points (at least one) as a table, by strategy; the Pareto set is starred."""
     winners = pareto(points)
     (peak_unit, peak_size), (speed_unit, speed_size) = _scales(points)
-    names = {Path(each.source).name for each in points}
-    numbers = ("Batch", f"Peak {peak_unit}", speed_unit, "Step s", "Pareto", "Quartiles s", "Steps")
-    rows = [
-        (
-            each.strategy,
-            "?" if each.batch_size is None else str(each.batch_size),
-            significant(each.peak_bytes / peak_size),
-            significant(each.throughput / speed_size),
-            significant(each.step_seconds),
-            "*" if each in winners else "",
-            "-".join(map(significant, each.step_seconds_quartiles)),
-            str(each.steps),
-            Path(each.source).name if len(names) == len(points) else each.source,
-        )
-        for line in lines(points).values()
-        for each in line
-    ]
+    columns: dict[str, Callable[[RokPoint], str]] = {
+        "Strategy": lambda each: each.strategy,
+        "Batch": lambda each: "?" if each.batch_size is None else str(each.batch_size),
+        f"Peak {peak_unit}": lambda each: significant(each.peak_bytes / peak_size),
+        speed_unit: lambda each: significant(each.throughput / speed_size),
+        "Step s": lambda each: significant(each.step_seconds),
+        "Pareto": lambda each: "*" if each in winners else "",
+        "Quartiles s": lambda each: "-".join(map(significant, each.step_seconds_quartiles)),
+        "Steps": lambda each: str(each.steps),
+        "Run": lambda each: each.source,
+    }
+    rows = [[cell(each) for cell in columns.values()] for line in lines(points).values() for each in line]
+    sources = " / ".join(dict.fromkeys(each.peak_source or "not stated" for each in points))
     work = "FLOPs, recomputation not counted," if points[0].unit == "FLOP/s" else "tokens"
     caption = (
-        f"Peak: largest {points[0].peak_name} of the counted steps, measured by: {_sources(points)}. Step: "
-        f"median wall-clock time, update included. Throughput: {work} of a step / median step time."
+        f"Peak: largest {points[0].peak_name} of the counted steps, measured by: {sources}. Step: median "
+        f"wall-clock time, with the update where one was seen. Throughput: {work} of a step / this time."
     )
-    headings = ("Strategy", *numbers, "Run")
-    return Table(headings, rows, right=numbers, caption=caption, elsewhere="--csv or --json")
+    numbers = [heading for heading in columns if heading not in {"Strategy", "Run"}]
+    return Table(list(columns), rows, right=numbers, caption=caption, elsewhere="--csv or --json")
 
 
 def _scales(points: Sequence[RokPoint]) -> tuple[tuple[str, float], tuple[str, float]]:
     fastest = max(each.throughput for each in points)
     return byte_scale(max(each.peak_bytes for each in points)), scale(fastest, _RATES[points[0].unit])
-
-
-def _sources(points: Iterable[RokPoint]) -> str:
-    return " / ".join(dict.fromkeys(each.peak_source or "not stated" for each in points))
 
 
 def summary(points: Sequence[RokPoint]) -> list[Table | str]:
@@ -262,22 +246,12 @@ def summary(points: Sequence[RokPoint]) -> list[Table | str]:
 
 def rows(points: Sequence[RokPoint]) -> list[dict[str, object]]:
     """Return the points for programs, in plain units and in the order given."""
-    winners = pareto(points)
-    plain = ("strategy", "batch_size", "activation_peak_bytes", "device_peak_bytes", "memory", "peak_source")
-    return [
-        {name: getattr(each, name) for name in plain}
-        | {
-            "throughput": each.throughput,
-            "throughput_unit": each.unit,
-            "step_seconds": each.step_seconds,
-            "step_seconds_lower_quartile": each.step_seconds_quartiles[0],
-            "step_seconds_upper_quartile": each.step_seconds_quartiles[1],
-            "steps": each.steps,
-            "pareto": each in winners,
-            "source": each.source,
-        }
-        for each in points
-    ]
+    winners, told = pareto(points), []
+    for each in points:
+        row = dataclasses.asdict(each) | {"pareto": each in winners}
+        row["lower_quartile_seconds"], row["upper_quartile_seconds"] = row.pop("step_seconds_quartiles")
+        told.append({name: value for name, value in row.items() if name not in {"model", "hardware"}})
+    return told
 
 
 def csv_text(points: Sequence[RokPoint]) -> str:
@@ -331,27 +305,20 @@ def _noise(one: RokPoint, other: RokPoint) -> str:
 
 
 def _doubts(points: Sequence[RokPoint]) -> Iterator[str]:
-    if len(lines(points)) == 1:
-        yield "Only one strategy was measured: add runs with other placements to compare."
-    few = [each.name for each in points if each.steps < 3]
-    if few:
-        yield f"Fewer than 3 steps counted for {', '.join(few)}: run longer to trust the times."
-    states = [each.name for each in points if each.memory == "activations" and each.offloads_states]
-    if states and all(each.device_peak_bytes is not None for each in points):
+    def names(odd: Callable[[RokPoint], bool]) -> str:
+        return ", ".join(each.name for each in points if odd(each))
+
+    if few := names(lambda each: each.steps < 3):
+        yield f"Fewer than 3 steps counted for {few}: run longer to trust the times."
+    if states := names(lambda each: each.memory == "activations" and each.offloads_states):
         yield (
-            f"Optimizer states were offloaded in {', '.join(states)}, and the activation peak does not count "
-            "them: --memory device compares all that lies on the device."
+            f"Optimizer states were offloaded in {states}, and the activation peak does not count them: "
+            "--memory device compares all that lies on the device."
         )
-    silent = [each.name for each in points if not each.counts_update]
-    if silent and (len(silent) < len(points) or any(each.offloads_states for each in points)):
-        yield f"The time of a step does not include the update of {', '.join(silent)}."
-    for what, differs in {
-        "measured in one way": len({each.peak_source for each in points}) > 1,
-        "of one model": len({each.model for each in points}) > 1,
-        "of one machine": len({each.hardware for each in points}) > 1,
-    }.items():
-        if differs:
-            yield f"The runs are not all {what}: compare them with care."
+    ways = {"peak_source": "measured in one way", "model": "of one model", "hardware": "of one machine"}
+    for field, way in ways.items():
+        if len({getattr(each, field) for each in points}) > 1:
+            yield f"The runs are not all {way}: compare them with care."
 
 
 # Pictures, without pyplot: no window, no global figure, and the user's own style stays out
@@ -361,15 +328,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#0
 
 INK, GREY = "#222222", "#888888"
 
-_Look = tuple[str, str, str]
-_LOOKS: dict[str, _Look] = {
-    "keep": (COLOURS[0], "o", "-"),
-    "offload": (COLOURS[1], "s", "-"),
-    "recompute": (COLOURS[2], "^", "-"),
-    "recompute-offload": (COLOURS[3], "h", "-"),
-    "recompute-except-attention": (COLOURS[4], "v", "-"),
-    "offload-remat": (COLOURS[5], "d", "-"),
-}
+_KNOWN = ("keep", "offload", "recompute", "recompute-offload", "recompute-except-attention", "offload-remat")
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": "#555555",
@@ -385,14 +344,13 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def looks(names: Iterable[str]) -> dict[str, _Look]:
+def looks(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
     """Return a colour, a marker and dashes for each name; placements look the same in every picture."""
-    more = itertools.cycle(
-        (colour, marker, dashes)
-        for dashes, markers in (("--", "DXv<>pP"), ("-.", "XD<v>Pp"), (":", "v>XpDP<"))
-        for colour, marker in zip(COLOURS[::-1], markers, strict=True)
-    )
-    return {name: _LOOKS.get(name) or next(more) for name in names}
+    known = [*_KNOWN, *(name for name in dict.fromkeys(names) if name not in _KNOWN)]
+    return {
+        name: (COLOURS[place % 7], "os^hvdX<>pPD*"[place % 13], ("-", "--", "-.", ":")[place // 7 % 4])
+        for place, name in enumerate(known)
+    }
 
 
 @contextlib.contextmanager
@@ -424,15 +382,15 @@ def require_matplotlib(purpose: str = "drawing a ROK curve", extra: str = "plots
         raise MissingDependencyError("matplotlib", purpose, extra=extra) from error
 
 
-def picture_kind(path: str | os.PathLike[str]) -> str:
-    """Return the kind of picture that the suffix of ``path`` asks for, ``"svg"`` or ``"png"``.
+def picture_kind(path: str | os.PathLike[str], *more: str) -> str:
+    """Return what the suffix of ``path`` asks for: ``"svg"``, ``"png"``, or one of the others.
 
     Raises:
-        ConfigError: It is neither .svg nor .png.
+        ConfigError: Another suffix.
     """
-    kind = Path(path).suffix.lower().removeprefix(".")
-    if kind not in {"svg", "png"}:
-        raise ConfigError(f"{path}: a picture's name must end in .svg or .png")
+    kind, kinds = Path(path).suffix.lower().removeprefix("."), ("svg", "png", *more)
+    if kind not in kinds:
+        raise ConfigError(f"{path}: a picture's name must end in {' or '.join(f'.{each}' for each in kinds)}")
     return kind
 
 
@@ -474,18 +432,18 @@ def rok_figure(
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     (x_unit, x_size), (y_unit, y_size) = _scales(points)
-    directions = itertools.cycle(((-7, 7), (7, -7), (0, 9), (0, -9)))
+    sides = itertools.cycle([(-8, 8), (8, -8), (8, 8), (-8, -8)])
     for strategy, line in lines(points).items():
         colour, marker, dashes = looks(lines(points))[strategy]
         places = [(each.peak_bytes / x_size, each.throughput / y_size) for each in line]
         shown: dict[str, Any] = {"label": short(strategy), "marker": marker, "markersize": 6.5}
         axes.plot(*zip(*places, strict=True), dashes, color=colour, linewidth=1.8, zorder=3, **shown)
-        dx, dy = next(directions)
-        side: dict[str, Any] = {"ha": ("center", "left", "right")[dx and 1 + (dx < 0)]}
-        side["va"] = ("center", "bottom", "top")[dy and 1 + (dy < 0)]
+        offset, ground = next(sides), {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        look: dict[str, Any] = {"color": colour, "zorder": 2, "bbox": ground, "va": "center"}
+        look["ha"] = "right" if offset[0] < 0 else "left"
         for each, place in zip(line, places, strict=True):
-            text = "" if each.batch_size is None else str(each.batch_size)
-            axes.annotate(text, place, (dx, dy), textcoords="offset points", color=colour, **side)
+            if each.batch_size is not None:
+                axes.annotate(str(each.batch_size), place, offset, textcoords="offset points", **look)
     best = [(each.peak_bytes / x_size, each.throughput / y_size) for each in pareto(points)]
     axes.step(*zip(*best, strict=True), where="post", color="#b8b8b8", linestyle="--", zorder=1)
     ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "linestyle": "none"}

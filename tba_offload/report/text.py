@@ -1,7 +1,9 @@
-"""Tables and sentences: fitted to a terminal by rich, and as Markdown in files and pipes."""
+"""Tables and sentences, printed by rich: fitted to a terminal, and as Markdown in files and pipes."""
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.table import Table as RichTable
+    from rich.table import Table as Grid
+
+_WIDE = 100_000
+"""Characters of a line that never ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,76 +46,62 @@ class Table:
         """Yield what rich prints."""
         from rich.text import Text
 
-        shown, wide = len(self.headings), options.update(max_width=10_000)
-        while shown > 1 and console.measure(self._fitted(shown), options=wide).minimum > options.max_width:
+        shown, wide = len(self.headings), options.update(max_width=_WIDE)
+        grid = self._grid(shown, is_markdown=not console.is_terminal)
+        while shown > 1 and console.measure(grid, options=wide).minimum > options.max_width:
             shown -= 1
+            grid = self._grid(shown, is_markdown=not console.is_terminal)
         if self.title is not None:
             yield Text(visible(self.title), style="bold")
-        yield self._fitted(shown)
+        yield grid
         if shown < len(self.headings):
             yield Text(f"No room here for {', '.join(self.headings[shown:])}: see {self.elsewhere}.")
         if self.caption is not None:
             yield Text(visible(self.caption))
 
-    def _fitted(self, columns: int) -> RichTable:
+    def _grid(self, columns: int, *, is_markdown: bool) -> Grid:
         from rich import box
         from rich.cells import cell_len
-        from rich.table import Table as RichTable
+        from rich.table import Table as Grid
         from rich.text import Text
 
-        table = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+        grid = Grid(box=box.MARKDOWN if is_markdown else box.SIMPLE_HEAD, show_edge=is_markdown)
         for heading, *cells in list(zip(self.headings, *self.rows, strict=True))[:columns]:
             if heading in self.right:
                 least = max(map(cell_len, (heading, *cells)))
-                table.add_column(heading, justify="right", no_wrap=True, min_width=least)
+                grid.add_column(heading, justify="right", no_wrap=True, min_width=least)
             else:
-                table.add_column(heading, overflow="fold")
+                grid.add_column(heading, overflow="fold")
         for row in self.rows:
-            table.add_row(*(Text(visible(cell)) for cell in row[:columns]))  # Text: labels are not markup
-        return table
-
-    def __str__(self) -> str:
-        """Return the table as Markdown, with every column."""
-        grid = [[_one_line(cell) for cell in row] for row in (self.headings, *self.rows)]
-        widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-        is_number = [heading in self.right for heading in self.headings]
-        rules = [
-            "-" * (width - 1) + ":" if right else "-" * width
-            for width, right in zip(widths, is_number, strict=True)
-        ]
-        lines = [
-            [
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(row, widths, is_number, strict=True)
-            ]
-            for row in (grid[0], rules, *grid[1:])
-        ]
-        body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return "\n\n".join(filter(None, (visible(self.title or ""), body, visible(self.caption or ""))))
-
-
-def _one_line(cell: str) -> str:
-    return " ".join(visible(cell).split()).replace("|", "\\|")
+            texts = [visible(cell).replace("|", r"\|" if is_markdown else "|") for cell in row[:columns]]
+            grid.add_row(*map(Text, texts))  # Text: labels are not markup
+        return grid
 
 
 def as_text(*parts: Table | str) -> str:
     """Return tables and sentences as Markdown, with empty lines around tables."""
-    said = ""
-    for place, part in enumerate(parts):
-        is_apart = place and not (isinstance(part, str) and isinstance(parts[place - 1], str))
-        said += ("\n" if is_apart else "") + (visible(part) if isinstance(part, str) else str(part)) + "\n"
-    return said
+    from rich.console import Console
+
+    file = io.StringIO()
+    _print(Console(file=file, width=_WIDE, force_terminal=False, color_system=None), parts)
+    lines = "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+    return re.sub(r"\n{3,}", "\n\n", lines).strip("\n") + "\n"
 
 
 def show(*parts: Table | str) -> None:
     """Print tables and sentences: fitted to a terminal, or as Markdown."""
     from rich.console import Console
-    from rich.text import Text
 
     console = Console()
-    if not console.is_terminal:
+    if console.is_terminal:
+        _print(console, parts)
+    else:
         sys.stdout.write(as_text(*parts))
-        return
+
+
+def _print(console: Console, parts: Sequence[Table | str]) -> None:
+    from rich.text import Text
+
     for place, part in enumerate(parts):
         if place and not (isinstance(part, str) and isinstance(parts[place - 1], str)):
             console.print()

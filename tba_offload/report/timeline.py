@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba_offload.errors import ConfigError, RunLogError
+from tba_offload.errors import RunLogError
 from tba_offload.formatting import byte_scale, rate_scale, readable_size
 from tba_offload.report.log import TimelineEvent
-from tba_offload.report.rok import COLOURS, GREY, INK, drawing, rendered
+from tba_offload.report.rok import COLOURS, GREY, INK, drawing, picture_kind, rendered
 from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
@@ -22,6 +21,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tba_offload.report.log import Moment, RunLog
+
+
+TRACE = "json"
+"""The suffix of a trace; pictures have their own."""
 
 
 def timelines(log: RunLog) -> list[TimelineEvent]:
@@ -52,18 +55,6 @@ def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
     return chosen[0]
 
 
-def timeline_kind(path: str | os.PathLike[str]) -> str:
-    """Return what the suffix of ``path`` asks for: a picture (``"svg"``, ``"png"``) or a trace (``"json"``).
-
-    Raises:
-        ConfigError: Another suffix.
-    """
-    kind = Path(path).suffix.lower().removeprefix(".")
-    if kind not in {"svg", "png", "json"}:
-        raise ConfigError(f"{path}: a timeline's name must end in .svg or .png, for a picture, or in .json")
-    return kind
-
-
 def write_timeline(timeline: TimelineEvent, path: str | os.PathLike[str]) -> None:
     """Write a picture or a trace.
 
@@ -76,8 +67,8 @@ def write_timeline(timeline: TimelineEvent, path: str | os.PathLike[str]) -> Non
         MissingDependencyError: matplotlib is not installed.
         OSError: The file cannot be written.
     """
-    kind = timeline_kind(path)
-    if kind == "json":
+    kind = picture_kind(path, TRACE)
+    if kind == TRACE:
         content = json.dumps(trace_of(timeline)).encode()
     else:
         with drawing("drawing a timeline"):
@@ -225,10 +216,10 @@ def _draw_lanes(axes: Axes, timeline: TimelineEvent, end: float) -> None:
 def trace_of(timeline: TimelineEvent) -> dict[str, Any]:
     """Return the step as a trace: rows of phases, layers, waits and I/O threads, and counters of memory."""
     rows: dict[str, int] = {}
-    events = [
-        _row(rows, row) | {"name": name, "ph": "X", "ts": _us(began), "dur": _us(ended - began), "args": told}
-        for row, name, began, ended, told in _slices(timeline)
-    ]
+    events: list[dict[str, Any]] = []
+    for row, name, began, ended, told in _slices(timeline):
+        place = {"pid": 1, "tid": rows.setdefault(row, len(rows) + 1), "name": name}
+        events.append(place | {"ph": "X", "ts": _us(began), "dur": _us(ended - began), "args": told})
     for point in timeline.points:
         memory = {
             "live": point.live,
@@ -237,11 +228,8 @@ def trace_of(timeline: TimelineEvent) -> dict[str, Any]:
             "in use or refused": point.settled,
             "left by layers": point.left,
         }
-        events.append(_counter("memory (bytes)", point.seconds, memory))
-    limits = {"activations": timeline.budget, "in flight": timeline.window}
-    known = {name: nbytes for name, nbytes in limits.items() if nbytes is not None}
-    if known:
-        events += [_counter("budget (bytes)", at, known) for at in (0.0, timeline.seconds)]
+        counter = {"ph": "C", "pid": 1, "tid": 0, "name": "memory (bytes)"}
+        events.append(counter | {"ts": _us(point.seconds), "args": memory})
     names = [("process_name", 0, f"tba-offload, step {timeline.step}")]
     names += [("thread_name", row, name) for name, row in rows.items()]
     described = [
@@ -265,14 +253,6 @@ def _slices(timeline: TimelineEvent) -> Iterator[tuple[str, str, float, float, d
         verb, place = "write" if move.writes else "read", timeline.place_of(move.drive)
         row = f"{timeline.label_of(move.drive)} ({place}): {verb}, thread {move.thread}"
         yield row, verb, move.began, move.ended, {"bytes": move.nbytes, "drive": place}
-
-
-def _row(rows: dict[str, int], name: str) -> dict[str, Any]:
-    return {"pid": 1, "tid": rows.setdefault(name, len(rows) + 1)}
-
-
-def _counter(name: str, seconds: float, values: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "C", "pid": 1, "tid": 0, "name": name, "ts": _us(seconds), "args": values}
 
 
 def _us(seconds: float) -> float:

@@ -196,13 +196,14 @@ def test_what_failed_a_second_run_is_not_recomputed_in_what_ifs(run_log: Path, t
     [
         (("--budget", "0"), "must be more than 0"),
         (("--budget", "12"), "has no unit"),
-        (("--drives", "nan"), "no number of drives"),
     ],
 )
 def test_a_wrong_option_is_told(options: tuple[str, ...], problem: str, run_log: Path) -> None:
     result = invoke_plan(run_log, *options)
     assert result.exit_code == 2
     assert problem in result.output
+    for drives in ("nan", "0", "inf"):
+        assert "is no number of drives" in invoke_plan(run_log, "--drives", drives).output
 
 
 @pytest.mark.parametrize(

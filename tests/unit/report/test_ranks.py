@@ -107,7 +107,7 @@ def test_the_name_of_the_run_stands_for_its_ranks(two_ranks: list[Path], tmp_pat
     assert paths_of_ranks(tmp_path / "run.jsonl") == sorted(two_ranks)
     done = CliRunner().invoke(main, ["rok", str(tmp_path / "run.jsonl"), "--csv", "-"])
     assert done.exit_code == 0, done.output
-    assert done.output.splitlines()[1].startswith(f"offload,4,{2 * GIB},,activations,cuda allocator,{1e12}")
+    assert done.output.splitlines()[1].startswith(f"offload,4,{2 * GIB},{1e12},FLOP/s,2.0")
 
 
 def test_the_ranks_of_two_runs_are_kept_apart(tmp_path: Path) -> None:
