@@ -432,7 +432,7 @@ def rok_figure(
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     (x_unit, x_size), (y_unit, y_size) = _scales(points)
-    sides = itertools.cycle([(-8, 8), (8, -8), (8, 8), (-8, -8)])
+    sides = itertools.cycle([(-8, 8), (8, -8)])  # beside lines that go up
     for strategy, line in lines(points).items():
         colour, marker, dashes = looks(lines(points))[strategy]
         places = [(each.peak_bytes / x_size, each.throughput / y_size) for each in line]
