@@ -35,10 +35,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tba_offload.config import parse_size
-from tba_offload.config.store import threads_per_direction
 from tba_offload.device import READY, device_of
 from tba_offload.device.ranges import CACHE_LINE, ByteRange
 from tba_offload.store.file import JOINED_BYTES, FileStore
+from tba_offload.store.options import threads_per_direction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -25,12 +25,13 @@ def saves_nothing(config: OffloadConfig) -> str | None:
         StoreError: A directory does not answer.
     """
     from tba_offload.store.hanging import ask
+    from tba_offload.store.options import directories_of
     from tba_offload.store.run_file import lies_in_memory
 
     remedy = "name a directory on a drive"
     if config.store.kind == "host":
         return f"kind: host moves activations from host memory to host memory; {remedy}, with kind: file"
-    for directory in config.store.options().directories:
+    for directory in directories_of(config.store):
         if ask(partial(lies_in_memory, directory), directory, config.store.stall_seconds):
             return f"{directory} lies in host memory; {remedy}"
     if config.store.host_capacity is not None:

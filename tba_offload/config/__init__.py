@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from pydantic import InstanceOf, TypeAdapter, ValidationError
+from pydantic import InstanceOf, StrictBool, TypeAdapter, ValidationError
 
 from tba_offload.config import values
 from tba_offload.config.document import Provenance, Source, conflict, errors_of, read_yaml, settings
 from tba_offload.config.policy import Objective, Placement, Policy, Rule
-from tba_offload.config.store import STALL_SECONDS, StoreOptions, threads_per_direction
 from tba_offload.config.values import format_size as format_size
 from tba_offload.config.values import parse_size as parse_size
 from tba_offload.errors import ConfigError
@@ -31,7 +29,7 @@ from tba_offload.reading import UnreadableError, read_regular
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tba_offload.config.policy import LayerId
+    from tba_offload.config.policy import LayerId, Layers
 
 
 @settings("budget")
@@ -96,11 +94,11 @@ class StoreConfig:
     ``auto`` are planned so that steps that follow each other day and night write no more; 0 and None mean
     that there is no limit."""
 
-    checksum: values.Switch = True
+    checksum: StrictBool = True
     """Whether bytes that are read from drives are compared with those written, by a checksum; without it a
     drive that changes bytes changes the training, and nothing tells. By default true."""
 
-    stall_seconds: values.Seconds = STALL_SECONDS
+    stall_seconds: values.Seconds = values.STALL_SECONDS
     """A wait for the drive during which nothing moves is named in a warning after a tenth of this time and is
     an error at its end; 0 and None mean never. By default 300. Collective operations of other ranks time out
     after ten minutes unless told otherwise, so it should be less."""
@@ -117,23 +115,6 @@ class StoreConfig:
             if self.kind == "host" and getattr(self, setting):
                 why = "has no effect with kind: host, which uses no drive. Remove it, or choose another kind"
                 raise conflict(setting, why)
-
-    def options(self) -> StoreOptions:
-        """Return what a store is opened with."""
-        usual = threads_per_direction()
-        directories = tuple(map(str, self.directories))
-        if not directories and self.kind != "host":
-            directories = (tempfile.gettempdir(),)
-        return StoreOptions(
-            kind=self.kind,
-            directories=directories,
-            capacity=self.capacity,
-            host_capacity=self.host_capacity,
-            checksum=self.checksum,
-            stall_seconds=self.stall_seconds,
-            readers=self.readers or usual,
-            writers=self.writers or usual,
-        )
 
 
 _ON_CPU, _ON_ACCELERATOR = 64 * 2**20, 256 * 2**20
@@ -153,7 +134,7 @@ class StatesConfig:
     """Bytes of states that travel as one; three times as many stay on the device. A state of a parameter that
     cannot be cut may be larger. By default 64MiB on a CPU and 256MiB elsewhere."""
 
-    trust: values.Switch = False
+    trust: StrictBool = False
     """Whether an optimizer of a class that is not known updates each parameter by itself. One that computes
     something over all of them, as a norm or an estimate of the step's size, would be wrong."""
 
@@ -276,9 +257,7 @@ class OffloadConfig:
         return 0 if self.weights is None else self.weights.percent
 
     @classmethod
-    def from_yaml(
-        cls, text: str, *, file: str | None = None, layers: Sequence[LayerId] | None = None
-    ) -> OffloadConfig:
+    def from_yaml(cls, text: str, *, file: str | None = None, layers: Layers = None) -> OffloadConfig:
         """Read a configuration from YAML text; an empty text is the default configuration.
 
         Args:
@@ -292,9 +271,7 @@ class OffloadConfig:
         return _checked(lambda: read_yaml(text, file), layers, file)
 
     @classmethod
-    def from_dict(
-        cls, document: Mapping[str, object], *, layers: Sequence[LayerId] | None = None
-    ) -> OffloadConfig:
+    def from_dict(cls, document: Mapping[str, object], *, layers: Layers = None) -> OffloadConfig:
         """Make a configuration of a dict with the keys that a YAML file has.
 
         Args:
@@ -345,11 +322,7 @@ class OffloadConfig:
 _ADAPTER = TypeAdapter(OffloadConfig)
 
 
-def _checked(
-    read: Callable[[], tuple[object, Source, list[ConfigError]]],
-    layers: Sequence[LayerId] | None,
-    file: str | None = None,
-) -> OffloadConfig:
+def _checked(read: Callable[[], Any], layers: Layers, file: str | None = None) -> OffloadConfig:
     """Return the configuration that a document holds.
 
     Raises:
@@ -387,7 +360,7 @@ def _plain(value: object) -> object:
 ConfigLike = OffloadConfig | Mapping[str, object] | str | os.PathLike[str] | None
 
 
-def read_config(config: ConfigLike, *, layers: Sequence[LayerId] | None = None) -> OffloadConfig:
+def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
     """Return a configuration from what a caller may give.
 
     Args:
@@ -397,16 +370,13 @@ def read_config(config: ConfigLike, *, layers: Sequence[LayerId] | None = None) 
     Raises:
         ConfigError: Every problem that there is.
     """
-    if isinstance(config, Mapping):
-        return OffloadConfig.from_dict(config, layers=layers)
+    if config is None or isinstance(config, Mapping):
+        return OffloadConfig.from_dict(config or {}, layers=layers)
     if isinstance(config, str | os.PathLike):
         return load_config(Path(config), layers=layers)
-    if not isinstance(config, OffloadConfig | None):
-        raise ConfigError(
-            f"the policy is {quoted(config)}: give the path of a YAML file, a dict with its keys, or an "
-            "OffloadConfig"
-        )
-    config = OffloadConfig() if config is None else config
+    if not isinstance(config, OffloadConfig):
+        remedy = "give the path of a YAML file, a dict with its keys, or an OffloadConfig"  # type: ignore[unreachable]
+        raise ConfigError(f"the policy is {quoted(config)}: {remedy}")
     if layers is not None and (problems := config.problems(layers)):
         raise ConfigError.joined(problems)
     return config
@@ -439,7 +409,7 @@ MOST_TEXT = 2**20
 """Bytes of the largest policy file: thousands of rules."""
 
 
-def load_config(path: str | Path, *, layers: Sequence[LayerId] | None = None) -> OffloadConfig:
+def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
     """Read a configuration from a YAML file.
 
     Args:

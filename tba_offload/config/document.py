@@ -98,7 +98,7 @@ def read_yaml(text: str, file: str | None) -> tuple[object, Source, list[ConfigE
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"cannot be read: {error.reason}", file=file, line=line) from None
-    if root is None or _is_empty(root):
+    if root is None or (root.tag == _NULL and not root.value):
         return {}, Source(file), []
     reader = _NodeReader(file)
     return reader.read(root, ()), reader.source, reader.errors
@@ -121,7 +121,7 @@ class _NodeReader:
             return dict(self._items(node, path))
         if isinstance(node, yaml.SequenceNode):
             return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
-        if _is_empty(node):
+        if node.tag == _NULL and not node.value:
             self._refuse(path, "has no value; write one, or remove the line for the default")
         if node.tag == _NULL:
             return None
@@ -146,19 +146,11 @@ class _NodeReader:
         self.errors.append(self.source.error(path, message))
 
 
-def _is_empty(node: yaml.Node) -> bool:
-    """Return True if nothing at all is written where a value should be."""
-    return node.tag == _NULL and not node.value
-
-
 # ------------------------------------------------------------------------------------------ settings
 
 
 _SECTIONS: dict[str, type] = {}
 """The class of each section, by its key in a document."""
-
-_PROVENANCE = {"source", "line"}
-"""Fields that the reader of a document fills in; no user writes them."""
 
 
 def _not_in_documents(value: T, info: ValidationInfo) -> T:
@@ -242,7 +234,6 @@ _MESSAGES = {
     "literal_error": "must be {expected}, not {shown}",
     "string_pattern_mismatch": "must be one of {words}, not {shown}",
     "greater_than_equal": "must be {ge} or more, not {shown}",
-    "less_than_equal": "must be {le} or less, not {shown}",
     "bool_type": "must be true or false, not {shown}",
     "tuple_type": "must be a list, not {shown}",
     "dataclass_type": "must be a mapping with the keys {inner}, not {shown}",
@@ -273,4 +264,4 @@ def _section(path: Keys, root: type) -> type:
 
 
 def _legal_keys(section: Any) -> list[str]:
-    return [each.name for each in fields(section) if each.name not in _PROVENANCE]
+    return [each.name for each in fields(section) if each.name not in {"source", "line"}]

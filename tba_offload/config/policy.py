@@ -18,6 +18,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -31,7 +32,7 @@ from tba_offload.formatting import quoted, shortened
 from tba_offload.placements import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 __all__ = ["LayerId", "Objective", "Placement", "Policy", "Rule", "with_depths"]
 
@@ -83,6 +84,9 @@ class LayerId:
         return f"{self.stack}:{numbers}" if self.stack else numbers
 
 
+Layers = Sequence[LayerId] | None
+
+
 def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> list[LayerId]:
     """Return the same layers with the depths of their stacks, by which ``last 2`` is matched.
 
@@ -100,19 +104,20 @@ def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> lis
 
 
 @dataclass(frozen=True)
-class _Numbers:
-    """Layers by number, in one stack or in a model that has only one."""
+class _Match:
+    """Layers by a glob over their names, or by number, in one stack or in a model that has only one."""
 
-    ranges: tuple[tuple[int, int], ...]
-    from_end: int
-    stack: str | None
+    glob: str | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+    from_end: int = 0
+    stack: str | None = None
 
     def matches(self, layer: LayerId) -> bool:
+        if self.glob is not None:
+            return fnmatch.fnmatchcase(layer.name, self.glob)
         if self.from_end and layer.depth is None:
-            raise ConfigError(
-                f"'last {self.from_end}' counts from the end of a stack whose depth is not known; give "
-                "LayerId its depth"
-            )
+            why = "counts from the end of a stack whose depth is not known; give LayerId its depth"
+            raise ConfigError(f"'last {self.from_end}' {why}")
         is_last = bool(self.from_end) and layer.number >= (layer.depth or 0) - self.from_end
         is_inside = is_last or any(first <= layer.number <= last for first, last in self.ranges)
         return is_inside and self.stack in {None, layer.stack}
@@ -123,18 +128,8 @@ class _Numbers:
         return self.from_end > depth or any(last >= depth for _, last in self.ranges)
 
 
-@dataclass(frozen=True)
-class _Name:
-    """Layers by name."""
-
-    glob: str
-
-    def matches(self, layer: LayerId) -> bool:
-        return fnmatch.fnmatchcase(layer.name, self.glob)
-
-
 @functools.lru_cache(maxsize=1024)
-def _matcher(match: str) -> _Numbers | _Name:
+def _matcher(match: str) -> _Match:
     """Return what a match names.
 
     Raises:
@@ -142,7 +137,7 @@ def _matcher(match: str) -> _Numbers | _Name:
     """
     stack, colon, numbers = match.strip().rpartition(":")
     if not colon and not _ONLY_NUMBERS.fullmatch(numbers):
-        return _Name(_checked_name(match, numbers))
+        return _Match(_checked_name(match, numbers))
     ranges, from_end = [], 0
     for item in (item.strip() for item in numbers.split(",")):
         found = _ITEM.fullmatch(item)
@@ -155,7 +150,7 @@ def _matcher(match: str) -> _Numbers | _Name:
             from_end = max(from_end, int(found[1]))
         else:
             ranges.append((first, last))
-    return _Numbers(tuple(ranges), from_end, _checked_name(match, stack) if colon else None)
+    return _Match(None, tuple(ranges), from_end, _checked_name(match, stack) if colon else None)
 
 
 def _checked_name(match: str, name: str) -> str:
@@ -180,9 +175,6 @@ def _match(value: object) -> str:
     return text
 
 
-_MATCH_TEXTS = {"type": ["string", "integer"], "minimum": 0}
-
-
 # --------------------------------------------------------------------------------------------- rules
 
 
@@ -194,7 +186,7 @@ class Rule:
         ConfigError: The match has none of the legal forms, or the placement is not one.
     """
 
-    match: Annotated[str, BeforeValidator(_match), WithJsonSchema(_MATCH_TEXTS)]
+    match: Annotated[str, BeforeValidator(_match), WithJsonSchema({"type": ["string", "integer"]})]
     """Layer numbers (``3``, ``0-3``, ``0,2,8-11``, ``last 2``), numbers in a stack (``encoder:0-3``), or a
     name, with globs."""
 
@@ -231,9 +223,7 @@ class Policy:
     rules: tuple[Rule, ...] = ()
     file: str | None = None
 
-    def resolve(
-        self, layers: Sequence[LayerId], everywhere: Sequence[LayerId] | None = None
-    ) -> dict[int, Placement]:
+    def resolve(self, layers: Sequence[LayerId], everywhere: Layers = None) -> dict[int, Placement]:
         """Give every layer its placement.
 
         Args:
@@ -271,7 +261,7 @@ class Policy:
             matcher = _matcher(rule.match)
             if rule in unjudged:
                 continue
-            if isinstance(matcher, _Numbers) and matcher.stack is None and len(stacks) > 1:
+            if matcher.glob is None and matcher.stack is None and len(stacks) > 1:
                 choices = " or ".join(quoted(f"{stack}:{rule.match}") for stack in stacks if stack)
                 why = f"must say which stack it counts in: {choices}; {_described(everywhere)}"
                 found.append(self._error(rule, why))
@@ -297,7 +287,7 @@ class Policy:
         """Return the rules by name that match nothing because the layers have no names yet."""
         if any(layer.name for layer in everywhere):
             return []
-        by_name = [rule for rule in self.rules if isinstance(_matcher(rule.match), _Name)]
+        by_name = [rule for rule in self.rules if _matcher(rule.match).glob is not None]
         return [rule for rule in by_name if not any(map(rule.matches, everywhere))]
 
     def doubts(self, everywhere: Sequence[LayerId]) -> list[str]:
@@ -308,9 +298,7 @@ class Policy:
         everywhere = with_depths(everywhere, everywhere)
         found = []
         for rule in self.rules:
-            matcher = _matcher(rule.match)
-            exceeds = isinstance(matcher, _Numbers) and matcher.exceeds(everywhere)
-            if exceeds and any(map(rule.matches, everywhere)):
+            if _matcher(rule.match).exceeds(everywhere) and any(map(rule.matches, everywhere)):
                 why = f"names layers that there are not; {_described(everywhere)}"
                 found.append(str(self._error(rule, why)))
         return found

@@ -9,12 +9,20 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Strict, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
-from tba_offload.config.store import BLOCK, kinds
 from tba_offload.errors import ConfigError
 from tba_offload.formatting import quoted
 from tba_offload.placements import Placement, names
+
+KINDS = ["auto", "gds", "file", "host"]
+"""The kinds of a store; :func:`tba_offload.store.register_kind` appends those of other projects."""
+
+STALL_SECONDS = 300.0
+"""Seconds that a transfer may run before its drive is taken to hang, unless told otherwise."""
+
+BLOCK = 4096
+"""Bytes of the smallest extent."""
 
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, **_BINARY}
@@ -69,17 +77,6 @@ def _limit(value: object) -> int | None:
     return None if value is None else _bytes(value) or None
 
 
-def _with_room(size: int | None) -> int | None:
-    """Return a size that holds an extent."""
-    if size is not None and size < BLOCK:
-        raise ConfigError(f"{size} bytes are less than one block; write {BLOCK}B or more, or 0 for off")
-    return size
-
-
-def _written(size: int | None) -> str | None:
-    return None if size is None else format_size(size)
-
-
 _LONGEST = 1e9
 """Seconds of the longest time limit, 31 years; the system's clocks overflow at ten times as much."""
 
@@ -92,6 +89,14 @@ def _seconds(value: object) -> float | None:
         if not isinstance(value, bool) and 0 <= (number := float(value)) <= _LONGEST:  # type: ignore[arg-type]
             return number or None
     raise ConfigError(f"{quoted(value)} is not a time; write seconds, such as 300, or 0 for no limit")
+
+
+def _threads(value: object) -> int | None:
+    if value is None:
+        return None
+    if not str(value).isdecimal() or not 1 <= int(str(value)) <= 256:
+        raise ConfigError(f"{quoted(value)} is no number of threads; write one from 1 to 256")
+    return int(str(value))
 
 
 def _directories(value: object) -> tuple[Path, ...]:
@@ -124,8 +129,8 @@ def _directory(value: object) -> Path:
 
 def _kind(value: object) -> object:
     """Return a kind of store: one of the package's own, or one that was registered."""
-    if value not in kinds():
-        *most, last = map(repr, kinds())
+    if value not in KINDS:
+        *most, last = map(repr, KINDS)
         raise ConfigError(f"must be {', '.join(most)} or {last}, not {quoted(value)}")
     return value
 
@@ -146,21 +151,20 @@ def placement(word: object) -> Placement:
 _SIZE_TEXT = {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(_UNITS)})\s*$"}
 _SIZE_TEXTS = {"anyOf": [_SIZE_TEXT, {"enum": [0, "0"]}]}
 _LIMIT_TEXTS = {"anyOf": [_SIZE_TEXT, {"enum": [0, "0", None]}]}
-_TIME_TEXTS = {"anyOf": [{"type": "number", "minimum": 0, "maximum": _LONGEST}, {"type": "null"}]}
 _PATH_TEXT = {"type": ["string", "integer"], "minLength": 1}
 _PATH_TEXTS = {"anyOf": [_PATH_TEXT, {"type": "array", "items": _PATH_TEXT, "uniqueItems": True}]}
 _SHARE_TEXT = {"type": "string", "pattern": "^offload-[1-9][0-9]?%$"}
 _PLACEMENT_TEXTS = {"anyOf": [{"enum": list(Placement)}, _SHARE_TEXT]}
+_WRITTEN = PlainSerializer(format_size, when_used="unless-none")
 
-Limit = Annotated[
-    int | None, BeforeValidator(_limit), PlainSerializer(_written), WithJsonSchema(_LIMIT_TEXTS)
+Limit = Annotated[int | None, BeforeValidator(_limit), _WRITTEN, WithJsonSchema(_LIMIT_TEXTS)]
+Capacity = Annotated[
+    int | None, Field(ge=BLOCK), BeforeValidator(_limit), _WRITTEN, WithJsonSchema(_LIMIT_TEXTS)
 ]
-Capacity = Annotated[Limit, AfterValidator(_with_room)]
-Threshold = Annotated[int, BeforeValidator(_bytes), PlainSerializer(format_size), WithJsonSchema(_SIZE_TEXTS)]
-Seconds = Annotated[float | None, BeforeValidator(_seconds), WithJsonSchema(_TIME_TEXTS)]
-Switch = Annotated[bool, Strict()]
-Threads = Annotated[int | None, Field(ge=1, le=256)]
-Kind = Annotated[str, BeforeValidator(_kind), WithJsonSchema({"enum": ["auto", "gds", "file", "host"]})]
+Threshold = Annotated[int, BeforeValidator(_bytes), _WRITTEN, WithJsonSchema(_SIZE_TEXTS)]
+Seconds = Annotated[float | None, Field(ge=0, le=_LONGEST), BeforeValidator(_seconds)]
+Threads = Annotated[int | None, BeforeValidator(_threads)]
+Kind = Annotated[str, BeforeValidator(_kind), WithJsonSchema({"enum": KINDS[:4]})]
 Directories = Annotated[tuple[Path, ...], BeforeValidator(_directories), WithJsonSchema(_PATH_TEXTS)]
 PlacementName = Annotated[Placement, BeforeValidator(placement), WithJsonSchema(_PLACEMENT_TEXTS)]
 Updates = Annotated[str, Field(pattern=r"^(device|host|auto|host-[1-9][0-9]?%)$")]

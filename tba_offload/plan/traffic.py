@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
-from tba_offload.config.store import BLOCK
+from tba_offload.config.values import BLOCK
 from tba_offload.plan.window import Window
 
 if TYPE_CHECKING:

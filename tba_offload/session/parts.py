@@ -108,7 +108,7 @@ def make_parts(
     plan = plan_of(config, stack.layers, world, limits)
     device = device_of_model(modules)
     gradients = Gradients(modules, device.torch_device, ongoing.look_at_memory)
-    store = open_store(config.store.options(), device=device)
+    store = open_store(config.store, device=device)
     try:
         meters = Meters(device, ongoing, gradients.live, notices, wanted=measure_memory)
         if config.budget.device_bytes is not None:

@@ -40,6 +40,7 @@ from tba_offload.session.tokens import Tokens, token_counter
 from tba_offload.session.world import World
 from tba_offload.states import offload_optimizer
 from tba_offload.store.base import close_after
+from tba_offload.store.options import directories_of
 from tba_offload.weights import FrozenWeights
 
 if TYPE_CHECKING:
@@ -429,7 +430,7 @@ def _updated(journal: Journal, choice: StatesChoice | None, number: int, record:
 
 def _drives_of(config: OffloadConfig) -> tuple[int, ...]:
     """Return the device numbers of the file systems that a configuration names, in its order."""
-    directories = config.store.options().directories
+    directories = directories_of(config.store)
     return tuple(Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir())
 
 

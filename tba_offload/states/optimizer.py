@@ -330,7 +330,7 @@ def offload_optimizer(
     optimizer = innermost(optimizer)
     modules = model if isinstance(model, Sequence) else (model,)
     check(optimizer, chosen.states or StatesConfig(), modules, has_masters=bool(masters))
-    store = open_store(chosen.store.options(), device=device_of(device_of_parameters(optimizer)))
+    store = open_store(chosen.store, device=device_of(device_of_parameters(optimizer)))
     try:
         return OptimizerStates(optimizer, chosen, store, updated or _nothing, modules, masters)
     except BaseException:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tba_offload import interrupts
-from tba_offload.config.store import STALL_SECONDS
+from tba_offload.config.values import STALL_SECONDS
 from tba_offload.errors import SessionError, StoreError, TransferError, warn
 
 if TYPE_CHECKING:

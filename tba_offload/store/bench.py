@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tba_offload.config.store import StoreOptions
 from tba_offload.device.ranges import ByteRange, aligned_range
 from tba_offload.errors import StoreFullError
 from tba_offload.store.base import take_back
 from tba_offload.store.hanging import opened
 from tba_offload.store.open import STORES
+from tba_offload.store.options import StoreOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

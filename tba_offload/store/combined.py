@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from tba_offload.config.store import STALL_SECONDS
+from tba_offload.config.values import STALL_SECONDS
 from tba_offload.store.base import take_back
 from tba_offload.store.batching import BatchingStore
 

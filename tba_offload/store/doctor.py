@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tba_offload.config.store import threads_per_direction
 from tba_offload.device import ByteRange
 from tba_offload.errors import MissingDependencyError, StoreError
 from tba_offload.formatting import readable_rate, readable_size, visible
@@ -19,6 +18,7 @@ from tba_offload.store.checksums import Checksums
 from tba_offload.store.file_systems import file_system_of, mount_of
 from tba_offload.store.hanging import ask
 from tba_offload.store.open import STORES, kind_of_auto
+from tba_offload.store.options import threads_per_direction
 from tba_offload.store.run_file import open_directory
 
 if TYPE_CHECKING:

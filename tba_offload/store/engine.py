@@ -34,10 +34,10 @@ from tba_offload.store.transfers import Mover, Transfer, begin
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tba_offload.config.store import StoreOptions
     from tba_offload.device import ByteRange
     from tba_offload.store.backend import Backend
     from tba_offload.store.base import Extent, IoFuture, Moved, ReadOrder, WriteOrder
+    from tba_offload.store.options import StoreOptions
 
 
 class QueuedStore(Figures):

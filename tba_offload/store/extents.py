@@ -12,12 +12,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
-from tba_offload.config import store as config
+from tba_offload.config import values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-BLOCK = config.BLOCK
+BLOCK = values.BLOCK
 """Offsets and lengths of extents are multiples of this, bytes."""
 
 _FANOUT = 32

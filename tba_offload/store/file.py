@@ -19,11 +19,10 @@ import logging
 import mmap
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.config.store import DriveSettings, StoreOptions
 from tba_offload.device.staging import StagingRing
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
@@ -31,6 +30,7 @@ from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK
 from tba_offload.store.file_systems import Place, file_system_of
 from tba_offload.store.late import LateErrors
+from tba_offload.store.options import StoreOptions
 from tba_offload.store.run_file import FULL, RunFile, short_transfer
 from tba_offload.store.run_file_backend import RunFileBackend
 
@@ -239,7 +239,7 @@ class FileStore(QueuedStore):
         drive: int = 0,
         slab_bytes: int = SLAB_BYTES,
         options: StoreOptions | None = None,
-        **settings: Unpack[DriveSettings],
+        **settings: Any,
     ) -> None:
         options = options or StoreOptions(**settings)
         self.directory = os.fspath(directory)

@@ -29,11 +29,10 @@ import os
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.config.store import DriveSettings, StoreOptions
 from tba_offload.device.checksum import sums
 from tba_offload.errors import MissingDependencyError, StoreError, StoreFullError
 from tba_offload.store import posix
@@ -41,6 +40,7 @@ from tba_offload.store.cufile import CuFile
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK
 from tba_offload.store.file_systems import Place, file_system_of
+from tba_offload.store.options import StoreOptions
 from tba_offload.store.run_file import FULL, RunFile, short_transfer
 from tba_offload.store.run_file_backend import RunFileBackend
 
@@ -173,7 +173,7 @@ class GdsStore(QueuedStore):
         device: Device,
         drive: int = 0,
         options: StoreOptions | None = None,
-        **settings: Unpack[DriveSettings],
+        **settings: Any,
     ) -> None:
         options = options or StoreOptions(**settings)
         self.directory = os.fspath(directory)

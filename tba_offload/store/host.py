@@ -8,11 +8,11 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING
 
-from tba_offload.config.store import StoreOptions
 from tba_offload.device.streams import READY, never_freed
 from tba_offload.errors import StoreFullError
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK, round_up
+from tba_offload.store.options import StoreOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -9,18 +9,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import StoreConfig
-from tba_offload.config.store import opener_of
 from tba_offload.errors import ConfigError, HangingError, MissingDependencyError, StoreError, UnsupportedError
 from tba_offload.store import gds
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore, import_kvikio
 from tba_offload.store.hanging import ask, opened
 from tba_offload.store.host import HostStore
+from tba_offload.store.options import StoreOptions, opener_of, options_of
 from tba_offload.store.striped import StripedStore
 from tba_offload.store.tiered import TieredStore
 
 if TYPE_CHECKING:
-    from tba_offload.config.store import StoreOptions
     from tba_offload.device import Device
     from tba_offload.store.base import ActivationStore
     from tba_offload.store.engine import QueuedStore
@@ -36,7 +35,7 @@ within host memory takes all the bandwidth that there is."""
 
 
 def open_store(
-    options: StoreOptions | None = None,
+    options: StoreOptions | StoreConfig | None = None,
     *,
     device: Device,
     **settings: Any,
@@ -56,8 +55,8 @@ def open_store(
         HangingError: A directory does not answer.
         StoreError: It cannot be used.
     """
-    if options is None:
-        options = StoreConfig(**settings).options()
+    if not isinstance(options, StoreOptions):
+        options = options_of(options or StoreConfig(**settings))
     if options.kind == "host":
         return HostStore(device=device, options=options)
     store = _open_drives(options, device)

@@ -9,8 +9,8 @@ from tba_offload.store.checksums import Checksums
 if TYPE_CHECKING:
     import torch
 
-    from tba_offload.config.store import StoreOptions
     from tba_offload.device import Device
+    from tba_offload.store.options import StoreOptions
     from tba_offload.store.run_file import RunFile
 
 

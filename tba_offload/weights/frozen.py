@@ -126,7 +126,7 @@ class FrozenWeights:
         self._pieces: list[list[FrozenWeight]] = [[] for _ in layers]
         self._traffic = traffic or WeightsTraffic()
         device = device_of_model(chunks)
-        self._store = open_store(config.store.options(), device=device)
+        self._store = open_store(config.store, device=device)
         limit = config.store.stall_seconds
         homes = Homes(self._store, device, stall_limit=limit, keep_when_full=False, tell=tell, padded=False)
         try:

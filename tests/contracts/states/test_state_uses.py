@@ -225,7 +225,7 @@ def test_a_step_that_is_replaced_is_told(tmp_path: Path) -> None:
 
 def test_settings(tmp_path: Path) -> None:
     made = Training(optim.AdamW)
-    with pytest.raises(ConfigError, match="less than one block"):
+    with pytest.raises(ConfigError, match="must be 4096 or more"):
         tba.offload_optimizer(made.optimizer, {"states": {"sub_group_bytes": "4000B"}})
     with pytest.raises(ConfigError, match=r"unknown key.*sub_group_bytes"):
         tba.offload_optimizer(made.optimizer, {"states": {"sub_group": "1MiB"}})

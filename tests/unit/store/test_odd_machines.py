@@ -26,7 +26,7 @@ import contextlib, os, subprocess, sys, time
 
 import torch
 
-from tba_offload.config.store import StoreOptions
+from tba_offload.store.options import StoreOptions
 from tba_offload.device import ByteRange, CpuDevice, READY
 from tba_offload.store.file import FileStore
 from tba_offload.store.hanging import ask

@@ -14,10 +14,10 @@ from models import assert_same_history, make_model, train
 
 import tba_offload as tba
 from tba_offload.cli import main
-from tba_offload.config.store import StoreOptions
 from tba_offload.store import register_kind, unregister_kind
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.host import HostStore
+from tba_offload.store.options import StoreOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

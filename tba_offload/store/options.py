@@ -1,41 +1,27 @@
-"""How a store is opened: made and checked here, and handed down whole to the stores."""
+"""How a store is opened, and the kinds of stores that programs register."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
+from tba_offload.config.values import BLOCK, KINDS, STALL_SECONDS
 from tba_offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_openers: dict[str, Callable[..., Any] | None] = dict.fromkeys(("auto", "gds", "file", "host"))
-"""The kinds of a store, and how those of other projects are opened."""
-
-STALL_SECONDS = 300.0
-"""Seconds that a transfer may run before its drive is taken to hang, unless told otherwise."""
-
-BLOCK = 4096
-"""Bytes of the smallest extent."""
+    from tba_offload.config import StoreConfig
 
 _FEW_CORES = 2
-
-
-class DriveSettings(TypedDict, total=False):
-    """What :class:`StoreOptions` says of one drive, where a store is opened without them."""
-
-    capacity: int | None
-    checksum: bool
-    stall_seconds: float | None
-    readers: int
-    writers: int
+_openers: dict[str, Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """How a store is opened; :meth:`StoreConfig.options` makes them of what the user wrote.
+    """How a store is opened; :func:`options_of` makes them of what the user wrote.
 
     Attributes:
         kind: "file" writes files; "host" keeps bytes in host memory; "gds" moves bytes between GPU and drive
@@ -106,14 +92,31 @@ def threads_per_direction() -> int:
     return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 2
 
 
-def kinds() -> tuple[str, ...]:
-    """Return the legal kinds of a store."""
-    return tuple(_openers)
+def directories_of(config: StoreConfig) -> tuple[str, ...]:
+    """Return where files go: the system's directory for temporary files, if no other is named."""
+    if config.directories or config.kind == "host":
+        return tuple(map(str, config.directories))
+    return (tempfile.gettempdir(),)
+
+
+def options_of(config: StoreConfig) -> StoreOptions:
+    """Return what a store is opened with, of what the user wrote."""
+    usual = threads_per_direction()
+    return StoreOptions(
+        kind=config.kind,
+        directories=directories_of(config),
+        capacity=config.capacity,
+        host_capacity=config.host_capacity,
+        checksum=config.checksum,
+        stall_seconds=config.stall_seconds,
+        readers=config.readers or usual,
+        writers=config.writers or usual,
+    )
 
 
 def opener_of(kind: str) -> Callable[..., Any] | None:
-    """How a kind that was registered is opened; ``None`` for those of the package."""
-    return _openers[kind]
+    """Return how a kind that was registered is opened; None for those of the package."""
+    return _openers.get(kind)
 
 
 def register_kind(kind: str, opener: Callable[..., Any]) -> None:
@@ -129,12 +132,13 @@ def register_kind(kind: str, opener: Callable[..., Any]) -> None:
     Raises:
         ValueError: The name is taken.
     """
-    if kind in _openers:
+    if kind in KINDS:
         raise ValueError(f"a kind of store of the name {kind!r} is known already")
+    KINDS.append(kind)
     _openers[kind] = opener
 
 
 def unregister_kind(kind: str) -> None:
-    """Undoes :func:`register_kind`; the kinds of the package stay."""
-    if _openers.get(kind) is not None:
-        del _openers[kind]
+    """Undo :func:`register_kind`; the kinds of the package stay."""
+    if _openers.pop(kind, None) is not None:
+        KINDS.remove(kind)
