@@ -87,6 +87,12 @@ def rok(
 )
 @click.option("--layers", type=click.IntRange(min=1), help="What if there were this many layers.")
 @click.option("--drives", type=float, default=1, help="What if there were this many times the drives.")
+@click.option(
+    "--rated",
+    callback=size,
+    metavar="SIZE",
+    help="Say how long drives last whose makers allow this much to be written (TBW, the sum), such as 600TB.",
+)
 @_output("Write the plan as a policy file, in place of a planned one but of no other.")
 @click.option("--force", is_flag=True, help="Replace whatever file --output names, unless it is RUN.jsonl.")
 @click.option("--picture", type=FILE, metavar="FILE", help="Draw the frontier: .svg or .png.")
@@ -105,7 +111,7 @@ def plan(
     from tba_offload.report.plans import draw_frontier
     from tba_offload.report.rok import picture_kind
 
-    budget, device_bytes = what_if.pop("budget"), what_if.pop("device_bytes")
+    budget, device_bytes, rated = (what_if.pop(name) for name in ("budget", "device_bytes", "rated"))
     if budget is not None and device_bytes is not None:
         raise click.UsageError("--budget and --device-bytes both say what activations may take; give one")
     if picture is not None:
@@ -118,7 +124,7 @@ def plan(
         device, states = situation.on_device(device_bytes)
         budget = device.budget
     best = situation.plan(budget)
-    report = situation.report(best, budget, device, states)
+    report = situation.report(best, budget, device, states, rated)
     if picture is not None:
         with writing(picture, (run,)):
             draw_frontier(report, picture)

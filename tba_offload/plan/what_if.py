@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import BudgetConfig, OffloadConfig, StatesConfig
 from tba_offload.config.policy import Placement, Rule
+from tba_offload.days import bytes_per_day
 from tba_offload.errors import ConfigError, RunLogError
-from tba_offload.formatting import readable_rate, readable_size, renumbered
+from tba_offload.formatting import readable_rate, readable_size, renumbered, significant
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.describe import explain
 from tba_offload.plan.device_share import DeviceShare
@@ -248,6 +249,7 @@ class Situation:
         budget: int | None,
         device: DeviceShare | None = None,
         states: Expected | None = None,
+        rated: int | None = None,
     ) -> PlanReport:
         """Return all that there is to say of a plan.
 
@@ -256,6 +258,7 @@ class Situation:
             budget: What it was made for.
             device: What the budget was derived from, if it was.
             states: What is chosen of optimizer states, if anything is.
+            rated: Bytes that the makers of all drives together allow to be written (TBW), if known.
         """
         outcome = self.outcome(plan)
         beside = None
@@ -273,7 +276,7 @@ class Situation:
             keep_seconds=self.seconds_of_keep,
             run=self.run,
             title=self.title,
-            notes=tuple(self._notes(plan, device, states)),
+            notes=(*self._notes(plan, device, states), *_life(outcome, rated)),
             beside_bytes=beside,
         )
 
@@ -373,6 +376,15 @@ def _measured_step(log: RunLog) -> tuple[int, float] | None:
     steps = counted_steps(log)
     peaks = [step.activation_peak_bytes for step in steps if step.activation_peak_bytes is not None]
     return (max(peaks), statistics.median(step.seconds for step in timed_steps(steps))) if peaks else None
+
+
+def _life(outcome: Outcome, rated: int | None) -> Iterator[str]:
+    """Yield what drives are written in a day, and how long they last by their rating."""
+    day = bytes_per_day(outcome.written_bytes, outcome.seconds)
+    if day:
+        said = f"Day and night the drives are written {significant(day / 1e12)} TB a day"
+        years = "" if rated is None else f": {rated / 1e12:g} TB in {significant(rated / day / 365)} years"
+        yield f"{said}{years}."
 
 
 _TRIED = {Placement.AUTO, *(placement for placement in Placement if placement.recomputes)}

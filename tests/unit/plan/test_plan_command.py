@@ -136,7 +136,8 @@ def test_of_several_ranks_one_has_to_be_named(run_log: Path, tmp_path: Path) -> 
 
 def test_the_table_says_why(run_log: Path, tmp_path: Path) -> None:
     picture = tmp_path / "frontier.svg"
-    output = run_plan(run_log, "--budget", "3MiB", "--picture", picture).output
+    output = run_plan(run_log, "--budget", "3MiB", "--picture", picture, "--rated", "600TB").output
+    assert re.search(r"written \S+ TB a day: 600 TB in \S+ years", output)
     assert "8 layers; the drives write" in output
     assert "The best plan for each budget" in output
     assert re.search(r"[KM]iB have room|of the drive, and recomputing", output)
