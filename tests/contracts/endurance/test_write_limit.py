@@ -172,7 +172,7 @@ def test_a_limit_that_cannot_be_met_is_said() -> None:
 
 
 def test_the_limit_has_to_have_an_effect(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="kind: host has none"):
+    with pytest.raises(ConfigError, match="has no effect with kind: host"):
         StoreConfig(kind="host", write_bytes_per_day="1TB")  # type: ignore[arg-type]
     config = OffloadConfig(store=StoreConfig(directories=(tmp_path,), write_bytes_per_day=10**12))
     with pytest.warns(
