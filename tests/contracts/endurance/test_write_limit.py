@@ -175,9 +175,7 @@ def test_the_limit_has_to_have_an_effect(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no effect with kind: host"):
         StoreConfig(kind="host", write_bytes_per_day="1TB")  # type: ignore[arg-type]
     config = OffloadConfig(store=StoreConfig(directories=(tmp_path,), write_bytes_per_day=10**12))
-    with pytest.warns(
-        NoEffectWarning, match=r"write_bytes_per_day: it limits nothing: no layer is placed auto"
-    ):
+    with pytest.warns(NoEffectWarning, match=r"write_bytes_per_day: has no effect: no layer is auto"):
         tba.attach(make_model(layers=2), config).close()
     assert OffloadConfig.from_yaml(config.to_yaml()).store.write_bytes_per_day == 10**12
     with warnings.catch_warnings():
