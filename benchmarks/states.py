@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tba_offload.store.probe import measure
 from torch import Tensor
 
 import tba_offload as tba
@@ -53,6 +52,7 @@ from tba_offload.config import format_size, parse_size
 from tba_offload.device import device_of
 from tba_offload.device.memory import meter_of
 from tba_offload.store import open_store
+from tba_offload.store.bench import measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
