@@ -18,115 +18,75 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import (
-    ChecksumError,
-    ConfigError,
-    HangingError,
-    MissingDependencyError,
-    NoEffectWarning,
-    NothingSavedWarning,
-    PatchError,
-    RecomputationError,
-    RunLogError,
-    SavedTensorModifiedError,
-    SessionError,
-    ShortTransferError,
-    StatesAwayError,
-    StoreError,
-    StoreFullError,
-    TbaError,
-    TransferError,
-    UnsupportedError,
-)
-
 if TYPE_CHECKING:
-    from tba_offload.attachment import attach
-    from tba_offload.config import (
-        BudgetConfig,
-        OffloadConfig,
-        StatesConfig,
-        StoreConfig,
-        WeightsConfig,
-        load_config,
-    )
-    from tba_offload.config.policy import LayerId, Placement, Policy, Rule
-    from tba_offload.device.malloc import keep_freed_pages
-    from tba_offload.report.log import StepRecord, read_run_log
-    from tba_offload.session import Session, session_of
-    from tba_offload.session.step import Step
-    from tba_offload.states import OptimizerStates, StatesRecord, offload_optimizer
-    from tba_offload.weights import FrozenWeights, offload_frozen
+    from tba_offload.attachment import attach as attach
+    from tba_offload.config import BudgetConfig as BudgetConfig
+    from tba_offload.config import OffloadConfig as OffloadConfig
+    from tba_offload.config import StatesConfig as StatesConfig
+    from tba_offload.config import StoreConfig as StoreConfig
+    from tba_offload.config import WeightsConfig as WeightsConfig
+    from tba_offload.config import load_config as load_config
+    from tba_offload.config.policy import LayerId as LayerId
+    from tba_offload.config.policy import Policy as Policy
+    from tba_offload.config.policy import Rule as Rule
+    from tba_offload.device.malloc import keep_freed_pages as keep_freed_pages
+    from tba_offload.errors import ChecksumError as ChecksumError
+    from tba_offload.errors import ConfigError as ConfigError
+    from tba_offload.errors import HangingError as HangingError
+    from tba_offload.errors import MissingDependencyError as MissingDependencyError
+    from tba_offload.errors import NoEffectWarning as NoEffectWarning
+    from tba_offload.errors import NothingSavedWarning as NothingSavedWarning
+    from tba_offload.errors import PatchError as PatchError
+    from tba_offload.errors import RecomputationError as RecomputationError
+    from tba_offload.errors import RunLogError as RunLogError
+    from tba_offload.errors import SavedTensorModifiedError as SavedTensorModifiedError
+    from tba_offload.errors import SessionError as SessionError
+    from tba_offload.errors import ShortTransferError as ShortTransferError
+    from tba_offload.errors import StatesAwayError as StatesAwayError
+    from tba_offload.errors import StoreError as StoreError
+    from tba_offload.errors import StoreFullError as StoreFullError
+    from tba_offload.errors import TbaError as TbaError
+    from tba_offload.errors import TransferError as TransferError
+    from tba_offload.errors import UnsupportedError as UnsupportedError
+    from tba_offload.placements import Placement as Placement
+    from tba_offload.report.log import StepRecord as StepRecord
+    from tba_offload.report.log import read_run_log as read_run_log
+    from tba_offload.session import Session as Session
+    from tba_offload.session import session_of as session_of
+    from tba_offload.session.step import Step as Step
+    from tba_offload.states import OptimizerStates as OptimizerStates
+    from tba_offload.states import StatesRecord as StatesRecord
+    from tba_offload.states import offload_optimizer as offload_optimizer
+    from tba_offload.weights import FrozenWeights as FrozenWeights
+    from tba_offload.weights import offload_frozen as offload_frozen
 
 __version__ = "0.1.0"
 
-# Loaded on first use, so that what needs no torch (policies, run logs, plots) starts fast.
 _HOMES = {
-    "BudgetConfig": "tba_offload.config",
-    "FrozenWeights": "tba_offload.weights",
-    "LayerId": "tba_offload.config.policy",
-    "OffloadConfig": "tba_offload.config",
-    "OptimizerStates": "tba_offload.states",
-    "Placement": "tba_offload.config.policy",
-    "Policy": "tba_offload.config.policy",
-    "Rule": "tba_offload.config.policy",
-    "Session": "tba_offload.session",
-    "StatesConfig": "tba_offload.config",
-    "StatesRecord": "tba_offload.states",
-    "Step": "tba_offload.session.step",
-    "StepRecord": "tba_offload.report.log",
-    "StoreConfig": "tba_offload.config",
-    "WeightsConfig": "tba_offload.config",
-    "attach": "tba_offload.attachment",
-    "keep_freed_pages": "tba_offload.device.malloc",
-    "load_config": "tba_offload.config",
-    "offload_frozen": "tba_offload.weights",
-    "offload_optimizer": "tba_offload.states",
-    "read_run_log": "tba_offload.report.log",
-    "session_of": "tba_offload.session",
+    name: f"tba_offload.{module}"
+    for module, names in {
+        "attachment": "attach",
+        "config": "BudgetConfig OffloadConfig StatesConfig StoreConfig WeightsConfig load_config",
+        "config.policy": "LayerId Policy Rule",
+        "device.malloc": "keep_freed_pages",
+        "errors": (
+            "ChecksumError ConfigError HangingError MissingDependencyError NoEffectWarning "
+            "NothingSavedWarning PatchError RecomputationError RunLogError "
+            "SavedTensorModifiedError SessionError ShortTransferError StatesAwayError StoreError "
+            "StoreFullError TbaError TransferError UnsupportedError"
+        ),
+        "placements": "Placement",
+        "report.log": "StepRecord read_run_log",
+        "session": "Session session_of",
+        "session.step": "Step",
+        "states": "OptimizerStates StatesRecord offload_optimizer",
+        "weights": "FrozenWeights offload_frozen",
+    }.items()
+    for name in names.split()
 }
+"""The module of each public name. It is loaded on first use: policies, run logs and plots need no torch."""
 
-__all__ = [
-    "BudgetConfig",
-    "ChecksumError",
-    "ConfigError",
-    "FrozenWeights",
-    "HangingError",
-    "LayerId",
-    "MissingDependencyError",
-    "NoEffectWarning",
-    "NothingSavedWarning",
-    "OffloadConfig",
-    "OptimizerStates",
-    "PatchError",
-    "Placement",
-    "Policy",
-    "RecomputationError",
-    "Rule",
-    "RunLogError",
-    "SavedTensorModifiedError",
-    "Session",
-    "SessionError",
-    "ShortTransferError",
-    "StatesAwayError",
-    "StatesConfig",
-    "StatesRecord",
-    "Step",
-    "StepRecord",
-    "StoreConfig",
-    "StoreError",
-    "StoreFullError",
-    "TbaError",
-    "TransferError",
-    "UnsupportedError",
-    "WeightsConfig",
-    "attach",
-    "keep_freed_pages",
-    "load_config",
-    "offload_frozen",
-    "offload_optimizer",
-    "read_run_log",
-    "session_of",
-]
+__all__ = sorted(_HOMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> object:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from torch.nn.parameter import is_lazy
 
-from tba_offload import effects
 from tba_offload.config import ConfigLike, Paths, read_config, with_directories
 from tba_offload.errors import ConfigError, NoEffectWarning, warn
 from tba_offload.formatting import quoted
 from tba_offload.layers.stack import LayerStack, chunks_of, explicit_layers, find_layers
 from tba_offload.session import Session
-from tba_offload.session.notices import tell
+from tba_offload.session.notices import tell, warn_of_doubts
 
 if TYPE_CHECKING:
     import os
@@ -95,7 +94,7 @@ def attach(
             tell(f"{', '.join(map(str, stack.left_out))}: {_LEFT_OUT}")
         ids = [layer.id for layer in stack.layers]
         chosen = with_directories(read_config(config, layers=ids), directories)
-        effects.warn_of_doubts(chosen, ids, on_cpu=_is_on_cpu(chunks))
+        warn_of_doubts(chosen, ids, on_cpu=_is_on_cpu(chunks))
         optimizers = _several(optimizer)
         if chosen.states is not None and not optimizers:
             message = "states: is about the states of optimizers, and attach() was given no optimizer"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tba_offload import compiling
 from tba_offload.capture.scope import ScopeKey
 from tba_offload.errors import SessionError, warn
+from tba_offload.layers import untraced
 from tba_offload.layers.checkpoint import is_recomputation
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Site:
     own: Callable[..., Any] = field(init=False)
     runs: int = 0
     waiting: int = 0
-    tracer: compiling.Tracer = None
+    tracer: untraced.Tracer = None
 
     def __post_init__(self) -> None:
         self.own = self.layer.module.forward
@@ -86,18 +86,18 @@ class Site:
         """Run the layer's own forward, compiled if its caller is, and so in backward too."""
         if self.tracer is None:
             return self.own(*args, **kwargs)
-        before = compiling.switch(self.tracer)
+        before = untraced.switch(self.tracer)
         try:
             return self.own(*args, **kwargs)
         finally:
-            compiling.switch(before)
+            untraced.switch(before)
 
     @property
     def is_compiled(self) -> bool:
         """Whether the layer runs as a graph of the compiler."""
         return self.tracer is not None or hasattr(self.own, "_torchdynamo_orig_callable")
 
-    def called_by(self, tracer: compiling.Tracer) -> None:
+    def called_by(self, tracer: untraced.Tracer) -> None:
         """Note that something else compiles the caller than before; in backward nothing does."""
         if tracer is not None or not is_recomputation():
             self.tracer = tracer
@@ -140,9 +140,9 @@ class _AttachedForward:
         self._site = site
         functools.update_wrapper(self, site.own)
 
-    @compiling.not_traced
+    @untraced.not_traced
     def __call__(self, /, *args: object, **kwargs: object) -> object:
-        tracer, site = compiling.switch(None), self._site
+        tracer, site = untraced.switch(None), self._site
         try:
             copied = _copy_of(site.layer.module, sys._getframe(1)) if site.is_method else None
             if copied is not None:
@@ -151,18 +151,18 @@ class _AttachedForward:
                 site.called_by(tracer)
             return self._run(site, args, kwargs)
         finally:
-            compiling.switch(tracer)
+            untraced.switch(tracer)
 
     def _run_copy(
         self,
         copied: nn.Module,
-        tracer: compiling.Tracer,
+        tracer: untraced.Tracer,
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
         """Run a copy of the layer, with its own parameters, as it would run without a session."""
         warn(_COPIES)
-        compiling.switch(tracer)
+        untraced.switch(tracer)
         return type(copied).forward(copied, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> object:

@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tba_offload import effects
 from tba_offload.config import OffloadConfig, read_config
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.formatting import grouped
@@ -34,7 +33,7 @@ from tba_offload.megatron.optimizer import children_of, follow, inner_of, master
 from tba_offload.report.log import curves_of
 from tba_offload.report.ranks import free_run_log
 from tba_offload.session import Session, World
-from tba_offload.session.notices import tell_of_number
+from tba_offload.session.notices import tell_of_number, warn_of_doubts
 
 if TYPE_CHECKING:
     import argparse
@@ -191,7 +190,7 @@ def open_session(
         read_config(config, layers=world.layers)
     if world.rank == 0:
         on_gpu = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
-        effects.warn_of_doubts(config, world.layers, on_cpu=not on_gpu)
+        warn_of_doubts(config, world.layers, on_cpu=not on_gpu)
     own = _patient(_with_own_drives(config), arguments)
     run_log = _free_run_log(arguments.tba_run_log)
     with contextlib.ExitStack() as undo:

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 from tba_offload.config import format_size
 from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn
 from tba_offload.formatting import readable_size
+from tba_offload.store.options import saves_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from tba_offload.config import OffloadConfig
+    from tba_offload.config.policy import LayerId
     from tba_offload.layers.stack import Layer
     from tba_offload.plan.device_share import DeviceShare
 
@@ -233,3 +236,22 @@ def _eighth(nbytes: int) -> int:
     eighth = nbytes // 8
     unit_bits = 20 if eighth >= 1 << 20 else 10
     return max(eighth >> unit_bits, 1) << unit_bits
+
+
+def warn_of_doubts(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: bool) -> None:
+    """Warn of each setting that has no effect, or less than it seems to.
+
+    Args:
+        config: A configuration without problems.
+        layers: The layers of all ranks.
+        on_cpu: Whether the model lies in host memory.
+    """
+    for doubt in config.doubts(layers):
+        warn(doubt, NoEffectWarning)
+    if on_cpu and config.states is not None and config.states.update != "device":
+        idle = "has no effect: the model is on the CPU, whose processor makes every update. Remove it"
+        message = str(config.source.error(("states", "update"), idle))
+        warn(message, NoEffectWarning)
+    if on_cpu and (why := saves_nothing(config.store)) is not None:
+        message = f"the model is on the CPU, so that offloading saves less than it seems to: {why}"
+        warn(message, NothingSavedWarning)

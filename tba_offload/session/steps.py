@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from tba_offload import interrupts
 from tba_offload.config.policy import Placement
 from tba_offload.errors import SessionError, TransferError
 from tba_offload.layers.guards import checkpointing_warning, is_checkpointed
 from tba_offload.session.conclusions import warn_of_no_layer
 from tba_offload.session.figures import StepMemory
 from tba_offload.session.step import Step
+from tba_offload.store import interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container

@@ -14,7 +14,6 @@ import torch
 
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, StatesConfig, read_config, with_directories
 from tba_offload.device import device_of
-from tba_offload.interrupts import put_off
 from tba_offload.states.by_parameter import ByParameter
 from tba_offload.states.checkpoints import Checkpoints
 from tba_offload.states.checks import check, device_of_parameters, innermost
@@ -28,6 +27,7 @@ from tba_offload.states.stream import Stream
 from tba_offload.states.takeover import Takeover
 from tba_offload.store import open_store
 from tba_offload.store.base import close_after
+from tba_offload.store.interrupts import put_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

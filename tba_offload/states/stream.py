@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import SessionError, TransferError
-from tba_offload.interrupts import put_off
 from tba_offload.states.exchange import Exchange, read_moved
 from tba_offload.states.figures import Tally
 from tba_offload.states.host_lane import HostLane, NoHostLane
@@ -15,6 +14,7 @@ from tba_offload.states.line import Line
 from tba_offload.states.masters import MASTER
 from tba_offload.states.pieces import is_elementwise
 from tba_offload.states.slots import SLOTS
+from tba_offload.store.interrupts import put_off
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

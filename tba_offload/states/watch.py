@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tba_offload.compiling import not_traced
+from tba_offload.layers.untraced import not_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -17,9 +17,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from tba_offload import interrupts
 from tba_offload.config.values import STALL_SECONDS
 from tba_offload.errors import SessionError, StoreError, TransferError, warn
+from tba_offload.store import interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config.values import BLOCK, KINDS, STALL_SECONDS
@@ -97,6 +98,26 @@ def directories_of(config: StoreConfig) -> tuple[str, ...]:
     if config.directories or config.kind == "host":
         return tuple(map(str, config.directories))
     return (tempfile.gettempdir(),)
+
+
+def saves_nothing(config: StoreConfig) -> str | None:
+    """Return why offloading frees no memory of a model on the CPU; None if it does.
+
+    Raises:
+        StoreError: A directory does not answer.
+    """
+    from tba_offload.store.hanging import ask
+    from tba_offload.store.run_file import lies_in_memory
+
+    remedy = "name a directory on a drive"
+    if config.kind == "host":
+        return f"kind: host moves activations from host memory to host memory; {remedy}, with kind: file"
+    for directory in directories_of(config):
+        if ask(partial(lies_in_memory, directory), directory, config.stall_seconds):
+            return f"{directory} lies in host memory; {remedy}"
+    if config.host_capacity is not None:
+        return "host_capacity takes host memory for what the drives have no time for; remove it"
+    return None
 
 
 def options_of(config: StoreConfig) -> StoreOptions:

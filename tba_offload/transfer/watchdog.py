@@ -12,8 +12,8 @@ from _thread import LockType, allocate_lock
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tba_offload import interrupts
 from tba_offload.errors import HangingError, StoreError, TransferError, warn
+from tba_offload.store import interrupts
 from tba_offload.store.base import WARN_AFTER, acquired
 
 if TYPE_CHECKING:

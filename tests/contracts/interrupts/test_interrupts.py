@@ -9,7 +9,7 @@ import pytest
 from covering import EVERYTHING
 from places import SUPPORT
 
-from tba_offload import interrupts
+from tba_offload.store import interrupts
 
 if TYPE_CHECKING:
     from warm import Warm

@@ -246,7 +246,7 @@ def test_where_states_are_updated_is_of_no_matter_on_a_cpu(update: str) -> None:
     model = make_model(layers=LAYERS)
     optimizer = torch.optim.Adam(model.parameters())
     policy = {"states": {"update": update}}
-    with pytest.warns(NoEffectWarning, match="states.update: the model is on the CPU"):
+    with pytest.warns(NoEffectWarning, match="states.update: has no effect: the model is on the CPU"):
         tba.attach(model, policy, optimizer=optimizer, measure_memory=False).close()
 
 
@@ -298,12 +298,12 @@ def test_the_warning_may_be_an_error_which_leaves_nothing_attached() -> None:
 
 
 def test_a_model_on_another_device_is_not_warned_of() -> None:
-    from tba_offload import effects
+    from tba_offload.session.notices import warn_of_doubts
 
     config = dataclasses.replace(load_config(POLICIES / "host_memory.yaml"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        effects.warn_of_doubts(config, [layer.id for layer in _layers()], on_cpu=False)
+        warn_of_doubts(config, [layer.id for layer in _layers()], on_cpu=False)
 
 
 def _layers() -> Any:

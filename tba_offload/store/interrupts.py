@@ -32,7 +32,7 @@ AGAIN_AFTER = 0.001
 AT_MOST = 1.0
 """Seconds that an interrupt is put off at most, in case that something hangs where nothing should."""
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _CHANGES_LEDGERS = (
     "transfer/",
     "store/",
