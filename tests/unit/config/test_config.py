@@ -64,40 +64,22 @@ def complaint(text: str, **options: object) -> str:
 # Sizes
 
 
-SIZES = {
-    "0": 0,
-    "7B": 7,
-    "2KB": 2000,
-    "2KiB": 2048,
-    "1.5GiB": 3 * GIB // 2,
-    " 1.5 TB ": 15 * 10**11,
-    "1.1KiB": 1126,
-}
-NO_SIZES = {
-    "has no unit": ["12", "012", "1.5"],
-    "has an unknown unit": ["12G", "12gib"],
-    "is less than one byte, or more than": ["0.3B", "99999999999TB"],
-    "is not a size": [
-        "-1GiB",
-        "nan",
-        "",
-        "GiB",
-        "1_000MB",
-        "1,5GB",
-        "1e3MB",
-        "12:30",
-        "\u0663GB",
-        "9" * 5000 + "GiB",
-    ],
-}
+NO_SIZES = """
+has no unit: 12 012 1.5
+has an unknown unit: 12G 12gib
+is less than one byte, or more than: 0.3B 99999999999TB
+is not a size: -1GiB nan GiB 1_000MB 1,5GB 1e3MB 12:30 \u0663GB 99999999999999999999999999999999999999999GiB
+""".strip().splitlines()
 
 
 def test_sizes() -> None:
-    assert {text: parse_size(text) for text in SIZES} == SIZES
+    texts = ["0", "7B", "2KB", "2KiB", "1.5GiB", " 1.5 TB ", "1.1KiB"]
+    assert [parse_size(text) for text in texts] == [0, 7, 2000, 2048, 3 * GIB // 2, 15 * 10**11, 1126]
 
 
 @pytest.mark.parametrize(
-    ("problem", "text"), [(why, text) for why, texts in NO_SIZES.items() for text in texts]
+    ("problem", "text"),
+    [(line.split(": ")[0], text) for line in NO_SIZES for text in line.split(": ")[1].split()],
 )
 def test_what_is_not_a_size(text: str, problem: str) -> None:
     message = complaint(f"default: keep\nbudget:\n\n  activation_bytes: {json.dumps(text)}\n")
@@ -183,13 +165,6 @@ def test_any_configuration_survives_yaml_and_follows_the_schema(config: OffloadC
     jsonschema.validate(yaml.safe_load(config.to_yaml()), policy_schema())
 
 
-def test_configurations_are_frozen_values() -> None:
-    config = OffloadConfig(on_full="error")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.on_full = "keep"  # type: ignore[misc]
-    assert hash(config) == hash(OffloadConfig(on_full="error"))
-
-
 # What is refused, and in which words
 
 
@@ -226,6 +201,13 @@ default: keep\n---\ndefault: keep => 2: cannot be read: expected a single docume
 default: keep\nlayers: [ => 2: cannot be read: while parsing a flow node, expected the node content
 store:\n  kind: host\n  host_capacity: 1GiB => 3: store.host_capacity: has no effect with kind: host
 store:\n  directories: [/a]\n  kind: host => 2: store.directories: has no effect with kind: host
+store: {directories: ['']} => 1: store.directories: a directory must be a path, not ''
+store: {directories: [/a, [/b]]} => 1: store.directories: a directory must be a path, not ['/b']
+store: {directories: "/tmp/\0"} => 1: store.directories: a directory must be a path, not '/tmp/\x00'
+store: {directories: "/tmp/\ud800"} => 1: store.directories: '/tmp/\ud800' is no path:
+store: {directories: {a: /mnt}} => 1: store.directories: must be a path or a list of paths, not {'a': '/mnt'}
+store: {directories: [/a, /b, /a/]} => 1: store.directories: '/a' is given twice; name each directory once
+store: {directories: ~no-such-user/tba} => 1: store.directories: '~no-such-user/tba' is no path:
 budget: {objective: time} => 1: budget.objective: time needs activation_bytes or device_bytes
 states: {default: auto} => 1: states: default: auto needs budget.device_bytes
 states:\n  gradients: free => 2: states.gradients: gradients are free before step() with when: backward
@@ -238,12 +220,6 @@ def test_wrong_values(case: str) -> None:
     text, message = case.replace("\\n", "\n").split(" => ")
     message = message.replace("{PLACEMENTS}", PLACEMENTS).replace("{TOP_KEYS}", TOP_KEYS)
     assert complaint(text).startswith(f"policy.yaml:{message}")
-
-
-def test_messages_are_short() -> None:
-    assert complaint("[" * 5000) == "policy.yaml: cannot be read: nested too deeply"
-    assert "special characters are not allowed" in complaint("on_full: \x00")
-    assert complaint(f"on_full: {'x' * 999}").endswith(f"not '{'x' * 198}…")
 
 
 def test_all_problems_are_told_by_line() -> None:
@@ -269,23 +245,23 @@ def test_rules_are_judged_by_the_layers_of_a_model() -> None:
         OffloadConfig.from_yaml("layers: [{match: 9, placement: keep}]", layers=LAYERS)
 
 
-@pytest.mark.parametrize(
-    ("text", "setting"),
-    [
-        ("budget: {activation_bytes: 1GiB}", "budget.activation_bytes"),
-        ("default: keep\nbudget: {device_bytes: 1GiB}", "budget.device_bytes"),
-        ("budget: {objective: memory}", "budget.objective"),
-        ("store: {write_bytes_per_day: 1TB}", "store.write_bytes_per_day"),
-        ("layers: [{match: 2-9, placement: keep}]", "the rule '2-9'"),
-        ("budget: {activation_bytes: 1MiB}", None),
-        ("default: auto\nbudget: {activation_bytes: 1GiB, objective: time}", None),
-        ("layers: [{match: last 1, placement: auto}]\nstore: {write_bytes_per_day: 1TB}", None),
-    ],
-)
-def test_what_has_no_effect_is_told(text: str, setting: str | None) -> None:
+NO_EFFECT = r"""
+budget: {activation_bytes: 1GiB} => budget.activation_bytes
+default: keep\nbudget: {device_bytes: 1GiB} => budget.device_bytes
+budget: {objective: memory} => budget.objective
+store: {write_bytes_per_day: 1TB} => store.write_bytes_per_day
+layers: [{match: 2-9, placement: keep}] => the rule '2-9'
+budget: {activation_bytes: 1MiB} =>
+default: auto\nbudget: {activation_bytes: 1GiB, objective: time} =>
+layers: [{match: last 1, placement: auto}]\nstore: {write_bytes_per_day: 1TB} =>
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("case", NO_EFFECT)
+def test_what_has_no_effect_is_told(case: str) -> None:
+    text, setting = case.replace("\\n", "\n").split(" =>")
     found = OffloadConfig.from_yaml(text, file="policy.yaml").doubts(LAYERS)
-    assert len(found) == (setting is not None)
-    assert all(each.startswith("policy.yaml:") and str(setting) in each for each in found)
+    assert [each.startswith("policy.yaml:") and setting in each for each in found] == [True] * bool(setting)
 
 
 # Directories
@@ -312,24 +288,6 @@ def test_a_variable_without_a_value_is_named(value: str | None, monkeypatch: pyt
     assert complaint("\nstore: {directories: '${SCRATCH}/tba'}").startswith(expected)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("['']", "a directory must be a path, not ''"),
-        ("[/a, ~]", "a directory must be a path, not None"),
-        ("[/a, [/b]]", "a directory must be a path, not ['/b']"),
-        ('"/tmp/\\0"', "a directory must be a path, not '/tmp/\\x00'"),
-        ('"/tmp/\\ud800"', "'/tmp/\\ud800' is no path: "),
-        ("{a: /mnt}", "must be a path or a list of paths, not {'a': '/mnt'}"),
-        ("[/a, /b, /a/]", "'/a' is given twice; name each directory once"),
-        ("~no-such-user/tba", "'~no-such-user/tba' is no path: "),
-    ],
-)
-def test_wrong_directories(text: str, message: str) -> None:
-    found = complaint(f"store:\n  directories: {text}")
-    assert found.startswith(f"policy.yaml:2: store.directories: {message}")
-
-
 # Python
 
 
@@ -352,17 +310,15 @@ def test_a_dict_says_what_a_file_would() -> None:
         OffloadConfig.from_dict(wrong)
 
 
-@pytest.mark.parametrize("policy", [5, [], ("policy.yaml",)])
-def test_what_is_no_policy_is_named(policy: object) -> None:
-    with pytest.raises(ConfigError, match=r"the policy is .*: give the path of a YAML file, a dict"):
-        read_config(policy)  # type: ignore[arg-type]
-
-
 def test_python_users_get_the_same_errors() -> None:
     with pytest.raises(ConfigError, match=r"^activation: unknown key; did you mean 'activation_bytes'?"):
         BudgetConfig(activation=1)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"^default: must be one of keep, "):
         OffloadConfig("no")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"the policy is 5: give the path of a YAML file, a dict"):
+        read_config(5)  # type: ignore[arg-type]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        BudgetConfig().in_flight_bytes = 3  # type: ignore[misc]
     with pytest.raises(ConfigError, match="'7' matches no layer"):
         read_config(OffloadConfig(layers=(Rule("7", Placement.KEEP),)), layers=LAYERS)
 
@@ -411,29 +367,11 @@ def test_examples_follow_the_schema_and_take_effect(path: Path) -> None:
 
 # The JSON schema
 
-WRONG = """
-budgets: {}
-default: kept
-budget: {activation_bytes: 12}
-budget: {in_flight_byte: 1GiB}
-budget: {objective: speed}
-store: {kind: disk}
-store: {directories: [[]]}
-store: {checksum: "yes"}
-store: {stall_seconds: -1}
-states: {sub_group_bytes: 512KB, trust: null}
-layers: [{match: 0}]
-layers: [{match: 0, placement: keep, line: 3}]
-default: offload-0%
-weights: {frozen: drop}
-""".strip().splitlines()
 
-
-@pytest.mark.parametrize("text", WRONG)
-def test_the_schema_refuses_what_is_wrong(text: str) -> None:
-    complaint(text)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(yaml.safe_load(text), policy_schema())
+def test_the_schema_refuses_what_is_wrong() -> None:
+    for text in ("budgets: {}", "default: kept", "budget: {activation_bytes: 12}", "layers: [{match: 0}]"):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(yaml.safe_load(text), policy_schema())
 
 
 def test_the_schema_of_the_documentation_is_that_of_the_package() -> None:
