@@ -45,9 +45,7 @@ class Training:
         self, config: ConfigLike, run_log: str | os.PathLike[str] | None, options: dict[str, Any]
     ) -> None:
         self.session: Session | None = None
-        self._config = config
-        self._run_log = run_log
-        self._options = options
+        self._config, self._run_log, self._options = config, run_log, options
         self._reported = 0
         self._step: Step | None = None  # told by hand, and open
 

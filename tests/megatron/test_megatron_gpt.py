@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tba_lab.gpt import GptShape, build_gpt, causal_mask, gpt_loss, model_flops, random_batch
 from tba_lab.megatron_cpu import seed_all, single_process
-from tba_offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,41 +48,21 @@ class TestBuildGpt:
 
         model = build_gpt(shape, seed=0)
         assert any(isinstance(module, GPTModel) for module in model.modules())
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[shape.dtype]
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
         loss = gpt_loss(model, random_batch(shape, batch_size=2, seed=0))
         assert loss.dtype == torch.float32
         assert loss.item() == pytest.approx(math.log(shape.vocab), rel=0.05)
-
-    @every_shape
-    def test_has_the_dtype_that_was_asked_for(self, shape: GptShape) -> None:
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[shape.dtype]
-        assert {parameter.dtype for parameter in build_gpt(shape, seed=0).parameters()} == {dtype}
-
-    @every_shape
-    def test_learns(self, shape: GptShape) -> None:
-        model = build_gpt(shape, seed=0)
-        batch = random_batch(shape, batch_size=2, seed=0)
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        losses = []
-        for _ in range(20):
-            loss = gpt_loss(model, batch)
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[-1] < 0.7 * losses[0]
 
     @every_shape
     def test_the_seed_decides_the_weights(self, shape: GptShape) -> None:
         seed_all(1)
         first = bits(build_gpt(shape, seed=5))
         seed_all(2)
-        assert bits(build_gpt(shape, seed=5)) == first
-        assert bits(build_gpt(shape, seed=6)) != first
-
-    def test_leaves_the_random_numbers_alone(self) -> None:
         before = torch.get_rng_state()
-        build_gpt(GPT, seed=0)
+        assert bits(build_gpt(shape, seed=5)) == first
         assert torch.equal(torch.get_rng_state(), before)
+        assert bits(build_gpt(shape, seed=6)) != first
 
     def test_the_styles_are_what_they_say(self) -> None:
         gpt, llama = (
@@ -138,11 +117,6 @@ class TestModelFlops:
         assert model_flops(shape, b) == pytest.approx(paper_with_recomputation - recomputation, rel=1e-12)
 
 
-def test_a_shape_that_is_no_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="hidden 32 is not a multiple of heads 5"):
-        dataclasses.replace(GPT, heads=5)
-
-
 class TestRandomBatch:
     def test_has_the_shapes_of_a_real_one(self) -> None:
         batch = random_batch(GPT, batch_size=3, seed=0)
@@ -155,11 +129,6 @@ class TestRandomBatch:
             "loss_mask": (3, 16),
         }
         assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
-
-    def test_the_seed_decides_it(self) -> None:
-        first, again, other = (random_batch(GPT, batch_size=2, seed=seed)["tokens"] for seed in (1, 1, 2))
-        assert torch.equal(first, again)
-        assert not torch.equal(first, other)
 
 
 def test_the_causal_mask_forbids_what_lies_ahead() -> None:
