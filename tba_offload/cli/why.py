@@ -19,10 +19,11 @@ def why(run: Path, *, as_json: bool) -> None:
     From a run log: the phase and the layer in which memory is at its peak, what holds it, what was planned
     and what was measured. Of several ranks the fullest counts.
     """
-    from tba_offload.report import why as report
+    from tba_offload.report import text
+    from tba_offload.report.why import why as diagnose
 
-    diagnosis = report.why(run)
+    diagnosis = diagnose(run)
     if as_json:
         click.echo(json.dumps(diagnosis.as_json(), indent=2))
     else:
-        report.show(diagnosis)
+        text.show(*diagnosis.parts())

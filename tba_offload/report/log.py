@@ -164,7 +164,8 @@ class StepRecord:
         in_flight_peak_bytes: Most bytes in flight at one time: packed and not yet freed, plus read ahead and
             not yet used.
         given_up_bytes: Prefetches given up, to be read on demand instead.
-        held_bytes: Bytes offloaded in vain, because something else kept their storage alive.
+        held_bytes: Bytes written although something else kept the storage in memory: until backward, or until
+            the model's forward ended.
         fallback_kept_bytes: Bytes kept although the plan said offload: store full, drive failed or too slow.
         checksum_seconds: Processor time of I/O threads for checksums of what drives were given and gave back,
             in the step and since the last one; none where a GPU computes them.
@@ -625,7 +626,7 @@ class PlanEvent(Event):
 
 
 class HeldBytes(BaseModel):
-    """Bytes by what held them at one moment; see :class:`tba_offload.session.memory_seen.Held`."""
+    """Bytes by what held them at one moment; see :class:`tba_offload.session.memory_watch.Held`."""
 
     in_flight: Bytes
     read_ahead: Bytes
@@ -635,10 +636,11 @@ class HeldBytes(BaseModel):
     inputs: Bytes
     outputs: Bytes
     put_out: Bytes = 0
+    returned: Bytes = 0
 
 
 class PhasePeak(BaseModel):
-    """The peak of one phase; see :class:`tba_offload.session.memory_seen.Peak`."""
+    """The peak of one phase; see :class:`tba_offload.session.memory_watch.Peak`."""
 
     nbytes: Bytes
     layer: Bytes
@@ -674,16 +676,15 @@ class MemoryEvent(Event):
         window: Most bytes in flight; ``None`` for no limit.
         static: What lasts from step to step.
         held: What layers have saved and an attribute of a module holds: its name, its bytes, and whether it
-            was there before the step.
-        caches: What else attributes of modules hold from step to step, beside parameters, buffers and
-            gradients: its name and its bytes.
+            outlives the step.
+        returned: What the model's forward has held of its layers' outputs until it ended: index of the layer,
+            whether the model puts it out too, and its bytes.
         phases: The peak of each phase.
         layers: Of each layer, in bytes: what a forward leaves in memory, and the most that a forward and a
             backward take beyond what was there before.
-        checkpointed: How many of the layers their own framework has run again in backward.
-        not_attached: How many modules of the same classes are not among the layers.
-        left_out: Lists of trained blocks of other classes that are not either, in words, with their numbers.
-        head: Bytes of the largest trained parameter beside the layers, which a loss may need a gradient of.
+        left_out: Trained blocks that are not among the layers, in words, with their numbers.
+        outside: The largest trained parameters beside the layers: name and bytes.
+        inside: Bytes of the largest trained parameter of a layer.
         frozen_weights: Bytes of frozen weights of layers that could be offloaded and are in memory.
         frozen_at_once: Those of them that would be in memory at a time: of the two largest layers.
     """
@@ -697,13 +698,12 @@ class MemoryEvent(Event):
     window: Bytes | None
     static: StaticBytes
     held: list[tuple[str, Bytes, bool]]
-    caches: list[tuple[str, Bytes]] = []
+    returned: list[tuple[Bytes, bool, Bytes]] = []
     phases: dict[Literal["forward", "loss", "backward", "embeddings", "between", "update"], PhasePeak]
     layers: list[tuple[Bytes, Bytes, Bytes]]
-    checkpointed: Bytes = 0
-    not_attached: Bytes = 0
     left_out: list[tuple[str, Bytes]] = []
-    head: Bytes = 0
+    outside: list[tuple[str, Bytes]] = []
+    inside: Bytes = 0
     frozen_weights: Bytes = 0
     frozen_at_once: Bytes = 0
 

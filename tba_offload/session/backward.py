@@ -10,7 +10,7 @@ import torch
 
 from tba_offload.capture.retained import is_retained, life_of_layer
 from tba_offload.layers.graph import first_differentiable, keeps_graph, nearest_nodes
-from tba_offload.session.memory_seen import BETWEEN, EMBEDDINGS
+from tba_offload.session.memory_watch import BETWEEN, EMBEDDINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

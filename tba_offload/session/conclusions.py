@@ -8,11 +8,10 @@ import torch
 
 from tba_offload.capture.trace import DeviceTimes
 from tba_offload.config.policy import Placement
-from tba_offload.layers.guards import is_checkpointed
 from tba_offload.report.log import MEMORY, PLAN, TIMELINE
 from tba_offload.session.notices import tell
 from tba_offload.session.record import LateFigures, LateValue, record_of
-from tba_offload.session.static_memory import frozen_bytes, head_bytes, static_bytes
+from tba_offload.session.static_memory import frozen_bytes, largest_trained, static_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,6 +92,14 @@ class Conclusions:
             return
         device, plan = parts.device.torch_device, parts.planning.plan
         layers = [site.layer.module for site in parts.sites]
+        outside, inside = largest_trained(parts.modules, layers)
+        left_out = [
+            (str(each), len(each.blocks))
+            for each in parts.left_out
+            if any(map(parts.gradients.reached, each.blocks))
+        ]
+        if alike := _not_attached(parts.modules, layers):
+            left_out.append((f"{alike} modules of the layers' class", alike))
         self._journal.note(
             MEMORY,
             {
@@ -101,15 +108,10 @@ class Conclusions:
                 "placements": [str(placement) for placement in plan.placements],
                 "window": parts.offloader.ledger.window.nbytes,
                 "static": static_bytes(parts.modules, parts.optimizers, parts.states, device),
-                "head": head_bytes(parts.modules, layers),
+                "outside": outside,
+                "inside": inside,
                 **frozen_bytes(parts.modules, layers, parts.capture.min_tensor_bytes, device),
-                "checkpointed": sum(map(is_checkpointed, layers)),
-                "not_attached": _not_attached(parts.modules, layers),
-                "left_out": [
-                    (str(each), len(each.blocks))
-                    for each in parts.left_out
-                    if any(map(parts.gradients.reached, each.blocks))
-                ],
+                "left_out": left_out,
                 **figures,
             },
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from tba_offload.adapt.beside import SeenBeside
-from tba_offload.session.memory_seen import UPDATE
+from tba_offload.session.memory_watch import BETWEEN, UPDATE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,11 +81,11 @@ class StepMemory:
 
     def resume(self) -> None:
         """Record that the optimizer is done; what it has left allocated are its states."""
-        born = self._count_states()
+        self._count_states()
         if self.meter is not None:
             self.meter.resume()
             if self._watch.is_on:
-                self._watch.update_ended(born)
+                self._watch.leave(BETWEEN)
 
     def end(self) -> None:
         """Record that the step has ended."""
@@ -100,12 +100,10 @@ class StepMemory:
         """Peak of live bytes, gradients and states left out that the step allocated; ``None`` if untold."""
         return None if self._overlaps else self._peak
 
-    def _count_states(self) -> int:
-        if self.meter is None or self._live_at_pause is None:
-            return 0
-        born, self._live_at_pause = max(self.meter.live() - self._live_at_pause, 0), None
-        self.state_bytes += born
-        return born
+    def _count_states(self) -> None:
+        if self.meter is not None and self._live_at_pause is not None:
+            self.state_bytes += max(self.meter.live() - self._live_at_pause, 0)
+            self._live_at_pause = None
 
 
 class Updates:

@@ -5,72 +5,47 @@ layer leaves in memory beside that shows when the layer returns. The rest is of 
 
 Looking costs a reading of the allocator before and after each run of a layer. Where that takes long, on an
 accelerator, few steps are looked at: the first three, and then those whose number is a power of two. Those
-are told, and of the others each whose peak is clearly higher than that of the one that was told last.
+are told.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from tba_offload.session.memory_seen import (
-    BACKWARD,
-    BETWEEN,
-    EMBEDDINGS,
-    FORWARD,
-    LOSS,
-    UPDATE,
-    Held,
-    LayerMemory,
-    Peak,
-    Runs,
-    holder_of,
-)
+from tba_offload.placements import Placement
+from tba_offload.plan.beside import Beside
+from tba_offload.session.static_memory import attributes_saved
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
+
+    from torch import nn
 
     from tba_offload.capture.hooks import Capture
     from tba_offload.capture.scope import Lookahead, ScopeKey
     from tba_offload.device.live_bytes import LiveBytes
     from tba_offload.device.memory import MemoryMeter
-    from tba_offload.session.outputs import Outputs
-    from tba_offload.session.static_memory import ModuleTensors
-    from tba_offload.transfer.offloader import Offloader
+    from tba_offload.session.outputs import Outputs, Returned
 
-_NEWS = 9 / 8
-"""Peak of a step, in peaks of the one that was told last, from which on it is told as well."""
+FORWARD, LOSS, BACKWARD, EMBEDDINGS = "forward", "loss", "backward", "embeddings"
+BETWEEN, UPDATE = "between", "update"
+"""After a backward pass: gradients are clipped, or another pass begins; and while an optimizer works."""
 
 _ALL = 3
 """Steps that are looked at from the first on: states come in the first, and the second is as all others."""
-
-
-class Sources(NamedTuple):
-    """What knows of memory.
-
-    Attributes:
-        gradients: Bytes of gradients, and of frozen weights while they are there.
-        outputs: Bytes of what the model put out.
-        offloader: Knows what is on its way.
-        capture: Knows what layers have saved.
-        attributes: Know what of that modules hold, and what else.
-        device: Whose memory it is.
-    """
-
-    gradients: LiveBytes
-    outputs: Outputs
-    offloader: Offloader
-    capture: Capture
-    attributes: ModuleTensors
-    device: torch.device
 
 
 class MemoryWatch:
     """Looks at the memory of some steps.
 
     Args:
-        sources: What knows of memory.
-        layers: How many layers there are.
+        gradients: Bytes of gradients, and of frozen weights while they are there.
+        outputs: Bytes of what the model put out.
+        capture: Knows what layers have saved.
+        modules: The model or its chunks.
+        names: Module names of the layers.
 
     Attributes:
         is_on: Whether the step that is open is looked at.
@@ -79,18 +54,29 @@ class MemoryWatch:
         runs: Those of layers.
     """
 
-    def __init__(self, sources: Sources, layers: int) -> None:
+    def __init__(
+        self,
+        gradients: LiveBytes,
+        outputs: Outputs,
+        capture: Capture,
+        modules: Sequence[nn.Module],
+        names: Sequence[str],
+    ) -> None:
         self.is_on = False
         self.peaks: dict[str, Peak] = {}
-        self.layers = [LayerMemory() for _ in range(layers)]
-        self._sources = sources
+        self.layers = [LayerMemory() for _ in names]
+        self._gradients, self._outputs, self._modules = gradients, outputs, modules
+        self._capture, self._offloader = capture, capture.offloader
         self._meter: MemoryMeter | None = None
         self._base = 0
         self._now = _Moment(FORWARD, 0)
         self._is_due = False
-        self._told = 0
-        self._found: dict[str, object] = {"held": [], "caches": []}  # attributes of modules
-        self.runs = Runs(layers - 1)
+        self._held_by_modules: list[tuple[str, int, bool]] = []
+        self._returned: dict[tuple[int, bool], int] = defaultdict(int)
+        # What makes the input of the first layer of a stack, as embeddings, has its backward after that.
+        stacks = [name.rpartition(".")[0] for name in names]
+        self._begin_stacks = {i for i, stack in enumerate(stacks) if i == 0 or stack != stacks[i - 1]}
+        self.runs = Runs(len(names) - 1)
         self._last: tuple[str, _Moment] | None = None  # its forward has ended, and the next has not begun
 
     def begin_step(self, meter: MemoryMeter | None, number: int, *, wanted: bool = False) -> None:
@@ -107,27 +93,23 @@ class MemoryWatch:
         self._meter = meter if looks else None
         self.is_on = False  # until the meter has forgotten the step before
         self.peaks.clear()
+        self._returned.clear()
         self.layers = [LayerMemory() for _ in self.layers]
         self.runs, self._last = Runs(self.runs.final), None
-        if self._meter is not None and self._is_due:
-            self._sources.attributes.begin_step()
 
     def started(self) -> None:
         """Record that what is live from here on is of the step."""
         if self._meter is not None:
             live = self._meter.live()
-            self._base = live - self._sources.outputs.at_begin
+            self._base = live - self._outputs.at_begin
             self.is_on = True
             self._enter(EMBEDDINGS, 0, live)
 
     def look_back(self) -> None:
         """Record that the step is about to end; what it has saved is known still."""
         if self.is_on and self._is_due:
-            attributes, registry = self._sources.attributes, self._sources.capture.registry
-            self._found = {
-                "held": attributes.saved(registry),
-                "caches": attributes.lasting(registry, self._sources.device),
-            }
+            registry = self._capture.registry
+            self._held_by_modules = attributes_saved(self._modules, registry)
 
     def stop(self) -> None:
         """Nothing is looked at any more."""
@@ -139,12 +121,12 @@ class MemoryWatch:
         """Return a layer's forward begins; only while the watch is on, as what follows.
 
         Returns:
-            Whether it is the first layer, whose backward is the last.
+            Whether it is the first layer of a stack, with what made its input coming after its backward.
         """
         live = self._look()
         self._count_last(live)
         self._enter(FORWARD, index, live)
-        return self.runs.begin(index)
+        return index in self._begin_stacks
 
     def layer_ended(self, index: int, way: str) -> None:
         """Record that a layer's forward has ended.
@@ -166,20 +148,42 @@ class MemoryWatch:
         if self._last is None:
             return
         (way, before), self._last = self._last, None
-        trace = self._sources.capture.trace
-        left = max(live - before.live - (self._sources.offloader.own_bytes - before.known), 0)
-        self.layers[before.layer].left(left)
+        trace = self._capture.trace
+        left = max(live - before.live - (self._offloader.own_bytes - before.known), 0)
+        of_layer = self.layers[before.layer]
+        of_layer.leaves = max(of_layer.leaves, left)
         planned = min(trace.planned_kept_bytes - before.planned, left)
         small = min(trace.kept_bytes - before.small - planned, left - planned)
         holders = {"kept": planned, "small": small}
         holders[way] = holders.get(way, 0) + left - planned - small
         self.runs.wait(before.layer, holders)
 
-    def model_ended(self) -> None:
-        """Record that the model's forward has ended: the loss comes next, whichever layer ran last."""
-        if self.is_on and self._now.phase == FORWARD:
+    def model_ended(self, collected: Sequence[Returned]) -> None:
+        """Record that the model's forward has ended: the loss comes next, whichever layer ran last.
+
+        Args:
+            collected: What the forward has held of its layers' outputs, and no graph.
+        """
+        if not self.is_on:
+            return
+        if is_forward := self._now.phase == FORWARD:
             live = self._close()
             self._count_last(live)
+        else:
+            live = self._look()
+        for each in collected:
+            self._returned[each.layer, each.is_put_out] += each.nbytes
+            if not each.is_put_out:
+                self.runs.drop(each.layer, each.nbytes, holder_of(each.placement))
+        for phase in FORWARD, LOSS:
+            if (peak := self.peaks.get(phase)) is None:
+                continue
+            held = peak.held
+            for each in collected:
+                if each.number < peak.number:  # it was there at the peak
+                    held = held.with_returned(each.nbytes, holder_of(each.placement))
+            self.peaks[phase] = peak._replace(held=held)
+        if is_forward:
             self._enter(LOSS, self._now.layer, live)
 
     def backward_reached(self, index: int, scope: ScopeKey) -> None:
@@ -191,9 +195,9 @@ class MemoryWatch:
         """
         live = self._close()
         self._count_last(live)
-        self.runs.fit(max(live - self._base - self._sources.offloader.own_bytes, 0))
+        self.runs.fit(max(live - self._base - self._offloader.own_bytes, 0))
         self.runs.reach(index)
-        self._enter(BACKWARD, index, live, _Uses(scope, self._sources.capture.lookahead))
+        self._enter(BACKWARD, index, live, _Uses(scope, self._capture.lookahead))
 
     def leave(self, phase: str) -> None:
         """From now on no layer runs.
@@ -204,18 +208,7 @@ class MemoryWatch:
         """
         live = self._close()
         self.runs.let_go()
-        self._enter(phase, 0, live)
-
-    def update_ended(self, born: int) -> None:
-        """Record that the optimizer is done.
-
-        Args:
-            born: Bytes of its states that came into being, which are none that it works with.
-        """
-        live, peak = self._close(), self.peaks.get(UPDATE)
-        if peak is not None:
-            self.peaks[UPDATE] = peak._replace(nbytes=max(peak.nbytes - born, 0))
-        self._enter(BETWEEN, 0, live)
+        self._enter(phase, self._now.layer if phase == EMBEDDINGS else 0, live)
 
     def seen(self, live: int, aside: int) -> None:
         """Record that the meter has seen bytes that are in use.
@@ -225,7 +218,7 @@ class MemoryWatch:
             aside: Gradients, and what else did not count at that moment; there may be more of them by now.
         """
         if self.is_on:
-            gradients, frozen = self._sources.gradients.parts
+            gradients, frozen = self._gradients.parts
             now = self._now
             released = now.uses.count() if now.uses is not None else 0
             self._note(now, live, min(gradients, max(aside - frozen, 0)), frozen, released)
@@ -234,58 +227,242 @@ class MemoryWatch:
         """Of several moments of a phase the fullest stays."""
         nbytes = max(live - self._base, 0)
         held = self._held()
-        now.sees(live - self._sources.offloader.ledger.read_ahead)
+        now.sees(live - self._offloader.ledger.read_ahead)
         samples = self._meter is None or self._meter.samples
         now.knows(nbytes, held.planned, at_once=samples, released=released)
         best = self.peaks.get(now.phase)
         if best is None or nbytes + gradients + frozen > best.whole:
-            self.peaks[now.phase] = Peak(nbytes, now.layer, held, now.beside, gradients, frozen)
+            number = self._outputs.returned
+            self.peaks[now.phase] = Peak(nbytes, now.layer, held, now.beside, gradients, frozen, number)
 
     # ---- sums ------------------------------------------------------------------------------------
 
     def _enter(self, phase: str, index: int, live: int, uses: _Uses | None = None) -> None:
         beside = max(live - self._base - self._held().nbytes, 0)
-        offloader, trace = self._sources.offloader, self._sources.capture.trace
+        offloader, trace = self._offloader, self._capture.trace
         books = offloader.own_bytes, trace.kept_bytes, trace.planned_kept_bytes
         least = live - offloader.ledger.read_ahead
         self._now = _Moment(phase, index, live, *books, beside, least, uses=uses)
-        self._note(self._now, live, *self._sources.gradients.parts)
+        self._note(self._now, live, *self._gradients.parts)
 
     def _close(self) -> int:
         """End what the step is at; returns the live bytes."""
         live, now = self._look(), self._now
         if self.layers:
-            now.sees(live - self._sources.offloader.ledger.read_ahead)
+            now.sees(live - self._offloader.ledger.read_ahead)
             self.layers[now.layer].took(now.phase, now.most - now.least, now.unplanned, now.whole)
         if now.phase == LOSS:
-            self.runs.at_loss(now.unplanned)
+            self.runs.beside_at_loss = max(self.runs.beside_at_loss or 0, now.unplanned)
         return live
 
     def _look(self) -> int:
         return 0 if self._meter is None else self._meter.cut()
 
     def _held(self) -> Held:
-        ledger = self._sources.offloader.ledger
+        ledger = self._offloader.ledger
         return Held(
             in_flight=max(ledger.in_flight - ledger.read_ahead, 0),
             read_ahead=ledger.read_ahead,
             settled=ledger.settled,
             **self.runs.left,
-            put_out=self._sources.outputs.nbytes,
+            put_out=self._outputs.nbytes,
         )
 
     def figures(self) -> dict[str, object] | None:
-        """All of it, for the run log; ``None`` of a step that was not looked at, or has no news."""
-        most = max((peak.whole for peak in self.peaks.values()), default=0)
-        if self._meter is None or not (self._is_due or most > _NEWS * self._told):
+        """Return all of it for the run log; ``None`` of a step that is not due."""
+        if self._meter is None or not self._is_due:
             return None
-        self._told = most
         return {
             "source": self._meter.source,
-            **self._found,
+            "held": self._held_by_modules,
+            "returned": [[*key, nbytes] for key, nbytes in sorted(self._returned.items())],
             "phases": {phase: peak.figures() for phase, peak in self.peaks.items()},
             "layers": [[layer.leaves, layer.forward, layer.backward] for layer in self.layers],
         }
+
+
+class Held(NamedTuple):
+    """What holds memory at one moment, in bytes.
+
+    Attributes:
+        in_flight: Packed by layers and not yet written.
+        read_ahead: Read back and not yet used.
+        settled: Kept by the offloader: in use by backward, or refused by a drive.
+        small: Saved by layers with hooks, and kept: small, not understood, or held elsewhere.
+        kept: Left in memory by layers that are placed ``keep`` or were left alone, and by plan by others.
+        inputs: Left in memory by layers that are recomputed.
+        outputs: Left in memory by layers whose activations travel, beside all that the offloader knows of.
+        put_out: Put out by the model, now or in earlier steps, and alive still.
+        returned: Returned by layers, and held until the model's forward ends.
+    """
+
+    in_flight: int = 0
+    read_ahead: int = 0
+    settled: int = 0
+    small: int = 0
+    kept: int = 0
+    inputs: int = 0
+    outputs: int = 0
+    put_out: int = 0
+    returned: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(self)
+
+    @property
+    def planned(self) -> int:
+        """Bytes of which plans know: activations of layers."""
+        return self.nbytes - self.outputs - self.put_out
+
+    def with_returned(self, nbytes: int, holder: str) -> Held:
+        """Return the same with bytes of a holder counted as returned by layers."""
+        changes = {holder: max(getattr(self, holder) - nbytes, 0), "returned": self.returned + nbytes}
+        return self._replace(**changes)
+
+
+class Peak(NamedTuple):
+    """The fullest moment of one phase, gradients included.
+
+    Attributes:
+        nbytes: Live bytes, without those that were there before the step, gradients and states of optimizers.
+        layer: Index of the layer that ran, or had run last.
+        held: What held them.
+        beside: Those of nothing in ``held`` that were there when the layer began.
+        gradients: Bytes of gradients at the time.
+        frozen: Bytes of frozen weights that were there for layers that compute.
+        number: How many storages layers had returned in the step.
+    """
+
+    nbytes: int
+    layer: int
+    held: Held
+    beside: int
+    gradients: int
+    frozen: int
+    number: int = 0
+
+    @property
+    def whole(self) -> int:
+        """All bytes of the moment."""
+        return self.nbytes + self.gradients + self.frozen
+
+    def figures(self) -> dict[str, object]:
+        """Return the same for a log."""
+        return {**self._asdict(), "held": self.held._asdict()}
+
+
+@dataclass(slots=True)
+class LayerMemory:
+    """What the runs of one layer did, the largest of each, in bytes.
+
+    Attributes:
+        leaves: Left in memory by a forward, what the offloader holds left out.
+        forward: Most live bytes in a forward beyond those before it; what is read ahead is of others.
+        backward: The same in a backward.
+        beside: Most bytes in each beside what plans know of.
+    """
+
+    leaves: int = 0
+    forward: int = 0
+    backward: int = 0
+    beside: Beside = field(default_factory=Beside)
+
+    def took(self, phase: str, nbytes: int, beside: int, whole: int) -> None:
+        """At its peak a phase had ``nbytes`` more live than at its begin, and ``beside`` what plans know.
+
+        Of that, ``whole`` would have lain beside all that the run had saved.
+        """
+        if phase == FORWARD:
+            self.forward = max(self.forward, nbytes)
+            self.beside = self.beside.at_least(Beside(forward=beside))
+        elif phase == BACKWARD:
+            self.backward = max(self.backward, nbytes)
+            self.beside = self.beside.at_least(Beside(0, beside, whole))
+
+
+_Left = dict[str, int]
+"""Bytes that a run of a layer has left in memory, by holder."""
+
+
+class Runs:
+    """The runs of layers that wait for their backward, and what they have left in memory, by holder.
+
+    Args:
+        final: Index of the layer after which the loss comes, as far as is known: where a model has several
+            stacks it need not be the last one.
+
+    Attributes:
+        left: Bytes that runs have left in memory for backward, beside what the offloader holds.
+        all_left: All of them.
+        beside_at_loss: Most bytes between the last layer's forward and its backward that plans do not know
+            of: logits, temporaries, what the model has put out; ``None`` if that was not seen.
+    """
+
+    def __init__(self, final: int) -> None:
+        self.final = final
+        self._latest = final
+        self.left = {"kept": 0, "inputs": 0, "outputs": 0, "small": 0}
+        self.all_left = 0
+        self.beside_at_loss: int | None = None
+        self._waiting: dict[int, list[_Left]] = defaultdict(list)
+        self._leaving: _Left | None = None
+
+    def end(self, index: int) -> bool:
+        """Return a forward has ended; returns whether the loss comes next."""
+        self._latest = index
+        return index == self.final
+
+    def wait(self, index: int, run: _Left) -> None:
+        """Record that a run begins to wait."""
+        self._waiting[index].append(run)
+        self._change(run, 1)
+
+    def reach(self, index: int) -> None:
+        """Backward comes to the latest run of a layer, so that it is done with the one before."""
+        self.final = self._latest
+        self.let_go()
+        runs = self._waiting[index]
+        self._leaving = runs.pop() if runs else None
+
+    def fit(self, most: int) -> None:
+        """No more than ``most`` bytes are there: what the model's output alone had held went with that."""
+        gone = self.all_left - most
+        for run in (run for runs in self._waiting.values() for run in runs):
+            if gone <= 0 or not (self.left["outputs"] or self.left["small"]):
+                return
+            for holder in ("outputs", "small"):
+                fewer = min(gone, run.get(holder, 0))
+                self._change({holder: fewer}, -1)
+                run[holder] = run.get(holder, 0) - fewer
+                gone -= fewer
+
+    def drop(self, index: int, nbytes: int, holder: str) -> None:
+        """Record that bytes that the latest run of a layer has left in memory are gone before backward."""
+        for run in self._waiting[index][-1:]:
+            fewer = min(nbytes, run.get(holder, 0))
+            self._change({holder: fewer}, -1)
+            run[holder] = run.get(holder, 0) - fewer
+
+    def let_go(self) -> None:
+        """Backward is done with the run that it had come to."""
+        if self._leaving is not None:
+            self._change(self._leaving, -1)
+            self._leaving = None
+
+    def _change(self, run: _Left, sign: int) -> None:
+        for holder, nbytes in run.items():
+            self.left[holder] += sign * nbytes
+            self.all_left += sign * nbytes
+
+
+def holder_of(way: str) -> str:
+    """Return what holds the bytes that a run of a layer leaves in memory, by how it ran."""
+    placement = Placement(way)
+    if placement is Placement.KEEP:
+        return "kept"
+    return "inputs" if placement.recomputes else "outputs"
 
 
 class _Uses:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.errors import UnsupportedError
@@ -40,18 +40,12 @@ class Meters:
         self._gradients = gradients
         self._notices = notices
         self._wanted = wanted
-        self._told: tuple[weakref.ref[MemoryWatch] | weakref.ref[StepCurve], ...] = ()
+        self._told: list[weakref.ref[MemoryWatch] | weakref.ref[StepCurve]] = []
         self._meter = self._meter_if_possible() if wanted else None
 
     def tell(self, watch: MemoryWatch, curve: StepCurve) -> None:
         """Has a watch and a curve told of what a meter sees."""
-        self._told = weakref.ref(watch), weakref.ref(curve)
-
-    def _saw(self, live: int, aside: int) -> None:
-        for found in self._told:
-            told = found()
-            if told is not None:
-                told.seen(live, aside)
+        self._told += [weakref.ref(watch), weakref.ref(curve)]
 
     def of_step(self, *, wanted: bool | None, may_help: bool) -> MemoryMeter | None:
         """Return the meter of a step that begins.
@@ -85,15 +79,21 @@ class Meters:
             self._meter.close()
 
     def _new_meter(self) -> MemoryMeter:
-        own, gradients = weakref.ref(self._ongoing), self._gradients  # a thread must not keep a model alive
+        # A thread must not keep a model alive.
+        own, gradients, told = weakref.ref(self._ongoing), self._gradients, self._told
 
         def static() -> int:
             """Live bytes that are no activations and may have come into being in this step."""
             ongoing = own()
             return gradients.nbytes + ongoing.state_bytes if ongoing is not None else 0
 
-        meter, saw = meter_of(self._device, static), weakref.WeakMethod(self._saw)
-        meter.tell(lambda live, aside: _call(saw, live, aside))
+        def saw(live: int, aside: int) -> None:
+            for found in told:
+                if (each := found()) is not None:
+                    each.seen(live, aside)
+
+        meter = meter_of(self._device, static)
+        meter.tell(saw)
         return meter
 
     def _meter_if_possible(self) -> MemoryMeter | None:
@@ -103,9 +103,3 @@ class Meters:
         except UnsupportedError as error:
             self._notices.warn_once("meter", f"the activation peak is not measured: {error}")
             return None
-
-
-def _call(saw: weakref.WeakMethod[Any], live: int, aside: int) -> None:
-    told = saw()
-    if told is not None:
-        told(live, aside)

@@ -1,52 +1,120 @@
-"""What the model put out and the program still holds, as ``outputs = model(...)`` does until the next one.
-
-Of earlier steps it is there when a step begins, and mostly gone before that ends: it does not last.
-"""
+"""What layers and the model put out and something holds, as a list that a model fills, or a training loop."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.device.live_bytes import LiveBytes, plain_storage
+from tba_offload.layers.graph import first_differentiable
 from tba_offload.layers.nested import TooManyError, tensors_in
+from tba_offload.placements import Placement
+from tba_offload.transfer.storage import State
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
-    from tba_offload.capture.identity import StaticStorages
+    from tba_offload.capture.hooks import Capture
+
+
+class Returned(NamedTuple):
+    """A storage that a layer has returned.
+
+    Attributes:
+        storage: A weak reference to it.
+        nbytes: Its size.
+        layer: Index of the layer; of the last one for a storage that each layer passes on.
+        placement: How the layer ran.
+        number: How many were returned before it in the step.
+        is_main: Whether it is what the next layer is given.
+        is_put_out: Whether the model puts it out as well.
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    layer: int
+    placement: Placement
+    number: int
+    is_main: bool
+    is_put_out: bool = False
 
 
 class Outputs:
-    """Counts the storages of what the model put out.
+    """Counts what layers and the model put out, by weak references.
 
     Args:
+        capture: Knows the storages of the model itself, which do not count, and what is offloaded.
         device: Storages elsewhere do not count.
-        static: Storages of the model itself, which do not count either.
+        last: Index of the last layer.
 
     Attributes:
-        at_begin: Bytes that were there when the step began.
+        at_begin: Bytes that the model had put out before the step began, and that were there then.
+        returned: How many storages layers have returned in the step.
     """
 
-    def __init__(self, device: torch.device, static: StaticStorages) -> None:
-        self.at_begin = 0
-        self._static = static
+    def __init__(self, capture: Capture, device: torch.device, last: int) -> None:
+        self.at_begin = self.returned = 0
+        self._capture = capture
+        self._last = last
         self._live = LiveBytes(device)
+        self._of_layers: dict[int, Returned] = {}  # by address, in the forward that runs
+        self._unused: list[tuple[Returned, bool]] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are there now."""
+        """Bytes of what the model has put out that are there now."""
         return self._live.nbytes
 
     def begin_step(self) -> None:
         """Record that what is there now is of earlier steps."""
-        self.at_begin = self.nbytes
+        self.at_begin, self.returned = self.nbytes, 0
+        self._of_layers, self._unused = {}, []
 
-    def note(self, output: object) -> None:
-        """Record that the model's forward has ended with this output."""
+    def layer_returned(self, layer: int, placement: Placement, output: object) -> None:
+        """Record that a layer has returned ``output``."""
+        main = plain_storage(first_differentiable(output))
+        for storage in self._storages(output):
+            own, nbytes = weakref.ref(storage), storage.nbytes()
+            found = Returned(own, nbytes, layer, placement, self.returned, storage is main)
+            self._of_layers[storage._cdata] = found
+            self.returned += 1
+        if layer == self._last:
+            self._unused = list(self._without_users())
+
+    def _without_users(self) -> Iterator[tuple[Returned, bool]]:
+        """Yield what is alive and the offloader does not need, each with whether it is written."""
+        for each in self._of_layers.values():
+            if (storage := each.storage()) is not None:
+                record = self._capture.registry.record_of(storage)
+                if record is None or (record.source is None and record.state is not State.WAITS):
+                    yield each, record is not None
+
+    def model_ended(self, output: object) -> list[Returned]:
+        """Record that the model's forward has ended with ``output``.
+
+        Returns:
+            What the forward has held of its layers' outputs, and no graph.
+        """
+        put_out = {storage._cdata: storage for storage in self._storages(output)}
+        for storage in put_out.values():
+            self._live.add_storage(storage)
+        collected = []
+        for each, is_written in self._unused:
+            if (alive := each.storage()) is not None:
+                held_by_graph = Placement.RECOMPUTE if each.is_main else Placement.KEEP
+                if alive._cdata in put_out and each.placement not in {Placement.KEEP, held_by_graph}:
+                    collected.append(each._replace(is_put_out=True))
+            elif each.layer < self._last - each.is_main:  # others may be gone since the last layer has ended
+                collected.append(each)
+                self._capture.offloader.stats.held += each.nbytes if is_written else 0
+        self._of_layers, self._unused = {}, []
+        return collected
+
+    def _storages(self, output: object) -> Iterator[torch.UntypedStorage]:
         try:
-            tensors = list(tensors_in(output))
+            found = list(map(plain_storage, tensors_in(output)))
         except TooManyError:
             return
-        for storage in map(plain_storage, tensors):
-            if storage is not None and storage not in self._static:
-                self._live.add_storage(storage)
+        yield from (each for each in found if each is not None and each not in self._capture.static)

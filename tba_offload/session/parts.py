@@ -16,12 +16,12 @@ from tba_offload.errors import UnsupportedError
 from tba_offload.plan.model import Plan
 from tba_offload.recompute.verdicts import Verifier
 from tba_offload.session.budget import Budget, Watched, limits_of
-from tba_offload.session.memory_watch import MemoryWatch, Sources
+from tba_offload.session.memory_watch import MemoryWatch
 from tba_offload.session.meters import Meters
 from tba_offload.session.notices import Notices, tell
 from tba_offload.session.outputs import Outputs
 from tba_offload.session.ranges import Ranges
-from tba_offload.session.static_memory import ModuleTensors, static_bytes
+from tba_offload.session.static_memory import static_bytes
 from tba_offload.session.step_curve import StepCurve
 from tba_offload.store import open_store
 from tba_offload.transfer.offloader import Offloader
@@ -133,10 +133,9 @@ def make_parts(
     optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     states: list[OptimizerStates] = []
     weights = WeightsTraffic()
-    outputs = Outputs(device.torch_device, capture.static)
+    outputs = Outputs(capture, device.torch_device, len(stack.layers) - 1)
     memory_watch = MemoryWatch(
-        Sources(gradients.live, outputs, offloader, capture, ModuleTensors(modules), device.torch_device),
-        len(stack.layers),
+        gradients.live, outputs, capture, modules, [layer.id.name for layer in stack.layers]
     )
     curve = StepCurve(offloader, store, memory_watch, states, weights)
     meters.tell(memory_watch, curve)

@@ -391,11 +391,10 @@ def _boundaries_of(steps: Steps, parts: Parts, count_tokens: TokenCounter) -> Bo
     tail, is_whole = TailWatch(steps.ongoing), len(parts.modules) == 1
 
     def forward_ended(output: object) -> None:
+        collected = [] if steps.ongoing.meter is None else parts.outputs.model_ended(output)
         if is_whole:  # a loss does not follow each chunk
-            parts.memory_watch.model_ended()
+            parts.memory_watch.model_ended(collected)
         tail.watch(output)
-        if steps.ongoing.meter is not None:
-            parts.outputs.note(output)
 
     boundaries = Boundaries(
         steps,

@@ -54,17 +54,22 @@ def static_bytes(
     return nbytes
 
 
-def head_bytes(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> int:
-    """Bytes of the largest trained parameter that is in no layer.
+def largest_trained(
+    modules: Sequence[nn.Module], layers: Sequence[nn.Module]
+) -> tuple[list[tuple[str, int]], int]:
+    """Return the largest trained parameters beside the layers, by name, and the bytes of the largest in them.
 
     Args:
         modules: The model or its chunks.
         layers: Its layers.
     """
     of_layers = {parameter for layer in layers for parameter in torch.nn.Module.parameters(layer)}
-    all_of_them = chain.from_iterable(map(torch.nn.Module.parameters, modules))
-    trained = (each for each in all_of_them if each.requires_grad and each not in of_layers)
-    return max((each.numel() * each.element_size() for each in trained if not is_lazy(each)), default=0)
+    found = chain.from_iterable(map(torch.nn.Module.named_parameters, modules))
+    trained = [(name, each) for name, each in found if each.requires_grad and not is_lazy(each)]
+    sizes = [(name, each.numel() * each.element_size(), each in of_layers) for name, each in trained]
+    beside = [(name, nbytes) for name, nbytes, is_inside in sizes if not is_inside]
+    inside = max((nbytes for _, nbytes, is_inside in sizes if is_inside), default=0)
+    return sorted(beside, key=itemgetter(1), reverse=True)[:3], inside
 
 
 def frozen_bytes(
@@ -104,89 +109,34 @@ def _states(optimizer: Optimizer) -> Iterator[object]:
             yield from each if isinstance(each, (list, tuple)) else (each,)  # LBFGS: a history
 
 
-_MOST_NAMED = 100
-"""Tensors that are told: those after the first hundred hold little."""
-
-
-class ModuleTensors:
-    """Tensors that attributes of modules hold, beside parameters and buffers: tables, caches, outputs.
+def attributes_saved(modules: Iterable[nn.Module], registry: Registry) -> list[tuple[str, int, bool]]:
+    """Return what attributes of modules hold and layers have saved, beside parameters and buffers.
 
     Args:
         modules: The model or its chunks.
+        registry: What was saved in the step.
+
+    Returns:
+        For each tensor its name, its bytes, and whether it outlives the step, as a table does.
     """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = modules
-        self._before: set[int] = set()
-
-    def begin_step(self) -> None:
-        """Note what is there before a step."""
-        self._before = {storage._cdata for _, storage in self._all()}
-
-    def lasting(self, registry: Registry, device: torch.device) -> list[tuple[str, int]]:
-        """Return the largest of a device that were there before the step and no layer has saved.
-
-        Name and bytes.
-
-        Args:
-            registry: What was saved in this step.
-            device: The device.
-        """
-        seen = {
-            storage._cdata
-            for storage in map(plain_storage, chain.from_iterable(map(_own, self._modules)))
-            if storage
-        }
-        found: list[tuple[str, int]] = []
-        for name, storage in self._all():
-            key = storage._cdata
-            if key in self._before and key not in seen and storage.device == device:
-                seen.add(key)
-                if not _is_saved(registry, storage):
-                    found.append((name, storage.nbytes()))
-        return sorted(found, key=itemgetter(1), reverse=True)[:_MOST_NAMED]
-
-    def saved(self, registry: Registry) -> list[tuple[str, int, bool]]:
-        """Those that layers have saved in this step: name, bytes, and whether it was there before the step.
-
-        Args:
-            registry: What was saved.
-        """
-        found: dict[int, tuple[str, int, bool]] = {}
-        for name, storage in self._all():
-            if _is_saved(registry, storage):
-                key = storage._cdata
-                found.setdefault(key, (name, storage.nbytes(), key in self._before))
-        return list(found.values())
-
-    def _all(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        for module in self._modules:
-            for name, inner in module.named_modules():
-                for attribute, tensor in _attributes(inner):
-                    storage = plain_storage(tensor)
-                    if storage is not None:
-                        yield f"{name}.{attribute}".lstrip("."), storage
-
-
-def _own(module: nn.Module) -> Iterator[object]:
-    """Yield what a module is known to hold."""
-    yield from chain(torch.nn.Module.parameters(module), torch.nn.Module.buffers(module), _gradients(module))
-
-
-def _is_saved(registry: Registry, storage: torch.UntypedStorage) -> bool:
-    return registry.is_kept(storage) or registry.record_of(storage) is not None
+    found: dict[int, tuple[str, int, bool]] = {}
+    for name, inner in chain.from_iterable(map(torch.nn.Module.named_modules, modules)):
+        for attribute, tensor in _attributes(inner):
+            storage = plain_storage(tensor)
+            if storage is not None and (registry.is_kept(storage) or registry.record_of(storage) is not None):
+                lasts = isinstance(tensor, torch.Tensor) and tensor.grad_fn is None
+                known = f"{name}.{attribute}".lstrip("."), storage.nbytes(), lasts
+                found.setdefault(storage._cdata, known)
+    return list(found.values())
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
     """Yield the attributes of a module beside parameters, buffers and modules, and the items of its lists."""
     for name, value in list(vars(module).items()):
-        if name.startswith("_") and isinstance(value, dict) and name in _OF_TORCH:
-            continue
-        if isinstance(value, dict):
-            items: Iterable[object] = value.values() if len(value) <= _MOST_ITEMS else ()
-        else:
-            items = value if isinstance(value, list | tuple) and len(value) <= _MOST_ITEMS else (value,)
-        yield from ((name, item) for item in items)
+        if name not in _OF_TORCH:
+            items = list(value.values()) if isinstance(value, dict) else value
+            is_short = isinstance(items, list | tuple) and len(items) <= _MOST_ITEMS
+            yield from ((name, item) for item in (items if is_short else (value,)))
 
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))

@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tba_offload.capture.identity import StaticStorages
-from tba_offload.capture.registry import Registry
 from tba_offload.capture.scope import ScopeKey
 from tba_offload.device.memory import MemoryMeter
 from tba_offload.plan.beside import Beside
-from tba_offload.session.memory_seen import BETWEEN, EMBEDDINGS
-from tba_offload.session.memory_watch import MemoryWatch, Sources
+from tba_offload.session.memory_watch import EMBEDDINGS, MemoryWatch
 from tba_offload.session.outputs import Outputs
-from tba_offload.session.static_memory import ModuleTensors, frozen_bytes, head_bytes, static_bytes
+from tba_offload.session.static_memory import frozen_bytes, static_bytes
 
 CPU = torch.device("cpu")
 
@@ -80,21 +77,9 @@ class Bench:
         offloader: Any = SimpleNamespace(ledger=self.ledger, own_bytes=0)
         self.offloader = offloader
         self.lookahead = Used()
-        capture: Any = SimpleNamespace(trace=self.trace, registry=Registry(), lookahead=self.lookahead)
+        capture: Any = SimpleNamespace(trace=self.trace, lookahead=self.lookahead, offloader=offloader)
         gradients: Any = SimpleNamespace(parts=(7, 0))
-        self.gradients, self.static = gradients, StaticStorages()
-        self.outputs = Outputs(CPU, self.static)
-        self.watch = MemoryWatch(
-            Sources(
-                gradients,
-                self.outputs,
-                offloader,
-                capture,
-                ModuleTensors([]),
-                torch.device("cpu"),
-            ),
-            2,
-        )
+        self.watch = MemoryWatch(gradients, Outputs(capture, CPU, 1), capture, [], ["layers.0", "layers.1"])
         self.meter.tell(self.watch.seen)
         self.begin(number)
 
@@ -162,7 +147,7 @@ def test_what_lies_beside_a_layer_is_told_for_both_its_runs() -> None:
     bench = Bench()
     bench.grow(3)  # embeddings
     bench.forward("keep")
-    bench.watch.model_ended()
+    bench.watch.model_ended([])
     bench.backward(1)
     bench.grow(8)
     bench.grow(-18)
@@ -177,7 +162,7 @@ def test_what_backward_has_used_makes_room_for_what_it_needs_later(*, samples: b
     """A meter of stretches does not tell how much was used when there was most."""
     bench = Bench(samples=samples)
     bench.forward("offload", nbytes=0)
-    bench.watch.model_ended()
+    bench.watch.model_ended([])
     bench.lookahead.sizes.append((run_of(1), 1000))  # before, in another pass
     bench.backward(1)
     bench.grow(20)  # gradients of what the layer put out
@@ -191,51 +176,16 @@ def test_what_backward_has_used_makes_room_for_what_it_needs_later(*, samples: b
     assert bench.watch.layers[1].beside == Beside(5, 75, whole)
 
 
-def test_what_backward_finds_in_memory_makes_room_when_it_is_done_with_it() -> None:
-    """The books have it until then, as settled."""
-    bench = Bench()
-    bench.forward("offload", nbytes=0)
-    bench.watch.model_ended()
-    bench.grow(30, in_flight=30)  # an activation whose write does not end
-    bench.backward(1)
-    bench.grow(20)  # the gradient of the output
-    bench.lookahead.sizes.append((run_of(1), 0))  # what the ledger has is not told
-    bench.grow(0, in_flight=-30, settled=30)
-    bench.grow(40)  # what the operation makes
-    assert bench.watch.peaks["backward"].nbytes == 90
-    bench.grow(-50, settled=-30)
-    bench.watch.leave(EMBEDDINGS)
-    assert bench.watch.layers[1].beside == Beside(5, 60, 60)
-
-
 def test_the_loss_comes_after_the_model_whichever_layer_ran_last() -> None:
     bench = Bench()
     bench.watch.layer_begins(0)
     bench.grow(10)
     bench.watch.layer_ended(0, "keep")  # the next one is skipped
-    bench.watch.model_ended()
+    bench.watch.model_ended([])
     bench.grow(30)
     bench.backward(0)
     assert bench.watch.runs.beside_at_loss == 30
     assert bench.held["loss"]["kept"] == 10
-
-
-def test_what_the_offloader_holds_is_left_by_no_layer() -> None:
-    bench = Bench()
-    bench.watch.layer_begins(0)
-    bench.grow(10, in_flight=8)
-    bench.watch.layer_ended(0, "offload")
-    bench.watch.layer_begins(1)
-    assert bench.watch.layers[0].leaves == 2
-    assert bench.held["forward"]["in_flight"] == 8
-    assert bench.held["forward"]["outputs"] == 0  # not yet known when memory was at its peak
-
-
-def test_what_is_read_ahead_is_not_in_flight_twice() -> None:
-    bench = Bench()
-    bench.backward(1)
-    bench.grow(10, in_flight=10, read_ahead=6)
-    assert (bench.held["backward"]["in_flight"], bench.held["backward"]["read_ahead"]) == (4, 6)
 
 
 def test_what_is_read_ahead_for_others_is_nothing_that_a_layer_takes() -> None:
@@ -245,54 +195,6 @@ def test_what_is_read_ahead_for_others_is_nothing_that_a_layer_takes() -> None:
     bench.grow(20, read_ahead=-15)  # it uses some, and works with more
     bench.backward(0)
     assert bench.watch.layers[1].backward == 35
-
-
-def test_backward_lets_go_of_a_run_when_it_comes_to_the_next() -> None:
-    bench = Bench()
-    for _ in range(2):
-        bench.forward("keep")
-    bench.backward(1)
-    bench.grow(100)
-    assert bench.held["backward"]["kept"] == 40
-    bench.backward(0)
-    bench.grow(100)
-    assert bench.held["backward"]["kept"] == 30
-    assert bench.watch.peaks["backward"].layer == 0
-    assert bench.watch.layers[1].backward == 100
-    bench.watch.leave(EMBEDDINGS)
-    bench.watch.layer_begins(0)
-    bench.grow(1000)
-    assert bench.held["forward"]["kept"] == 20
-
-
-def test_small_tensors_are_told_apart_from_what_else_a_layer_leaves() -> None:
-    bench = Bench()
-    bench.watch.layer_begins(1)
-    bench.trace.kept_bytes = 4
-    bench.grow(10)
-    bench.watch.layer_ended(1, "offload")
-    bench.grow(5)
-    assert (bench.held["loss"]["small"], bench.held["loss"]["outputs"]) == (4, 6)
-
-
-def test_what_a_plan_keeps_of_a_layer_that_travels_is_kept() -> None:
-    bench = Bench()
-    bench.watch.layer_begins(1)
-    bench.trace.kept_bytes, bench.trace.planned_kept_bytes = 7, 3
-    bench.grow(10)
-    bench.watch.layer_ended(1, "offload-50%")
-    bench.grow(5)
-    held = bench.held["loss"]
-    assert (held["kept"], held["small"], held["outputs"]) == (3, 4, 3)
-
-
-def test_what_was_there_when_a_layer_began_lies_beside_it() -> None:
-    bench = Bench()
-    bench.grow(12)
-    bench.watch.layer_begins(0)
-    bench.grow(8)
-    peak = bench.watch.peaks["forward"]
-    assert (peak.nbytes, peak.beside, peak.gradients) == (20, 12, 7)
 
 
 @pytest.mark.parametrize(("samples", "steps"), [(True, range(1, 20)), (False, (1, 2, 3, 4, 8, 16))])
@@ -306,106 +208,6 @@ def test_where_looking_takes_long_few_steps_are_looked_at(samples: bool, steps: 
         bench.watch.stop()
         assert not bench.watch.is_on
     assert looked == list(steps)
-
-
-def test_the_fullest_moment_counts_gradients() -> None:
-    """With activations alone it would be the first layer of backward, where hardly any are there."""
-    bench = Bench()
-    for index, gradients in ((1, 10), (0, 200)):
-        bench.gradients.parts = (gradients, 0)
-        bench.backward(index)
-        bench.meter.aside = gradients
-        bench.grow(50)
-        bench.grow(-60)
-    peak = bench.watch.peaks["backward"]
-    assert (peak.layer, peak.gradients) == (0, 200)
-
-
-def test_gradients_that_came_after_a_sample_do_not_count() -> None:
-    bench = Bench()
-    bench.backward(1)
-    bench.gradients.parts = (900, 0)
-    bench.meter.aside = 30
-    bench.grow(50)
-    assert bench.watch.peaks["backward"].gradients == 30
-
-
-def test_the_loss_comes_after_the_layer_that_runs_last() -> None:
-    """As in a model of two stacks, of which the second runs first; the first step shows which it is."""
-    bench = Bench()
-    for number in (1, 2):
-        bench.begin(number)
-        assert bench.watch.layer_begins(1)
-        bench.watch.layer_ended(1, "keep")
-        bench.grow(70)
-        assert not bench.watch.layer_begins(0)
-        bench.grow(-70)
-        bench.watch.layer_ended(0, "keep")
-        bench.grow(20)
-        bench.grow(-20)
-        bench.backward(0)
-    assert bench.watch.peaks["loss"].nbytes == 20
-
-
-def test_what_comes_after_a_backward_is_not_of_the_embeddings() -> None:
-    bench = Bench()
-    bench.forward("keep")
-    bench.backward(0)
-    bench.watch.leave(EMBEDDINGS)
-    bench.grow(5)
-    bench.watch.leave(BETWEEN)
-    bench.grow(300)
-    bench.backward(1)
-    assert bench.watch.peaks["between"].nbytes > 300 > bench.watch.peaks["embeddings"].nbytes
-
-
-def test_what_went_with_the_output_is_left_by_no_layer() -> None:
-    bench = Bench()
-    bench.forward("offload")
-    bench.grow(-15)
-    bench.backward(1)
-    assert bench.held["backward"]["outputs"] == 5
-
-
-def test_outputs_of_earlier_steps_are_none_of_what_lasts() -> None:
-    bench = Bench()
-    output = {"logits": torch.zeros(10), "cache": [torch.zeros(5)]}
-    bench.outputs.note(output)
-    bench.meter.now += 60
-    bench.outputs.begin_step()
-    bench.begin(2)
-    bench.watch.layer_begins(0)
-    assert (bench.outputs.at_begin, bench.held["forward"]["put_out"]) == (60, 60)
-    assert bench.watch.peaks["forward"].nbytes == 60
-    del output
-    assert bench.outputs.nbytes == 0
-    weight = torch.zeros(9)
-    bench.static.refresh([nn.ParameterList([weight])])
-    bench.outputs.note(nn.ParameterList([weight])[0])
-    bench.outputs.begin_step()
-    assert bench.outputs.at_begin == 0
-
-
-def test_steps_without_news_are_not_told() -> None:
-    bench = Bench()
-    told = []
-    for number, nbytes in enumerate([100, 50, 50, 50, 110, 120, 50, 50], start=1):
-        bench.begin(number - 1)
-        bench.grow(nbytes)
-        bench.grow(-nbytes)
-        bench.watch.stop()
-        if bench.watch.figures() is not None:
-            told.append(number)
-    assert told == [1, 2, 3, 4, 5, 8]
-
-
-def test_a_step_that_is_not_measured_has_no_figures() -> None:
-    bench = Bench()
-    bench.watch.begin_step(None, 0)
-    bench.watch.started()
-    bench.grow(10)
-    assert not bench.watch.is_on
-    assert bench.watch.figures() is None
 
 
 # What lasts
@@ -426,21 +228,6 @@ def test_each_storage_counts_once_for_what_holds_it_first() -> None:
         "masters": 0,
     }
     assert set(static_bytes([model], [optimizer], [], torch.device("meta")).values()) == {0}
-
-
-def test_states_in_lists_count() -> None:
-    """LBFGS keeps the directions of earlier steps."""
-    model = nn.Linear(10, 10, bias=False)
-    optimizer = torch.optim.LBFGS(model.parameters())
-    optimizer.state[model.weight] = {"old_dirs": [torch.zeros(100), torch.zeros(100)], "d": torch.zeros(100)}
-    assert static_bytes([model], [optimizer], [], CPU)["optimizer_states"] == 1200
-
-
-def test_the_head_is_the_largest_trained_parameter_beside_layers() -> None:
-    model = nn.ModuleList([nn.Linear(10, 100, bias=False), nn.Linear(10, 10), nn.Linear(10, 50, bias=False)])
-    assert head_bytes([model], [model[0]]) == 2000
-    model[2].requires_grad_(requires_grad=False)
-    assert head_bytes([model], [model[0]]) == 400
 
 
 def test_frozen_weights_that_could_travel_are_those_of_layers() -> None:
@@ -464,18 +251,3 @@ def test_parameters_of_an_optimizer_that_are_not_the_models_are_masters() -> Non
     optimizer = torch.optim.SGD([*masters, *model.parameters()])
     static = static_bytes([model], [optimizer], [], CPU)
     assert (static["parameters"], static["masters"]) == (200, 400)
-
-
-def test_attributes_of_modules_that_layers_have_saved_are_named() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    kept, made, other = torch.zeros(10), torch.zeros(20), torch.zeros(30)
-    model[0].table, model[0].unused = kept, other  # type: ignore[assignment]
-    tensors, registry = ModuleTensors([model]), Registry()
-    tensors.begin_step()
-    model[0].outputs = [made]  # type: ignore[assignment]
-    for tensor in (kept, made):
-        registry.note_kept(tensor.untyped_storage())
-    model[0].alias = [model[0].weight]  # type: ignore[assignment]
-    assert tensors.saved(registry) == [("0.table", 40, True), ("0.outputs", 80, False)]
-    assert tensors.lasting(registry, torch.device("cpu")) == [("0.unused", 120)]
-    assert tensors.lasting(registry, torch.device("meta")) == []
