@@ -17,8 +17,7 @@ from tba_offload.cli.demo import demo
 from tba_offload.cli.doctor import doctor
 from tba_offload.cli.init import init
 from tba_offload.cli.megatron import launch, patch
-from tba_offload.cli.runs import plan, report, rok, timeline
-from tba_offload.cli.why import why
+from tba_offload.cli.runs import plan, report, rok, timeline, why
 from tba_offload.errors import ConfigError, TbaError
 from tba_offload.formatting import quoted, visible
 

@@ -1,4 +1,4 @@
-"""Commands that read run logs: ``rok``, ``plan``, ``timeline`` and ``report``.
+"""Commands that read run logs: ``why``, ``rok``, ``plan``, ``timeline`` and ``report``.
 
 Each imports what it needs when it runs, so that reading a log never waits for torch.
 """
@@ -26,6 +26,25 @@ _RUNS = click.argument("runs", metavar="RUN.jsonl...", nargs=-1, required=True, 
 
 def _output(what: str, **more: Any) -> Callable[[FC], FC]:
     return click.option("-o", "--output", metavar="FILE", type=FILE, help=what, **more)
+
+
+@click.command()
+@_RUN
+@JSON
+def why(run: Path, *, as_json: bool) -> None:
+    """Say why memory is where it is, and the one change that would help most.
+
+    From a run log: the phase and the layer in which memory is at its peak, what holds it, what was planned
+    and what was measured. Of several ranks the fullest counts.
+    """
+    from tba_offload.report import text
+    from tba_offload.report.why import why as diagnose
+
+    diagnosis = diagnose(run)
+    if as_json:
+        click.echo(json.dumps(diagnosis.as_json(), indent=2))
+    else:
+        text.show(*diagnosis.parts())
 
 
 @click.command()
