@@ -38,7 +38,6 @@ from tba_offload.capture.saved import Borrowed, Kept, Packed
 from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, StepTrace, Treatment
 from tba_offload.device.ranges import aligned_range
-from tba_offload.errors import TransferError
 from tba_offload.layers import untraced
 from tba_offload.layers.graph import (
     check_version,
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
 
     from tba_offload.capture.recipes import Unpack
     from tba_offload.capture.registry import SeenView
-    from tba_offload.recompute.rescue import Rescue
     from tba_offload.transfer.offloader import Offloader
 
 GATHER_BELOW = 0.75
@@ -163,18 +161,6 @@ class Capture:
         record = self._record_over(tensor, view)
         return Kept(tensor) if record is None else Borrowed(tensor, view, record)
 
-    def borrow(self, tensor: torch.Tensor) -> Kept | Borrowed | None:
-        """Return a hold that keeps no memory that counts; ``None`` of what is not understood."""
-        if not is_understood(tensor, tensor.device):
-            return None
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < self.min_tensor_bytes or storage in self.static:
-            return Kept(tensor)
-        if tensor.device != self.device:
-            return None
-        view = View.of(tensor)
-        return Borrowed(tensor, view, self._record_over(tensor, view))
-
     def _record_over(self, tensor: torch.Tensor, view: View) -> Record | None:
         """Return the record that has the bytes of a tensor."""
         lo, hi, _ = view.footprint()
@@ -184,7 +170,7 @@ class Capture:
         return found.record if found is not None and found.record.span_over(lo, hi) is not None else None
 
     def held(self, hold: Kept | Borrowed) -> torch.Tensor | None:
-        """Return the tensor of a hold; ``None`` if it was changed, or is gone.
+        """Return the tensor of a hold; ``None`` if it was changed.
 
         This is no use by backward, so nothing is learned from it.
 
@@ -196,10 +182,6 @@ class Capture:
         if isinstance(hold, Kept):
             return hold.tensor
         lo, hi, _ = hold.view.footprint()
-        if hold.record is None:
-            memory = hold.storage()
-            # One that was resized to nothing is alive but empty.
-            return viewed(memory, hold.view) if memory is not None and memory.nbytes() >= hi else None
         handle = self.offloader.borrow(hold.record, lo, hi)
         if handle is None:
             return None
@@ -241,13 +223,7 @@ class Capture:
         if handle.tensor is not None and (recalled := self._recall(handle, trace)) is not None:
             return recalled
         is_first = not handle.drop.read
-        try:
-            storage, shift = self.offloader.reader.fetch(handle)
-        except TransferError as error:
-            made = self._make_again(packed)
-            if made is None:
-                raise
-            storage, shift = self.offloader.reader.replace(handle, made, error)
+        storage, shift = self.offloader.reader.fetch(handle)
         # Before the I/O threads are woken: these calls let go of the GIL, and they would take it.
         if packed.spread is None:
             tensor = restore(storage, packed.view, packed.witness, shift)
@@ -273,23 +249,6 @@ class Capture:
             self.lookahead.used(handle.record.key)  # type: ignore[arg-type]
         return tensor
 
-    def _make_again(self, packed: Packed) -> torch.UntypedStorage | None:
-        """Return a storage like that of a saved tensor which a drive has lost; None if there is no way."""
-        handle = packed.handle
-        if packed.rescue is None or not self.offloader.reader.is_lost(handle):
-            return None
-        tensor = packed.rescue.saved(packed.number, handle.record)
-        if tensor is None or not is_understood(tensor, self.device):
-            return None
-        if View.of(tensor) != (packed.spread or packed.view):
-            return None
-        if packed.spread is not None:
-            tensor = viewed(tensor.untyped_storage(), packed.spread.distinct()).contiguous()
-        storage = tensor.untyped_storage()
-        if storage.nbytes() != handle.record.nbytes or not self.offloader.reader.can_be(handle, storage):
-            return None
-        return storage
-
     def _spread(self, gathered: torch.Tensor, view: View, packed: Kept | Packed) -> torch.Tensor:
         """Put gathered elements back where their view had them; what lies between them is undefined."""
         lo, hi, _ = view.footprint()
@@ -306,7 +265,6 @@ class LayerHooks:
         capture: What the session captures.
         key: The scope.
         when_slow: Whether activations may be kept when the window is full.
-        rescue: Makes again what a drive does not give back, if that is possible.
     """
 
     __slots__ = (
@@ -316,7 +274,6 @@ class LayerHooks:
         "_key",
         "_learned",
         "_node",
-        "_rescue",
         "_small",
         "_unpack",
         "_when_slow",
@@ -330,13 +287,11 @@ class LayerHooks:
         key: ScopeKey,
         *,
         when_slow: bool,
-        rescue: Rescue | None = None,
     ) -> None:
         self.capture = capture
         self._key = key
         self._when_slow = when_slow
         self._learned: Container[tuple[int, int]] = capture.registry.learned.get(key.layer, ())
-        self._rescue = rescue
         # What gives back what is packed here: it must not know this object, which is of one scope only.
         self._unpack: Unpack = capture.unpack
         self.saved = 0  # tensors, parameters among them: a second run counts them alike
@@ -448,13 +403,13 @@ class LayerHooks:
             # Before another thread may find the record: its first handle has to be the one that waits.
             handle = Handle(record, lo, hi, offloader.drops, tensor=witness, stream=stream)
             trace = capture.add(record, storage, witness, view, footprint)
-            packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
+            packed = Packed(tensor, view, handle, witness, trace)
             offloader.writer.collect(record)
             return packed
         witness, record = version_witness(tensor), Record(storage, key)
         trace = capture.add(record, storage, witness, view, footprint)
         handle = Handle(record, lo, hi, offloader.drops)
-        packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
+        packed = Packed(tensor, view, handle, witness, trace)
         self._queue(packed, record, storage, footprint, is_filled=is_filled)
         return packed
 
@@ -480,7 +435,7 @@ class LayerHooks:
         handle = Handle(record, lo, hi, self.capture.offloader.drops)
         if record.state is State.RELEASED:  # by another thread, until this handle was counted
             return self._pack_new(tensor, storage, (view, footprint))
-        packed = Packed(tensor, view, handle, witness, trace, self._rescue, self.saved)
+        packed = Packed(tensor, view, handle, witness, trace)
         for span in record.spans:
             if span.lo <= lo and hi <= span.hi:
                 self.capture.trace.deduplicated_bytes += distinct
@@ -623,7 +578,6 @@ class SharingHooks(LayerHooks):
         key: The scope.
         stays: Says of each activation, by its bytes, whether it stays: in the order of saving, of each once.
         when_slow: Whether activations may be kept when the window is full.
-        rescue: Makes again what a drive does not give back, if that is possible.
     """
 
     __slots__ = ("_stays",)
@@ -635,9 +589,8 @@ class SharingHooks(LayerHooks):
         stays: Callable[[int], bool],
         *,
         when_slow: bool,
-        rescue: Rescue | None = None,
     ) -> None:
-        super().__init__(capture, key, when_slow=when_slow, rescue=rescue)
+        super().__init__(capture, key, when_slow=when_slow)
         self._stays = stays
 
     def _pack_new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, seen: SeenView) -> Kept | Packed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,6 @@ from tba_offload.capture.identity import View, local_of, version_witness, viewed
 
 if TYPE_CHECKING:
     from tba_offload.capture.trace import ActivationTrace
-    from tba_offload.recompute.rescue import Rescue
     from tba_offload.transfer.storage import Handle, Record
 
 
@@ -54,16 +52,12 @@ class Packed:
         view: What to rebuild from the record's bytes.
         spread: If the bytes were gathered: the view of the original storage to spread them into again.
         address: Where the first element lay.
-        rescue: Makes it again if a drive does not give it back; ``None`` where that is not possible.
-        number: Which of the tensors that its scope saved it is, from 1.
     """
 
     __slots__ = (
         "__weakref__",
         "address",
         "handle",
-        "number",
-        "rescue",
         "spread",
         "trace",
         "version",
@@ -78,8 +72,6 @@ class Packed:
         handle: Handle,
         witness: torch.Tensor,
         trace: ActivationTrace,
-        rescue: Rescue | None,
-        number: int,
     ) -> None:
         self.handle = handle
         self.view = view
@@ -89,26 +81,22 @@ class Packed:
         self.spread: View | None = None
         local = tensor if type(tensor) is torch.Tensor else local_of(tensor)
         self.address = local.data_ptr()
-        self.rescue = rescue
-        self.number = number
 
 
 class Borrowed:
-    """A tensor that is there as long as something else has its bytes: memory, or a record.
+    """A tensor whose bytes a record has.
 
     Attributes:
-        record: The record; ``None`` if there is none.
-        storage: The memory.
+        record: The record.
         view: How the tensor looks at it.
         witness: Shares its version counter.
         version: What that counter said.
     """
 
-    __slots__ = ("record", "storage", "version", "view", "witness")
+    __slots__ = ("record", "version", "view", "witness")
 
-    def __init__(self, tensor: torch.Tensor, view: View, record: Record | None) -> None:
+    def __init__(self, tensor: torch.Tensor, view: View, record: Record) -> None:
         self.record = record
-        self.storage = weakref.ref(tensor.untyped_storage())
         self.view = view
         self.witness = version_witness(tensor)
         self.version = tensor._version

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tba_offload.errors import SavedTensorModifiedError
-from tba_offload.layers.nested import TooManyError, tensors_in
+from tba_offload.layers.nested import tensors_in
 from tba_offload.recompute.code import PLAIN
 from tba_offload.recompute.contents import SMALL, Contents, Held, address_of, copy_of, version_of
 from tba_offload.recompute.digest import digests
@@ -330,11 +330,3 @@ def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the tensor's dimensions; of a strided nested tensor, which has none to ask for, its elements."""
     has_none = tensor.is_nested and tensor.layout is torch.strided
     return (tensor.numel(),) if has_none else tuple(tensor.shape)
-
-
-def holds_tensors(value: object) -> bool:
-    """Whether there is a tensor in nested containers and objects, as far as they can be looked into."""
-    try:
-        return next(tensors_in(value), None) is not None
-    except TooManyError:
-        return True

@@ -19,7 +19,6 @@ from tba_offload.layers.checkpoint import with_tensors, without_tensors
 from tba_offload.layers.graph import first_differentiable
 from tba_offload.layers.nested import TooManyError
 from tba_offload.recompute.observation import TOO_MANY
-from tba_offload.recompute.surroundings import holds_tensors
 from tba_offload.recompute.verdicts import NESTED, OTHER_NUMBERS
 
 if TYPE_CHECKING:
@@ -50,14 +49,6 @@ class Arguments:
         self._layout = without_tensors((args, tuple(kwargs.items())), tensors)
         self._held = [(hold(tensor), tensor.requires_grad) for tensor in tensors]
 
-    def keep_no_memory(self) -> bool:
-        """Whether there is a hold of each tensor, and no other is hidden in an object."""
-        return all(hold is not None for hold, _ in self._held) and not holds_tensors(self._layout)
-
-    def lie_in(self, record: object) -> bool:
-        """Whether a record has the bytes of a tensor among them."""
-        return any(getattr(hold, "record", None) is record for hold, _ in self._held)
-
     def again(self, fetch: Callable[[Any], Tensor | None]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the same arguments, apart from any graph; None if a tensor among them is not what it was.
 
@@ -74,8 +65,11 @@ class Arguments:
         return args, dict(kwargs)
 
 
-class Watched:
-    """One execution of a layer that is kept or offloaded, and may be run again on what it was called with.
+class Trial:
+    """A second run of a layer that is kept or offloaded, to see whether it could be recomputed.
+
+    It takes place where a recomputation would: when backward comes to the layer. The hold of an argument may
+    keep its memory where none of the layers has saved it.
 
     Args:
         verifier: What the session knows of second runs.
@@ -104,16 +98,7 @@ class Watched:
         self._fetch = fetch
         self._observed: Observation | None = None
         self._arguments: Arguments | None = None
-
-
-class Trial(Watched):
-    """A second run of a layer that is kept or offloaded, to see whether it could be recomputed.
-
-    It takes place where a recomputation would: when backward comes to the layer. The hold of an argument may
-    keep its memory where none of the layers has saved it.
-    """
-
-    _count: int | None = None
+        self._count: int | None = None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> object:
         """Run the layer as it would run without a trial."""

@@ -115,10 +115,6 @@ class Verifier:
         """Whether the planner's choice to recompute a layer can be followed now."""
         return self.is_trusted(mode) and not has_hooks(self.layers[mode.layer].module)
 
-    def may_rescue(self, mode: Mode) -> bool:
-        """Whether a second run of a layer may stand for its first one."""
-        return self.may_repeat(mode) and not is_scaled()
-
     def compares(self, mode: Mode) -> bool:
         """Whether the run that begins is compared as a whole: the first one of each layer in each mode."""
         index = mode.layer

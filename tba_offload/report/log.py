@@ -152,7 +152,6 @@ class StepRecord:
         offloaded_bytes: Bytes written to the store.
         read_bytes: Bytes read back from the store.
         reread_bytes: Bytes read again because a read of them failed.
-        rescued_bytes: Bytes that a drive did not give back, made again by repeating the forward of a layer.
         host_offloaded_bytes: Those of the bytes written that went to host memory beside the drives.
         host_read_bytes: Those of the bytes read that came from there.
         forwarded_bytes: Bytes handed to backward from memory, without a read, because they were still there.
@@ -213,7 +212,6 @@ class StepRecord:
     offloaded_bytes: int = 0
     read_bytes: int = 0
     reread_bytes: int = 0
-    rescued_bytes: int = 0
     host_offloaded_bytes: int = 0
     host_read_bytes: int = 0
     forwarded_bytes: int = 0

@@ -8,7 +8,6 @@ from tba_offload.capture.hooks import LayerHooks, SharingHooks
 from tba_offload.capture.rematerialize import RematerializingHooks
 from tba_offload.placements import Placement, Staying
 from tba_offload.recompute.attention import AttentionOnce
-from tba_offload.recompute.rescue import Rescue
 from tba_offload.recompute.run import Run
 from tba_offload.recompute.trial import Trial
 
@@ -73,9 +72,8 @@ class Call:
 
     def _offload_repeatable(self) -> object:
         """Offload, with what runs the layer a second time, if that is of use."""
-        forward = self._forward(may_be_rescued=not self._placement.rebuilds)
-        rescue = forward if isinstance(forward, Rescue) else None
-        hooks = self._hooks(rescue)
+        forward = self._forward()
+        hooks = self._hooks()
         if isinstance(forward, Trial):
             hooks.wrap_unpack(forward.noticing)
         with hooks:
@@ -118,14 +116,12 @@ class Call:
         """Whether the planner decides on the layer."""
         return self._site.index in self._parts.planning.chosen
 
-    def _forward(self, *, may_be_rescued: bool) -> Callable[..., object]:
+    def _forward(self) -> Callable[..., object]:
         """Return the layer's forward; with what runs it a second time, if that is of use."""
         verifier, world = self._parts.verifier, self._parts.world
         if not self._is_choice and not verifier.verdicts:
             return self._site.forward  # a layer of many modules would be asked for their modes in vain
         mode = verifier.mode_of(self._site.index)
-        if may_be_rescued and verifier.may_rescue(mode) and world.is_alone:
-            return self._rescued(mode)
         if self._is_choice and world.may_plan_recomputation and verifier.may_try(mode):
             return self._tried(mode)
         return self._site.forward
@@ -139,27 +135,17 @@ class Call:
             fetch=self._parts.capture.held,
         )
 
-    def _rescued(self, mode: Mode) -> Rescue:
-        """To make again what a drive does not give back."""
-        return Rescue(
-            *(self._parts.verifier, mode, self._site.forward),
-            device=self._parts.device.torch_device,
-            hold=self._parts.capture.borrow,
-            fetch=self._parts.capture.held,
-            samples_only=self._config.store.checksum,
-        )
-
     # ---- hooks -----------------------------------------------------------------------------------
 
-    def _hooks(self, rescue: Rescue | None = None) -> LayerHooks:
+    def _hooks(self) -> LayerHooks:
         key, slow = self._scope.key, self._keeps_when_slow
         if self._placement.rebuilds and not self._site.is_compiled:  # a graph of one node tells nothing
             layer, recipes = self._site.layer.module, self._parts.rebuilds
             return RematerializingHooks(recipes, layer, key, when_slow=slow)
         if self._placement.percent < 100:
             stays = Staying(self._placement.percent).stays
-            return SharingHooks(self._parts.capture, key, stays, when_slow=slow, rescue=rescue)
-        return LayerHooks(self._parts.capture, key, when_slow=slow, rescue=rescue)
+            return SharingHooks(self._parts.capture, key, stays, when_slow=slow)
+        return LayerHooks(self._parts.capture, key, when_slow=slow)
 
     @property
     def _keeps_when_slow(self) -> bool:

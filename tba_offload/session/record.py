@@ -299,7 +299,6 @@ def record_of(
         offloaded_bytes=stats.offloaded,
         read_bytes=stats.read,
         reread_bytes=stats.reread,
-        rescued_bytes=stats.rescued,
         host_offloaded_bytes=sum(load.write.nbytes for load in on_host),
         host_read_bytes=sum(load.read.nbytes for load in on_host),
         forwarded_bytes=stats.forwarded,

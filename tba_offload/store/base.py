@@ -471,14 +471,6 @@ class ActivationStore(ABC):
     def place(self, extent: Extent) -> str:
         """Where an extent lies, for messages: the directory, or what else the store is."""
 
-    def holds(self, extent: Extent, source: ByteRange) -> bool | None:  # noqa: ARG002 - as below
-        """Whether these are the bytes that were written to an extent, by their checksum.
-
-        Returns:
-            ``None`` if there is no checksum of them.
-        """
-        return None
-
     @abstractmethod
     def take_loads(self) -> list[DriveLoad]:
         """Return what each drive has moved since the last call."""

@@ -14,7 +14,6 @@ from tba_offload.store.batching import BatchingStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tba_offload.device import ByteRange
     from tba_offload.store.base import (
         ActivationStore,
         DriveLoad,
@@ -109,10 +108,6 @@ class CombinedStore(BatchingStore):
     def place(self, extent: Extent) -> str:
         """Where in its store the extent lies; see :meth:`ActivationStore.place`."""
         return self._store_of(extent).place(extent)
-
-    def holds(self, extent: Extent, source: ByteRange) -> bool | None:
-        """Compare bytes with a checksum; see :meth:`ActivationStore.holds`."""
-        return self._store_of(extent).holds(extent, source)
 
     def suspend(self, extent: Extent, cause: BaseException) -> None:
         """Take the drive of an extent out of service; see :meth:`ActivationStore.suspend`."""

@@ -34,7 +34,6 @@ from tba_offload.store.transfers import Mover, Transfer, begin
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tba_offload.device import ByteRange
     from tba_offload.store.backend import Backend
     from tba_offload.store.base import Extent, IoFuture, Moved, ReadOrder, WriteOrder
     from tba_offload.store.options import StoreOptions
@@ -77,11 +76,6 @@ class QueuedStore(Figures):
             raise
 
     # What callers see.
-
-    def holds(self, extent: Extent, source: ByteRange) -> bool | None:
-        """Compare bytes with the checksum of an extent; see :meth:`ActivationStore.holds`."""
-        written = self._leases.digest_of(extent)
-        return None if written is None else self._backend.digest(source.tensor()) == written
 
     def reserve(self, nbytes: int, address: int) -> Extent:
         """Take an extent; see :meth:`ActivationStore.reserve`."""

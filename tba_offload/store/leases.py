@@ -196,12 +196,6 @@ class Leases:
             raise ValueError(f"{extent} is not reserved here: it was released, or belongs to another store")
         return lease
 
-    def digest_of(self, extent: Extent) -> int | None:
-        """Return the checksum of what was written to an extent; ``None`` if there is none."""
-        with self.lock:
-            lease = self._leases.get(extent.offset)
-            return lease.digest if lease is not None and lease.extent == extent else None
-
     def fitting(self, extent: Extent, memory: ByteRange) -> Lease:
         """Return the lease of an extent that these bytes fit; the lock is held.
 

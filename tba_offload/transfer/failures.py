@@ -11,7 +11,7 @@ from tba_offload.transfer.watchdog import HUNG
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tba_offload.store.base import ActivationStore, Extent
+    from tba_offload.store.base import ActivationStore
     from tba_offload.transfer.storage import Record
 
 _FULL = "free space or choose another directory under store.directories, or set on_full: keep"
@@ -49,7 +49,6 @@ class Failures:
         self._budget_bytes = budget_bytes
         self._errors: SimpleQueue[TransferError] = SimpleQueue()
         self._told: set[str] = set()
-        self._rescued_from: set[str] = set()
 
     def resolve(self, *, keep_when_full: bool) -> None:
         """Set what becomes of what cannot be written; between steps."""
@@ -97,20 +96,6 @@ class Failures:
             f"or stays in memory{beyond}; it is tried again after 1 s, 2 s, 4 s and so on. check the drive "
             "and the system log, or choose another directory under store.directories; on_full: error makes "
             "this an error. the run log counts drives_out_of_service and fallback_kept_bytes"
-        )
-
-    def tell_rescue(self, record: Record, extent: Extent, error: TransferError) -> None:
-        """Names a drive that lost something, once."""
-        place = self._store.place(extent)
-        if place in self._rescued_from:
-            return
-        self._rescued_from.add(place)
-        warn(
-            f"an activation was lost and made again: {place} did not give back {record.nbytes} bytes of "
-            f"{record.key} ({error.__cause__}). the forward of the layer was repeated, so training goes on "
-            "with the same bits, but slower; check the drive with its own tools. the run log counts "
-            "rescued_bytes",
-            RuntimeWarning,
         )
 
 

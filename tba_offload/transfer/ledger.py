@@ -29,7 +29,6 @@ class TransferStats:
         offloaded: Written to the store.
         read: Read from the store.
         reread: Read again because the first read failed.
-        rescued: Made again by their layer, because no read of them went well.
         forwarded: Handed over from memory without a read.
         given_up: Prefetches dropped to make room.
         held: Offloaded in vain: something else kept the storage until backward asked for it.
@@ -46,7 +45,6 @@ class TransferStats:
     offloaded: int = 0
     read: int = 0
     reread: int = 0
-    rescued: int = 0
     forwarded: int = 0
     given_up: int = 0
     held: int = 0

@@ -10,7 +10,6 @@ import torch
 
 from tba_offload.device.ranges import ByteRange
 from tba_offload.errors import ChecksumError, SessionError, StoreError, TransferError, is_of_drive
-from tba_offload.transfer.extents import extent_of
 from tba_offload.transfer.failures import transfer_error
 from tba_offload.transfer.shared import DROPS_AT_ONCE
 from tba_offload.transfer.storage import State
@@ -238,54 +237,6 @@ class Reader:
         if is_of_drive(error):  # it did not give back what it took
             shared.extents.suspend(piece, error)
         return transfer_error("read", record, error, f" from {shared.extents.where(piece)}")
-
-    # ---- made again ------------------------------------------------------------------------------
-
-    def is_lost(self, handle: Handle) -> bool:
-        """Whether bytes were written, are not in memory, and no read that fills a buffer is under way."""
-        with self._shared.lock:
-            span = handle.record.span_over(handle.lo, handle.hi)
-            return span is not None and span.restored() is None
-
-    def can_be(self, handle: Handle, storage: torch.UntypedStorage) -> bool:
-        """Whether bytes that were computed again may be those that a handle needs, by their checksums.
-
-        Args:
-            handle: What needs them.
-            storage: All bytes of the record, at the place that they had in its storage.
-        """
-        self._device.event().synchronize()
-        with self._shared.lock:
-            span = handle.record.span_over(handle.lo, handle.hi)
-            pieces = span.pieces if span is not None else []
-        made = ((extent_of(piece), ByteRange(storage, piece.lo, piece.nbytes)) for piece in pieces)
-        return all(self._store.holds(extent, source) is not False for extent, source in made)
-
-    def replace(
-        self, handle: Handle, storage: torch.UntypedStorage, error: TransferError
-    ) -> tuple[torch.UntypedStorage, int]:
-        """Take bytes that were computed again in place of those that a read did not give.
-
-        Args:
-            handle: What needs them.
-            storage: All bytes of the record, at the place that they had in its storage.
-            error: Of the read, for the warning.
-
-        Returns:
-            As :meth:`fetch`.
-        """
-        shared, record = self._shared, handle.record
-        self._device.event().synchronize()  # as bytes that were read, these are there for every stream
-        with shared.lock:
-            span = record.span_over(handle.lo, handle.hi)
-            if span is None:
-                raise AssertionError(f"{record.key} has no bytes to be replaced")
-            span.restores_into(ByteRange(storage, span.lo, span.nbytes), [], self._device.stream())
-            shared.forget_ahead(span)
-            self._ledger.stats.rescued += span.nbytes
-            record.hand_out(handle)
-        shared.failures.tell_rescue(record, extent_of(span.pieces[0]), error)
-        return storage, span.shift
 
 
 def _only_the_parent(record: Record) -> SessionError:

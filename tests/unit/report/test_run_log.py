@@ -85,7 +85,6 @@ RECORD = StepRecord(
     given_up_bytes=8,
     held_bytes=9,
     reread_bytes=12,
-    rescued_bytes=13,
     fallback_kept_bytes=10,
     checksum_seconds=0.004,
     drives_out_of_service=1,
