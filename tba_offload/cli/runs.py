@@ -202,8 +202,8 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: 
         click.echo(json.dumps(trace_of(found)))
         return
     click.echo(f"step {found.step}: {', '.join(map(str, output))}")
-    for drive in range(len(found.drives)):
-        click.echo(f"{found.label_of(drive)}: {visible(found.place_of(drive))}")
+    for drive in found.drives:
+        click.echo(f"{drive.label}: {visible(drive.place)}")
 
 
 @click.command()

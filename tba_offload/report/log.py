@@ -29,10 +29,8 @@ import os
 import shlex
 import stat
 from bisect import bisect
-from collections import defaultdict
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
@@ -275,8 +273,8 @@ class RunLog:
             raise RunLogError(f"{self.path}: {error}") from None
 
 
-# Which steps count for figures. A peak is the largest of `measured_steps(counted_steps(log))`, and a time the
-# median of `timed_steps(counted_steps(log))`, in every command and picture.
+# Which steps count for figures. In every command and picture a peak is the largest of `counted_steps(log)`.
+# A time is the median of `timed_steps(counted_steps(log))`.
 
 
 def warm_up_steps(total: int) -> int:
@@ -301,11 +299,6 @@ def counted_steps(log: RunLog, warm_up: int | None = None) -> list[StepRecord]:
 def timed_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
     """Return the steps whose times count: without those that measured memory, if others are left."""
     return [step for step in steps if step.activation_peak_bytes is None] or list(steps)
-
-
-def measured_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the steps that measured the peak of activations."""
-    return [step for step in steps if step.activation_peak_bytes is not None]
 
 
 # Reading
@@ -768,21 +761,24 @@ class Phase(NamedTuple):
     ended: float
 
 
-HOST = "host memory"
-"""Name of the place that is no drive."""
+class Drive(NamedTuple):
+    """One place that bytes were moved to and from.
 
-STATES = "optimizer states in "
-"""Beginning of the name of a drive where what it moves are states of optimizers."""
+    Attributes:
+        number: Its number among the directories.
+        place: Its name.
+        moves: What it moved: ``optimizer states``, ``frozen weights``, or empty for activations.
+    """
 
-WEIGHTS = "frozen weights in "
-"""Beginning of the name of a drive where what it moves are frozen weights."""
+    number: int
+    place: str
+    moves: str = ""
 
-_LABELS = {STATES: ", optimizer states", WEIGHTS: ", frozen weights"}
-
-
-def prefix_of(name: str) -> str:
-    """Return what the name of a drive begins with: empty where it moves activations."""
-    return next(filter(name.startswith, _LABELS), "")
+    @property
+    def label(self) -> str:
+        """The drive in pictures, which show no directory."""
+        label = self.place if self.place == "host memory" else f"drive {self.number}"
+        return f"{label}, {self.moves}" if self.moves else label
 
 
 class TimelineEvent(Event):
@@ -800,9 +796,8 @@ class TimelineEvent(Event):
         layers_left: When backward passes came out of the first layer, to embeddings.
         budget: Most bytes of activations that the policy allows; ``None`` for no limit.
         window: Most bytes in flight that it allows; ``None`` for no limit.
-        drives: The drives that moved bytes, each with its number among the directories, and its name; one
-            that moved states of optimizers, or frozen weights, is there once more for these, its name after
-            :data:`STATES` or :data:`WEIGHTS`.
+        drives: The drives that moved bytes; one that moved states or weights
+            too is there once more for these.
         moves: The calls that moved bytes, by when they began.
     """
 
@@ -819,7 +814,7 @@ class TimelineEvent(Event):
     layers_left: list[Seconds] = []
     budget: Bytes | None = None
     window: Bytes | None = None
-    drives: list[tuple[int, str]] = []
+    drives: list[Drive] = []
     moves: list[Move] = []
 
     @model_validator(mode="after")
@@ -869,41 +864,3 @@ class TimelineEvent(Event):
                 phases.append(Phase("backward", began, end))
             since = end
         return sorted(phases, key=attrgetter("began"))
-
-    def label_of(self, drive: int) -> str:
-        """Return what pictures call a drive.
-
-        By its number among the directories, so that they show no name.
-        """
-        number, name = self.drives[drive]
-        label = HOST if self.place_of(drive) == HOST else f"drive {number}"
-        return label + _LABELS.get(prefix_of(name), "")
-
-    def place_of(self, drive: int) -> str:
-        """Return the name of a drive, whatever it moves."""
-        name = self.drives[drive][1]
-        return name.removeprefix(prefix_of(name))
-
-    def rates_of(self, drive: int, *, writes: bool) -> list[tuple[float, float]]:
-        """Bytes a second that a drive moves: from when, and how many, until the next.
-
-        What a call has moved is spread evenly over its time.
-
-        Args:
-            drive: Its place in the list of drives.
-            writes: Whether it is about what it writes.
-        """
-        changes: dict[float, float] = defaultdict(float)
-        for move in self.moves:
-            if (move.drive, move.writes) == (drive, writes):
-                ended = max(move.ended, move.began + _SHORTEST)
-                rate = move.nbytes / (ended - move.began)
-                changes[move.began] += rate
-                changes[ended] -= rate
-        times = sorted(changes)
-        rates = accumulate(changes[at] for at in times)
-        return [(at, max(rate, 0.0)) for at, rate in zip(times, rates, strict=True)]
-
-
-_SHORTEST = 1e-6
-"""Seconds that a call takes at least: times of logs are whole microseconds."""

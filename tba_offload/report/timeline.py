@@ -98,7 +98,7 @@ def timeline_figure(timeline: TimelineEvent, *, width: float = 7.6) -> Figure:
     from matplotlib.ticker import FuncFormatter
 
     drives: list[tuple[str, set[int]]] = [
-        (timeline.label_of(drive), {drive}) for drive in range(len(timeline.drives))
+        (drive.label, {number}) for number, drive in enumerate(timeline.drives)
     ]
     if len(drives) > _MOST_DRIVES:
         drives = [(f"{len(drives)} drives together", set(range(len(drives))))]
@@ -250,9 +250,9 @@ def _slices(timeline: TimelineEvent) -> Iterator[tuple[str, str, float, float, d
     for since, until in timeline.stalls:
         yield "waits for I/O", "wait", since, until, {}
     for move in timeline.moves:
-        verb, place = "write" if move.writes else "read", timeline.place_of(move.drive)
-        row = f"{timeline.label_of(move.drive)} ({place}): {verb}, thread {move.thread}"
-        yield row, verb, move.began, move.ended, {"bytes": move.nbytes, "drive": place}
+        verb, drive = "write" if move.writes else "read", timeline.drives[move.drive]
+        row = f"{drive.label} ({drive.place}): {verb}, thread {move.thread}"
+        yield row, verb, move.began, move.ended, {"bytes": move.nbytes, "drive": drive.place}
 
 
 def _us(seconds: float) -> float:

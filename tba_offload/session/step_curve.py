@@ -7,10 +7,8 @@ the meter takes samples anyway, and a line for each call that moves bytes.
 from __future__ import annotations
 
 import time
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple
-
-from tba_offload.report.log import STATES, WEIGHTS, prefix_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +22,8 @@ if TYPE_CHECKING:
     from tba_offload.store.base import ActivationStore, Moved
     from tba_offload.transfer.offloader import Offloader
     from tba_offload.weights import WeightsTraffic
+
+_STATES, _WEIGHTS = "optimizer states", "frozen weights"
 
 _FIRST = 3
 """Number of the first step that is recorded: states exist, and drives are warm."""
@@ -80,7 +80,7 @@ class StepCurve:
         self._watch = watch
         self._is_on = False
         self._points: list[Point] = []
-        self._moves: dict[str, list[Moved]] = {}  # by what the names of drives begin with
+        self._moves: dict[str, list[Moved]] = {}  # by what they moved
         self._highest: Point | None = None  # of those that become the next point
         self._samples = 0  # in this step
         self._each = 1
@@ -98,11 +98,11 @@ class StepCurve:
         self.stop()
         self._points, self._highest = [], None
         self._each, self._samples = self._samples // _POINTS + 1, 0
-        self._moves = {"": [], STATES: [], WEIGHTS: []}
+        self._moves = {"": [], _STATES: [], _WEIGHTS: []}
         self._is_on = self._was_on = wanted or (meter is not None and _is_due(number + 1))
         self._source = meter.source if meter is not None else ""
         if self._is_on:
-            self._movers.tell({prefix: moves.append for prefix, moves in self._moves.items()})
+            self._movers.tell({what: moves.append for what, moves in self._moves.items()})
 
     def seen(self, live: int, _aside: int) -> None:
         """Record that the meter has seen ``live`` bytes in use.
@@ -169,8 +169,7 @@ class StepCurve:
             return None if seconds is None else round(max(seconds - began, 0.0), 6)
 
         moves = self._moves_since(began)
-        drives = sorted({(prefix_of(move.place), move.drive, move.place) for move in moves})
-        of_place = {place: number for number, (_, _, place) in enumerate(drives)}
+        drives = sorted({(what, move.drive, move.place) for what, move in moves})
         number_of: dict[int, int] = {}  # of I/O threads, in the order in which each first moved bytes
         return {
             "source": self._source,
@@ -191,31 +190,28 @@ class StepCurve:
                 [at(seconds), *[max(0, nbytes) for nbytes in (live - base, *others)]]
                 for seconds, live, *others in list(self._points)
             ],
-            "drives": [[drive, place] for _, drive, place in drives],
+            "drives": [[drive, place, what] for what, drive, place in drives],
             "moves": [
                 [
-                    of_place[place],
-                    writes,
-                    at(since),
-                    at(until),
-                    nbytes,
-                    number_of.setdefault(thread, len(number_of)),
+                    drives.index((what, move.drive, move.place)),
+                    move.writes,
+                    at(move.began),
+                    at(move.ended),
+                    move.nbytes,
+                    number_of.setdefault(move.thread, len(number_of)),
                 ]
-                for _, place, writes, thread, since, until, nbytes in moves
+                for what, move in moves
             ],
         }
 
-    def _moves_since(self, began: float) -> list[Moved]:
-        """Return the calls that moved bytes.
-
-        Those of optimizer states and of weights name their drives so.
-        """
+    def _moves_since(self, began: float) -> list[tuple[str, Moved]]:
+        """Return the calls that moved bytes, each with what it moved."""
         moves = (
-            move._replace(place=f"{prefix}{move.place}")
-            for prefix, seen in self._moves.items()
+            (what, move)
+            for what, seen in self._moves.items()
             for move in _few([move for move in list(seen) if move.began >= began])
         )
-        return sorted(moves, key=_began)
+        return sorted(moves, key=lambda each: each[1].began)
 
 
 class _Movers(NamedTuple):
@@ -226,11 +222,11 @@ class _Movers(NamedTuple):
     weights: WeightsTraffic
 
     def tell(self, seen: Mapping[str, Callable[[Moved], object]]) -> None:
-        """Has functions told, by what the names of drives begin with; others are told no more."""
+        """Has functions told, by what they move; others are told no more."""
         self.store.watch_moves(seen.get(""))
         for states in self.states:
-            states.watch_moves(seen.get(STATES))
-        self.weights.watch_moves(seen.get(WEIGHTS))
+            states.watch_moves(seen.get(_STATES))
+        self.weights.watch_moves(seen.get(_WEIGHTS))
 
 
 def _few(moves: list[Moved]) -> list[Moved]:
@@ -246,7 +242,7 @@ def _few(moves: list[Moved]) -> list[Moved]:
             else:
                 paired.append(first._replace(ended=move.ended, nbytes=first.nbytes + move.nbytes))
         moves = paired + list(waiting.values())
-    return sorted(moves, key=_began)
+    return sorted(moves, key=attrgetter("began"))
 
 
 def _times(scope: ScopeTrace) -> tuple[float | None, ...]:
@@ -256,7 +252,3 @@ def _times(scope: ScopeTrace) -> tuple[float | None, ...]:
 def _is_due(number: int) -> bool:
     """Return the third step, and from the 16th on each whose number is a power of four."""
     return number == _FIRST or (number >= 16 and number.bit_count() == 1 and number.bit_length() % 2 == 1)
-
-
-def _began(move: Moved) -> float:
-    return move.began

@@ -76,7 +76,7 @@ def test_every_run_of_a_layer_has_its_forward_and_its_backward(tmp_path: Path) -
 def test_drives_add_up_to_the_step(tmp_path: Path) -> None:
     log = read_run_log(logged(tmp_path, steps=3, drives=2))
     told, record = timeline_of(log), log.steps[2]
-    assert [place for _, place in told.drives] == [str(tmp_path / "drive0"), str(tmp_path / "drive1")]
+    assert [drive.place for drive in told.drives] == [str(tmp_path / "drive0"), str(tmp_path / "drive1")]
     for writes, nbytes in ((True, record.offloaded_bytes), (False, record.read_bytes)):
         of_drives = [
             sum(move.nbytes for move in told.moves if (move.drive, move.writes) == (drive, writes))
@@ -171,9 +171,9 @@ def test_what_optimizer_states_move_is_told_apart(model: Model, tmp_path: Path) 
                 optimizer.zero_grad()
         told = step.timeline.event
         [states] = [record for record in session.states[0].records if record.read_bytes][-1:]
-    labels = [told.label_of(drive) for drive in range(len(told.drives))]
+    labels = [drive.label for drive in told.drives]
     assert labels == ["drive 0", "drive 0, optimizer states"]
-    assert told.place_of(0) == told.place_of(1)
+    assert told.drives[0].place == told.drives[1].place
     read = [0, 0]
     for move in told.moves:
         read[move.drive] += 0 if move.writes else move.nbytes

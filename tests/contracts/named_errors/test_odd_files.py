@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import unicodedata
@@ -158,14 +156,6 @@ def test_names_cannot_move_the_cursor(tmp_path: Path) -> None:
     status, said, _ = outcome("rok", write_log(tmp_path / "evil.jsonl", strategy=EVIL))
     assert status == 0
     assert visible(EVIL).replace("|", "\\|") in said
-
-
-def test_a_strategy_is_no_formula(tmp_path: Path) -> None:
-    names = ["=1+1", "+a", "-2", "@x", "\t=1", "\r=1", "plain", "\uff1d1"]
-    paths = [write_log(tmp_path / f"{number}.jsonl", strategy=name) for number, name in enumerate(names)]
-    _, said, _ = outcome("rok", "--csv", "-", *paths)
-    shown = [row["strategy"] for row in csv.DictReader(io.StringIO(said))]
-    assert shown == ["'=1+1", "'+a", "-2", "'@x", "\\t=1", "\\r=1", "plain", "'\uff1d1"]
 
 
 def test_names_are_text_in_a_picture(tmp_path: Path) -> None:

@@ -223,11 +223,11 @@ def test_the_run_log_tells_what_weights_move_and_how_long_layers_wait_for_them(t
         # Of the last layer the weights stay from its forward to its backward.
         assert record.weights_read_bytes == (2 * LAYERS - 1) * WEIGHTS
         assert delay < (record.weights_waited_seconds or 0.0) < record.seconds
-    [drive] = [number for number in range(len(told.drives)) if "frozen weights" in told.label_of(number)]
+    [drive] = [number for number, drive in enumerate(told.drives) if drive.moves == "frozen weights"]
     moves = [move for move in told.moves if move.drive == drive]
     assert sum(move.nbytes for move in moves) == (2 * LAYERS - 1) * WEIGHTS
     assert not any(move.writes for move in moves)
-    assert told.place_of(drive) == told.place_of(0)
+    assert told.drives[drive].place == told.drives[0].place
     waited = sum(until - since for since, until in told.stalls)
     assert waited >= 0.9 * ((step.record.weights_waited_seconds or 0.0) + (step.record.stall_seconds or 0.0))
 
