@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from tba_offload.device import ByteRange, Event
@@ -26,17 +25,6 @@ def put_around(store: QueuedStore, around: Around) -> None:
             which could not be collected then.
     """
     store._mover.backend = _Surrounded(store._mover.backend, around)
-
-
-@contextmanager
-def surrounded(store: QueuedStore, around: Around) -> Iterator[None]:
-    """As :func:`put_around`, until the end of the block."""
-    before = store._mover.backend
-    put_around(store, around)
-    try:
-        yield
-    finally:
-        store._mover.backend = before
 
 
 class _Surrounded:

@@ -58,8 +58,6 @@ KINDS = {
 made; ``delay`` takes some seconds more; ``hang`` does not return until :meth:`Faults.release`.
 """
 
-SILENT_KINDS = frozenset({"zeros", "flip", "lost"})
-"""The kinds that change bytes and report success: only a checksum notices them."""
 
 _DELAY_SECONDS = 0.05
 
@@ -124,11 +122,6 @@ class Fault:
         defaults = {f.name: f.default for f in fields(self)}
         shown = [f"{key}={_text_of(key, value)}" for key, value in given.items() if value != defaults[key]]
         return f"{self.kind}-{self.verb}{':' if shown else ''}{','.join(shown)}"
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether only a checksum can notice it."""
-        return self.kind in SILENT_KINDS
 
 
 def _names() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from tba_offload.adapt.agreement import Agreement
@@ -199,12 +198,6 @@ def _saved(
         )
         saved.append((activation, each.until))
     return saved
-
-
-def without_hooks(profile: StepProfile) -> StepProfile:
-    """A step whose layers take as long to offload as to keep."""
-    kept = ({Placement.KEEP: timing[Placement.KEEP]} for timing in profile.timings)
-    return dataclasses.replace(profile, timings=tuple(kept))
 
 
 def watching(session: Session) -> Controller:

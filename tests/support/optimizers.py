@@ -14,11 +14,8 @@ import torch.nn.functional as F
 from models import same_bits
 from torch import Tensor, nn, optim
 
-from tba_offload.states.exchange import Exchange
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     Make = Callable[[Iterable[Any]], optim.Optimizer]
@@ -195,8 +192,3 @@ def interrupted_at(which: int, owner: type, method: str) -> Iterator[None]:
 
     with mock.patch.object(owner, method, interrupted), pytest.raises(KeyboardInterrupt):
         yield
-
-
-def interrupted_on_the_way_back(which: int) -> AbstractContextManager[None]:
-    """An interrupt when the states of a sub-group are about to be read."""
-    return interrupted_at(which, Exchange, "load")

@@ -293,10 +293,6 @@ class TimedDevice(OrderedDevice):
         """The host waits, until the device has had nothing to do for so long."""
         self._given_at = self.now + seconds
 
-    def catches_up(self) -> None:
-        """The device has come to all that it was given, and nobody has waited for it."""
-        self._known_until = self.now
-
     def event(self, stream: object = None) -> Event:
         return _Awaited(self, super().event(stream))
 

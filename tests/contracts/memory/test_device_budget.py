@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
-from covering import full
+from covering import full, in_turn, of_which
 from exact_memory import exact_memory
 from harness import KIB, MIB
 from models import loss_of, make_model, make_tokens, same_bits
@@ -139,8 +139,8 @@ SHARES = (0.9, 0.75, 0.6)
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=full)])
+@pytest.mark.parametrize("share", of_which(SHARES, 0.9, 0.6))
+@pytest.mark.parametrize("by_hand", of_which([False, True], False))
 def test_no_step_after_the_second_is_over_what_a_device_may_hold(
     share: float, tmp_path: Path, *, by_hand: bool
 ) -> None:
@@ -192,8 +192,7 @@ def test_where_a_plain_step_fits_nothing_leaves_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
-@pytest.mark.parametrize("share", [0.8, 0.6])
-@pytest.mark.parametrize("clears_late", [False, True])
+@pytest.mark.parametrize(("share", "clears_late"), in_turn([0.8, 0.6], [False, True]))
 def test_activations_have_the_room_of_gradients_that_come_later(
     share: float, tmp_path: Path, *, clears_late: bool
 ) -> None:
@@ -211,8 +210,8 @@ def test_activations_have_the_room_of_gradients_that_come_later(
     "passes",
     [
         pytest.param(lambda _step: 2, id="two"),
-        pytest.param(lambda step: 1 + (step >= STEPS), id="more"),
-        pytest.param(lambda step: 1 + (step < STEPS), id="fewer"),
+        pytest.param(lambda step: 1 + (step >= STEPS), id="more", marks=full),
+        pytest.param(lambda step: 1 + (step < STEPS), id="fewer", marks=full),
         pytest.param(lambda step: 1 + step % 2, id="in turn"),
     ],
 )
@@ -232,7 +231,7 @@ def trains_halves(step: int, model: nn.Module) -> None:
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
-@pytest.mark.parametrize("share", [0.9, 0.75])
+@pytest.mark.parametrize("share", of_which([0.9, 0.75], 0.75))
 def test_layers_that_are_trained_from_some_step_on_have_gradients_elsewhere(
     share: float, tmp_path: Path
 ) -> None:
@@ -278,8 +277,7 @@ class Copies:
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
-@pytest.mark.parametrize("is_shared", [False, True])
-@pytest.mark.parametrize("come", [True, False])
+@pytest.mark.parametrize(("come", "is_shared"), in_turn([True, False], [False, True]))
 def test_copies_of_the_model_take_of_what_activations_have(
     tmp_path: Path, *, come: bool, is_shared: bool
 ) -> None:

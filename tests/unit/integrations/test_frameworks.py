@@ -601,6 +601,7 @@ def test_an_example(name: str, tmp_path: Path, python_with_torch: Warm) -> None:
     assert all(0 < peak < 0.5 * keep for run in peaks[1:] for peak, keep in zip(run, peaks[0], strict=True))
 
 
+@pytest.mark.full
 def test_the_example_of_a_long_context(tmp_path: Path, python_with_torch: Warm) -> None:
     """Where half of each layer travels the peak lies between those of keep and offload."""
     example = str(EXAMPLES / "train_long_context.py")
