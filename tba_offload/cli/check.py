@@ -1,4 +1,4 @@
-"""``tba-offload check``: judges a policy by a number of layers, without a model and without torch."""
+"""``tba-offload check``: say what a policy does with N layers, without a model and without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,31 +17,22 @@ from tba_offload.formatting import quoted, visible
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId, Policy
 
 _LAYERS = re.compile(r"(?:(?P<stack>[^:\s]+):)?(?P<count>[1-9][0-9]{0,5})")
 
 
-class _Group(NamedTuple):
-    """Layers that follow each other and are placed alike for the same reason."""
-
-    layers: str
-    placement: str
-    why: str
-
-
 def _stacks(
     _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
-) -> tuple[tuple[str | None, int], ...]:
-    """``24``, or for a model with several stacks ``encoder:12`` and ``decoder:12``."""
-    found = [_LAYERS.fullmatch(value) for value in values]
-    for value, match in zip(values, found, strict=True):
+) -> dict[str | None, int]:
+    """Return numbers of layers by stack: of ``24``, or of ``encoder:12`` and ``decoder:12``."""
+    stacks: dict[str | None, int] = {}
+    for value in values:
+        match = _LAYERS.fullmatch(value)
         if match is None:
             raise click.BadParameter(f"{quoted(value)} is no number of layers; write 24, or encoder:12")
-    stacks = tuple((match["stack"], int(match["count"])) for match in found if match is not None)
-    names = [stack for stack, _ in stacks]
-    if len(set(names)) < len(names) or (len(names) > 1 and None in names):
+        stacks[match["stack"]] = int(match["count"])
+    if len(stacks) < len(values) or (len(values) > 1 and None in stacks):
         raise click.BadParameter("of several stacks each needs a name of its own, such as encoder:12")
     return stacks
 
@@ -58,87 +49,61 @@ def _stacks(
     help="How many layers the model has; of several stacks each: --layers encoder:12 --layers decoder:12.",
 )
 @JSON
-def check(policy: Path, stacks: tuple[tuple[str | None, int], ...], *, as_json: bool) -> None:
+def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None:
     """Say what a policy does with a model of N layers, or everything that is wrong with it.
 
-    Prints the placement of each layer and the rule that gives it, and what becomes of optimizer states and
-    frozen weights. Rules that match modules by name cannot be
-    judged without the model; they are named, and left out. Exit status 1 if anything is wrong.
+    Prints the placement of each layer and the rule that gives it, and the placement of optimizer states and
+    frozen weights. Rules that match modules by name cannot be judged without the model; they are named, and
+    left out. Exit status 1 if anything is wrong.
     """
     from tba_offload.config import load_config
-
-    layers = _layers_of(stacks)
-    try:
-        config = load_config(policy, layers=layers)
-    except ConfigError as error:
-        _refuse(error, as_json=as_json)
-    _show(config, layers, config.doubts(layers), as_json=as_json)
-
-
-def _layers_of(stacks: Sequence[tuple[str | None, int]]) -> list[LayerId]:
-    """Layers without names, and without the name of the stack where there is only one."""
     from tba_offload.config.policy import LayerId, with_depths
 
     layers = [
         LayerId(number, "", stack if len(stacks) > 1 else None)
-        for stack, count in stacks
+        for stack, count in stacks.items()
         for number in range(count)
     ]
-    return with_depths(layers, layers)
-
-
-def _refuse(error: ConfigError, *, as_json: bool) -> NoReturn:
-    """Says every problem, one a line, and ends the program.
-
-    Raises:
-        click.exceptions.Exit: With status 1.
-    """
-    if as_json:
-        found = [{"line": problem.line, "message": str(problem)} for problem in error.problems]
-        click.echo(json.dumps({"problems": found}, indent=2))
-    else:
-        for problem in error.problems:
-            click.echo(f"Error: {visible(str(problem))}", err=True)
-    raise click.exceptions.Exit(1)
-
-
-def _show(config: OffloadConfig, layers: Sequence[LayerId], doubts: Sequence[str], *, as_json: bool) -> None:
-    policy = config.policy
-    groups, unjudged = list(_groups(policy, layers)), [str(rule) for rule in policy.unjudged(layers)]
+    layers = with_depths(layers, layers)
+    try:
+        config = load_config(policy, layers=layers)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        problems = [{"line": problem.line, "message": str(problem)} for problem in error.problems]
+        click.echo(json.dumps({"problems": problems}, indent=2))
+        raise click.exceptions.Exit(1) from error
     states, weights = config.states, config.weights
-    beside = {
+    found: dict[str, Any] = {
+        "layers": list(_groups(config.policy, layers)),
         "states": None if states is None else f"{states.default}, updated in {states.when}",
         "weights": None if weights is None else f"{weights.frozen}, if frozen",
+        "not_judged": [str(rule) for rule in config.policy.unjudged(layers)],
+        "warnings": config.doubts(layers),
+        "problems": [],
     }
-    if as_json:
-        document = {
-            "layers": [group._asdict() for group in groups],
-            **beside,
-            "not_judged": unjudged,
-            "warnings": list(doubts),
-            "problems": [],
-        }
-        click.echo(json.dumps(document, indent=2))
-        return
-    widths = [max(map(len, column)) for column in zip(*groups, strict=True)]
-    for layers_word, placement, why in groups:
-        click.echo(f"{layers_word:<{widths[0]}}  {placement:<{widths[1]}}  {visible(why)}")
-    for what, placed in beside.items():
-        if placed is not None:
-            click.echo(f"{what}: {placed}")
-    for rule in unjudged:
-        click.echo(f"not judged, because only the model has names: the rule {visible(rule)}")
-    for doubt in doubts:
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+    for doubt in [] if as_json else found["warnings"]:
         click.echo(f"Warning: {visible(doubt)}", err=True)
 
 
-def _groups(policy: Policy, layers: Sequence[LayerId]) -> Iterator[_Group]:
-    """Neighbours of one stack that are placed alike by the same rule."""
+def _groups(policy: Policy, layers: Sequence[LayerId]) -> Iterator[dict[str, str]]:
+    """Yield neighbours of one stack that are placed alike by the same rule."""
 
     def reason(layer: LayerId) -> tuple[str | None, str, str]:
         placement, why = policy.explain(layer)
         return layer.stack, placement.value, why
 
-    for (_, placement, why), found in itertools.groupby(layers, reason):
-        first, *others = found
-        yield _Group(first.numbers(1 + len(others)), placement, why)
+    for (_, placement, why), (first, *others) in itertools.groupby(layers, reason):
+        yield {"layers": first.numbers(1 + len(others)), "placement": placement, "why": why}
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    widths = [max(len(group[name]) for group in found["layers"]) for name in ("layers", "placement")]
+    for group in found["layers"]:
+        yield f"{group['layers']:<{widths[0]}}  {group['placement']:<{widths[1]}}  {visible(group['why'])}"
+    for name in ("states", "weights"):
+        if found[name] is not None:
+            yield f"{name}: {found[name]}"
+    for rule in found["not_judged"]:
+        yield f"not judged, because only the model has names: the rule {visible(rule)}"
