@@ -20,44 +20,8 @@ from tba_offload.writing import write_regular
 if TYPE_CHECKING:
     from tba_offload.store.doctor import Location
 
-_POLICY = """\
-# yaml-language-server: $schema={url}
-# Written by tba-offload init for {device}.
-# `tba-offload check FILE --layers N` says what it does, `tba-offload doctor DIR` how fast its drives are.
-
-# keep | offload | recompute | recompute-offload | recompute-except-attention | offload-remat |
-# auto: the planner decides.
-default: auto
-
-# Layers of their own; the first rule that matches decides:
-# layers:
-#   - match: "last 2"
-#     placement: keep
-
-budget:
-  # Most bytes being written, or read back and not yet used.
-  in_flight_bytes: {window}
-  # The activation peak to plan for. Without it: the least memory at which nothing waits.
-  # activation_bytes: {activations}
-  # Or most bytes of all on the device, weights included: the rest is for activations.
-  # device_bytes: {all_bytes}
-
-store:
-  # gds | file | host; `auto` is gds (GPUDirect Storage) where the nvidia-fs driver is loaded, else file.
-  kind: auto
-  # One for each drive.
-  directories:
-{directories}
-  # Of one process; several on this machine share the room. Half of the free bytes.
-  capacity: {capacity}
-  # Spares the drives: bytes that plans may write in a day.
-  # write_bytes_per_day: 5TB
-  # Compares the bytes that drives give back with those that were written.
-  checksum: true
-
-# Activations that cannot be written, to a full drive or one that fails, stay in memory; or are an error.
-on_full: keep
-"""
+_POLICY = Path(__file__).with_name("policy.yaml")
+"""The policy with its comments, and names in braces for what goes by the machine."""
 
 _LEAST_WINDOW, _MOST_WINDOW = 256 << 20, 4 << 30
 """Bytes in flight: an eighth of the device's memory, within these. A large window frees little."""
@@ -157,7 +121,7 @@ def _policy(found: dict[str, Location], memory: int | None) -> str:
         absolute = str(Path(path).absolute())
         quoted = yaml.safe_dump(absolute, default_style='"', allow_unicode=True, width=math.inf).rstrip()
         lines += [f"    # {visible(str(place))}", f"    - {quoted}"]
-    text = _POLICY.format(
+    text = _POLICY.read_text(encoding="utf-8").format(
         url=SCHEMA_URL,
         device="a CPU" if memory is None else f"a device with {readable_size(memory)}",
         window=format_size(window - window % (64 << 20)),

@@ -1,4 +1,4 @@
-"""Shared by commands: types of options, and what is said where."""
+"""Options of several commands, and how commands write files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def size(_context: click.Context, _parameter: click.Parameter, text: str | None)
 
 
 def say(line: str) -> None:
-    """Tell what went beside the output, on stderr."""
+    """Print a line beside the output, on stderr."""
     click.echo(visible(line), err=True)
 
 
