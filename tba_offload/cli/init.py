@@ -55,7 +55,7 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: b
             f"{output}: exists already, and stays as it is; choose another name with -o, or use --force"
         )
     found = {path: _look_at(path) for path in map(str, directories or _drives())}
-    memory = device_bytes()
+    memory = _device_bytes()
     with writing(output):
         write_regular(output, _policy(found, memory).encode())
     if as_json:
@@ -96,7 +96,7 @@ def _look_at(path: str) -> Location:
     return found
 
 
-def device_bytes() -> int | None:
+def _device_bytes() -> int | None:
     """Return the memory of the device; None on a CPU."""
     import torch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import TYPE_CHECKING
 
@@ -87,35 +86,22 @@ def test_everything_wrong_is_told_by_line(policy: Path) -> None:
     ]
 
 
-LONG = "x" * 20_000
-SEVENS = "7" * 4000
-MATCHES = [
-    *(f"'{LONG}'", f"'{LONG}!'", f"'{LONG}:1'", f"'{LONG}:-1'", f"[{LONG}]"),
-    *("'" + part * 10_000 + "9'" for part in ("!", "1,", "0-1,", "-7", "20-30,50-60,")),
-    *(f"'{SEVENS}'", f"'{SEVENS}-1'", f"'-{SEVENS}'", f"'last {SEVENS}'", f"'0,{SEVENS}'"),
-]
-
-
 @pytest.mark.parametrize(
     "text",
     [
-        *(f"layers: [{{match: {match}, placement: keep}}]" for match in MATCHES),
-        f"layers: [{{match: '0', placement: {LONG}}}]",
-        f"layers: [{', '.join(['{match: 0-3, placement: keep}'] * 50)}]",
-        *(f"{LONG}: 1", f"default: {LONG}", f"default: !{LONG} 1", f"default: *{LONG}"),
-        *(f"budget: {{activation_bytes: '{size}'}}" for size in (LONG, f"1{LONG}", "9" * 20_000)),
-        *(f"store: {{directories: ['{name}']}}" for name in (f"${LONG}", f"~{LONG}")),
-        *(f"store: {{directories: {{{LONG}: 1}}}}", f"store: {{kind: {LONG}}}"),
+        "layers: [{{match: '{}:1', placement: keep}}]",
+        "layers: [{{match: '0', placement: {}}}]",
+        "{}: 1",
+        "budget: {{activation_bytes: '1{}'}}",
+        "store: {{directories: ['${}']}}",
     ],
-    ids=itertools.count(),
 )
 def test_what_a_user_wrote_is_quoted_in_short(tmp_path: Path, text: str) -> None:
     path = tmp_path / "policy.yaml"
-    path.write_text(text)
+    path.write_text(text.format("x" * 20_000))
     result = check(path, "--layers", 8)
-    lines = (result.stdout + result.stderr).splitlines()
-    assert lines
-    assert max(map(len, lines)) < 1500
+    assert result.exit_code == 1
+    assert max(map(len, result.stderr.splitlines())) < 1500
 
 
 def test_what_has_no_effect_is_a_warning(policy: Path) -> None:
@@ -156,10 +142,10 @@ def test_of_several_stacks_each_has_its_number() -> None:
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in POLICIES.glob("*.yaml") if path.stem != "encoder_decoder")
 )
-@pytest.mark.parametrize("layers", [4, 12, 96])
-def test_the_examples_fit_any_depth(name: str, layers: int) -> None:
-    result = check(POLICIES / f"{name}.yaml", "--layers", layers)
-    assert (result.exit_code, result.stderr) == (0, "")
+def test_the_examples_fit_any_depth(name: str) -> None:
+    for layers in (4, 96):
+        result = check(POLICIES / f"{name}.yaml", "--layers", layers)
+        assert (result.exit_code, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

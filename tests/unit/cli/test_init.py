@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import shlex
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from store_contract import CPU
 
-import tba_offload.cli.init as command
 from tba_offload import cli
 from tba_offload.config import SCHEMA_URL, load_config
 from tba_offload.device import streams
@@ -45,13 +44,6 @@ def test_it_writes_a_policy_that_check_takes(tmp_path: Path) -> None:
     assert CliRunner().invoke(cli.main, ["check", "own.yaml", "--layers", "8"]).exit_code == 0
 
 
-def test_what_to_do_next_can_be_pasted(tmp_path: Path) -> None:
-    (tmp_path / "with blanks").mkdir()
-    said = call(str(tmp_path), "-o", "with blanks/ü.yaml").stdout
-    command = shlex.split(next(line for line in said.splitlines() if line.startswith("Next: ")))
-    assert command[1:4] == ["tba-offload", "check", "with blanks/ü.yaml"]
-
-
 def test_what_is_commented_out_can_be_taken_in(tmp_path: Path) -> None:
     call(str(tmp_path))
     policy = tmp_path / "policy.yaml"
@@ -77,45 +69,25 @@ def test_no_file_is_replaced_unless_it_shall_be(tmp_path: Path) -> None:
     assert load_config(tmp_path / "policy.yaml").store.kind == "auto"
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "policy.yaml").symlink_to(tmp_path / "elsewhere.yaml")
-    assert call(str(tmp_path)).exit_code == 1
-    assert not (tmp_path / "elsewhere.yaml").exists()
-
-
-def test_a_directory_that_is_missing_is_named_and_nothing_is_written(tmp_path: Path) -> None:
-    result = call(str(tmp_path / "not" / "there"))
-    assert result.exit_code == 1
-    assert "'not' does not exist; mount its drive" in result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_used_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    result = call(str(tmp_path / "file"), "-o", str(tmp_path / "policy.yaml"))
-    assert "'file' is not a directory" in result.stderr
-    assert "Errno" not in result.stderr
     (tmp_path / "link").symlink_to(tmp_path / "away")
-    result = call(str(tmp_path / "link"), "-o", str(tmp_path / "policy.yaml"))
-    assert f"mkdir -p {tmp_path / 'away'}" in result.stderr
-    monkeypatch.setattr("os.access", lambda *_: False)
-    result = call(str(tmp_path), "-o", str(tmp_path / "policy.yaml"))
-    assert "cannot be written to" in result.stderr
+    for path, message in {
+        tmp_path / "not" / "there": "'not' does not exist; mount its drive",
+        tmp_path / "file": "'file' is not a directory",
+        tmp_path / "link": f"mkdir -p {tmp_path / 'away'}",
+    }.items():
+        result = call(str(path))
+        assert result.exit_code == 1
+        assert message in result.stderr
+        assert "Errno" not in result.stderr
     assert not (tmp_path / "policy.yaml").exists()
 
 
-def test_a_policy_for_which_there_is_no_room_leaves_nothing(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
-    try:
-        result = call(str(tmp_path), "-o", str(tmp_path / "policy.yaml"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert result.exit_code != 0
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["a: b", "ümlaut # \"quoted\" 'too'", "- [x]", "{y}", "line\nbreak"])
+@pytest.mark.parametrize(
+    "name",
+    ["a: b", "ümlaut # \"quoted\" 'too'", "{y}", "line\nbreak", os.fsdecode(b"no \xff text"), "x" * 200],
+)
 def test_a_directory_may_be_called_whatever_it_is(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     assert call(str(tmp_path / name)).exit_code == 0
@@ -144,15 +116,11 @@ def test_without_directories_it_is_that_of_temporary_files(
 def test_the_window_goes_by_the_device(
     device: int | None, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "device_bytes", lambda: device)
+    if device is not None:
+        gpu = SimpleNamespace(torch_device=torch.device("cuda"))
+        properties = SimpleNamespace(total_memory=device)
+        module = SimpleNamespace(get_device_properties=lambda _: properties)
+        monkeypatch.setattr(streams, "default_device", lambda: gpu)
+        monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     assert call(str(tmp_path)).exit_code == 0
     assert load_config(tmp_path / "policy.yaml").budget.in_flight_bytes == window
-
-
-@pytest.mark.parametrize("name", ["plain", "ü 😀", 'a "word" \\', os.fsdecode(b"no \xff text"), "x" * 200])
-def test_any_directory_can_be_named(name: str, tmp_path: Path) -> None:
-    place = tmp_path / name
-    place.mkdir()
-    result = call(str(place), "-o", "own.yaml")
-    assert result.exit_code == 0, result.output
-    assert load_config(tmp_path / "own.yaml").store.directories == (place,)
