@@ -48,13 +48,9 @@ def main(modules: tuple[str, ...]) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise  # one that the module itself needs
-            raise click.BadParameter(
-                f"there is no module {quoted(module)} on the path of Python; name its folder in PYTHONPATH",
-                param_hint="'--import'",
-            ) from error
+        except ImportError as error:
+            message = f"{quoted(module)} cannot be imported: {error}; name its folder in PYTHONPATH"
+            raise click.BadParameter(message, param_hint="'--import'") from error
 
 
 for command in (init, check, rok, plan, why, timeline, report, demo, doctor, patch, launch):

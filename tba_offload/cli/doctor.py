@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,8 +13,6 @@ from tba_offload.cli.shared import DIRECTORIES, JSON
 from tba_offload.formatting import readable_rate, readable_size, visible
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tba_offload.store.bench import Row
 
 
@@ -43,18 +42,16 @@ def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None
     findings = examine(places, device)
     if not as_json:
         click.echo("\n".join(lines(findings)))
-    if any(each["auto"] is None for each in findings["directories"]):
-        if as_json:
-            click.echo(json.dumps(findings, indent=2))
-        raise click.exceptions.Exit(1)
+    is_usable = all(each["auto"] is not None for each in findings["directories"])
     policy = ""
-    if bench:
-        found = {each["directory"]: _bench(each, device, as_json=as_json) for each in findings["directories"]}
-        for each in findings["directories"]:
-            each["bench"] = [row._asdict() for row in found[each["directory"]]]
-        policy = _policy(found)
+    if bench and is_usable:
+        rows = {each["directory"]: _bench(each, device, as_json=as_json) for each in findings["directories"]}
+        findings["bench"] = {place: [row._asdict() for row in found] for place, found in rows.items()}
+        policy = _policy(rows)
         findings["policy"] = yaml.safe_load(policy)
     click.echo(json.dumps(findings, indent=2) if as_json else policy, nl=as_json)
+    if not is_usable:
+        raise click.exceptions.Exit(1)
 
 
 def _bench(found: dict[str, Any], device: Any, *, as_json: bool) -> list[Row]:
@@ -75,8 +72,6 @@ def _bench(found: dict[str, Any], device: Any, *, as_json: bool) -> list[Row]:
 
 def _policy(found: dict[str, list[Row]]) -> str:
     """Return the settings that follow as a policy: for several drives, the largest of each."""
-    from pathlib import Path
-
     from tba_offload.config import format_size
     from tba_offload.store.bench import advised
 
@@ -84,5 +79,4 @@ def _policy(found: dict[str, list[Row]]) -> str:
     most = {name: max(each[name] for each in advice) for name in advice[0]}
     least = format_size(most.pop("min_tensor_bytes"))
     store = {"directories": [str(Path(directory).absolute()) for directory in found], **most}
-    document = {"store": store, "min_tensor_bytes": least}
-    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump({"store": store, "min_tensor_bytes": least}, sort_keys=False, allow_unicode=True)

@@ -26,9 +26,6 @@ _POLICY = Path(__file__).with_name("policy.yaml")
 _LEAST_WINDOW, _MOST_WINDOW = 256 << 20, 4 << 30
 """Bytes in flight: an eighth of the device's memory, within these. A large window frees little."""
 
-_FILE_SYSTEMS = {"ext4", "xfs", "btrfs", "f2fs"}
-"""File systems whose mount points are looked at for NVMe drives."""
-
 
 @click.command()
 @DIRECTORIES
@@ -76,8 +73,8 @@ def _drives() -> list[str]:
     first = {Path(temporary).stat().st_dev: temporary}  # of its drive, a better name than the mount point
     found = []
     for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines():
-        source, path, kind, *_ = line.split(" ")
-        is_drive = source.startswith("/dev/nvme") and kind in _FILE_SYSTEMS and not path.startswith("/boot")
+        source, path, *_ = line.split(" ")
+        is_drive = source.startswith("/dev/nvme") and not path.startswith("/boot")
         if is_drive and os.access(path, os.W_OK) and Path(path).is_dir():
             found.append(first.setdefault(Path(path).stat().st_dev, path))
     return list(dict.fromkeys(found)) or [temporary]
@@ -113,8 +110,7 @@ def _policy(found: dict[str, Location], memory: int | None) -> str:
 
     device = memory or 16 << 30
     window = min(max((memory or 0) // 8, _LEAST_WINDOW), _MOST_WINDOW)
-    by_drive = {place.device: place.free_bytes for place in found.values()}
-    room = max(sum(by_drive.values()) // 2, 1 << 20)
+    room = max(sum({place.device: place.free_bytes for place in found.values()}.values()) // 2, 1 << 20)
     unit = 1 << 30 if room >= 1 << 30 else 1 << 20
     lines = []
     for path, place in found.items():  # bytes that are no text become escapes, read back as the same bytes

@@ -191,10 +191,8 @@ def lines(findings: Findings) -> Iterator[str]:
     """Yield the findings in words."""
     yield "; ".join(f"{name} {value or 'not found'}" for name, value in findings["machine"].items())
     rate = findings["checksum_bytes_per_second"]
-    yield (
-        f"checksums: {readable_rate(rate)}, {2 * 2**30 / rate:.2f} s of processor time for each GiB that is "
-        "written and read; store.checksum: false does without"
-    )
+    seconds = f"{2 * 2**30 / rate:.2f} s of processor time for each GiB that is written and read"
+    yield f"checksums: {readable_rate(rate)}, {seconds}; store.checksum: false does without"
     for each in findings["directories"]:
         yield visible(each["directory"])
         if each["location"] is not None:
@@ -214,7 +212,5 @@ def _in_words(way: Findings) -> str:
     rates = {name: readable_rate(rate) for name, rate in way["bytes_per_second"].items()}
     why = "" if way["reason"] is None else f", because {way['reason']}"
     aligned = f" aligned to {way['alignment']} bytes" if way["alignment"] > 1 else ""
-    return (
-        f"{way['path']}{aligned}{why}: writes {rates['write']}, reads {rates['read']}, "
-        f"both at once {rates['both']}"
-    )
+    moved = f"writes {rates['write']}, reads {rates['read']}, both at once {rates['both']}"
+    return f"{way['path']}{aligned}{why}: {moved}"

@@ -127,27 +127,6 @@ def test_a_bug_is_not_dressed_up_as_a_users_error(error: Exception) -> None:
     assert (result.exception is error) == isinstance(error, KeyError)
 
 
-def test_a_module_that_registers_a_kind_of_store_can_be_imported_first(tmp_path: Path) -> None:
-    (tmp_path / "own_store.py").write_text("import tba_offload.store as s; s.register_kind('own', print)")
-    (tmp_path / "policy.yaml").write_text("store: {kind: own}")
-    command = [
-        sys.executable,
-        "-m",
-        "tba_offload",
-        "--import",
-        "own_store",
-        "check",
-        "policy.yaml",
-        "--layers",
-        "2",
-    ]
-    path = environment()["PYTHONPATH"] + f":{tmp_path}"
-    for arguments, status in ((command, 0), ([*command[:3], *command[5:]], 1)):
-        done = subprocess.run(arguments, check=False, cwd=tmp_path, env=environment() | {"PYTHONPATH": path})
-        assert done.returncode == status
-    assert "there is no module 'nowhere'" in call("--import", "nowhere", "why", "a.jsonl").stderr
-
-
 # The program
 
 

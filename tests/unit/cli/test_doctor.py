@@ -157,6 +157,6 @@ def test_bench_ends_with_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert config.store.directories == (tmp_path,)
     assert config.store.writers in bench.THREADS
     found = findings_of("--bench", str(tmp_path))
-    assert len(found["directories"][0]["bench"]) == 2 * len(bench.THREADS)
+    assert len(found["bench"][str(tmp_path)]) == 2 * len(bench.THREADS)
     OffloadConfig.from_yaml(yaml.safe_dump(found["policy"]))
     assert list(tmp_path.iterdir()) == []

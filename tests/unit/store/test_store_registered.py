@@ -183,14 +183,13 @@ def test_commands_import_what_registers_it(tmp_path: Path, monkeypatch: pytest.M
     policy.write_text(POLICY)
     code = "from tba_offload import store\nstore.register_kind('mine', store.open_store)\n"
     (tmp_path / f"{module}.py").write_text(code)
-    (tmp_path / "needs_more.py").write_text("import no_such_module\n")
 
     def check(*options: Any) -> Any:
         return CliRunner().invoke(main, [*options, "check", str(policy), "--layers", "2"])
 
     unknown = check("--import", module)
     assert unknown.exit_code == 2
-    assert f"there is no module '{module}' on the path of Python" in unknown.stderr
+    assert f"'{module}' cannot be imported: No module named '{module}'; name its folder" in unknown.stderr
     assert "must be 'auto', 'gds', 'file' or 'host', not 'mine'" in check().stderr
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
@@ -198,4 +197,3 @@ def test_commands_import_what_registers_it(tmp_path: Path, monkeypatch: pytest.M
     finally:
         unregister_kind("mine")
         sys.modules.pop(module, None)
-    assert isinstance(check("--import", "needs_more").exception, ModuleNotFoundError)
