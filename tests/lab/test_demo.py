@@ -138,7 +138,7 @@ def test_auto_keeps_to_shares_of_keeps_peaks(tmp_path: Path) -> None:
         (("--dtype", "fp64"), 2, "'fp64' is not one of"),
         (("--steps", "3"), 2, "3 is not in the range x>=8"),
         (("--policy", "no-such-policy.yaml"), 2, "does not exist"),
-        (("--window", "10"), 1, "'10' has no unit; write one of "),
+        (("--window", "10"), 1, "'10' has no unit; write a number and a unit"),
         (("--window", "1MiB", "--policy", "auto"), 1, "--window has no effect with --policy"),
         (("--budget", "64MiB"), 1, "a budget is for --policy auto"),
         (("--policy", "auto", "--budget", "x%"), 1, "a budget is a size such as 64MiB, or a share"),
