@@ -172,17 +172,19 @@ def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
     shown = [panel for panel in _PANELS if any(_values(log, panel[2]) for log in logs)]
     figure = Figure(figsize=(_WIDTH, 1.0 + 1.9 * len(shown)), layout="constrained")
     panels: list[Axes] = list(figure.subplots(len(shown), 1, sharex=True, squeeze=False).flat)
+    looks = rok.looks(log.header.strategy for log in logs)
     for axes, (title, dashed, *fields) in zip(panels, shown, strict=True):
         values = [each for log in logs for field in fields if field for each in _values(log, field).values()]
         unit, size = byte_scale(max(values)) if "bytes" in str(fields[0]) else ("s", 1.0)
-        for log, name in zip(logs, names, strict=True):
-            colour, marker, _ = rok.looks(names)[name]
+        for number, (log, name) in enumerate(zip(logs, names, strict=True)):
+            colour, *_ = looks[log.header.strategy]  # as in the ROK curve; runs differ in markers
             for field, line in zip(fields, ("-", "--"), strict=True):
                 found = _values(log, field) if field else {}
-                look: dict[str, Any] = {"marker": marker, "markersize": 4} if len(found) < 25 else {}
-                label = rok.short(name) if line == "-" and axes is panels[0] else None
+                marker: dict[str, Any] = {"marker": "osv^Dd<>"[number % 8], "markersize": 4}
+                marker["markevery"] = max(len(found) // 12, 1)
+                label = rok.short(name, 40) if line == "-" and axes is panels[0] else None
                 scaled = [each / size for each in found.values()]
-                axes.plot(list(found), scaled, line, color=colour, linewidth=1.4, label=label, **look)
+                axes.plot(list(found), scaled, line, color=colour, linewidth=1.2, label=label, **marker)
         told = f"{title}, dashed: {dashed}" if dashed else title
         axes.set_title(told, loc="left", fontsize="medium")
         axes.set_ylabel("" if title == "Loss" else unit)
