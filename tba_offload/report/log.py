@@ -31,11 +31,10 @@ import stat
 from bisect import bisect
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from tba_offload.errors import RunLogError
 from tba_offload.formatting import readable_size, significant
@@ -457,9 +456,7 @@ class RunLogWriter:
     def _end(self, error: OSError) -> None:
         if not self._has_ended:
             self._has_ended = True
-            said = (
-                "%s: the run log cannot be written: %s; it ends here, and training goes on. Make room there"
-            )
+            said = "%s: the run log cannot be written: %s; it ends here. Training goes on; make room there"
             logger.warning(said, self.path, error.strerror or error)
 
     def __enter__(self) -> Self:
@@ -530,11 +527,9 @@ def _in_json(value: Any) -> Any:
 
 # A step in figures
 
-FIGURES = tuple(
-    name
-    for name in _NAMES[StepRecord]
-    if name not in {"step", "skipped", "peak_source", "gradients_allocated"}
-)
+_NO_FIGURES = {"step", "skipped", "peak_source", "gradients_allocated"}
+
+FIGURES = tuple(name for name in _NAMES[StepRecord] if name not in _NO_FIGURES)
 """Fields of a step record that are numbers: the curves and columns of :mod:`tba_offload.sinks`."""
 
 MAIN_FIGURES = ("activation_peak_bytes", "offloaded_bytes", "read_bytes", "stall_seconds")
@@ -559,13 +554,10 @@ def describe_step(record: StepRecord) -> str:
         parts.append(f"gradients {readable_size(record.gradient_bytes)}")
     waits = f", {significant(record.stall_seconds)} s of it waits" if record.stall_seconds else ""
     parts.append(f"{significant(record.seconds)} s{waits}")
-    moved = {
-        "written": record.offloaded_bytes,
-        "read": record.read_bytes,
-        "forwarded": record.forwarded_bytes,
-    }
-    moved["kept"] = record.kept_bytes + record.fallback_kept_bytes
-    parts += [f"{readable_size(nbytes)} {what}" for what, nbytes in moved.items() if nbytes]
+    kept = record.kept_bytes + record.fallback_kept_bytes
+    amounts = (record.offloaded_bytes, record.read_bytes, record.forwarded_bytes, kept)
+    moved = zip(amounts, ("written", "read", "forwarded", "kept"), strict=True)
+    parts += [f"{readable_size(nbytes)} {what}" for nbytes, what in moved if nbytes]
     if record.weights_read_bytes:
         waited = record.weights_waited_seconds
         waits = f", waited for {significant(waited)} s" if waited else ""
@@ -698,14 +690,6 @@ class MemoryEvent(Event):
     frozen_weights: Bytes = 0
     frozen_at_once: Bytes = 0
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if not len(self.names) == len(self.placements) == len(self.layers):
-            raise ValueError("there are not as many names as layers")
-        if any(peak.layer >= max(len(self.names), 1) for peak in self.phases.values()):
-            raise ValueError("a peak is in no layer")
-        return self
-
 
 class ScopeTimes(NamedTuple):
     """One run of a layer; times are seconds since the step began."""
@@ -796,8 +780,8 @@ class TimelineEvent(Event):
         layers_left: When backward passes came out of the first layer, to embeddings.
         budget: Most bytes of activations that the policy allows; ``None`` for no limit.
         window: Most bytes in flight that it allows; ``None`` for no limit.
-        drives: The drives that moved bytes; one that moved states or weights
-            too is there once more for these.
+        drives: The drives that moved bytes; one that moved states or weights too is there
+            once more for these.
         moves: The calls that moved bytes, by when they began.
     """
 
@@ -816,14 +800,6 @@ class TimelineEvent(Event):
     window: Bytes | None = None
     drives: list[Drive] = []
     moves: list[Move] = []
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if any(scope.layer >= len(self.names) for scope in self.scopes):
-            raise ValueError("a run is of no layer")
-        if any(move.drive >= len(self.drives) for move in self.moves):
-            raise ValueError("bytes were moved by no drive")
-        return self
 
     @property
     def seconds(self) -> float:
@@ -863,4 +839,4 @@ class TimelineEvent(Event):
             if began < end < math.inf:
                 phases.append(Phase("backward", began, end))
             since = end
-        return sorted(phases, key=attrgetter("began"))
+        return sorted(phases, key=lambda phase: phase.began)
