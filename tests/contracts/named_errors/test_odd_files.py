@@ -72,12 +72,10 @@ def test_a_log_that_is_cut_off_is_read_or_named(tmp_path: Path, command: str) ->
 
 
 @pytest.mark.parametrize("command", [["rok"], ["plan"], ["check", "--layers", "3"]])
-@pytest.mark.parametrize("kind", ["directory", "x" * 5000, "absent", "a link to itself"])
+@pytest.mark.parametrize("kind", ["x" * 5000, "absent", "a link to itself"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, command: list[str], kind: str) -> None:
     path = tmp_path / "file"
-    if kind == "directory":
-        path.mkdir()
-    elif kind == "a link to itself":
+    if kind == "a link to itself":
         path.symlink_to(path)
     elif kind != "absent":
         path = Path(kind)
