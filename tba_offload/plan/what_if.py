@@ -52,7 +52,6 @@ class Situation:
         bandwidth: The rates of its drives.
         window: Most bytes in flight, as it was configured.
         config: Its policy.
-        measured: The rates of each drive, and of host memory beside them, with their spread.
         elsewhere: Layers of other processes, as those of other pipeline stages, and their placements.
         run: Activation peak and seconds of a step of the run; ``None`` if not measured.
         title: The model and the machine.
@@ -67,7 +66,6 @@ class Situation:
     bandwidth: Bandwidth
     window: int | None
     config: OffloadConfig
-    measured: tuple[dict[str, Any], ...] = ()
     elsewhere: tuple[tuple[str, Placement], ...] = ()
     run: tuple[int, float] | None = None
     title: str = ""
@@ -114,7 +112,6 @@ class Situation:
             bandwidth=Bandwidth.from_json(event["drive"]),
             window=config.budget.window if event["limits"].get("device") else event["limits"]["window"],
             config=config,
-            measured=tuple(event.get("rates", ())),
             elsewhere=tuple(
                 (name, Placement(entry["placement"])) for name, entry in placed if name not in event["names"]
             ),
@@ -169,14 +166,13 @@ class Situation:
                 "memory, or had other layers; give --budget instead"
             )
         base, gradients = self.beside
-        load = self.states
+        load = self.states or StatesLoad((), 0.0, math.inf)
 
         def share(travelling: int) -> DeviceShare:
-            staying = 0 if load is None else load.device_bytes(travelling)
-            return DeviceShare(device_bytes, base + staying, gradients)
+            return DeviceShare(device_bytes, base + load.device_bytes(travelling), gradients)
 
         chosen = None
-        if load is not None:
+        if self.states is not None:
             chosen, *_ = choose(
                 load,
                 lambda travelling: self._limits(None).on_device(share(travelling)),
@@ -301,18 +297,8 @@ class Situation:
 
     def as_json(self, plan: Plan, report: PlanReport, states: Expected | None = None) -> dict[str, Any]:
         """Return a plan and its report for programs."""
-        outcome = self.outcome(plan)
-        return {
-            "frontier": [dataclasses.asdict(step) for step in report.frontier],
-            "names": self.names,
-            "measured": self.measured,
-            "keep": {"peak_bytes": report.keep_peak_bytes, "seconds": report.keep_seconds},
-            "plan": plan.as_json(),
-            "why": report.whys,
-            "written_bytes": {"drives": outcome.written_bytes, "host": outcome.host_written_bytes},
-            "states": None if states is None else states.as_json(),
-            "advice": report.advice(),
-        }
+        found = {"plan": plan.as_json(), "states": None if states is None else states.as_json()}
+        return dataclasses.asdict(report) | found | {"advice": report.advice()}
 
     def policy_for(self, plan: Plan, budget: int | None, device_bytes: int | None = None) -> OffloadConfig:
         """Return a policy that places layers as the plan does, otherwise as the run was configured.

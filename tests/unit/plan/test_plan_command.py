@@ -171,7 +171,7 @@ def test_where_a_layer_was_kept_keeps_time_is_known(tmp_path: Path) -> None:
     config = config_for(in_flight=MIB, default=OFFLOAD, rules=(tba.Rule("6-7", KEEP),))
     with tba.attach(model, config, run_log=path, measure_memory=False) as session:
         train(model, session, steps=4)
-    assert json.loads(run_plan(path, "--json").output)["keep"]["seconds"] > 0
+    assert json.loads(run_plan(path, "--json").output)["keep_seconds"] > 0
     slow = run_plan(with_rates(path, tmp_path / "slow.jsonl", 1e3)).output  # there is only one thing to do
     assert re.search(r"\bx keep \|", slow)
     assert slow.splitlines()[-1].startswith("Keep every layer (peak ")
