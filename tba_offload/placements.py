@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,22 +31,43 @@ class Flags:
     percent: int = 100
 
 
+_STAYS = Flags()
+
+
 class Placement(StrEnum):
     """Where the activations of a layer are between forward and backward.
 
-    ``Placement("offload-25%")`` is a placement, too: the share can be any whole number from 1 to 99.
+    Each placement has the attributes of its :class:`Flags`. ``Placement("offload-25%")`` is a placement, too:
+    the share can be any whole number from 1 to 99.
 
     Raises:
         ValueError: ``Placement(name)`` finds no placement of this name.
     """
 
+    recomputes: bool
+    offloads: bool
+    rebuilds: bool
+    spares_attention: bool
+    percent: int
+
+    def __new__(cls, word: str, flags: Flags = _STAYS) -> Self:
+        """Return a member whose flags are plain attributes, since each run of a layer reads them."""
+        made = str.__new__(cls, word)
+        made._value_ = word
+        for flag in fields(flags):
+            setattr(made, flag.name, getattr(flags, flag.name))
+        return made
+
     KEEP = "keep"
-    OFFLOAD = "offload"
-    RECOMPUTE = "recompute"
-    RECOMPUTE_OFFLOAD = "recompute-offload"
-    RECOMPUTE_EXCEPT_ATTENTION = "recompute-except-attention"
-    OFFLOAD_REMAT = "offload-remat"
-    AUTO = "auto"
+    OFFLOAD = "offload", Flags(offloads=True)
+    RECOMPUTE = "recompute", Flags(recomputes=True)
+    RECOMPUTE_OFFLOAD = "recompute-offload", Flags(recomputes=True, offloads=True)
+    RECOMPUTE_EXCEPT_ATTENTION = (
+        "recompute-except-attention",
+        Flags(recomputes=True, offloads=True, spares_attention=True),
+    )
+    OFFLOAD_REMAT = "offload-remat", Flags(offloads=True, rebuilds=True)
+    AUTO = "auto", Flags(offloads=True)
 
     @classmethod
     def _missing_(cls, value: object) -> Placement:
@@ -54,35 +75,9 @@ class Placement(StrEnum):
         share = re.fullmatch("offload-([1-9][0-9]?)%", value) if isinstance(value, str) else None
         if share is None:
             raise ValueError(f"{value!r} is not one of {', '.join(names())}")
-        made = str.__new__(cls, share[0])
-        made._name_ = made._value_ = share[0]
-        _FLAGS.setdefault(made, Flags(offloads=True, percent=int(share[1])))
+        made = cls._new_member_(cls, share[0], Flags(offloads=True, percent=int(share[1])))  # type: ignore[attr-defined]
+        made._name_ = share[0]
         return cls._value2member_map_.setdefault(share[0], made)  # type: ignore[return-value]
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether backward runs the layer's forward again."""
-        return _FLAGS[self].recomputes
-
-    @property
-    def offloads(self) -> bool:
-        """Whether something of the layer is written to the store and read back."""
-        return _FLAGS[self].offloads
-
-    @property
-    def rebuilds(self) -> bool:
-        """Whether outputs of cheap operations are computed again instead of written."""
-        return _FLAGS[self].rebuilds
-
-    @property
-    def spares_attention(self) -> bool:
-        """Whether the output of fused attention is offloaded instead of computed again."""
-        return _FLAGS[self].spares_attention
-
-    @property
-    def percent(self) -> int:
-        """Share of the layer's saved bytes that is offloaded."""
-        return _FLAGS[self].percent
 
     @property
     def is_offloaded(self) -> bool:
@@ -93,17 +88,6 @@ class Placement(StrEnum):
     def as_run(self) -> Placement:
         """The placement by which a layer runs: ``offload`` where the planner has not replaced ``auto``."""
         return Placement.OFFLOAD if self is Placement.AUTO else self
-
-
-_FLAGS = {
-    Placement.KEEP: Flags(),
-    Placement.OFFLOAD: Flags(offloads=True),
-    Placement.RECOMPUTE: Flags(recomputes=True),
-    Placement.RECOMPUTE_OFFLOAD: Flags(recomputes=True, offloads=True),
-    Placement.RECOMPUTE_EXCEPT_ATTENTION: Flags(recomputes=True, offloads=True, spares_attention=True),
-    Placement.OFFLOAD_REMAT: Flags(offloads=True, rebuilds=True),
-    Placement.AUTO: Flags(offloads=True),
-}
 
 
 def names() -> list[str]:
