@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 )
 @JSON
 def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None:
-    """Say which path bytes take to each directory and why, how fast, what is missing, and the fix.
+    """Say how bytes reach each directory, how fast, and what would help.
 
     The default is the system's directory for temporary files. Each path is measured for about a second, with
-    64 MiB: to a file, and on a GPU by GPUDirect Storage too. --bench writes and reads for some ten seconds
+    64 MiB: to a file, and on a GPU by GPUDirect Storage too. --bench writes and reads for about 15 seconds
     more in each directory, with up to a GiB, and ends with a policy. Nothing stays in the directories. Exit
     status 1 if one of them cannot be used.
     """

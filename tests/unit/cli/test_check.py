@@ -48,27 +48,23 @@ def test_every_layer_is_told_with_its_rule(policy: Path) -> None:
 
 
 def test_json_is_one_object_and_nothing_else(policy: Path) -> None:
-    policy.write_text(POLICY.replace("last 2", "5"))
-    document = json.loads(check(policy, "--layers", "6", "--json").stdout)
-    assert document["layers"] == [
-        {"layers": "0-3", "placement": "recompute", "why": "rule '0-3' (line 3)"},
-        {"layers": "4", "placement": "offload", "why": "default"},
-        {"layers": "5", "placement": "keep", "why": "rule '5' (line 5)"},
-    ]
-    assert (document["problems"], document["warnings"], document["not_judged"]) == ([], [], [])
-
-
-def test_what_becomes_of_states_and_frozen_weights_is_told(policy: Path) -> None:
     policy.write_text(f"{POLICY}states:\n  when: backward\nweights:\n  frozen: offload-25%\n")
+    result = check(policy, "--layers", "6", "--json")
+    assert json.loads(result.stdout) == {
+        "layers": [
+            {"layers": "0-3", "placement": "recompute", "why": "rule '0-3' (line 3)"},
+            {"layers": "4-5", "placement": "keep", "why": "rule 'last 2' (line 5)"},
+        ],
+        "states": "offload, updated in backward",
+        "weights": "offload-25%, if frozen",
+        "not_judged": [],
+        "warnings": [],
+        "problems": [],
+    }
     assert check(policy, "--layers", "6").stdout.splitlines()[-2:] == [
         "states: offload, updated in backward",
         "weights: offload-25%, if frozen",
     ]
-    document = json.loads(check(policy, "--layers", "6", "--json").stdout)
-    assert (document["states"], document["weights"]) == (
-        "offload, updated in backward",
-        "offload-25%, if frozen",
-    )
 
 
 def test_everything_wrong_is_told_by_line(policy: Path) -> None:
@@ -84,24 +80,6 @@ def test_everything_wrong_is_told_by_line(policy: Path) -> None:
     assert [(problem["line"], f"Error: {problem['message']}") for problem in problems] == [
         *zip((5, 7, 8), messages, strict=True)
     ]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "layers: [{{match: '{}:1', placement: keep}}]",
-        "layers: [{{match: '0', placement: {}}}]",
-        "{}: 1",
-        "budget: {{activation_bytes: '1{}'}}",
-        "store: {{directories: ['${}']}}",
-    ],
-)
-def test_what_a_user_wrote_is_quoted_in_short(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "policy.yaml"
-    path.write_text(text.format("x" * 20_000))
-    result = check(path, "--layers", 8)
-    assert result.exit_code == 1
-    assert max(map(len, result.stderr.splitlines())) < 1500
 
 
 def test_what_has_no_effect_is_a_warning(policy: Path) -> None:
@@ -152,9 +130,7 @@ def test_the_examples_fit_any_depth(name: str) -> None:
     ("layers", "message"),
     [
         ([], "Missing option '--layers'"),
-        (["0"], "'0' is no number of layers"),
         (["many"], "'many' is no number of layers"),
-        (["encoder:12", "encoder:12"], "each needs a name of its own"),
         (["12", "decoder:12"], "each needs a name of its own"),
     ],
 )

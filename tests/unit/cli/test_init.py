@@ -86,7 +86,7 @@ def test_a_directory_that_cannot_be_used_is_named_and_nothing_is_written(tmp_pat
 
 @pytest.mark.parametrize(
     "name",
-    ["a: b", "ümlaut # \"quoted\" 'too'", "{y}", "line\nbreak", os.fsdecode(b"no \xff text"), "x" * 200],
+    ["ümlaut # \"quoted\": 'too'", "{y}", "line\nbreak", os.fsdecode(b"no \xff text"), "x" * 200],
 )
 def test_a_directory_may_be_called_whatever_it_is(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
