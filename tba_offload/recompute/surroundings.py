@@ -17,7 +17,7 @@ from torch import nn
 from tba_offload.errors import SavedTensorModifiedError
 from tba_offload.layers.nested import tensors_in
 from tba_offload.recompute.code import PLAIN
-from tba_offload.recompute.contents import SMALL, Contents, Held, address_of, copy_of, version_of
+from tba_offload.recompute.contents import Contents, Held, address_of, copy_of, version_of
 from tba_offload.recompute.digest import digests
 from tba_offload.recompute.modules import Modules
 from tba_offload.recompute.parametrized import CachedWeights
@@ -213,16 +213,6 @@ class Surroundings:
             _overwrite(found.tensor, before)
             raise SavedTensorModifiedError(too_late(self._full_name(found)))
         _overwrite(found.tensor, before)
-
-    def are_static(self) -> bool:
-        """Whether all tensors that the layer found are there anyway.
-
-        Not so are parameters that were computed, as ``functional_call`` may give it or a cache may hold them,
-        and large tensors among its attributes, as modules leave there for others to look at.
-        """
-        computed = (slot.trains and not isinstance(slot.tensor, nn.Parameter) for slot in self._slots)
-        large = (held.tensor.numel() * held.tensor.itemsize >= SMALL for held in self._own.tensors)
-        return not self._cached and not any(computed) and not any(large)
 
     @contextlib.contextmanager
     def undoing(self) -> Iterator[None]:
