@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tba_offload
 
-LINES, FILES = 31_900, 302
+LINES, FILES = 26_800, 245
 """Lines of code at most, without blanks, comments and docstrings, and files. Both only shrink."""
 
 IGNORED = {
