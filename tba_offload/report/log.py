@@ -668,8 +668,7 @@ class MemoryEvent(Event):
         left_out: Trained blocks that are not among the layers, in words, with their numbers.
         outside: The largest trained parameters beside the layers: name and bytes.
         inside: Bytes of the largest trained parameter of a layer.
-        frozen_weights: Bytes of frozen weights of layers that could be offloaded and are in memory.
-        frozen_at_once: Those of them that would be in memory at a time: of the two largest layers.
+        frozen_weights: Bytes of frozen weights of layers that are in memory.
     """
 
     EVENT = MEMORY
@@ -688,7 +687,6 @@ class MemoryEvent(Event):
     outside: list[tuple[str, Bytes]] = []
     inside: Bytes = 0
     frozen_weights: Bytes = 0
-    frozen_at_once: Bytes = 0
 
 
 class ScopeTimes(NamedTuple):

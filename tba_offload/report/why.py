@@ -494,7 +494,7 @@ def _model(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
     what = f"optimizers hold {readable_size(states)} of states, and an update works with {works}"
     change = f"have smaller sub-groups: {setting}" if updates else f"offload the states: {setting}"
     yield "optimizer states", of_states, what, change
-    spare = memory.frozen_weights - memory.frozen_at_once
+    spare = memory.frozen_weights - 2 * memory.frozen_weights // max(len(memory.names), 2)  # two layers stay
     what = f"weights that are not trained take {readable_size(memory.frozen_weights)} always"
     change = "offload them: weights: {frozen: offload}"
     yield "frozen weights", lambda phase: min(spare, phase.of("parameters")), what, change

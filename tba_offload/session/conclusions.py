@@ -110,7 +110,7 @@ class Conclusions:
                 "static": static_bytes(parts.modules, parts.optimizers, parts.states, device),
                 "outside": outside,
                 "inside": inside,
-                **frozen_bytes(parts.modules, layers, parts.capture.min_tensor_bytes, device),
+                "frozen_weights": frozen_bytes(layers, device),
                 "left_out": left_out,
                 **figures,
             },

@@ -120,7 +120,7 @@ class LayerRuns:
         if memory.is_on:
             memory.layer_ended(site.index, way)
         if self._ongoing.meter is not None:
-            parts.outputs.layer_returned(site.index, way, output)
+            parts.outputs.layer_returned(site, way, output)
             self._ongoing.meter.sample()
         self._watch.watch(site, output, scope, before)
         return output

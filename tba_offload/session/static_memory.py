@@ -11,7 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from tba_offload.device.live_bytes import plain_storage
 from tba_offload.states.pieces import parameters_of
-from tba_offload.weights.pieces import own_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -72,22 +71,10 @@ def largest_trained(
     return sorted(beside, key=itemgetter(1), reverse=True)[:3], inside
 
 
-def frozen_bytes(
-    modules: Sequence[nn.Module], layers: Sequence[nn.Module], at_least: int, device: torch.device
-) -> dict[str, int]:
-    """Bytes of frozen weights that could be offloaded and are in memory, and those of the two largest layers.
-
-    Args:
-        modules: The model or its chunks.
-        layers: Its layers.
-        at_least: Bytes of a weight that travels.
-        device: The device that such a weight lies on.
-    """
-    of_layers = dict.fromkeys(range(len(layers)), 0)
-    for number, _, weight in own_weights(modules, layers, max(at_least, 1), device):  # away, it is empty
-        of_layers[number] += weight.untyped_storage().nbytes()
-    sizes = sorted(of_layers.values(), reverse=True)
-    return {"frozen_weights": sum(sizes), "frozen_at_once": sum(sizes[:2])}
+def frozen_bytes(layers: Sequence[nn.Module], device: torch.device) -> int:
+    """Return the bytes of frozen weights of layers that are in memory."""
+    found = chain.from_iterable(map(torch.nn.Module.parameters, layers))
+    return sum(_new_bytes((each for each in found if not each.requires_grad), device, set()))
 
 
 def _new_bytes(found: Iterable[object], device: torch.device, seen: set[int]) -> Iterator[int]:

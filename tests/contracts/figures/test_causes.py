@@ -278,6 +278,28 @@ def test_what_a_model_collects_is_named_with_its_layers(tmp_path: Path) -> None:
     assert abs(in_vain - before_last / 2) < 3 * MIB
 
 
+def test_what_hooks_within_layers_collect_is_named_where_the_model_puts_it_out(tmp_path: Path) -> None:
+    """As transformers collects attention weights; the training loop drops the output at once."""
+
+    class Hooked(Collecting):
+        def __init__(self) -> None:
+            super().__init__(collects=False, puts_out=True)
+            self.seen: list[Tensor] = []
+            for layer in self.layers:
+                layer.up.register_forward_hook(lambda _module, _args, output: self.seen.append(output))  # type: ignore[union-attr]
+                layer.forward = partial(Block.forward, layer)  # type: ignore[method-assign, arg-type]
+
+        def forward(self, x: Tensor) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            seen, self.seen = self.seen, []
+            return {"loss": self.loss(x), "seen": seen}
+
+    found = trained(tmp_path, Hooked)
+    assert found.cause == "held elsewhere", str(found)
+    assert abs(found.evidence.peak.of("returned") - (LAYERS - 1) * TOKENS * 4 * WIDTH * 4) < 3 * MIB
+
+
 def test_what_layers_return_and_nobody_holds_is_no_cause(tmp_path: Path) -> None:
     found = trained(tmp_path, partial(Collecting, collects=False))
     assert found.evidence.memory is not None

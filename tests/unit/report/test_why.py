@@ -157,8 +157,10 @@ def test_states_that_are_offloaded_are_not_to_be_offloaded_once_more(tmp_path: P
 
 def test_frozen_weights_could_be_offloaded(tmp_path: Path) -> None:
     static = event()["static"] | {"parameters": 500 * MIB}
-    found = diagnosed(tmp_path, event(static=static, frozen_weights=400 * MIB, frozen_at_once=50 * MIB))
-    assert (found.cause, found.findings[0].saves) == ("frozen weights", 350 * MIB)
+    more = {"names": [f"layers.{i}" for i in range(8)], "placements": ["offload"] * 8}
+    more |= {"layers": [[0, MIB, MIB]] * 8, "static": static, "frozen_weights": 400 * MIB}
+    found = diagnosed(tmp_path, event(**more))
+    assert (found.cause, found.findings[0].saves) == ("frozen weights", 300 * MIB)
 
 
 @pytest.mark.parametrize(("born", "is_named"), [(0, True), (9, False)])
