@@ -608,34 +608,76 @@ class PlanEvent(Event):
     limits: Json
 
 
-class HeldBytes(BaseModel):
-    """Bytes by what held them at one moment; see :class:`tba_offload.session.memory_watch.Held`."""
+class HeldBytes(NamedTuple):
+    """What holds memory at one moment, in bytes.
 
-    in_flight: Bytes
-    read_ahead: Bytes
-    settled: Bytes
-    small: Bytes
-    kept: Bytes
-    inputs: Bytes
-    outputs: Bytes
+    Attributes:
+        in_flight: Packed by layers and not yet written.
+        read_ahead: Read back and not yet used.
+        settled: Kept by the offloader: in use by backward, or refused by a drive.
+        small: Saved by layers with hooks, and kept: small, not understood, or held elsewhere.
+        kept: Left in memory by layers that are placed ``keep`` or were left alone, and by plan by others.
+        inputs: Left in memory by layers that are recomputed.
+        outputs: Left in memory by layers whose activations travel, beside all that the offloader knows of.
+        put_out: Put out by the model, now or in earlier steps, and alive still.
+        returned: Returned by layers, and held until the model's forward ends.
+    """
+
+    in_flight: Bytes = 0
+    read_ahead: Bytes = 0
+    settled: Bytes = 0
+    small: Bytes = 0
+    kept: Bytes = 0
+    inputs: Bytes = 0
+    outputs: Bytes = 0
     put_out: Bytes = 0
     returned: Bytes = 0
 
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(self)
 
-class PhasePeak(BaseModel):
-    """The peak of one phase; see :class:`tba_offload.session.memory_watch.Peak`."""
+    @property
+    def planned(self) -> int:
+        """Bytes of which plans know: activations of layers."""
+        return self.nbytes - self.outputs - self.put_out
+
+    def with_returned(self, nbytes: int, holder: str) -> HeldBytes:
+        """Return the same with bytes of a holder counted as returned by layers."""
+        changes = {holder: max(getattr(self, holder) - nbytes, 0), "returned": self.returned + nbytes}
+        return self._replace(**changes)
+
+
+class PhasePeak(NamedTuple):
+    """The fullest moment of one phase, gradients included.
+
+    Attributes:
+        nbytes: Live bytes, without those that were there before the step, gradients and states of optimizers.
+        layer: Index of the layer that ran, or had run last.
+        held: What held them.
+        beside: Those of nothing in ``held`` that were there when the layer began.
+        gradients: Bytes of gradients at the time.
+        frozen: Bytes of frozen weights that were there for layers that compute.
+        number: How many storages layers had returned in the step.
+    """
 
     nbytes: Bytes
     layer: Bytes
     held: HeldBytes
     beside: Bytes
     gradients: Bytes
-    frozen: Bytes = 0
+    frozen: Bytes
+    number: Bytes = 0
 
     @property
     def whole(self) -> int:
         """All bytes of the moment."""
         return self.nbytes + self.gradients + self.frozen
+
+    def as_json(self) -> dict[str, object]:
+        """Return the line of it in a run log."""
+        return {**self._asdict(), "held": self.held._asdict()}
 
 
 class StaticBytes(BaseModel):

@@ -324,7 +324,7 @@ def _lasting(log: RunLog, step: StepRecord, memory: MemoryEvent) -> dict[str, in
 
 def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes of a peak by holder; no more than were live, as books may count what is gone."""
-    left, books = peak.nbytes, peak.held.model_dump() | {"beside": peak.beside}
+    left, books = peak.nbytes, peak.held._asdict() | {"beside": peak.beside}
     books["in_flight"] += books.pop("read_ahead")
     held = dict(lasting) | {"gradients": peak.gradients}
     held["parameters"] += peak.frozen

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tba_offload.placements import Placement
 from tba_offload.plan.beside import Beside
+from tba_offload.report.log import HeldBytes, PhasePeak
 from tba_offload.session.static_memory import attributes_saved
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class MemoryWatch:
         names: Sequence[str],
     ) -> None:
         self.is_on = False
-        self.peaks: dict[str, Peak] = {}
+        self.peaks: dict[str, PhasePeak] = {}
         self.layers = [LayerMemory() for _ in names]
         self._gradients, self._outputs, self._modules = gradients, outputs, modules
         self._capture, self._offloader = capture, capture.offloader
@@ -233,7 +234,7 @@ class MemoryWatch:
         best = self.peaks.get(now.phase)
         if best is None or nbytes + gradients + frozen > best.whole:
             number = self._outputs.returned
-            self.peaks[now.phase] = Peak(nbytes, now.layer, held, now.beside, gradients, frozen, number)
+            self.peaks[now.phase] = PhasePeak(nbytes, now.layer, held, now.beside, gradients, frozen, number)
 
     # ---- sums ------------------------------------------------------------------------------------
 
@@ -258,9 +259,9 @@ class MemoryWatch:
     def _look(self) -> int:
         return 0 if self._meter is None else self._meter.cut()
 
-    def _held(self) -> Held:
+    def _held(self) -> HeldBytes:
         ledger = self._offloader.ledger
-        return Held(
+        return HeldBytes(
             in_flight=max(ledger.in_flight - ledger.read_ahead, 0),
             read_ahead=ledger.read_ahead,
             settled=ledger.settled,
@@ -276,81 +277,9 @@ class MemoryWatch:
             "source": self._meter.source,
             "held": self._held_by_modules,
             "returned": [[*key, nbytes] for key, nbytes in sorted(self._returned.items())],
-            "phases": {phase: peak.figures() for phase, peak in self.peaks.items()},
+            "phases": {phase: peak.as_json() for phase, peak in self.peaks.items()},
             "layers": [[layer.leaves, layer.forward, layer.backward] for layer in self.layers],
         }
-
-
-class Held(NamedTuple):
-    """What holds memory at one moment, in bytes.
-
-    Attributes:
-        in_flight: Packed by layers and not yet written.
-        read_ahead: Read back and not yet used.
-        settled: Kept by the offloader: in use by backward, or refused by a drive.
-        small: Saved by layers with hooks, and kept: small, not understood, or held elsewhere.
-        kept: Left in memory by layers that are placed ``keep`` or were left alone, and by plan by others.
-        inputs: Left in memory by layers that are recomputed.
-        outputs: Left in memory by layers whose activations travel, beside all that the offloader knows of.
-        put_out: Put out by the model, now or in earlier steps, and alive still.
-        returned: Returned by layers, and held until the model's forward ends.
-    """
-
-    in_flight: int = 0
-    read_ahead: int = 0
-    settled: int = 0
-    small: int = 0
-    kept: int = 0
-    inputs: int = 0
-    outputs: int = 0
-    put_out: int = 0
-    returned: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """All of it."""
-        return sum(self)
-
-    @property
-    def planned(self) -> int:
-        """Bytes of which plans know: activations of layers."""
-        return self.nbytes - self.outputs - self.put_out
-
-    def with_returned(self, nbytes: int, holder: str) -> Held:
-        """Return the same with bytes of a holder counted as returned by layers."""
-        changes = {holder: max(getattr(self, holder) - nbytes, 0), "returned": self.returned + nbytes}
-        return self._replace(**changes)
-
-
-class Peak(NamedTuple):
-    """The fullest moment of one phase, gradients included.
-
-    Attributes:
-        nbytes: Live bytes, without those that were there before the step, gradients and states of optimizers.
-        layer: Index of the layer that ran, or had run last.
-        held: What held them.
-        beside: Those of nothing in ``held`` that were there when the layer began.
-        gradients: Bytes of gradients at the time.
-        frozen: Bytes of frozen weights that were there for layers that compute.
-        number: How many storages layers had returned in the step.
-    """
-
-    nbytes: int
-    layer: int
-    held: Held
-    beside: int
-    gradients: int
-    frozen: int
-    number: int = 0
-
-    @property
-    def whole(self) -> int:
-        """All bytes of the moment."""
-        return self.nbytes + self.gradients + self.frozen
-
-    def figures(self) -> dict[str, object]:
-        """Return the same for a log."""
-        return {**self._asdict(), "held": self.held._asdict()}
 
 
 @dataclass(slots=True)
