@@ -104,7 +104,7 @@ def rok(
     metavar="SIZE",
     help="Plan for what a device of this size has left beside what the run had on it, such as 70GiB.",
 )
-@click.option("--layers", type=click.IntRange(min=1), help="What if there were this many layers.")
+@click.option("--layers", type=click.IntRange(1, 10_000), help="What if there were this many layers.")
 @click.option("--drives", type=float, default=1, help="What if there were this many times the drives.")
 @click.option(
     "--rated",
@@ -117,7 +117,15 @@ def rok(
 @click.option("--picture", type=FILE, metavar="FILE", help="Draw the frontier: .svg or .png.")
 @JSON
 def plan(
-    run: Path, output: Path | None, picture: Path | None, *, force: bool, as_json: bool, **what_if: Any
+    run: Path,
+    layers: int | None,
+    drives: float,
+    output: Path | None,
+    picture: Path | None,
+    *,
+    force: bool,
+    as_json: bool,
+    **goal: Any,
 ) -> None:
     """Say what the planner would do with a run, before running it.
 
@@ -130,28 +138,20 @@ def plan(
     from tba_offload.report.plans import draw_frontier
     from tba_offload.report.rok import picture_kind
 
-    budget, device_bytes, rated = (what_if.pop(name) for name in ("budget", "device_bytes", "rated"))
-    if budget is not None and device_bytes is not None:
+    if goal["budget"] is not None and goal["device_bytes"] is not None:
         raise click.UsageError("--budget and --device-bytes both say what activations may take; give one")
     if picture is not None:
         picture_kind(picture)
-    situation = Situation.of(run).changed(**what_if)
-    device = states = None
-    if device_bytes is None:
-        situation = situation.of_activations()
-    else:
-        device, states = situation.on_device(device_bytes)
-        budget = device.budget
-    best = situation.plan(budget)
-    report = situation.report(best, budget, device, states, rated)
+    situation = Situation.of(run).changed(layers=layers, drives=drives)
+    report, policy = situation.report(**goal)
     if picture is not None:
         with writing(picture, (run,)):
             draw_frontier(report, picture)
     if output is not None:
         with writing(output, (run,)):
-            _write_policy(output, situation.policy_for(best, budget, device_bytes).to_yaml(), force=force)
+            _write_policy(output, policy.to_yaml(), force=force)
     if as_json:
-        click.echo(json.dumps(situation.as_json(best, report, states), indent=2))
+        click.echo(json.dumps(report.as_json(), indent=2))
     else:
         text.show(*report.parts(None if output is None else str(output)))
 

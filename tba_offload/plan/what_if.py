@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +30,11 @@ from tba_offload.report.ranks import paths_of_ranks
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tba_offload.plan.simulate import Outcome
     from tba_offload.plan.states_share import Expected
     from tba_offload.report.log import RunLog, StepRecord
-
-_MOST_RUNS = 200_000
-"""Runs of layers in a step that is planned: some minutes of work."""
 
 FRONTIER = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05)
 """Budgets of the frontier, as shares of the peak of keep."""
@@ -55,7 +53,7 @@ class Situation:
         elsewhere: Layers of other processes, as those of other pipeline stages, and their placements.
         run: Activation peak and seconds of a step of the run; ``None`` if not measured.
         title: The model and the machine.
-        not_recomputed: Layers whose forward was not the same when it ran twice.
+        not_recomputed: Layers whose forward was not the same when it ran twice, and those of their kind.
         beside: Bytes on the device beside activations: live before a step, and gradients at one time;
             ``None`` if not measured.
         states: States of optimizers that are offloaded, which ``beside`` does not count then.
@@ -82,12 +80,12 @@ class Situation:
 
         Raises:
             RunLogError: The log cannot be read, stands for several ranks, or has no plan.
+            ConfigError: The policy in the log cannot be read.
         """
         first, *others = paths_of_ranks(path)
         if others:
             raise RunLogError(
-                f"{path}: each of the {1 + len(others)} ranks has a log of its own, and pipeline stages have "
-                f"different layers: name one of them, such as {first}"
+                f"{path}: each of the {1 + len(others)} ranks has a log of its own; name one, such as {first}"
             )
         log = read_run_log(path)
         log.events(PlanEvent)  # checked before anything is computed from one
@@ -98,26 +96,23 @@ class Situation:
                 "offload or auto, and save more than budget.in_flight_bytes, so that drives are measured"
             )
         event: Any = events[-1]
-        try:
-            config = OffloadConfig.from_yaml(log.header.policy or "")
-        except ConfigError as error:
-            raise RunLogError(f"{log.path}: the policy in it cannot be read: {error}") from error
+        config = OffloadConfig.from_yaml(log.header.policy or "")
         in_backward = config.states is not None and config.states.when == "backward"
         updates: Any = [] if in_backward else [each for each in log.others if each["event"] == "states"]
-        profile, states = StepProfile.from_json(event["profile"]), StatesLoad.of_updates(updates)
+        states = StatesLoad.of_updates(updates)
+        names, profile = tuple(event["names"]), StepProfile.from_json(event["profile"])
+        odd = {profile.layers[layer] for layer in event.get("not_recomputed", ())}
         placed: Any = log.header.plan.items()
         return cls(
-            names=tuple(event["names"]),
+            names=names,
             profile=profile,
             bandwidth=Bandwidth.from_json(event["drive"]),
             window=config.budget.window if event["limits"].get("device") else event["limits"]["window"],
             config=config,
-            elsewhere=tuple(
-                (name, Placement(entry["placement"])) for name, entry in placed if name not in event["names"]
-            ),
+            elsewhere=tuple((name, Placement(its["placement"])) for name, its in placed if name not in names),
             run=_measured_step(log),
             title=title_of(log.header.model, log.header.hardware),
-            not_recomputed=frozenset(_not_recomputed(event, profile)),
+            not_recomputed=frozenset(layer for layer, kind in enumerate(profile.layers) if kind in odd),
             beside=_beside_activations(log.steps, updates if states is not None else []),
             states=states,
         )
@@ -126,22 +121,19 @@ class Situation:
         """Return the situation with another number of layers, or so many times the drives.
 
         Raises:
-            ConfigError: The step would be too large to plan.
+            ConfigError: The number of drives is none.
         """
         if not 0 < drives < math.inf:
             raise ConfigError(f"{drives} is no number of drives")
-        bandwidth, old = self.bandwidth.scaled(drives), len(self.names)
-        if layers is None or layers == old:
-            return dataclasses.replace(self, bandwidth=bandwidth, run=self.run if drives == 1 else None)
-        runs = len(self.profile.slots) * layers // (2 * old)
-        if runs > _MOST_RUNS:
-            raise ConfigError(f"a step of {runs} runs of layers is too large to plan: at most {_MOST_RUNS}")
-        likes = [layer * old // layers for layer in range(layers)]
+        run = self.run if drives == 1 else None
+        situation = dataclasses.replace(self, bandwidth=self.bandwidth.scaled(drives), run=run)
+        if layers is None or layers == len(self.names):
+            return situation
+        likes = [layer * len(self.names) // layers for layer in range(layers)]
         return dataclasses.replace(
-            self,
+            situation,
             names=renumbered(self.names, likes),
             profile=stretched(self.profile, likes),
-            bandwidth=bandwidth,
             elsewhere=(),
             run=None,
             title=f"{self.title}; what if it had {layers} layers",
@@ -149,10 +141,6 @@ class Situation:
             beside=None,
             states=None,
         )
-
-    def of_activations(self) -> Situation:
-        """Return the situation with a budget of activations alone, without the gradients of a step."""
-        return dataclasses.replace(self, profile=self.profile.without_gradients())
 
     def on_device(self, device_bytes: int) -> tuple[DeviceShare, Expected | None]:
         """Return what a device of that size leaves for activations, and what is best for optimizer states.
@@ -162,52 +150,30 @@ class Situation:
         """
         if self.beside is None:
             raise ConfigError(
-                "what lies on the device beside activations is not known: the run did not measure its "
-                "memory, or had other layers; give --budget instead"
+                "what lies on the device beside activations is not known of this run; give --budget instead"
             )
         base, gradients = self.beside
-        load = self.states or StatesLoad((), 0.0, math.inf)
-
-        def share(travelling: int) -> DeviceShare:
-            return DeviceShare(device_bytes, base + load.device_bytes(travelling), gradients)
-
-        chosen = None
+        device, chosen = DeviceShare(device_bytes, base, gradients), None
         if self.states is not None:
+            load = self.states
             chosen, *_ = choose(
                 load,
-                lambda travelling: self._limits(None).on_device(share(travelling)),
+                lambda travelling: self._limits(None).on_device(
+                    dataclasses.replace(device, base_bytes=base + load.device_bytes(travelling))
+                ),
                 lambda limits: self.outcome(self.plan(limits.budget)).prediction,
             )
-        device = share(0 if chosen is None else chosen.travelling)
+            device = chosen.limits.device or device
         if device.left <= 0:
-            least = readable_size(device.base_bytes + device.gradient_bytes)
-            raise ConfigError(
-                f"nothing is left for activations {device}; give a device of more than {least}, or offload "
-                "the states of optimizers"
-            )
+            raise ConfigError(f"nothing is left for activations {device}; give a larger device")
         return device, chosen
 
-    @property
-    def peak_of_keep(self) -> int:
-        """The activation peak if nothing were offloaded, bytes."""
-        return peak_of_keep(self.profile.without_gradients(), self.bandwidth)
-
-    @property
-    def seconds_of_keep(self) -> float | None:
-        """The step time if nothing were offloaded; ``None`` where no layer of the run was kept."""
-        if not self.profile.is_measured(Placement.KEEP):
-            return None
-        return self.outcome(Plan((Placement.KEEP,) * len(self.names))).seconds
-
-    def frontier(self) -> list[PlannedStep]:
-        """Return the best plans from a tenth of what keep needs up to all of it."""
-        others, whole = self.of_activations(), self.peak_of_keep
-        steps: list[PlannedStep] = []
-        known: list[Plan] = []
+    def _frontier(self) -> Iterator[PlannedStep]:
+        """Yield the best plans from a tenth of what keep needs up to all of it."""
+        whole, known = peak_of_keep(self.profile, self.bandwidth), list[Plan]()
         for budget in (int(share * whole) for share in FRONTIER):
-            known = [others.plan(budget, known)]  # what is good for less memory is good for more
-            steps.append(others.planned(known[0], budget))
-        return steps
+            known = [self.plan(budget, known)]  # what is good for less memory is good for more
+            yield self._planned(known[0], budget)
 
     def plan(self, budget: int | None, known: Sequence[Plan] = ()) -> Plan:
         """Return the fastest plan for a budget in bytes, or without one the lowest peak.
@@ -225,66 +191,59 @@ class Situation:
         """Return what a plan does in a step, tier by tier."""
         return simulate(self.profile, plan, self.bandwidth)
 
-    def planned(self, plan: Plan, budget: int | None) -> PlannedStep:
+    def _planned(self, plan: Plan, budget: int | None) -> PlannedStep:
         """Return what a plan is predicted to do, and whether it keeps to a budget."""
-        outcome, coming = self.outcome(plan), self.profile.gradient_bytes
+        outcome, placements = self.outcome(plan), plan.placements
         return PlannedStep(
-            budget_bytes=None if budget is None else budget + coming,
+            **dataclasses.asdict(outcome.prediction),
+            budget_bytes=None if budget is None else budget + self.profile.gradient_bytes,
             fits=budget is None or outcome.peak_bytes <= budget,
-            layers=composition(plan.placements),
+            layers=", ".join(f"{placements.count(each)} {each}" for each in sorted(set(placements))),
             window_bytes=plan.window,
-            seconds=outcome.seconds,
-            stall_seconds=outcome.prediction.stall_seconds,
-            peak_bytes=outcome.prediction.activation_peak,
-            written_bytes=outcome.prediction.written_bytes,
         )
 
     def report(
-        self,
-        plan: Plan,
-        budget: int | None,
-        device: DeviceShare | None = None,
-        states: Expected | None = None,
-        rated: int | None = None,
-    ) -> PlanReport:
-        """Return all that there is to say of a plan.
+        self, budget: int | None = None, *, device_bytes: int | None = None, rated: int | None = None
+    ) -> tuple[PlanReport, OffloadConfig]:
+        """Return all that there is to say of the best plan, and the policy that places layers so.
 
         Args:
-            plan: The plan.
-            budget: What it was made for.
-            device: What the budget was derived from, if it was.
-            states: What is chosen of optimizer states, if anything is.
+            budget: Most bytes of activations; ``None`` for no limit.
+            device_bytes: The size of a device, which gives the budget in place of ``budget``.
             rated: Bytes that the makers of all drives together allow to be written (TBW), if known.
         """
-        outcome = self.outcome(plan)
-        beside = None
-        if device is not None:
-            beside = device.device_bytes - device.budget - (outcome.activation_bytes - outcome.peak_bytes)
-        return PlanReport(
+        alone = dataclasses.replace(self, profile=self.profile.without_gradients())
+        found, device, states = alone, None, None
+        if device_bytes is not None:
+            found, (device, states) = self, self.on_device(device_bytes)
+            budget = device.budget
+        plan = found.plan(budget)
+        keep = alone.outcome(Plan((Placement.KEEP,) * len(self.names)))
+        layers = range(len(self.names))
+        report = PlanReport(
             names=self.names,
-            placements=tuple(placement.value for placement in plan.placements),
-            whys=tuple(
-                explain(self.profile, plan, self.bandwidth, layer) for layer in range(len(self.names))
-            ),
-            step=self.planned(plan, budget),
-            frontier=tuple(self.frontier()),
-            keep_peak_bytes=self.peak_of_keep,
-            keep_seconds=self.seconds_of_keep,
+            plan=plan.as_json(),
+            whys=tuple(explain(found.profile, plan, self.bandwidth, layer) for layer in layers),
+            step=found._planned(plan, budget),
+            frontier=tuple(alone._frontier()),
+            keep_peak_bytes=keep.peak_bytes,
+            keep_seconds=keep.seconds if self.profile.is_measured(Placement.KEEP) else None,
             run=self.run,
             title=self.title,
-            notes=(*self._notes(plan, device, states), *_life(outcome, rated)),
-            beside_bytes=beside,
+            notes=tuple(found._notes(plan, device, states, rated)),
+            states=None if states is None else states.as_json(),
+            beside_bytes=None if device is None else device.device_bytes - device.budget,
         )
+        return report, self._policy(plan, budget, device_bytes)
 
-    def _notes(self, plan: Plan, device: DeviceShare | None, states: Expected | None) -> Iterator[str]:
+    def _notes(
+        self, plan: Plan, device: DeviceShare | None, states: Expected | None, rated: int | None
+    ) -> Iterator[str]:
+        outcome, host = self.outcome(plan), self.bandwidth.host
         write, read = readable_rate(self.bandwidth.write), readable_rate(self.bandwidth.read)
-        yield (
-            f"{len(self.names)} layers; the drives write {write} and read {read}; keeping everything peaks "
-            f"at {readable_size(self.peak_of_keep)}."
-        )
-        host = self.bandwidth.host
+        yield f"{len(self.names)} layers; the drives write {write} and read {read}."
         if host is not None:
-            taken = readable_size(self.outcome(plan).host_written_bytes)
+            taken = readable_size(outcome.host_written_bytes)
             yield f"Host memory of {readable_size(host.capacity)} takes {taken} of a step beside the drives."
         if device is not None:
             yield f"{readable_size(device.budget)} are left for activations {device}."
@@ -294,31 +253,23 @@ class Situation:
         writes = writes_of(self.profile, plan, self.bandwidth, limits, everything)
         if writes is not None:
             yield f"The plan {writes}."
+        if day := bytes_per_day(outcome.written_bytes, outcome.seconds):
+            years = f": {rated / 1e12:g} TB in {significant(rated / day / 365)} years" if rated else ""
+            yield f"Day and night the drives are written {significant(day / 1e12)} TB a day{years}."
 
-    def as_json(self, plan: Plan, report: PlanReport, states: Expected | None = None) -> dict[str, Any]:
-        """Return a plan and its report for programs."""
-        found = {"plan": plan.as_json(), "states": None if states is None else states.as_json()}
-        return dataclasses.asdict(report) | found | {"advice": report.advice()}
-
-    def policy_for(self, plan: Plan, budget: int | None, device_bytes: int | None = None) -> OffloadConfig:
-        """Return a policy that places layers as the plan does, otherwise as the run was configured.
-
-        Args:
-            plan: The plan.
-            budget: What it was made for.
-            device_bytes: What the budget was derived from, if it was.
-        """
+    def _policy(self, plan: Plan, budget: int | None, device_bytes: int | None) -> OffloadConfig:
+        """Return a policy that places layers as the plan does, otherwise as the run was configured."""
         placed = [*zip(self.names, plan.placements, strict=True), *self.elsewhere]
-        placements = [placement for _, placement in placed]
-        default = max(set(placements), key=lambda placement: (placements.count(placement), placement))
+        counts = Counter(placement for _, placement in placed)
+        ((default, _),) = counts.most_common(1)
         rules = tuple(Rule(name, placement) for name, placement in placed if placement is not default)
         states = self.config.states or (None if self.states is None else StatesConfig())
         if states is not None and states.when != "backward":
             states = dataclasses.replace(states, default="offload" if device_bytes is None else "auto")
         # Other ranks may have layers that are still auto; nothing else keeps to a budget.
-        is_auto = Placement.AUTO in placements
-        shares = states is not None and states.default == "auto"
-        kept_to = is_auto or shares or self.config.on_slow == "keep"
+        is_auto = Placement.AUTO in counts
+        is_beside = states is not None and states.default == "auto"
+        kept_to = is_auto or is_beside or self.config.on_slow == "keep"
         limits = [limit for limit in (plan.window, budget) if limit is not None]
         return dataclasses.replace(
             self.config,
@@ -344,9 +295,8 @@ def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
         likes: For each layer, the number of the layer in ``profile`` that it is like.
     """
     slots: list[Slot] = []
-    for (micro_batch, backward), run in itertools.groupby(
-        profile.slots, key=lambda slot: (slot.micro_batch, slot.backward)
-    ):
+    passes = itertools.groupby(profile.slots, key=lambda slot: (slot.micro_batch, slot.backward))
+    for (micro_batch, backward), run in passes:
         first, *rest = run
         members = {slot.layer for slot in (first, *rest)}
         between = statistics.fmean(slot.gap for slot in rest) if rest else 0.0
@@ -364,34 +314,7 @@ def _measured_step(log: RunLog) -> tuple[int, float] | None:
     return (max(peaks), statistics.median(step.seconds for step in timed_steps(steps))) if peaks else None
 
 
-def _life(outcome: Outcome, rated: int | None) -> Iterator[str]:
-    """Yield what drives are written in a day, and how long they last by their rating."""
-    day = bytes_per_day(outcome.written_bytes, outcome.seconds)
-    if day:
-        said = f"Day and night the drives are written {significant(day / 1e12)} TB a day"
-        years = "" if rated is None else f": {rated / 1e12:g} TB in {significant(rated / day / 365)} years"
-        yield f"{said}{years}."
-
-
-_TRIED = {Placement.AUTO, *(placement for placement in Placement if placement.recomputes)}
-"""Placements of a policy under which a layer was run a second time, and compared."""
-
-
-def _not_recomputed(event: Mapping[str, Any], profile: StepProfile) -> Iterator[int]:
-    """Yield the layers that a run found not to be the same when they ran twice.
-
-    A layer that the policy placed otherwise was not tried. It counts as those of its kind.
-    """
-    found = set(event.get("not_recomputed", ()))
-    kinds = {profile.layers[layer] for layer in found}
-    for layer, wanted in enumerate(event.get("policy", ())):
-        if layer in found or (wanted not in _TRIED and profile.layers[layer] in kinds):
-            yield layer
-
-
-def _beside_activations(
-    steps: Sequence[StepRecord], updates: Sequence[Mapping[str, Any]]
-) -> tuple[int, int] | None:
+def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> tuple[int, int] | None:
     """Return most bytes that were live before a step, with states that it made, and of gradients at one time.
 
     Where states are offloaded it is the last step that counts, without them: how many stay may have changed.
@@ -407,13 +330,6 @@ def _beside_activations(
     # In the first step no optimizer can free them in backward.
     gradients = (step.gradient_peak_bytes or step.gradient_bytes or 0 for step in steps[1:] or steps)
     return (max(bases), max(gradients)) if bases else None
-
-
-def composition(placements: Sequence[Placement]) -> str:
-    """Return how many layers have which placement: ``4 keep, 8 offload``."""
-    order = [*Placement, *sorted(set(placements) - set(Placement))]
-    counts = {placement: placements.count(placement) for placement in order}
-    return ", ".join(f"{count} {placement}" for placement, count in counts.items() if count)
 
 
 def peak_of_keep(profile: StepProfile, bandwidth: Bandwidth) -> int:

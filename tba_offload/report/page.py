@@ -7,17 +7,17 @@ requests.
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+import json
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import MissingDependencyError, RunLogError
 from tba_offload.formatting import byte_scale, grouped, visible
 from tba_offload.report import rok
-from tba_offload.report.log import MemoryEvent
+from tba_offload.report.log import MemoryEvent, TimelineEvent
 from tba_offload.report.plans import title_of
 from tba_offload.report.text import Table
-from tba_offload.report.timeline import timeline_figure, timelines
+from tba_offload.report.timeline import timeline_figure
 from tba_offload.report.why import Diagnosis
 
 if TYPE_CHECKING:
@@ -32,23 +32,10 @@ _WIDTH = 5.4
 """Inches of a picture: on a phone its text can still be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A picture of the page.
-
-    Attributes:
-        source: The picture itself, as a data URI.
-        says: What it shows, in a sentence or two.
-    """
-
-    source: str
-    says: str
-
-    @classmethod
-    def of(cls, figure: Figure, says: str) -> Picture:
-        """Return a figure as a picture."""
-        content = base64.b64encode(rok.rendered(figure, "svg")).decode()
-        return cls(f"data:image/svg+xml;base64,{content}", says)
+def _picture(figure: Figure, says: str) -> dict[str, str]:
+    """Return a figure as a data URI, with what it shows in a sentence or two."""
+    content = base64.b64encode(rok.rendered(figure, "svg")).decode()
+    return {"source": f"data:image/svg+xml;base64,{content}", "says": says}
 
 
 def page(logs: Sequence[RunLog]) -> bytes:
@@ -78,7 +65,7 @@ def page(logs: Sequence[RunLog]) -> bytes:
             title=f"{len(logs)} runs compared" if len(logs) > 1 else f"A run of {logs[0].header.strategy}",
             curve=curve,
             summary=summary,
-            steps=Picture.of(_steps_figure(logs, names), _STEPS),
+            steps=_picture(_steps_figure(logs, names), _STEPS),
             runs=runs,
         )
     return content.encode()
@@ -92,7 +79,7 @@ def _names(logs: Sequence[RunLog]) -> list[str]:
     return [f"{name} ({visible(log.path.name)})" for name, log in zip(strategies, logs, strict=True)]
 
 
-def _comparison(logs: Sequence[RunLog]) -> tuple[Picture | None, list[Table | str]]:
+def _comparison(logs: Sequence[RunLog]) -> tuple[dict[str, str] | None, list[Table | str]]:
     """Return the ROK curve of several runs, and the table of their points with what follows from it."""
     try:
         points = rok.points_of(logs)
@@ -101,17 +88,17 @@ def _comparison(logs: Sequence[RunLog]) -> tuple[Picture | None, list[Table | st
     if len(points) == 1:
         return None, [rok.table(points)]
     figure = rok.rok_figure(points, size=(_WIDTH, 4.2))
-    return Picture.of(figure, "Activation peak and throughput of each run."), rok.summary(points)
+    return _picture(figure, "Activation peak and throughput of each run."), rok.summary(points)
 
 
 def _run(log: RunLog, name: str) -> dict[str, Any]:
     """Return what the template says of one run."""
-    told = timelines(log)[-1:]
+    told = log.events(TimelineEvent)[-1:]
     return {
         "name": name,
         "about": visible(title_of(log.header.model, log.header.hardware)),
         "why": Diagnosis.of(log).parts(),
-        "timeline": Picture.of(timeline_figure(told[0], width=_WIDTH), _TIMELINE) if told else None,
+        "timeline": _picture(timeline_figure(told[0], width=_WIDTH), _TIMELINE) if told else None,
         "layers": _layers(log),
         "settings": Table(("Setting", "Value"), list(_settings(log))),
         "policy": "\n".join(map(visible, (log.header.policy or "").splitlines())),
@@ -140,15 +127,8 @@ def _layers(log: RunLog) -> Table | None:
 def _settings(log: RunLog) -> Iterator[tuple[str, str]]:
     yield from (("log", str(log.path)), ("started", log.header.started))
     for name in ("model", "hardware", "versions", "store"):
-        told: dict[str, Any] = getattr(log.header, name)
-        if told:
-            yield name, "; ".join(f"{key}: {_in_words(value)}" for key, value in told.items())
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_in_words(each)}" for key, each in value.items() if each is not None)
-    return ", ".join(map(_in_words, value)) if isinstance(value, list) else str(value)
+        for key, value in getattr(log.header, name).items():
+            yield f"{name}: {key}", value if isinstance(value, str) else json.dumps(value)
 
 
 # Steps
@@ -156,39 +136,34 @@ def _in_words(value: Any) -> str:
 _STEPS = "Every step of each run. Memory is in powers of 1024."
 
 _PANELS = (
-    ("Activation peak", "predicted", "activation_peak_bytes", "predicted_peak_bytes"),
-    ("Written", "read", "offloaded_bytes", "read_bytes"),
-    ("Step without optimizer", "of it waits", "seconds", "stall_seconds"),
-    ("Loss", None, "loss", None),
+    ("Activation peak, dashed: predicted", "activation_peak_bytes", "predicted_peak_bytes"),
+    ("Written, dashed: read", "offloaded_bytes", "read_bytes"),
+    ("Step without optimizer, dashed: waits (s)", "seconds", "stall_seconds"),
+    ("Loss", "loss"),
 )
-"""Title of each panel, and of its dashed lines; the fields of a step that both show."""
+"""Title of each panel, and fields of a step: as a line, and as a dashed one."""
 
 
 def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
-    """Return memory, traffic, time and loss over steps, a line for each run, all axes from zero."""
+    """Return memory, traffic, time and loss over steps, a line for each run; all but losses from zero."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    shown = [panel for panel in _PANELS if any(_values(log, panel[2]) for log in logs)]
+    shown = [panel for panel in _PANELS if any(_values(log, panel[1]) for log in logs)]
     figure = Figure(figsize=(_WIDTH, 1.0 + 1.9 * len(shown)), layout="constrained")
     panels: list[Axes] = list(figure.subplots(len(shown), 1, sharex=True, squeeze=False).flat)
     looks = rok.looks(log.header.strategy for log in logs)
-    for axes, (title, dashed, *fields) in zip(panels, shown, strict=True):
-        values = [each for log in logs for field in fields if field for each in _values(log, field).values()]
-        unit, size = byte_scale(max(values)) if "bytes" in str(fields[0]) else ("s", 1.0)
+    for axes, (title, *fields) in zip(panels, shown, strict=True):
+        values = [each for log in logs for field in fields for each in _values(log, field).values()]
+        unit, size = byte_scale(max(values)) if fields[0].endswith("bytes") else ("", 1.0)
         for number, (log, name) in enumerate(zip(logs, names, strict=True)):
             colour, *_ = looks[log.header.strategy]  # as in the ROK curve; runs differ in markers
-            for field, line in zip(fields, ("-", "--"), strict=True):
-                found = _values(log, field) if field else {}
+            for field, line in zip(fields, ("-", "--"), strict=False):
+                found = {step: value / size for step, value in _values(log, field).items()}
                 marker: dict[str, Any] = {"marker": "osv^Dd<>"[number % 8], "markersize": 4}
-                marker["markevery"] = max(len(found) // 12, 1)
                 label = rok.short(name, 40) if line == "-" and axes is panels[0] else None
-                scaled = [each / size for each in found.values()]
-                axes.plot(list(found), scaled, line, color=colour, linewidth=1.2, label=label, **marker)
-        told = f"{title}, dashed: {dashed}" if dashed else title
-        axes.set_title(told, loc="left", fontsize="medium")
-        axes.set_ylabel("" if title == "Loss" else unit)
-        axes.set_ylim(min(0.0, *values) / size, 1.1 * max(values) / size or 1.0)
+                axes.plot(list(found), list(found.values()), line, color=colour, label=label, **marker)
+        rok.finish(axes, "", unit, title, from_zero=title != "Loss")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     panels[-1].set_xlabel("step")
     figure.legend(loc="outside upper left", ncols=2)
@@ -198,4 +173,4 @@ def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
 def _values(log: RunLog, field: str) -> dict[int, float]:
     """Return the values of a field that are known, by the number of the step."""
     known = ((step.step, getattr(step, field)) for step in log.steps)
-    return {number: value for number, value in known if value is not None and abs(value) < 1e300}
+    return {number: value for number, value in known if value is not None}

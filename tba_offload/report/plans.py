@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import textwrap
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import ConfigError
-from tba_offload.formatting import (
-    byte_scale,
-    grouped,
-    layers_by_placement,
-    readable_size,
-    significant,
-    visible,
-)
-from tba_offload.report.rok import COLOURS, INK, drawing, looks, picture_kind, rendered, short
+from tba_offload.formatting import byte_scale, grouped, layers_by_placement, readable_size, significant
+from tba_offload.plan.model import Prediction
+from tba_offload.report.rok import COLOURS, INK, RING, finish, short, write_picture
 from tba_offload.report.text import Table
-from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedStep:
+class PlannedStep(Prediction):
     """What a plan is predicted to do.
 
     Attributes:
@@ -35,20 +28,12 @@ class PlannedStep:
         fits: Whether the plan keeps to the budget.
         layers: The number of layers of each placement, such as ``"4 keep, 8 offload"``.
         window_bytes: Most bytes in flight; ``None`` for no limit.
-        seconds: Duration of the step.
-        stall_seconds: The part of it in which compute waits for I/O.
-        peak_bytes: The activation peak.
-        written_bytes: Bytes that go to the drives.
     """
 
     budget_bytes: int | None
     fits: bool
     layers: str
     window_bytes: int | None
-    seconds: float
-    stall_seconds: float
-    peak_bytes: int
-    written_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +42,7 @@ class PlanReport:
 
     Attributes:
         names: Module name of each layer.
-        placements: The placement of each layer.
+        plan: The plan as run logs hold it.
         whys: The reason of each placement, in a line.
         step: What the plan is predicted to do.
         frontier: The best plan for each of some budgets, the smallest first.
@@ -66,11 +51,12 @@ class PlanReport:
         run: Measured activation peak and seconds of a step of the run; ``None`` if not measured.
         title: The model and the machine.
         notes: Sentences on drives, device and optimizer states.
+        states: What is chosen of optimizer states, if anything is.
         beside_bytes: Bytes of the device that are not for activations, if ``budget.device_bytes`` is given.
     """
 
     names: tuple[str, ...]
-    placements: tuple[str, ...]
+    plan: Mapping[str, Any]
     whys: tuple[str, ...]
     step: PlannedStep
     frontier: tuple[PlannedStep, ...]
@@ -79,42 +65,47 @@ class PlanReport:
     run: tuple[int, float] | None = None
     title: str = ""
     notes: tuple[str, ...] = ()
+    states: Mapping[str, Any] | None = None
     beside_bytes: int | None = None
+
+    @property
+    def placements(self) -> Sequence[str]:
+        """The placement of each layer."""
+        return tuple(self.plan["placements"])
 
     def parts(self, policy_file: str | None = None) -> list[Table | str]:
         """Return what there is to say, the advice last."""
-        return [*self.notes, self._frontier(), self._plan(), self._prediction(), self.advice(policy_file)]
-
-    def _frontier(self) -> Table:
-        unit, size = byte_scale(max(max(each.budget_bytes or 0, each.peak_bytes) for each in self.frontier))
-        numbers = (f"Budget {unit}", f"Peak {unit}", "Step s", *(["x keep"] if self.keep_seconds else []))
-        rows = [
-            (
-                significant((each.budget_bytes or 0) / size),
-                significant(each.peak_bytes / size) if each.fits else "too high",
-                significant(each.seconds),
-                *([f"{each.seconds / self.keep_seconds:.2f}"] if self.keep_seconds else []),
-                each.layers,
-            )
-            for each in self.frontier
-        ]
-        return Table((*numbers, "Layers"), rows, numbers, title="The best plan for each budget")
-
-    def _plan(self) -> Table:
+        step = self.step
+        window = "no limit" if step.window_bytes is None else readable_size(step.window_bytes)
+        predicted = (
+            f"Predicted: peak {readable_size(step.activation_peak)}, step {significant(step.seconds)} s with "
+            f"{step.stall_seconds:.3f} s of waits, {readable_size(step.written_bytes)} written, window "
+            f"{window}."
+        )
         rows = [
             (group.name, self.placements[group.first], self.whys[group.first])
             for group in grouped(self.names, list(zip(self.placements, self.whys, strict=True)))
         ]
-        return Table(("Layers", "Placement", "Why"), rows, title="The plan")
+        plan = Table(("Layers", "Placement", "Why"), rows, title="The plan")
+        return [*self.notes, self._frontier(), plan, predicted, self.advice(policy_file)]
 
-    def _prediction(self) -> str:
-        step = self.step
-        window = "no limit" if step.window_bytes is None else readable_size(step.window_bytes)
-        return (
-            f"Predicted: peak {readable_size(step.peak_bytes)}, step {significant(step.seconds)} s with "
-            f"{step.stall_seconds:.3f} s of waits, {readable_size(step.written_bytes)} written, window "
-            f"{window}."
-        )
+    def as_json(self) -> dict[str, Any]:
+        """Return the report for programs."""
+        return dataclasses.asdict(self) | {"advice": self.advice()}
+
+    def _frontier(self) -> Table:
+        unit, size = byte_scale(max(each.activation_peak for each in self.frontier))
+        columns: dict[str, Callable[[PlannedStep], str]] = {
+            f"Budget {unit}": lambda each: significant((each.budget_bytes or 0) / size),
+            f"Peak {unit}": lambda each: (
+                significant(each.activation_peak / size) if each.fits else "too high"
+            ),
+            "Step s": lambda each: significant(each.seconds),
+        }
+        if keep := self.keep_seconds:
+            columns["x keep"] = lambda each: f"{each.seconds / keep:.2f}"
+        rows = [(*(cell(each) for cell in columns.values()), each.layers) for each in self.frontier]
+        return Table((*columns, "Layers"), rows, right=columns, title="The best plan for each budget")
 
     def advice(self, policy_file: str | None = None) -> str:
         """Return what to do, in one sentence.
@@ -123,12 +114,11 @@ class PlanReport:
             policy_file: The policy file that the plan was written to.
         """
         step, what = self.step, layers_by_placement(self.names, self.placements)
-        peak, keep = readable_size(step.peak_bytes), readable_size(self.keep_peak_bytes)
+        peak, keep = readable_size(step.activation_peak), readable_size(self.keep_peak_bytes)
         if not step.fits:
-            more = peak if self.beside_bytes is None else readable_size(step.peak_bytes + self.beside_bytes)
             give = "Give a budget" if self.beside_bytes is None else "Use a device"
-            written = "" if policy_file is None else f" {policy_file} holds that plan."
-            return f"{give} of more than {more}: the lowest peak found is {peak} ({what}).{written}"
+            more = readable_size(step.peak_bytes + (self.beside_bytes or 0))
+            return f"{give} of more than {more}: the lowest peak found is {peak} ({what})."
         if set(self.placements) == {"keep"}:
             if step.budget_bytes is not None:
                 budget = readable_size(step.budget_bytes)
@@ -140,8 +130,7 @@ class PlanReport:
         speed = f"a step of {significant(step.seconds)} s (no layer was kept, so keep's time is not known)"
         if self.keep_seconds:
             speed = f"{step.seconds / self.keep_seconds:.2f} x its step"
-        use = "-o policy.yaml" if policy_file is None else policy_file
-        return f"Use {use}: {what}; peak {peak} of keep's {keep} at {speed}."
+        return f"Use {policy_file or '-o policy.yaml'}: {what}; peak {peak} of keep's {keep} at {speed}."
 
 
 def draw_frontier(report: PlanReport, path: str | os.PathLike[str]) -> None:
@@ -156,63 +145,52 @@ def draw_frontier(report: PlanReport, path: str | os.PathLike[str]) -> None:
         MissingDependencyError: matplotlib is not installed.
         OSError: The picture cannot be written.
     """
-    kind = picture_kind(path)
     if not any(step.fits for step in report.frontier):
         raise ConfigError("no plan fits its budget, so there is no frontier to draw")
-    with drawing("drawing the frontier of plans"):
-        content = rendered(_frontier_figure(report), kind)
-    write_regular(path, content)
+    write_picture(path, lambda: _frontier_figure(report), "drawing the frontier of plans")
 
 
 def _frontier_figure(report: PlanReport) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 5.2), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     axes = figure.add_subplot()
-    best = {(step.peak_bytes, step.seconds): step.layers for step in report.frontier if step.fits}
-    marks: list[tuple[str, tuple[int, float] | None, dict[str, Any]]] = [
-        (f"the plan: {report.step.layers}", (report.step.peak_bytes, report.step.seconds), _RING),
-        ("this run, measured", report.run, {"marker": "X", "markersize": 9, "color": INK}),
+    step, budget = report.step, report.step.budget_bytes
+    unit, size = byte_scale(max(report.keep_peak_bytes, budget or 0))
+    best = {each.activation_peak / size: each for each in report.frontier if each.fits}
+    seconds = [each.seconds for each in best.values()]
+    axes.plot(list(best), seconds, "s-", color=COLOURS[1], label="best plan for each budget")
+    marks: list[tuple[str, int, float | None, dict[str, Any]]] = [
+        (f"the plan: {step.layers}", step.activation_peak, step.seconds, RING),
+        ("this run, measured", *(report.run or (0, None)), {"marker": "X", "color": INK}),
+        ("keep everything, predicted", report.keep_peak_bytes, report.keep_seconds, {"marker": "o"}),
     ]
-    if report.keep_seconds is not None:
-        keep = {"marker": "o", "markersize": 8, "color": looks(["keep"])["keep"][0]}
-        marks.append(("keep everything, predicted", (report.keep_peak_bytes, report.keep_seconds), keep))
-    places = [*best, *(place for _, place, _ in marks if place is not None)]
-    budget = report.step.budget_bytes
-    unit, size = byte_scale(max([peak for peak, _ in places] + [budget or 0]))
-    line = [(peak / size, seconds) for peak, seconds in sorted(best)]
-    shown: dict[str, Any] = {"color": COLOURS[1], "markersize": 5, "label": "best plan for each budget"}
-    axes.plot(*zip(*line, strict=True), "s-", **shown)
-    for number, place in enumerate(line, 1):
-        axes.annotate(str(number), place, (5, 5), textcoords="offset points", color=COLOURS[1])
-    for label, at, look in marks:
-        if at is not None:
-            axes.plot(at[0] / size, at[1], linestyle="none", label=short(label, 60), zorder=4, **look)
+    for label, peak_bytes, time, look in marks:
+        if time is not None:
+            axes.plot(
+                peak_bytes / size, time, label=short(label, 60), zorder=4, **{"linestyle": "none"} | look
+            )
     if budget is not None:
         label = f"budget {readable_size(budget)}"
-        axes.axvline(budget / size, color=COLOURS[4], linestyle="--", label=label, zorder=1)
-    axes.set_title(textwrap.fill(visible(report.title), 100), loc="left", fontsize="small")
-    axes.set_xlabel(f"Predicted activation peak ({unit})")
-    axes.set_ylabel("Predicted step time (s)")
-    axes.set_xlim(0, 1.1 * max([peak for peak, _ in places] + [budget or 0]) / size or 1)
-    axes.set_ylim(0, 1.15 * max(seconds for _, seconds in places) or 1)
+        axes.axvline(budget / size, color=COLOURS[4], linestyle="--", label=label)
+    finish(axes, f"Predicted activation peak ({unit})", "Predicted step time (s)", report.title)
     figure.legend(loc="outside upper left", ncols=2)
-    said = "\n".join(f"{number}: {best[place]}" for number, place in enumerate(sorted(best), 1))
-    figure.supxlabel(said, x=0.01, ha="left", fontsize="small")
     return figure
-
-
-_RING: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "color": INK}
 
 
 def title_of(model: Mapping[str, Any], hardware: Mapping[str, Any]) -> str:
     """Return the model and the machine of a run in words, as far as its log tells."""
     model = {"layers": model.get("num_layers"), "hidden": model.get("hidden_size")} | dict(model)
     model.setdefault("sequence", model.get("seq_length"))
-    sizes = {"name": "", "layers": " layers", "hidden": " wide", "sequence": " tokens a sequence"}
-    words = [f"{model[key]}{unit}" for key, unit in sizes.items() if model.get(key)]
-    words += [f"batch size {model['batch_size']}"] if model.get("batch_size") else []
-    words += [str(model["dtype"])] if model.get("dtype") else []
+    sizes = {
+        "name": "{}",
+        "layers": "{} layers",
+        "hidden": "{} wide",
+        "sequence": "{} tokens a sequence",
+        "batch_size": "batch size {}",
+        "dtype": "{}",
+    }
+    words = [text.format(model[key]) for key, text in sizes.items() if model.get(key)]
     machine = [str(hardware["device"])] if hardware.get("device") else []
     machine += [f"{hardware['cpus']} CPUs"] if hardware.get("cpus") else []
     return "; ".join(filter(None, (", ".join(words), ", ".join(machine))))

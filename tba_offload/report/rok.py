@@ -10,9 +10,8 @@ import contextlib
 import csv
 import dataclasses
 import io
-import itertools
-import json
 import statistics
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from tba_offload.report.log import RunLog, StepRecord
@@ -36,12 +36,9 @@ Unit = Literal["FLOP/s", "tokens/s"]
 Memory = Literal["activations", "device"]
 """Bytes that runs are compared by: of activations, or all on the device, optimizer states among them."""
 
-_PEAK_NAMES: dict[Memory, str] = {"activations": "activation peak", "device": "device peak"}
+_PEAKS: dict[Memory, str] = {"activations": "activation_peak_bytes", "device": "device_peak_bytes"}
 _WORK: dict[Unit, str] = {"FLOP/s": "model_flops", "tokens/s": "tokens"}
-_RATES: dict[Unit, dict[str, float]] = {
-    "FLOP/s": {"FLOP/s": 1, "MFLOP/s": 1e6, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15},
-    "tokens/s": {"tokens/s": 1, "ktokens/s": 1e3, "Mtokens/s": 1e6},
-}
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +54,12 @@ class RokPoint:
         throughput: Work of a step divided by the median step time, in ``unit``.
         unit: ``"FLOP/s"``, recomputation not counted, or ``"tokens/s"``.
         step_seconds: Median time of the counted steps, updates included.
-        step_seconds_quartiles: Lower and upper quartile of these times.
+        lower_quartile_seconds: Lower quartile of these times.
+        upper_quartile_seconds: Upper quartile of these times.
         steps: The number of counted times.
         source: The run log.
         memory: The peak that points are compared by.
         peak_source: How the peak was measured; None where the log does not say.
-        offloads_states: Whether optimizer states were offloaded.
-        model: The model without its batch size, as JSON.
-        hardware: The machine as JSON.
     """
 
     strategy: str
@@ -73,26 +68,23 @@ class RokPoint:
     throughput: float
     unit: Unit
     step_seconds: float
-    step_seconds_quartiles: tuple[float, float]
+    lower_quartile_seconds: float
+    upper_quartile_seconds: float
     steps: int
     source: str
     memory: Memory = "activations"
     device_peak_bytes: int | None = None
     peak_source: str | None = None
-    offloads_states: bool = False
-    model: str = "{}"
-    hardware: str = "{}"
 
     @property
     def peak_bytes(self) -> int:
         """The peak that the point is compared by."""
-        peaks = {"activations": self.activation_peak_bytes, "device": self.device_peak_bytes}
-        return peaks[self.memory] or 0
+        return getattr(self, _PEAKS[self.memory]) or 0
 
     @property
     def peak_name(self) -> str:
         """The name of this peak."""
-        return _PEAK_NAMES[self.memory]
+        return _peak_name(self.memory)
 
     @property
     def name(self) -> str:
@@ -100,6 +92,10 @@ class RokPoint:
         if self.batch_size is None:
             return f"{self.strategy} ({self.source})"
         return f"{self.strategy} at batch size {self.batch_size}"
+
+
+def _peak_name(memory: Memory) -> str:
+    return _PEAKS[memory].removesuffix("_bytes").replace("_", " ")
 
 
 def points(
@@ -151,35 +147,31 @@ def points_of(
 
 def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit) -> RokPoint:
     """Return the point: the largest peak, which has to fit, and the median time, without hiccups."""
-    activations = max(step.activation_peak_bytes or 0 for step in steps) or None
-    device = max(step.device_peak_bytes or 0 for step in steps) or None
-    if (activations if memory == "activations" else device) is None:
-        name = _PEAK_NAMES[memory]
-        raise RunLogError(f"{log.path}: no {name} was measured in the {len(steps)} counted steps")
+    peaks = {name: max(getattr(step, name) or 0 for step in steps) or None for name in _PEAKS.values()}
+    if peaks[_PEAKS[memory]] is None:
+        raise RunLogError(
+            f"{log.path}: no {_peak_name(memory)} was measured in the {len(steps)} counted steps"
+        )
     timed = timed_steps(steps)
-    seconds = sorted(step.seconds_with_update for step in timed)
-    median = statistics.median(seconds)
+    seconds = [step.seconds_with_update for step in timed]
+    spread = seconds if len(seconds) > 1 else seconds * 2  # one time is its own quartiles
+    low, median, high = statistics.quantiles(spread, n=4, method="inclusive")
     if median <= 0:
         raise RunLogError(f"{log.path}: the median step took {median} seconds, so there is no throughput")
-    quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     batch_size: Any = log.header.model.get("batch_size")
-    model = {key: value for key, value in log.header.model.items() if key != "batch_size"}
     return RokPoint(
         strategy=log.header.strategy,
         batch_size=batch_size if type(batch_size) is int else None,
-        activation_peak_bytes=activations,
-        device_peak_bytes=device,
+        **peaks,
         memory=memory,
         throughput=statistics.median(getattr(step, _WORK[unit]) for step in timed) / median,
         unit=unit,
         step_seconds=median,
-        step_seconds_quartiles=(quartiles[0], quartiles[-1]),
+        lower_quartile_seconds=low,
+        upper_quartile_seconds=high,
         steps=len(timed),
         source=str(log.path),
         peak_source=next((step.peak_source for step in steps if step.peak_source), None),
-        offloads_states=any(event.get("event") == "states" for event in log.others),
-        model=json.dumps(model, sort_keys=True),
-        hardware=json.dumps(log.header.hardware, sort_keys=True),
     )
 
 
@@ -218,7 +210,9 @@ def table(points: Sequence[RokPoint]) -> Table:
         speed_unit: lambda each: significant(each.throughput / speed_size),
         "Step s": lambda each: significant(each.step_seconds),
         "Pareto": lambda each: "*" if each in winners else "",
-        "Quartiles s": lambda each: "-".join(map(significant, each.step_seconds_quartiles)),
+        "Quartiles s": lambda each: (
+            f"{significant(each.lower_quartile_seconds)}-{significant(each.upper_quartile_seconds)}"
+        ),
         "Steps": lambda each: str(each.steps),
         "Run": lambda each: each.source,
     }
@@ -234,8 +228,8 @@ def table(points: Sequence[RokPoint]) -> Table:
 
 
 def _scales(points: Sequence[RokPoint]) -> tuple[tuple[str, float], tuple[str, float]]:
-    fastest = max(each.throughput for each in points)
-    return byte_scale(max(each.peak_bytes for each in points)), scale(fastest, _RATES[points[0].unit])
+    prefix, size = scale(max(each.throughput for each in points), _PREFIXES)
+    return byte_scale(max(each.peak_bytes for each in points)), (prefix + points[0].unit, size)
 
 
 def summary(points: Sequence[RokPoint]) -> list[Table | str]:
@@ -246,12 +240,8 @@ def summary(points: Sequence[RokPoint]) -> list[Table | str]:
 
 def rows(points: Sequence[RokPoint]) -> list[dict[str, object]]:
     """Return the points for programs, in plain units and in the order given."""
-    winners, told = pareto(points), []
-    for each in points:
-        row = dataclasses.asdict(each) | {"pareto": each in winners}
-        row["lower_quartile_seconds"], row["upper_quartile_seconds"] = row.pop("step_seconds_quartiles")
-        told.append({name: value for name, value in row.items() if name not in {"model", "hardware"}})
-    return told
+    winners = pareto(points)
+    return [dataclasses.asdict(each) | {"pareto": each in winners} for each in points]
 
 
 def csv_text(points: Sequence[RokPoint]) -> str:
@@ -265,16 +255,17 @@ def csv_text(points: Sequence[RokPoint]) -> str:
 
 
 def advice(points: Sequence[RokPoint]) -> list[str]:
-    """Return what the runs say about each other, and what about them deserves doubt, in sentences."""
-    found = list(_at_equal_batch_size(points))
+    """Return what the runs say about each other, in sentences."""
     winners = {each.strategy for each in pareto(points)}
-    found += [
+    beaten = [
         f"No run of {strategy} is in the Pareto set: for each, another run has no higher "
         f"{points[0].peak_name} and is no slower."
         for strategy in lines(points)
         if strategy not in winners
     ]
-    return found + list(_doubts(points))
+    few = ", ".join(each.name for each in points if each.steps < 3)
+    doubts = [f"Fewer than 3 steps counted for {few}: run longer to trust the times."] if few else []
+    return [*_at_equal_batch_size(points), *beaten, *doubts]
 
 
 def _at_equal_batch_size(points: Sequence[RokPoint]) -> Iterator[str]:
@@ -300,25 +291,11 @@ def _at_equal_batch_size(points: Sequence[RokPoint]) -> Iterator[str]:
 
 
 def _noise(one: RokPoint, other: RokPoint) -> str:
-    (low, high), (other_low, other_high) = one.step_seconds_quartiles, other.step_seconds_quartiles
-    return ", which may be noise" if low <= other_high and other_low <= high else ""
-
-
-def _doubts(points: Sequence[RokPoint]) -> Iterator[str]:
-    def names(odd: Callable[[RokPoint], bool]) -> str:
-        return ", ".join(each.name for each in points if odd(each))
-
-    if few := names(lambda each: each.steps < 3):
-        yield f"Fewer than 3 steps counted for {few}: run longer to trust the times."
-    if states := names(lambda each: each.memory == "activations" and each.offloads_states):
-        yield (
-            f"Optimizer states were offloaded in {states}, and the activation peak does not count them: "
-            "--memory device compares all that lies on the device."
-        )
-    ways = {"peak_source": "measured in one way", "model": "of one model", "hardware": "of one machine"}
-    for field, way in ways.items():
-        if len({getattr(each, field) for each in points}) > 1:
-            yield f"The runs are not all {way}: compare them with care."
+    overlaps = (
+        one.lower_quartile_seconds <= other.upper_quartile_seconds
+        and other.lower_quartile_seconds <= one.upper_quartile_seconds
+    )
+    return ", which may be noise" if overlaps else ""
 
 
 # Pictures, without pyplot: no window, no global figure, and the user's own style stays out
@@ -326,7 +303,7 @@ def _doubts(points: Sequence[RokPoint]) -> Iterator[str]:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
 """Okabe and Ito's colours, which colour-blind readers can tell apart; markers and dashes differ as well."""
 
-INK, GREY = "#222222", "#888888"
+INK, GREY = "#222222", "#c4c4c4"
 
 _KNOWN = ("keep", "offload", "recompute", "recompute-offload", "recompute-except-attention", "offload-remat")
 _STYLE: dict[Any, Any] = {
@@ -402,25 +379,36 @@ def rendered(figure: Figure, kind: str) -> bytes:
     return file.getvalue()
 
 
+def write_picture(
+    path: str | os.PathLike[str], figure_of: Callable[[], Figure], purpose: str = "drawing a ROK curve"
+) -> None:
+    """Draw a figure in the style of all pictures, and write it as SVG or PNG by the suffix of ``path``.
+
+    Raises:
+        ConfigError: Another suffix.
+        MissingDependencyError: matplotlib is not installed.
+        OSError: The picture cannot be written.
+    """
+    kind = picture_kind(path)
+    with drawing(purpose):
+        content = rendered(figure_of(), kind)
+    write_regular(path, content)
+
+
 def draw(points: Sequence[RokPoint], path: str | os.PathLike[str], *, title: str = "") -> None:
     """Draw the curve: a line for each strategy through its batch sizes, with the Pareto set ringed.
 
     Args:
         points: At least one point; all with the same unit.
-        path: The picture to write, SVG or PNG by its suffix.
+        path: The picture to write; see :func:`write_picture`.
         title: A line above the curve.
 
     Raises:
         ConfigError: No points, mixed units, or another suffix.
-        MissingDependencyError: matplotlib is not installed.
-        OSError: The picture cannot be written.
     """
-    kind = picture_kind(path)
     if len({each.unit for each in points}) != 1:
         raise ConfigError("a ROK curve needs points, all with the same unit of throughput")
-    with drawing():
-        content = rendered(rok_figure(points, title=title), kind)
-    write_regular(path, content)
+    write_picture(path, lambda: rok_figure(points, title=title))
 
 
 def rok_figure(
@@ -432,30 +420,35 @@ def rok_figure(
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     (x_unit, x_size), (y_unit, y_size) = _scales(points)
-    sides = itertools.cycle([(-8, 8), (8, -8)])  # beside lines that go up
-    for strategy, line in lines(points).items():
-        colour, marker, dashes = looks(lines(points))[strategy]
+    grouped = lines(points)
+    for strategy, line in grouped.items():
+        colour, marker, dashes = looks(grouped)[strategy]
         places = [(each.peak_bytes / x_size, each.throughput / y_size) for each in line]
-        shown: dict[str, Any] = {"label": short(strategy), "marker": marker, "markersize": 6.5}
-        axes.plot(*zip(*places, strict=True), dashes, color=colour, linewidth=1.8, zorder=3, **shown)
-        offset, ground = next(sides), {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        look: dict[str, Any] = {"color": colour, "zorder": 2, "bbox": ground, "va": "center"}
-        look["ha"] = "right" if offset[0] < 0 else "left"
+        axes.plot(*zip(*places, strict=True), dashes, marker=marker, color=colour, label=short(strategy))
         for each, place in zip(line, places, strict=True):
             if each.batch_size is not None:
-                axes.annotate(str(each.batch_size), place, offset, textcoords="offset points", **look)
+                axes.annotate(str(each.batch_size), place, (8, -9), textcoords="offset points", color=colour)
     best = [(each.peak_bytes / x_size, each.throughput / y_size) for each in pareto(points)]
     axes.step(*zip(*best, strict=True), where="post", color="#b8b8b8", linestyle="--", zorder=1)
-    ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "linestyle": "none"}
-    axes.plot(*zip(*best, strict=True), color=INK, zorder=4, label="Pareto set", **ring)
-    axes.set_title(visible(title), loc="left", fontsize="small")
-    axes.set_xlabel(f"{points[0].peak_name.capitalize()} ({x_unit})")
-    axes.set_ylabel(f"Model throughput ({y_unit})")
-    axes.set_xlim(0, 1.1 * max(each.peak_bytes for each in points) / x_size or 1)
-    axes.set_ylim(0, 1.15 * max(each.throughput for each in points) / y_size)
+    axes.plot(*zip(*best, strict=True), zorder=4, label="Pareto set", **RING)
+    finish(axes, f"{points[0].peak_name.capitalize()} ({x_unit})", f"Model throughput ({y_unit})", title)
     numbers = "Numbers are batch sizes" if any(each.batch_size for each in points) else None
     figure.legend(loc="outside upper left", ncols=3, title=numbers, alignment="left", title_fontsize="small")
     return figure
+
+
+RING: dict[str, Any] = {"marker": "o", "markersize": 13, "mfc": "none", "color": INK, "linestyle": "none"}
+"""The look of points that stand out."""
+
+
+def finish(axes: Axes, x_label: str, y_label: str, title: str = "", *, from_zero: bool = True) -> None:
+    """Label axes, and let both begin at zero."""
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.set_title(textwrap.fill(visible(title), 100), loc="left", fontsize="small")
+    if from_zero:
+        axes.update_datalim([(0, 0)])
+        axes.margins(0.1)
+        axes.set(xlim=(0, None), ylim=(0, None))
 
 
 def short(text: str, most: int = 30) -> str:

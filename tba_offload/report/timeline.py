@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tba_offload.errors import RunLogError
 from tba_offload.formatting import byte_scale, rate_scale, readable_size
 from tba_offload.report.log import TimelineEvent
-from tba_offload.report.rok import COLOURS, GREY, INK, drawing, picture_kind, rendered
+from tba_offload.report.rok import COLOURS, GREY, INK, finish, picture_kind, write_picture
 from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
@@ -27,13 +27,8 @@ TRACE = "json"
 """The suffix of a trace; pictures have their own."""
 
 
-def timelines(log: RunLog) -> list[TimelineEvent]:
-    """Return the steps that a log tells over time, in their order."""
-    return log.events(TimelineEvent)
-
-
 def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
-    """Return one of them.
+    """Return a step that a log tells over time.
 
     Args:
         log: The run.
@@ -42,7 +37,7 @@ def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
     Raises:
         RunLogError: The log does not tell this step over time.
     """
-    found = timelines(log)
+    found = log.events(TimelineEvent)
     if not found:
         raise RunLogError(
             f"{log.path}: no step is told over time; the third is, and the 16th, the 64th and so on, where "
@@ -67,27 +62,24 @@ def write_timeline(timeline: TimelineEvent, path: str | os.PathLike[str]) -> Non
         MissingDependencyError: matplotlib is not installed.
         OSError: The file cannot be written.
     """
-    kind = picture_kind(path, TRACE)
-    if kind == TRACE:
-        content = json.dumps(trace_of(timeline)).encode()
+    if picture_kind(path, TRACE) == TRACE:
+        write_regular(path, json.dumps(trace_of(timeline)).encode())
     else:
-        with drawing("drawing a timeline"):
-            content = rendered(timeline_figure(timeline), kind)
-    write_regular(path, content)
+        write_picture(path, lambda: timeline_figure(timeline), "drawing a timeline")
 
 
 # The picture
 
-_BINS, _MOST_POINTS, _MOST_DRIVES = 120, 400, 4
-"""Bins of traffic, points of a curve, and drives with a panel each; more drives share one panel."""
+_BINS, _MOST_POINTS = 120, 400
+"""Bins of traffic, and points of a curve."""
 
-_PARTS: tuple[tuple[str, str, Callable[[Moment], int]], ...] = (
-    ("in flight", COLOURS[1], lambda point: max(point.in_flight - point.read_ahead, 0)),
-    ("read ahead", COLOURS[2], lambda point: point.read_ahead),
-    ("in use, or refused by drives", COLOURS[4], lambda point: point.settled),
-    ("left by layers", COLOURS[3], lambda point: point.left),
-)
-"""Parts of live bytes that are known, from below."""
+_PARTS: dict[str, tuple[str, Callable[[Moment], int]]] = {
+    "in flight": (COLOURS[1], lambda point: max(point.in_flight - point.read_ahead, 0)),
+    "read ahead": (COLOURS[2], lambda point: point.read_ahead),
+    "in use, or refused by drives": (COLOURS[4], lambda point: point.settled),
+    "left by layers": (COLOURS[3], lambda point: point.left),
+}
+"""Parts of live bytes that are known, from below: colour and bytes."""
 
 _LANES = ("forward", "backward", "update", "waits")
 
@@ -95,99 +87,75 @@ _LANES = ("forward", "backward", "update", "waits")
 def timeline_figure(timeline: TimelineEvent, *, width: float = 7.6) -> Figure:
     """Return memory, the traffic of each drive, layers and waits over a step, within ``rok.drawing``."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
 
-    drives: list[tuple[str, set[int]]] = [
-        (drive.label, {number}) for number, drive in enumerate(timeline.drives)
-    ]
-    if len(drives) > _MOST_DRIVES:
-        drives = [(f"{len(drives)} drives together", set(range(len(drives))))]
-    heights = [2.4, *[1.0] * len(drives), 1.3]
+    heights = [2.4, *[1.0] * len(timeline.drives), 1.3]
     figure = Figure(figsize=(width, sum(heights) + 1.0), layout="constrained")
     memory, *traffic, lanes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    end = timeline.seconds or 1.0
     for axes in (memory, *traffic):
         for phase in timeline.phases():
             if phase.name == "backward":
                 axes.axvspan(phase.began, phase.ended, color="#f0f0f0", linewidth=0, zorder=0)
-    _draw_memory(memory, timeline)
-    _draw_traffic(traffic, drives, timeline, end)
+    end = timeline.seconds or 1.0
+    if timeline.points:
+        _draw_memory(memory, timeline)
+    else:
+        memory.set_title("memory was not measured")
+    _draw_traffic(traffic, timeline, end)
     _draw_lanes(lanes, timeline, end)
-    unit, length = (1e-3, "milliseconds") if end < 1 else (1.0, "seconds")
     lanes.set_xlim(0, end)
-    lanes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at / unit:g}"))
-    lanes.set_xlabel(f"{length} since step {timeline.step} began (shaded: backward)")
+    lanes.set_xlabel(f"seconds since step {timeline.step} began (shaded: backward)")
     return figure
 
 
 def _draw_memory(axes: Axes, timeline: TimelineEvent) -> None:
-    """Stack what is known of live bytes, the rest on top, with the peak and the budget."""
-    import numpy as np
-
-    if not timeline.points:
-        axes.text(0.5, 0.5, "memory was not measured", ha="center", transform=axes.transAxes)
-        axes.set_yticks([])
-        return
+    """Stack what is known of live bytes, the rest on top, with the budget."""
     each = math.ceil(len(timeline.points) / _MOST_POINTS)
     groups = [timeline.points[first : first + each] for first in range(0, len(timeline.points), each)]
     points = [max(group, key=lambda point: point.live) for group in groups]
-    top = max(points, key=lambda point: point.live)
-    has_line = timeline.budget is not None and timeline.budget <= 3 * top.live
-    highest = max(top.live, timeline.budget or 0) if has_line else top.live
-    unit, size = byte_scale(highest)
-    seconds = np.array([point.seconds for point in points])
-    live = np.array([point.live / size for point in points])
-    below = np.zeros(len(points))
-    for name, colour, part in _PARTS:
-        above = np.minimum(below + [part(point) / size for point in points], live)
-        if (above - below).max() > 0.01 * live.max():  # smaller ones cannot be seen
-            axes.fill_between(seconds, below, above, color=colour, alpha=0.75, linewidth=0, label=name)
-        below = above
-    axes.fill_between(seconds, below, live, color=GREY, alpha=0.3, linewidth=0, label="all else")
+    peak = max(point.live for point in points)
+    unit, size = byte_scale(peak)
+    seconds, live = [point.seconds for point in points], [point.live / size for point in points]
+    parts = {name: [part(point) / size for point in points] for name, (_, part) in _PARTS.items()}
+    known = [sum(column) for column in zip(*parts.values(), strict=True)]
+    parts["all else"] = [max(whole - told, 0) for whole, told in zip(live, known, strict=True)]
+    colours = [*(colour for colour, _ in _PARTS.values()), GREY]
+    axes.stackplot(seconds, *parts.values(), labels=list(parts), colors=colours, alpha=0.75, linewidth=0)
     how = "sampled" if "sampled" in timeline.source else "measured"
-    axes.plot(seconds, live, color=INK, linewidth=1.1, label=f"live, {how}")
-    if timeline.budget is not None and has_line:
+    axes.plot(seconds, live, color=INK, linewidth=1.1, label=f"live, {how}: peak {readable_size(peak)}")
+    if timeline.budget is not None and timeline.budget <= 3 * peak:
         label = f"budget {readable_size(timeline.budget)}"
-        axes.axhline(timeline.budget / size, color=INK, linestyle="--", linewidth=1.2, label=label)
-    at = top.seconds / (timeline.seconds or 1.0)
-    side = "left" if at < 0.15 else "right" if at > 0.85 else "center"
-    place = {"xytext": (0, 3), "textcoords": "offset points", "ha": side}
-    axes.annotate(f"peak {readable_size(top.live)}", (top.seconds, top.live / size), **place)  # type: ignore[arg-type]
-    axes.set_ylim(0, 1.25 * highest / size or 1.0)
-    axes.set_ylabel(unit)
+        axes.axhline(timeline.budget / size, color=INK, linestyle="--", label=label)
+    finish(axes, "", unit)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), fontsize="small", ncols=3)
 
 
-def _draw_traffic(
-    panels: list[Axes], drives: list[tuple[str, set[int]]], timeline: TimelineEvent, end: float
-) -> None:
+def _draw_traffic(panels: list[Axes], timeline: TimelineEvent, end: float) -> None:
     """Draw what each drive writes above its line and reads below it, all to one scale."""
     import numpy as np
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     edges = np.linspace(0, end, _BINS + 1)
 
-    def rates(those: set[int], *, writes: bool) -> NDArray[np.float64]:
+    def rates(drive: int, *, writes: bool) -> NDArray[np.float64]:
         """Return bytes a second in each bin; the bytes of a call are spread evenly over its time."""
         moved = np.zeros(len(edges))
         for move in timeline.moves:
-            if move.drive in those and move.writes is writes:
+            if move.drive == drive and move.writes is writes:
                 share = (edges - move.began) / max(move.ended - move.began, 1e-6)
                 moved += move.nbytes * np.clip(share, 0, 1)
         return np.diff(moved) / (end / _BINS)
 
-    found = [(label, rates(those, writes=True), rates(those, writes=False)) for label, those in drives]
-    largest = max((float(np.max(each)) for _, *both in found for each in both), default=0.0)
+    found = [(rates(drive, writes=True), rates(drive, writes=False)) for drive in range(len(panels))]
+    largest = max((float(np.max(each)) for both in found for each in both), default=0.0) or 1.0
     unit, size = rate_scale(largest)
-    for axes, (label, written, read) in zip(panels, found, strict=True):
+    for axes, drive, (written, read) in zip(panels, timeline.drives, found, strict=True):
         axes.stairs(written / size, edges, fill=True, color=COLOURS[1], label="written")
         axes.stairs(-read / size, edges, fill=True, color=COLOURS[0], label="read")
         axes.axhline(0, color=INK, linewidth=0.6)
-        axes.set_ylim(-1.15 * largest / size or -1.0, 1.15 * largest / size or 1.0)
+        axes.set(ylabel=unit, ylim=(-1.15 * largest / size, 1.15 * largest / size))
         axes.yaxis.set_major_locator(MaxNLocator(4, symmetric=True))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{abs(rate):g}"))
-        axes.set_ylabel(unit)
-        axes.set_title(label, loc="right", fontsize="small")
+        axes.set_title(drive.label, loc="right", fontsize="small")
     if panels:
         panels[0].legend(loc="lower left", bbox_to_anchor=(0, 1), fontsize="small", ncols=2)
 
@@ -207,7 +175,6 @@ def _draw_lanes(axes: Axes, timeline: TimelineEvent, end: float) -> None:
     axes.set_yticks(range(len(_LANES)), _LANES)
     axes.set_ylim(len(_LANES) - 0.4, -0.6)
     axes.grid(visible=False)
-    axes.tick_params(axis="y", length=0)
 
 
 # The trace, in the trace event format of Perfetto and Chrome
@@ -221,15 +188,9 @@ def trace_of(timeline: TimelineEvent) -> dict[str, Any]:
         place = {"pid": 1, "tid": rows.setdefault(row, len(rows) + 1), "name": name}
         events.append(place | {"ph": "X", "ts": _us(began), "dur": _us(ended - began), "args": told})
     for point in timeline.points:
-        memory = {
-            "live": point.live,
-            "in flight": point.in_flight,
-            "read ahead": point.read_ahead,
-            "in use or refused": point.settled,
-            "left by layers": point.left,
-        }
-        counter = {"ph": "C", "pid": 1, "tid": 0, "name": "memory (bytes)"}
-        events.append(counter | {"ts": _us(point.seconds), "args": memory})
+        memory = point._asdict()
+        place = {"ph": "C", "pid": 1, "tid": 0, "name": "memory (bytes)"}
+        events.append(place | {"ts": _us(memory.pop("seconds")), "args": memory})
     names = [("process_name", 0, f"tba-offload, step {timeline.step}")]
     names += [("thread_name", row, name) for name, row in rows.items()]
     described = [

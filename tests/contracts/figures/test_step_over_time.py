@@ -13,8 +13,8 @@ from models import loss_of, make_model, make_tokens
 
 import tba_offload as tba
 from tba_offload.errors import SessionError
-from tba_offload.report.log import read_run_log
-from tba_offload.report.timeline import timeline_of, timelines
+from tba_offload.report.log import TimelineEvent, read_run_log
+from tba_offload.report.timeline import timeline_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,12 +102,12 @@ def test_limits_are_told(tmp_path: Path) -> None:
 
 
 def test_few_steps_are_told(tmp_path: Path) -> None:
-    assert [told.step for told in timelines(read_run_log(logged(tmp_path, steps=17)))] == [3, 16]
+    assert [told.step for told in read_run_log(logged(tmp_path, steps=17)).events(TimelineEvent)] == [3, 16]
 
 
 def test_without_a_measure_of_memory_no_step_is_told(tmp_path: Path) -> None:
     log = read_run_log(logged(tmp_path, steps=5, measure_memory=False))
-    assert timelines(log) == [] or log.steps[2].activation_peak_bytes is not None
+    assert log.events(TimelineEvent) == [] or log.steps[2].activation_peak_bytes is not None
 
 
 # At a user's word
@@ -153,7 +153,7 @@ def test_a_step_is_recorded_by_its_number(model: Model, tmp_path: Path, *, opens
                 loss_of(model, make_tokens(number)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    told = timelines(read_run_log(log))
+    told = read_run_log(log).events(TimelineEvent)
     assert [step.step for step in told] == [2, 5]
     assert all(max(point.live for point in step.points) > 0 for step in told)
 

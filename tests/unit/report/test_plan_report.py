@@ -48,7 +48,7 @@ def report_of(*placements: str, **changes: Any) -> PlanReport:
     placements = placements or ("offload",) * 9 + ("keep",) * 3
     report = PlanReport(
         names=NAMES,
-        placements=placements,
+        plan={"placements": placements},
         whys=tuple(f"why {placement}" for placement in placements),
         step=planned(84, 1.53, None, "3 keep, 9 offload"),
         frontier=FRONTIER,
