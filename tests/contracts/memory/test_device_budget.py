@@ -317,7 +317,11 @@ def test_layers_that_are_placed_offload_have_less_in_flight(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("peaks_are_exact")
 @pytest.mark.parametrize(
-    ("when", "share"), [({"when": "step"}, 0.5), ({"when": "backward", "gradients": "free"}, 0.8)]
+    ("when", "share"),
+    [
+        pytest.param({"when": "step"}, 0.5, marks=full),
+        ({"when": "backward", "gradients": "free"}, 0.8),
+    ],
 )
 def test_states_that_are_offloaded_leave_their_room_to_activations(
     when: dict[str, str], share: float, tmp_path: Path
@@ -348,7 +352,7 @@ def test_of_two_budgets_the_smaller_one_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
-@pytest.mark.parametrize("default", ["auto", "offload"])
+@pytest.mark.parametrize("default", of_which(["auto", "offload"], "auto"))
 def test_where_nothing_is_left_that_is_said_and_training_goes_on(default: str, tmp_path: Path) -> None:
     found = run(tmp_path, {"default": default, "budget": {"device_bytes": "1MiB"}})
     (told,) = found.told

@@ -221,7 +221,7 @@ def test_open_store_puts_host_memory_beside_drives(count: int, tmp_path: Path) -
 
 
 def test_host_memory_has_none_beside_it() -> None:
-    with pytest.raises(ConfigError, match="this is memory beside drives"):
+    with pytest.raises(ConfigError, match="host_capacity: has no effect with kind: host"):
         open_store(kind="host", host_capacity=MIB, device=CPU)
 
 
