@@ -89,13 +89,12 @@ class Situation:
             )
         log = read_run_log(path)
         log.events(PlanEvent)  # checked before anything is computed from one
-        events = [event for event in log.others if event["event"] == PLAN]
-        if not events:
+        event: Any = next((each for each in reversed(log.others) if each["event"] == PLAN), None)
+        if event is None:
             raise RunLogError(
                 f"{log.path}: nothing to plan from: log at least three steps in which layers are placed "
                 "offload or auto, and save more than budget.in_flight_bytes, so that drives are measured"
             )
-        event: Any = events[-1]
         config = OffloadConfig.from_yaml(log.header.policy or "")
         in_backward = config.states is not None and config.states.when == "backward"
         updates: Any = [] if in_backward else [each for each in log.others if each["event"] == "states"]

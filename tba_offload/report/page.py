@@ -57,7 +57,7 @@ def page(logs: Sequence[RunLog]) -> bytes:
     source = resources.files("tba_offload.report").joinpath("templates", "page.html.j2").read_text("utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(source)
     names = _names(logs)
-    with rok.drawing("drawing the pictures of a report", "report"):
+    with rok.drawing():
         runs = [_run(log, name) for log, name in zip(logs, names, strict=True)]
         curve, summary = _comparison(logs)
         content = template.render(
@@ -65,7 +65,7 @@ def page(logs: Sequence[RunLog]) -> bytes:
             title=f"{len(logs)} runs compared" if len(logs) > 1 else f"A run of {logs[0].header.strategy}",
             curve=curve,
             summary=summary,
-            steps=_picture(_steps_figure(logs, names), _STEPS),
+            steps=_picture(_steps_figure(logs, names), "Every step of each run."),
             runs=runs,
         )
     return content.encode()
@@ -87,7 +87,8 @@ def _comparison(logs: Sequence[RunLog]) -> tuple[dict[str, str] | None, list[Tab
         return None, [f"No ROK curve: {error}"]
     if len(points) == 1:
         return None, [rok.table(points)]
-    figure = rok.rok_figure(points, size=(_WIDTH, 4.2))
+    figure = rok.rok_figure(points)
+    figure.set_size_inches(_WIDTH, 4.2)
     return _picture(figure, "Activation peak and throughput of each run."), rok.summary(points)
 
 
@@ -105,19 +106,13 @@ def _run(log: RunLog, name: str) -> dict[str, Any]:
     }
 
 
-_TIMELINE = (
-    "Live bytes beyond those before the step, by what holds them; what each drive writes and reads; the runs "
-    "of layers with their numbers; when training waited for I/O. By the host's clock."
-)
+_TIMELINE = "Live memory by what holds it, the traffic of drives, layers and waits, by the host's clock."
 
 
 def _layers(log: RunLog) -> Table | None:
     """Return how each layer is placed, how it ran at last, and why; equal neighbours are one row."""
-    now = {
-        name: placement
-        for memory in log.events(MemoryEvent)[-1:]
-        for name, placement in zip(memory.names, memory.placements, strict=True)
-    }
+    last = log.events(MemoryEvent)[-1:]
+    now = dict(zip(last[0].names, last[0].placements, strict=True)) if last else {}
     placed: Any = log.header.plan
     looks = [(entry["placement"], now.get(name, ""), entry["why"]) for name, entry in placed.items()]
     rows = [(group.name, *looks[group.first]) for group in grouped(list(placed), looks)]
@@ -132,8 +127,6 @@ def _settings(log: RunLog) -> Iterator[tuple[str, str]]:
 
 
 # Steps
-
-_STEPS = "Every step of each run. Memory is in powers of 1024."
 
 _PANELS = (
     ("Activation peak, dashed: predicted", "activation_peak_bytes", "predicted_peak_bytes"),
@@ -163,9 +156,9 @@ def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
                 marker: dict[str, Any] = {"marker": "osv^Dd<>"[number % 8], "markersize": 4}
                 label = rok.short(name, 40) if line == "-" and axes is panels[0] else None
                 axes.plot(list(found), list(found.values()), line, color=colour, label=label, **marker)
-        rok.finish(axes, "", unit, title, from_zero=title != "Loss")
+        rok.finish(axes, unit, title, from_zero=title != "Loss")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    panels[-1].set_xlabel("step")
+    panels[-1].set(xlabel="step", xlim=(0, None))
     figure.legend(loc="outside upper left", ncols=2)
     return figure
 

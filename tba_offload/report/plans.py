@@ -14,7 +14,7 @@ from tba_offload.report.text import Table
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from matplotlib.figure import Figure
 
@@ -68,11 +68,6 @@ class PlanReport:
     states: Mapping[str, Any] | None = None
     beside_bytes: int | None = None
 
-    @property
-    def placements(self) -> Sequence[str]:
-        """The placement of each layer."""
-        return tuple(self.plan["placements"])
-
     def parts(self, policy_file: str | None = None) -> list[Table | str]:
         """Return what there is to say, the advice last."""
         step = self.step
@@ -82,10 +77,8 @@ class PlanReport:
             f"{step.stall_seconds:.3f} s of waits, {readable_size(step.written_bytes)} written, window "
             f"{window}."
         )
-        rows = [
-            (group.name, self.placements[group.first], self.whys[group.first])
-            for group in grouped(self.names, list(zip(self.placements, self.whys, strict=True)))
-        ]
+        placed = list(zip(self.plan["placements"], self.whys, strict=True))
+        rows = [(group.name, *placed[group.first]) for group in grouped(self.names, placed)]
         plan = Table(("Layers", "Placement", "Why"), rows, title="The plan")
         return [*self.notes, self._frontier(), plan, predicted, self.advice(policy_file)]
 
@@ -97,9 +90,7 @@ class PlanReport:
         unit, size = byte_scale(max(each.activation_peak for each in self.frontier))
         columns: dict[str, Callable[[PlannedStep], str]] = {
             f"Budget {unit}": lambda each: significant((each.budget_bytes or 0) / size),
-            f"Peak {unit}": lambda each: (
-                significant(each.activation_peak / size) if each.fits else "too high"
-            ),
+            f"Peak {unit}": lambda row: significant(row.activation_peak / size) if row.fits else "too high",
             "Step s": lambda each: significant(each.seconds),
         }
         if keep := self.keep_seconds:
@@ -113,13 +104,14 @@ class PlanReport:
         Args:
             policy_file: The policy file that the plan was written to.
         """
-        step, what = self.step, layers_by_placement(self.names, self.placements)
+        step, placements = self.step, self.plan["placements"]
+        what = layers_by_placement(self.names, placements)
         peak, keep = readable_size(step.activation_peak), readable_size(self.keep_peak_bytes)
         if not step.fits:
             give = "Give a budget" if self.beside_bytes is None else "Use a device"
             more = readable_size(step.peak_bytes + (self.beside_bytes or 0))
             return f"{give} of more than {more}: the lowest peak found is {peak} ({what})."
-        if set(self.placements) == {"keep"}:
+        if set(placements) == {"keep"}:
             if step.budget_bytes is not None:
                 budget = readable_size(step.budget_bytes)
                 return f"Keep every layer: the peak of {peak} fits the budget of {budget}."
@@ -147,7 +139,7 @@ def draw_frontier(report: PlanReport, path: str | os.PathLike[str]) -> None:
     """
     if not any(step.fits for step in report.frontier):
         raise ConfigError("no plan fits its budget, so there is no frontier to draw")
-    write_picture(path, lambda: _frontier_figure(report), "drawing the frontier of plans")
+    write_picture(path, lambda: _frontier_figure(report))
 
 
 def _frontier_figure(report: PlanReport) -> Figure:
@@ -157,40 +149,30 @@ def _frontier_figure(report: PlanReport) -> Figure:
     axes = figure.add_subplot()
     step, budget = report.step, report.step.budget_bytes
     unit, size = byte_scale(max(report.keep_peak_bytes, budget or 0))
-    best = {each.activation_peak / size: each for each in report.frontier if each.fits}
-    seconds = [each.seconds for each in best.values()]
-    axes.plot(list(best), seconds, "s-", color=COLOURS[1], label="best plan for each budget")
+    best = sorted((each.activation_peak / size, each.seconds) for each in report.frontier if each.fits)
+    axes.plot(*zip(*best, strict=True), "s-", color=COLOURS[1], label="best plan for each budget")
     marks: list[tuple[str, int, float | None, dict[str, Any]]] = [
         (f"the plan: {step.layers}", step.activation_peak, step.seconds, RING),
-        ("this run, measured", *(report.run or (0, None)), {"marker": "X", "color": INK}),
-        ("keep everything, predicted", report.keep_peak_bytes, report.keep_seconds, {"marker": "o"}),
+        ("this run, measured", *(report.run or (0, None)), {"marker": "X", "color": INK, "ls": "none"}),
+        ("keep, predicted", report.keep_peak_bytes, report.keep_seconds, {"marker": "o", "ls": "none"}),
     ]
     for label, peak_bytes, time, look in marks:
         if time is not None:
-            axes.plot(
-                peak_bytes / size, time, label=short(label, 60), zorder=4, **{"linestyle": "none"} | look
-            )
+            axes.plot(peak_bytes / size, time, label=short(label, 60), zorder=4, **look)
     if budget is not None:
         label = f"budget {readable_size(budget)}"
         axes.axvline(budget / size, color=COLOURS[4], linestyle="--", label=label)
-    finish(axes, f"Predicted activation peak ({unit})", "Predicted step time (s)", report.title)
+    finish(axes, "Predicted step time (s)", report.title)
+    axes.set(xlabel=f"Predicted activation peak ({unit})", xlim=(0, None))
     figure.legend(loc="outside upper left", ncols=2)
     return figure
 
 
+_TOLD = ("name", "layers", "num_layers", "hidden", "hidden_size", "sequence", "seq_length", "batch_size")
+
+
 def title_of(model: Mapping[str, Any], hardware: Mapping[str, Any]) -> str:
-    """Return the model and the machine of a run in words, as far as its log tells."""
-    model = {"layers": model.get("num_layers"), "hidden": model.get("hidden_size")} | dict(model)
-    model.setdefault("sequence", model.get("seq_length"))
-    sizes = {
-        "name": "{}",
-        "layers": "{} layers",
-        "hidden": "{} wide",
-        "sequence": "{} tokens a sequence",
-        "batch_size": "batch size {}",
-        "dtype": "{}",
-    }
-    words = [text.format(model[key]) for key, text in sizes.items() if model.get(key)]
-    machine = [str(hardware["device"])] if hardware.get("device") else []
-    machine += [f"{hardware['cpus']} CPUs"] if hardware.get("cpus") else []
-    return "; ".join(filter(None, (", ".join(words), ", ".join(machine))))
+    """Return the model and the machine of a run in a line, as far as its log tells."""
+    told = {**model, **hardware}
+    names = [name for name in (*_TOLD, "dtype", "device", "cpus") if told.get(name)]
+    return ", ".join(f"{name.replace('_', ' ')} {told[name]}" for name in names)

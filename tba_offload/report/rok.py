@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import importlib.util
 import io
 import statistics
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
 from tba_offload.formatting import byte_scale, readable_size, scale, significant, visible
@@ -24,7 +25,7 @@ from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -84,7 +85,7 @@ class RokPoint:
     @property
     def peak_name(self) -> str:
         """The name of this peak."""
-        return _peak_name(self.memory)
+        return _PEAKS[self.memory].removesuffix("_bytes").replace("_", " ")
 
     @property
     def name(self) -> str:
@@ -92,10 +93,6 @@ class RokPoint:
         if self.batch_size is None:
             return f"{self.strategy} ({self.source})"
         return f"{self.strategy} at batch size {self.batch_size}"
-
-
-def _peak_name(memory: Memory) -> str:
-    return _PEAKS[memory].removesuffix("_bytes").replace("_", " ")
 
 
 def points(
@@ -136,8 +133,8 @@ def points_of(
     for log, steps in zip(logs, counted, strict=True):
         if not steps:
             raise RunLogError(f"{log.path}: {len(log.steps)} steps, and none counts after the warm-up")
-    for unit in get_args(Unit):
-        if all(getattr(step, _WORK[unit]) for steps in counted for step in steps):
+    for unit, work in _WORK.items():
+        if all(getattr(step, work) for steps in counted for step in steps):
             return [_point(*each, memory, unit) for each in zip(logs, counted, strict=True)]
     raise RunLogError(
         f"{', '.join(str(log.path) for log in logs)}: no unit of throughput is known in every step. Pass "
@@ -149,9 +146,7 @@ def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit)
     """Return the point: the largest peak, which has to fit, and the median time, without hiccups."""
     peaks = {name: max(getattr(step, name) or 0 for step in steps) or None for name in _PEAKS.values()}
     if peaks[_PEAKS[memory]] is None:
-        raise RunLogError(
-            f"{log.path}: no {_peak_name(memory)} was measured in the {len(steps)} counted steps"
-        )
+        raise RunLogError(f"{log.path}: no {_PEAKS[memory]} was measured in the {len(steps)} counted steps")
     timed = timed_steps(steps)
     seconds = [step.seconds_with_update for step in timed]
     spread = seconds if len(seconds) > 1 else seconds * 2  # one time is its own quartiles
@@ -175,13 +170,11 @@ def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit)
     )
 
 
-def lines(points: Iterable[RokPoint]) -> dict[str, list[RokPoint]]:
+def lines(points: Sequence[RokPoint]) -> dict[str, list[RokPoint]]:
     """Return the points of each strategy by batch size, strategies in the order of their first run."""
-    grouped: dict[str, list[RokPoint]] = {}
-    for each in points:
-        grouped.setdefault(each.strategy, []).append(each)
-    for line in grouped.values():
-        line.sort(key=lambda each: (each.batch_size is None, each.batch_size or 0, each.peak_bytes))
+    grouped: dict[str, list[RokPoint]] = {each.strategy: [] for each in points}
+    for each in sorted(points, key=lambda each: (each.batch_size or 0, each.peak_bytes)):
+        grouped[each.strategy].append(each)
     return grouped
 
 
@@ -210,21 +203,16 @@ def table(points: Sequence[RokPoint]) -> Table:
         speed_unit: lambda each: significant(each.throughput / speed_size),
         "Step s": lambda each: significant(each.step_seconds),
         "Pareto": lambda each: "*" if each in winners else "",
-        "Quartiles s": lambda each: (
-            f"{significant(each.lower_quartile_seconds)}-{significant(each.upper_quartile_seconds)}"
-        ),
         "Steps": lambda each: str(each.steps),
         "Run": lambda each: each.source,
     }
     rows = [[cell(each) for cell in columns.values()] for line in lines(points).values() for each in line]
     sources = " / ".join(dict.fromkeys(each.peak_source or "not stated" for each in points))
-    work = "FLOPs, recomputation not counted," if points[0].unit == "FLOP/s" else "tokens"
     caption = (
-        f"Peak: largest {points[0].peak_name} of the counted steps, measured by: {sources}. Step: median "
-        f"wall-clock time, with the update where one was seen. Throughput: {work} of a step / this time."
+        f"Peak: largest {points[0].peak_name} of the counted steps, by {sources}. Step: their median "
+        "time, with updates. Throughput: FLOPs or tokens / this time, recomputation not counted."
     )
-    numbers = [heading for heading in columns if heading not in {"Strategy", "Run"}]
-    return Table(list(columns), rows, right=numbers, caption=caption, elsewhere="--csv or --json")
+    return Table(list(columns), rows, right=columns.keys() - {"Strategy", "Run"}, caption=caption)
 
 
 def _scales(points: Sequence[RokPoint]) -> tuple[tuple[str, float], tuple[str, float]]:
@@ -271,30 +259,22 @@ def advice(points: Sequence[RokPoint]) -> list[str]:
 def _at_equal_batch_size(points: Sequence[RokPoint]) -> Iterator[str]:
     for batch_size in sorted({each.batch_size for each in points if each.batch_size is not None}):
         group = [each for each in points if each.batch_size == batch_size]
-        if len(lines(group)) == 1:
-            continue
-        lowest = min(group, key=lambda each: (each.peak_bytes, -each.throughput))
-        fastest = max(group, key=lambda each: (each.throughput, -each.peak_bytes))
-        said = f"At batch size {batch_size}, {lowest.strategy} has the lowest {lowest.peak_name} "
-        said += f"({readable_size(lowest.peak_bytes)})"
-        if lowest is fastest:
-            yield f"{said} and the highest throughput."
-            continue
-        savers = [each for each in group if each.peak_bytes < fastest.peak_bytes]
+        fastest, *slower = sorted(group, key=lambda each: (-each.throughput, each.peak_bytes))
         savings = "; ".join(
             f"{each.strategy} needs {1 - each.peak_bytes / fastest.peak_bytes:.0%} less at "
             f"{each.throughput / fastest.throughput:.0%} of the throughput{_noise(each, fastest)}"
-            for each in sorted(savers, key=lambda each: -each.throughput)
+            for each in slower
+            if each.peak_bytes < fastest.peak_bytes
         )
-        most = readable_size(fastest.peak_bytes)
-        yield f"{said}. Against {fastest.strategy}, the fastest ({most}): {savings}."
+        if len(lines(group)) > 1:
+            yield (
+                f"At batch size {batch_size}, {fastest.strategy} is the fastest ({fastest.peak_name} "
+                f"{readable_size(fastest.peak_bytes)}): {savings or 'no other run needs less'}."
+            )
 
 
-def _noise(one: RokPoint, other: RokPoint) -> str:
-    overlaps = (
-        one.lower_quartile_seconds <= other.upper_quartile_seconds
-        and other.lower_quartile_seconds <= one.upper_quartile_seconds
-    )
+def _noise(one: RokPoint, fastest: RokPoint) -> str:
+    overlaps = one.lower_quartile_seconds <= fastest.upper_quartile_seconds
     return ", which may be noise" if overlaps else ""
 
 
@@ -308,11 +288,9 @@ INK, GREY = "#222222", "#c4c4c4"
 _KNOWN = ("keep", "offload", "recompute", "recompute-offload", "recompute-except-attention", "offload-remat")
 _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
-    "axes.edgecolor": "#555555",
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "font.size": 10,
     "grid.color": "#e4e4e4",
     "legend.frameon": False,
     "svg.hashsalt": "tba-offload",
@@ -331,13 +309,13 @@ def looks(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
 
 
 @contextlib.contextmanager
-def drawing(purpose: str = "drawing a ROK curve", extra: str = "plots") -> Iterator[None]:
+def drawing() -> Iterator[None]:
     """Draw in the style of all pictures, whatever style the user has set.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    require_matplotlib(purpose, extra)
+    require_matplotlib()
     import matplotlib as mpl
     import matplotlib.style
 
@@ -345,18 +323,14 @@ def drawing(purpose: str = "drawing a ROK curve", extra: str = "plots") -> Itera
         yield
 
 
-def require_matplotlib(purpose: str = "drawing a ROK curve", extra: str = "plots") -> None:
+def require_matplotlib() -> None:
     """Check that pictures can be drawn, for commands that tell before they work for hours.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl  # noqa: F401 - whether it can be imported is the question
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise MissingDependencyError("matplotlib", purpose, extra=extra) from error
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependencyError("matplotlib", "drawing pictures", extra="plots")
 
 
 def picture_kind(path: str | os.PathLike[str], *more: str) -> str:
@@ -374,14 +348,11 @@ def picture_kind(path: str | os.PathLike[str], *more: str) -> str:
 def rendered(figure: Figure, kind: str) -> bytes:
     """Return a figure as the bytes of a file; equal figures give equal bytes."""
     file = io.BytesIO()
-    told: Mapping[str, Any] = {"Date": None, "Creator": "tba-offload"} if kind == "svg" else {}
-    figure.savefig(file, format=kind, dpi=160, metadata={**told})
+    figure.savefig(file, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()
 
 
-def write_picture(
-    path: str | os.PathLike[str], figure_of: Callable[[], Figure], purpose: str = "drawing a ROK curve"
-) -> None:
+def write_picture(path: str | os.PathLike[str], figure_of: Callable[[], Figure]) -> None:
     """Draw a figure in the style of all pictures, and write it as SVG or PNG by the suffix of ``path``.
 
     Raises:
@@ -390,7 +361,7 @@ def write_picture(
         OSError: The picture cannot be written.
     """
     kind = picture_kind(path)
-    with drawing(purpose):
+    with drawing():
         content = rendered(figure_of(), kind)
     write_regular(path, content)
 
@@ -411,13 +382,11 @@ def draw(points: Sequence[RokPoint], path: str | os.PathLike[str], *, title: str
     write_picture(path, lambda: rok_figure(points, title=title))
 
 
-def rok_figure(
-    points: Sequence[RokPoint], *, title: str = "", size: tuple[float, float] = (7.5, 4.8)
-) -> Figure:
+def rok_figure(points: Sequence[RokPoint], *, title: str = "") -> Figure:
     """Return the curve as a figure, within :func:`drawing`."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     axes = figure.add_subplot()
     (x_unit, x_size), (y_unit, y_size) = _scales(points)
     grouped = lines(points)
@@ -431,7 +400,8 @@ def rok_figure(
     best = [(each.peak_bytes / x_size, each.throughput / y_size) for each in pareto(points)]
     axes.step(*zip(*best, strict=True), where="post", color="#b8b8b8", linestyle="--", zorder=1)
     axes.plot(*zip(*best, strict=True), zorder=4, label="Pareto set", **RING)
-    finish(axes, f"{points[0].peak_name.capitalize()} ({x_unit})", f"Model throughput ({y_unit})", title)
+    finish(axes, f"Model throughput ({y_unit})", title)
+    axes.set(xlabel=f"{points[0].peak_name.capitalize()} ({x_unit})", xlim=(0, None))
     numbers = "Numbers are batch sizes" if any(each.batch_size for each in points) else None
     figure.legend(loc="outside upper left", ncols=3, title=numbers, alignment="left", title_fontsize="small")
     return figure
@@ -441,14 +411,14 @@ RING: dict[str, Any] = {"marker": "o", "markersize": 13, "mfc": "none", "color":
 """The look of points that stand out."""
 
 
-def finish(axes: Axes, x_label: str, y_label: str, title: str = "", *, from_zero: bool = True) -> None:
-    """Label axes, and let both begin at zero."""
-    axes.set(xlabel=x_label, ylabel=y_label)
+def finish(axes: Axes, y_label: str, title: str = "", *, from_zero: bool = True) -> None:
+    """Label axes, and let them begin at zero; along x the caller does, since panels may share that."""
+    axes.set_ylabel(y_label)
     axes.set_title(textwrap.fill(visible(title), 100), loc="left", fontsize="small")
     if from_zero:
         axes.update_datalim([(0, 0)])
         axes.margins(0.1)
-        axes.set(xlim=(0, None), ylim=(0, None))
+        axes.set_ylim(0)
 
 
 def short(text: str, most: int = 30) -> str:

@@ -8,13 +8,18 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
 from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.table import Table as Grid
+    from rich.console import ConsoleOptions, RenderableType
 
 _WIDE = 100_000
 """Characters of a line that never ends."""
@@ -32,7 +37,6 @@ class Table:
         right: Headings of the columns of numbers, which are aligned to the right.
         title: A line above the table.
         caption: A line below the table.
-        elsewhere: Where the columns are that have no room.
     """
 
     headings: Sequence[str]
@@ -40,12 +44,9 @@ class Table:
     right: Collection[str] = ()
     title: str | None = None
     caption: str | None = None
-    elsewhere: str = "--json"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Yield what rich prints."""
-        from rich.text import Text
-
         shown, wide = len(self.headings), options.update(max_width=_WIDE)
         grid = self._grid(shown, is_markdown=not console.is_terminal)
         while shown > 1 and console.measure(grid, options=wide).minimum > options.max_width:
@@ -55,16 +56,11 @@ class Table:
             yield Text(visible(self.title), style="bold")
         yield grid
         if shown < len(self.headings):
-            yield Text(f"No room here for {', '.join(self.headings[shown:])}: see {self.elsewhere}.")
+            yield Text(f"No room here for {', '.join(self.headings[shown:])}: see --json.")
         if self.caption is not None:
             yield Text(visible(self.caption))
 
     def _grid(self, columns: int, *, is_markdown: bool) -> Grid:
-        from rich import box
-        from rich.cells import cell_len
-        from rich.table import Table as Grid
-        from rich.text import Text
-
         grid = Grid(box=box.MARKDOWN if is_markdown else box.SIMPLE_HEAD, show_edge=is_markdown)
         for heading, *cells in list(zip(self.headings, *self.rows, strict=True))[:columns]:
             if heading in self.right:
@@ -80,8 +76,6 @@ class Table:
 
 def as_text(*parts: Table | str) -> str:
     """Return tables and sentences as Markdown, with empty lines around tables."""
-    from rich.console import Console
-
     file = io.StringIO()
     _print(Console(file=file, width=_WIDE, force_terminal=False, color_system=None), parts)
     lines = "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -90,8 +84,6 @@ def as_text(*parts: Table | str) -> str:
 
 def show(*parts: Table | str) -> None:
     """Print tables and sentences: fitted to a terminal, or as Markdown."""
-    from rich.console import Console
-
     console = Console()
     if console.is_terminal:
         _print(console, parts)
@@ -100,8 +92,6 @@ def show(*parts: Table | str) -> None:
 
 
 def _print(console: Console, parts: Sequence[Table | str]) -> None:
-    from rich.text import Text
-
     for place, part in enumerate(parts):
         if place and not (isinstance(part, str) and isinstance(parts[place - 1], str)):
             console.print()

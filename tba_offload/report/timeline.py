@@ -38,16 +38,14 @@ def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
         RunLogError: The log does not tell this step over time.
     """
     found = log.events(TimelineEvent)
-    if not found:
-        raise RunLogError(
-            f"{log.path}: no step is told over time; the third is, and the 16th, the 64th and so on, where "
-            "memory is measured, and each of session.step(trace=True)"
-        )
-    chosen = found[-1:] if step is None else [each for each in found if each.step == step]
+    chosen = [each for each in found if step in (None, each.step)]
     if not chosen:
-        known = ", ".join(str(each.step) for each in found)
-        raise RunLogError(f"{log.path}: step {step} is not told over time; those that are: {known}")
-    return chosen[0]
+        known = ", ".join(str(each.step) for each in found) or "none"
+        raise RunLogError(
+            f"{log.path}: this step is not told over time; those that are: {known}. Name one of them, or log "
+            "one of session.step(trace=True)"
+        )
+    return chosen[-1]
 
 
 def write_timeline(timeline: TimelineEvent, path: str | os.PathLike[str]) -> None:
@@ -65,7 +63,7 @@ def write_timeline(timeline: TimelineEvent, path: str | os.PathLike[str]) -> Non
     if picture_kind(path, TRACE) == TRACE:
         write_regular(path, json.dumps(trace_of(timeline)).encode())
     else:
-        write_picture(path, lambda: timeline_figure(timeline), "drawing a timeline")
+        write_picture(path, lambda: timeline_figure(timeline))
 
 
 # The picture
@@ -81,8 +79,6 @@ _PARTS: dict[str, tuple[str, Callable[[Moment], int]]] = {
 }
 """Parts of live bytes that are known, from below: colour and bytes."""
 
-_LANES = ("forward", "backward", "update", "waits")
-
 
 def timeline_figure(timeline: TimelineEvent, *, width: float = 7.6) -> Figure:
     """Return memory, the traffic of each drive, layers and waits over a step, within ``rok.drawing``."""
@@ -96,10 +92,9 @@ def timeline_figure(timeline: TimelineEvent, *, width: float = 7.6) -> Figure:
             if phase.name == "backward":
                 axes.axvspan(phase.began, phase.ended, color="#f0f0f0", linewidth=0, zorder=0)
     end = timeline.seconds or 1.0
+    memory.set_title("" if timeline.points else "memory was not measured")
     if timeline.points:
         _draw_memory(memory, timeline)
-    else:
-        memory.set_title("memory was not measured")
     _draw_traffic(traffic, timeline, end)
     _draw_lanes(lanes, timeline, end)
     lanes.set_xlim(0, end)
@@ -125,7 +120,7 @@ def _draw_memory(axes: Axes, timeline: TimelineEvent) -> None:
     if timeline.budget is not None and timeline.budget <= 3 * peak:
         label = f"budget {readable_size(timeline.budget)}"
         axes.axhline(timeline.budget / size, color=INK, linestyle="--", label=label)
-    finish(axes, "", unit)
+    finish(axes, unit)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), fontsize="small", ncols=3)
 
 
@@ -167,17 +162,19 @@ def _draw_lanes(axes: Axes, timeline: TimelineEvent, end: float) -> None:
             colour, ink = (COLOURS[0], "white") if scope.layer % 2 else (COLOURS[5], INK)
             axes.broken_barh([(began, ended - began)], (row - 0.4, 0.8), color=colour)
             if ended - began > 0.03 * end:
-                middle = (began + ended) / 2
-                axes.text(middle, row, str(scope.layer), ha="center", va="center", fontsize=8, color=ink)
+                axes.text((began + ended) / 2, row, str(scope.layer), ha="center", va="center", color=ink)
     for row, spans, colour in ((2, timeline.updates, COLOURS[2]), (3, timeline.stalls, COLOURS[1])):
         widths = [(since, max(until - since, 0.0)) for since, until in spans]
         axes.broken_barh(widths, (row - 0.4, 0.8), color=colour)
-    axes.set_yticks(range(len(_LANES)), _LANES)
-    axes.set_ylim(len(_LANES) - 0.4, -0.6)
+    axes.set_yticks(range(4), ("forward", "backward", "update", "waits"))
+    axes.set_ylim(3.6, -0.6)
     axes.grid(visible=False)
 
 
 # The trace, in the trace event format of Perfetto and Chrome
+
+
+_COUNTED = ("live", "in_flight", "read_ahead", "settled", "left")
 
 
 def trace_of(timeline: TimelineEvent) -> dict[str, Any]:
@@ -188,9 +185,9 @@ def trace_of(timeline: TimelineEvent) -> dict[str, Any]:
         place = {"pid": 1, "tid": rows.setdefault(row, len(rows) + 1), "name": name}
         events.append(place | {"ph": "X", "ts": _us(began), "dur": _us(ended - began), "args": told})
     for point in timeline.points:
-        memory = point._asdict()
+        memory = {name: getattr(point, name) for name in _COUNTED}
         place = {"ph": "C", "pid": 1, "tid": 0, "name": "memory (bytes)"}
-        events.append(place | {"ts": _us(memory.pop("seconds")), "args": memory})
+        events.append(place | {"ts": _us(point.seconds), "args": memory})
     names = [("process_name", 0, f"tba-offload, step {timeline.step}")]
     names += [("thread_name", row, name) for name, row in rows.items()]
     described = [

@@ -119,7 +119,7 @@ def test_runs_can_be_compared_by_all_that_lies_on_the_device(tmp_path: Path) -> 
     path = save(tmp_path / "run.jsonl", [1.0], [None], device_peak_bytes=5 * GIB)
     (point,) = rok.points([path], memory="device")
     assert (point.peak_bytes, point.activation_peak_bytes, point.peak_name) == (5 * GIB, None, "device peak")
-    with pytest.raises(RunLogError, match="no activation peak was measured in the 1 counted steps"):
+    with pytest.raises(RunLogError, match="no activation_peak_bytes was measured in the 1 counted steps"):
         rok.points([path])
 
 
@@ -194,12 +194,12 @@ def test_csv_and_rows_tell_the_same_in_plain_units() -> None:
 def test_advice_compares_strategies_at_equal_batch_size() -> None:
     said = rok.advice(CURVES)
     assert said[0] == (
-        "At batch size 1, offload has the lowest activation peak (120 MiB). Against keep, the fastest "
-        "(300 MiB): offload needs 60% less at 98% of the throughput."
+        "At batch size 1, keep is the fastest (activation peak 300 MiB): offload needs 60% less at "
+        "98% of the throughput."
     )
     assert [sentence for sentence in said if sentence.startswith("No run of keep is in the Pareto set")]
     best = rok.advice([make("offload", 2, 100, 9.0), make("keep", 2, 200, 8.0)])
-    assert best[0].endswith("has the lowest activation peak (100 MiB) and the highest throughput.")
+    assert best[0].endswith("(activation peak 100 MiB): no other run needs less.")
     quartiles = {"lower_quartile_seconds": 1, "upper_quartile_seconds": 2}
     near = [make(*each, **quartiles) for each in (("keep", 2, 20, 10), ("offload", 2, 9, 9))]
     assert "which may be noise" in rok.advice(near)[0]
