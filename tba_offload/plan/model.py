@@ -97,6 +97,23 @@ class Prediction:
         return self.peak_bytes if self.activation_bytes is None else self.activation_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep(Prediction):
+    """What a plan is predicted to do.
+
+    Attributes:
+        budget_bytes: The activation peak that the plan was made for; ``None`` for none.
+        fits: Whether the plan keeps to the budget.
+        layers: The number of layers of each placement, such as ``"4 keep, 8 offload"``.
+        window_bytes: Most bytes in flight; ``None`` for no limit.
+    """
+
+    budget_bytes: int | None
+    fits: bool
+    layers: str
+    window_bytes: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What every layer of this process does.

@@ -18,14 +18,14 @@ from tba_offload.formatting import readable_rate, readable_size, renumbered, sig
 from tba_offload.plan.bandwidth import Bandwidth
 from tba_offload.plan.describe import explain
 from tba_offload.plan.device_share import DeviceShare
-from tba_offload.plan.model import Limits, Plan
+from tba_offload.plan.model import Limits, Plan, PlannedStep
 from tba_offload.plan.profile import Slot, StepProfile
 from tba_offload.plan.search import make_plan
 from tba_offload.plan.simulate import simulate
 from tba_offload.plan.states_share import StatesLoad, choose, in_words
 from tba_offload.plan.writes import writes_of
 from tba_offload.report.log import PLAN, PlanEvent, counted_steps, read_run_log, timed_steps
-from tba_offload.report.plans import PlannedStep, PlanReport, title_of
+from tba_offload.report.plans import PlanReport, title_of
 from tba_offload.report.ranks import paths_of_ranks
 
 if TYPE_CHECKING:

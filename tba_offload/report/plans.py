@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import ConfigError
 from tba_offload.formatting import byte_scale, grouped, layers_by_placement, readable_size, significant
-from tba_offload.plan.model import Prediction
 from tba_offload.report.rok import COLOURS, INK, RING, finish, short, write_picture
 from tba_offload.report.text import Table
 
@@ -18,22 +17,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedStep(Prediction):
-    """What a plan is predicted to do.
-
-    Attributes:
-        budget_bytes: The activation peak that the plan was made for; ``None`` for none.
-        fits: Whether the plan keeps to the budget.
-        layers: The number of layers of each placement, such as ``"4 keep, 8 offload"``.
-        window_bytes: Most bytes in flight; ``None`` for no limit.
-    """
-
-    budget_bytes: int | None
-    fits: bool
-    layers: str
-    window_bytes: int | None
+    from tba_offload.plan.model import PlannedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ import pytest
 from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError
 from tba_offload.plan.describe import describe_plan
-from tba_offload.plan.model import Plan, Prediction
-from tba_offload.report.plans import PlannedStep, PlanReport, draw_frontier, title_of
+from tba_offload.plan.model import Plan, PlannedStep, Prediction
+from tba_offload.report.plans import PlanReport, draw_frontier, title_of
 from tba_offload.report.text import as_text
 
 if TYPE_CHECKING:
