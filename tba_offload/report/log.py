@@ -20,19 +20,18 @@ Within schema 1 fields and events may be added. A reader keeps unknown ones asid
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import json
 import logging
 import math
 import os
 import shlex
-import stat
 from bisect import bisect
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
@@ -40,7 +39,7 @@ from tba_offload.errors import RunLogError
 from tba_offload.formatting import readable_size, significant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -381,7 +380,7 @@ def _valid(validate: Callable[[Any], Any], name: str, values: Mapping[str, objec
 # Writing
 
 
-class RunLogWriter:
+class RunLogWriter(AbstractContextManager["RunLogWriter"]):
     """Writes a new run log, line by line.
 
     Each line reaches the operating system before :meth:`write` returns, so a process that dies loses at most
@@ -391,13 +390,12 @@ class RunLogWriter:
     removed, a warning says so once, and the log ends there.
 
     Args:
-        path: The file to write, readable by its owner only (0600). Its directory has to exist. An empty file
-            that exists already is used, and keeps its mode.
+        path: The file to create, readable by its owner only (0600). Its directory has to exist.
         header: Written at once as the first line.
 
     Raises:
-        RunLogError: Its directory does not exist, or the file is not empty, a link, no regular file, another
-            process is writing it, or it cannot be opened or written. Or JSON cannot hold the header.
+        RunLogError: Its directory does not exist, the file exists, or it cannot be opened or written. Or JSON
+            cannot hold the header.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: RunHeader) -> None:
@@ -433,19 +431,15 @@ class RunLogWriter:
 
     def close(self) -> None:
         """Close the file; once is enough, more does no harm."""
-        try:
+        with self._told_once():  # a network file system tells late
             self._file.close()
-        except OSError as error:  # a network file system tells late
-            self._end(error)
 
     def _append(self, line: bytes) -> None:
         if self._file.closed:
             raise RunLogError(f"{self.path}: the run log is closed; open a new file to record more steps")
         if not self._has_ended:
-            try:
+            with self._told_once():
                 self._write_whole(line)
-            except OSError as error:
-                self._end(error)
 
     def _write_whole(self, line: bytes) -> None:
         if os.fstat(self._file.fileno()).st_nlink == 0:
@@ -453,51 +447,34 @@ class RunLogWriter:
         while line:
             line = line[self._file.write(line) :]
 
-    def _end(self, error: OSError) -> None:
-        if not self._has_ended:
-            self._has_ended = True
+    @contextmanager
+    def _told_once(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
             said = "%s: the run log cannot be written: %s; it ends here. Training goes on; make room there"
-            logger.warning(said, self.path, error.strerror or error)
-
-    def __enter__(self) -> Self:
-        return self
+            if not self._has_ended:
+                logger.warning(said, self.path, error.strerror or error)
+            self._has_ended = True
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def _open_new(path: Path) -> io.FileIO:
-    """Open an empty file for this process alone, without a buffer."""
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK  # no link is followed, and a pipe does not block
+    """Create a file for this process alone, without a buffer; no file, link or pipe is there before."""
     try:
-        file = io.FileIO(path, "a+b", opener=lambda name, more: os.open(name, flags | more, 0o600))
-    except (OSError, ValueError) as error:
+        return io.FileIO(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600))
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = getattr(error, "strerror", None) or str(error)
         if isinstance(error, FileNotFoundError):
             reason = f"its directory does not exist: mkdir -p {shlex.quote(str(path.absolute().parent))}"
-        elif getattr(error, "errno", 0) == errno.ELOOP:
-            reason = "a symbolic link, and run logs follow none; name the file itself"
+        elif isinstance(error, FileExistsError):
+            reason = (
+                "it exists, and run logs are never overwritten; name another file, one for each rank, such "
+                f"as {path.stem}.rank0{path.suffix}"
+            )
         raise RunLogError(f"{path}: the run log cannot be opened: {reason}") from error
-    if wrong := _fault_of(file, path):
-        file.close()
-        raise RunLogError(f"{path}: {wrong}")
-    return file
-
-
-def _fault_of(file: io.FileIO, path: Path) -> str:
-    """Return why a file cannot become a run log; empty if it can."""
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return "not a regular file; name a new one for the run log"
-    try:  # without the lock, two ranks that were given one path could both find the file empty
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        other = f"{path.stem}.rank0{path.suffix}"
-        return f"another process is writing this run log; give each its own path, as {other} for rank 0"
-    except OSError:
-        pass  # a file system without locks: the check for an empty file has to do
-    if os.fstat(file.fileno()).st_size > 0:
-        return "not empty, and run logs are never overwritten; choose another path"
-    return ""
 
 
 def _line(record: RunHeader | StepRecord) -> bytes:
@@ -559,9 +536,7 @@ def describe_step(record: StepRecord) -> str:
     moved = zip(amounts, ("written", "read", "forwarded", "kept"), strict=True)
     parts += [f"{readable_size(nbytes)} {what}" for nbytes, what in moved if nbytes]
     if record.weights_read_bytes:
-        waited = record.weights_waited_seconds
-        waits = f", waited for {significant(waited)} s" if waited else ""
-        parts.append(f"{readable_size(record.weights_read_bytes)} of frozen weights read{waits}")
+        parts.append(f"{readable_size(record.weights_read_bytes)} of frozen weights read")
     if record.recomputed_scopes:
         parts.append(f"{record.recomputed_scopes} of {record.scopes} layers recomputed")
     if record.loss is not None:
@@ -777,14 +752,6 @@ class Move(NamedTuple):
     thread: int
 
 
-class Phase(NamedTuple):
-    """What a step is at from one moment to another: ``forward``, ``backward`` or ``update``."""
-
-    name: str
-    began: float
-    ended: float
-
-
 class Drive(NamedTuple):
     """One place that bytes were moved to and from.
 
@@ -864,19 +831,3 @@ class TimelineEvent(Event):
         forwards = [scope.forward_began for scope in self.scopes]
         edges = sorted([*begins, *self.layers_left, *self.backward_ends, *forwards, self.seconds])
         return [(scope, began, edges[min(bisect(edges, began), len(edges) - 1)]) for scope, began in reached]
-
-    def phases(self) -> list[Phase]:
-        """Return what the step is at, in the order of time; in between it computes losses, or it waits."""
-        forwards = sorted((began, ended) for _, began, ended in self.forwards())
-        begins = sorted(began for _, began, _ in self.backwards())
-        phases = [Phase("update", since, max(until, since)) for since, until in self.updates]
-        since = 0.0
-        for end in [*sorted(self.backward_ends), math.inf]:
-            began = next((began for began in begins if since <= began < end), math.inf)
-            runs = [run for run in forwards if since <= run[0] < min(began, end)]
-            if runs:
-                phases.append(Phase("forward", runs[0][0], max(ended for _, ended in runs)))
-            if began < end < math.inf:
-                phases.append(Phase("backward", began, end))
-            since = end
-        return sorted(phases, key=lambda phase: phase.began)

@@ -48,10 +48,7 @@ def free_run_log(
         name = Path(path).with_name(f"{stem}.{number}.jsonl") if number > 1 else Path(path)
         return path_of_rank(name, rank) if ranks > 1 else name
 
-    def is_used(name: Path) -> bool:
-        return name.exists() and name.stat().st_size > 0
-
-    free = next(number for number in itertools.count(1) if not is_used(own(number)))
+    free = next(number for number in itertools.count(1) if not os.path.lexists(own(number)))
     return own(1), own(agreed(free))
 
 

@@ -151,8 +151,6 @@ def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit)
     seconds = [step.seconds_with_update for step in timed]
     spread = seconds if len(seconds) > 1 else seconds * 2  # one time is its own quartiles
     low, median, high = statistics.quantiles(spread, n=4, method="inclusive")
-    if median <= 0:
-        raise RunLogError(f"{log.path}: the median step took {median} seconds, so there is no throughput")
     batch_size: Any = log.header.model.get("batch_size")
     return RokPoint(
         strategy=log.header.strategy,
@@ -244,16 +242,9 @@ def csv_text(points: Sequence[RokPoint]) -> str:
 
 def advice(points: Sequence[RokPoint]) -> list[str]:
     """Return what the runs say about each other, in sentences."""
-    winners = {each.strategy for each in pareto(points)}
-    beaten = [
-        f"No run of {strategy} is in the Pareto set: for each, another run has no higher "
-        f"{points[0].peak_name} and is no slower."
-        for strategy in lines(points)
-        if strategy not in winners
-    ]
     few = ", ".join(each.name for each in points if each.steps < 3)
     doubts = [f"Fewer than 3 steps counted for {few}: run longer to trust the times."] if few else []
-    return [*_at_equal_batch_size(points), *beaten, *doubts]
+    return [*_at_equal_batch_size(points), *doubts]
 
 
 def _at_equal_batch_size(points: Sequence[RokPoint]) -> Iterator[str]:

@@ -88,9 +88,8 @@ def timeline_figure(timeline: TimelineEvent, *, width: float = 7.6) -> Figure:
     figure = Figure(figsize=(width, sum(heights) + 1.0), layout="constrained")
     memory, *traffic, lanes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     for axes in (memory, *traffic):
-        for phase in timeline.phases():
-            if phase.name == "backward":
-                axes.axvspan(phase.began, phase.ended, color="#f0f0f0", linewidth=0, zorder=0)
+        for _, began, ended in timeline.backwards():
+            axes.axvspan(began, ended, color="#f0f0f0", linewidth=0, zorder=0)
     end = timeline.seconds or 1.0
     memory.set_title("" if timeline.points else "memory was not measured")
     if timeline.points:
@@ -178,7 +177,7 @@ _COUNTED = ("live", "in_flight", "read_ahead", "settled", "left")
 
 
 def trace_of(timeline: TimelineEvent) -> dict[str, Any]:
-    """Return the step as a trace: rows of phases, layers, waits and I/O threads, and counters of memory."""
+    """Return the step as a trace: rows of layers, updates, waits and I/O threads, and counters of memory."""
     rows: dict[str, int] = {}
     events: list[dict[str, Any]] = []
     for row, name, began, ended, told in _slices(timeline):
@@ -198,9 +197,9 @@ def trace_of(timeline: TimelineEvent) -> dict[str, Any]:
 
 def _slices(timeline: TimelineEvent) -> Iterator[tuple[str, str, float, float, dict[str, Any]]]:
     """Yield row, name, begin, end and arguments of everything that took time."""
-    yield "phases", f"step {timeline.step}", 0.0, timeline.seconds, {}
-    for phase in timeline.phases():
-        yield "phases", phase.name, phase.began, phase.ended, {}
+    yield "step", f"step {timeline.step}", 0.0, timeline.seconds, {}
+    for since, until in timeline.updates:
+        yield "step", "update", since, until, {}
     for what, runs in (("forward", timeline.forwards()), ("backward", timeline.backwards())):
         for scope, began, ended in runs:
             told = {"layer": scope.layer, "micro_batch": scope.micro_batch}

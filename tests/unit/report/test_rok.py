@@ -197,7 +197,6 @@ def test_advice_compares_strategies_at_equal_batch_size() -> None:
         "At batch size 1, keep is the fastest (activation peak 300 MiB): offload needs 60% less at "
         "98% of the throughput."
     )
-    assert [sentence for sentence in said if sentence.startswith("No run of keep is in the Pareto set")]
     best = rok.advice([make("offload", 2, 100, 9.0), make("keep", 2, 200, 8.0)])
     assert best[0].endswith("(activation peak 100 MiB): no other run needs less.")
     quartiles = {"lower_quartile_seconds": 1, "upper_quartile_seconds": 2}
