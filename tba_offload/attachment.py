@@ -189,7 +189,7 @@ def _is_on_cpu(chunks: list[nn.Module]) -> bool:
 
 
 def _find(chunks: list[nn.Module]) -> LayerStack:
-    """Asks the frameworks that are loaded, then looks for blocks."""
+    """Ask the frameworks that are loaded, then looks for blocks."""
     if any(name.partition(".")[0] == "megatron" for name in sys.modules):
         from tba_offload.megatron.layers import find_stack, is_megatron
 

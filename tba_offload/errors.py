@@ -176,7 +176,7 @@ _PASSED_OVER = frozenset({"tba_offload", "torch", "contextlib"})
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns of something, and names the nearest line outside of this package and torch.
+    """Warn of something, and name the nearest line outside of this package and torch.
 
     Args:
         message: What happened, where, and what to do about it.

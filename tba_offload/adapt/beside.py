@@ -47,7 +47,7 @@ class BesideLayers:
         self._looks: defaultdict[int, dict[Placement, tuple[int, Beside]]] = defaultdict(dict)
 
     def forget(self) -> None:
-        """Forgets all looks."""
+        """Forget all looks."""
         self._at_loss = 0
         self._looks.clear()
 

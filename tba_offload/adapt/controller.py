@@ -71,7 +71,7 @@ class Controller:
     # ---- during a step ---------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forgets how large the last step was, which may have failed."""
+        """Forget how large the last step was, which may have failed."""
         self.knowledge.sizes.begin_step()
 
     def fits(self, layer: int, size: RunSize) -> bool:
@@ -85,7 +85,7 @@ class Controller:
     # ---- between steps ---------------------------------------------------------------------------
 
     def limit(self, limits: Limits) -> None:
-        """Has plans keep to other limits; the one in force is thought over after the next step."""
+        """Have plans keep to other limits; the one in force is thought over after the next step."""
         if limits != self.task.limits:
             self.give_up()
             self.task = dataclasses.replace(self.task, limits=limits)
@@ -181,7 +181,7 @@ class Controller:
         )
 
     def _look(self, observation: StepObservation, moment: Moment) -> None:
-        """Begins to think about a step."""
+        """Begin to think about a step."""
         known = self.knowledge
         case = known.understand(observation, self._phase)
         if case is None:
@@ -232,7 +232,7 @@ class Controller:
         return plan
 
     def give_up(self) -> None:
-        """Forgets what it was thinking about."""
+        """Forget what it was thinking about."""
         if self._thinking is not None:
             self._thinking[0].give_up()
             self._thinking = None

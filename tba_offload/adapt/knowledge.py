@@ -56,7 +56,7 @@ class Knowledge:
         self._profile: StepProfile | None = None
 
     def limit(self, task: Task) -> None:
-        """Has needs judged by other limits.
+        """Have needs judged by other limits.
 
         Args:
             task: The same as before but for its limits.

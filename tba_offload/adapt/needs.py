@@ -60,7 +60,7 @@ class Needs:
         self._knows_rest = False
 
     def limit(self, task: Task) -> None:
-        """Has what was measured judged by other limits.
+        """Have what was measured judged by other limits.
 
         Args:
             task: The same as before but for its limits.
@@ -73,13 +73,13 @@ class Needs:
         return self._knows_rest
 
     def forget(self) -> None:
-        """Forgets what smaller steps needed, or the first one, in which a process allocates much once."""
+        """Forget what smaller steps needed, or the first one, in which a process allocates much once."""
         self.forget_peaks()
         self._rests.clear()
         self._rest_over = 0
 
     def forget_peaks(self) -> None:
-        """Forgets what plans needed: drives held more, or less, than they do now."""
+        """Forget what plans needed: drives held more, or less, than they do now."""
         self._peaks = {}
 
     def note_peak(self, plan: Plan, peak: int | None, activations: int, *, is_largest: bool) -> None:

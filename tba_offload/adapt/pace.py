@@ -81,14 +81,14 @@ class Pace:
         return len(self.waited) > 1 and min(self.waited) > share
 
     def forget(self) -> None:
-        """Forgets everything: steps have become larger."""
+        """Forget everything: steps have become larger."""
         self._unread = None
         self.seconds = self.waited = ()
 
     def forget_seconds(self) -> None:
-        """Forgets how long steps took: they took it under another plan."""
+        """Forget how long steps took: they took it under another plan."""
         self.seconds = ()
 
     def forget_waits(self) -> None:
-        """Forgets how long steps waited: that was answered."""
+        """Forget how long steps waited: that was answered."""
         self.waited = ()

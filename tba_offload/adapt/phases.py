@@ -109,7 +109,7 @@ class Moment:
         return plan if known is None else self.needs.with_prediction(case, known)
 
     def check_limits(self, case: Case, plan: Plan) -> None:
-        """Says it if the lowest peak that was found is over the budget, or too much is written."""
+        """Say it if the lowest peak that was found is over the budget, or too much is written."""
         for told in (over_budget(self.task, plan, case.profile, self.room), over_writes(case, plan)):
             if told is not None:
                 self.warnings.append(told)
@@ -177,11 +177,11 @@ class WarmUp(Phase):
     """Steps whose times do not count: all is offloaded in the first one, so that a budget holds."""
 
     def begun(self, step: int, tuning: Tuning) -> Phase:
-        """Return it ends by itself."""
+        """Return the phase as it is: it ends by itself."""
         return self if step <= tuning.warm_up else Probe(is_first=True)
 
     def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
-        """Has the next step show what is not known."""
+        """Have the next step show what is not known."""
         return self, _probe(moment, case, has_warmed_up=False)
 
 
@@ -200,7 +200,7 @@ class Probe(Phase):
         return Probe()
 
     def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
-        """Goes on, or makes the first plan."""
+        """Go on, or makes the first plan."""
         if moment.step < moment.tuning.learning:
             return self, _probe(moment, case, has_warmed_up=self.is_first)
         settled = _first_plan(moment, case, f"{moment.step} steps were measured")
@@ -251,7 +251,7 @@ class Settled(Phase):
         return dataclasses.replace(self, is_measured=False, is_refined=False, quiet_until=0)
 
     def limited(self, task: Task) -> Phase:
-        """Return a plan that was made for another budget has to be made anew.
+        """Return the phase that makes the plan anew, for another budget.
 
         One of the policy has its window.
         """
@@ -270,7 +270,7 @@ class Settled(Phase):
         return dataclasses.replace(self, plan=needs.with_prediction(case, self.plan))
 
     def agreed(self, plan: Plan, *, is_changed: bool) -> Phase:
-        """Return the agreed plan is in force."""
+        """Return the phase under the agreed plan."""
         if not is_changed:
             return dataclasses.replace(self, plan=plan)
         why = "the ranks agreed on what is recomputed"
@@ -334,7 +334,7 @@ class Settled(Phase):
         return moment.pace.has_waited(moment.tuning.waits)
 
     def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
-        """Answers to what has become larger, to a broken budget and to doubts, or tries something else."""
+        """Answer to what has become larger, to a broken budget and to doubts, or tries something else."""
         refining = moment.tuning.worth_refining
         if moment.size.has_grown:
             why = "a layer was given more, or found more gradients, than the plan was made for"
@@ -514,7 +514,7 @@ class Excursion(Phase):
         return self.left
 
     def outgrown(self) -> Phase:
-        """Return it has taught nothing."""
+        """Return the phase as it is: the step has taught nothing."""
         return self.left.outgrown()
 
     def limited(self, task: Task) -> Phase:

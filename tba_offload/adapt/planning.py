@@ -125,7 +125,7 @@ class Planning:
             self._outgrown = None
 
     def limit(self, limits: Limits) -> None:
-        """Has plans and the window keep to other limits from now on.
+        """Have plans and the window keep to other limits from now on.
 
         Args:
             limits: In which budget and window are others.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def prospects(controller: Controller) -> Callable[[Limits], Prediction] | None:
-    """Tells what the best plan under limits does; ``None`` before the controller has made one.
+    """Tell what the best plan under limits does; ``None`` before the controller has made one.
 
     What it goes by is fixed now, so that it may be asked while training goes on.
     """

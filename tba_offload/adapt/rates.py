@@ -41,7 +41,7 @@ class Rates:
         return self._room
 
     def forget(self) -> None:
-        """Forgets what was measured: memory and files grew, caches were cold."""
+        """Forget what was measured: memory and files grew, caches were cold."""
         self._drives = []
         self._host = MeasuredRate(), MeasuredRate()
 

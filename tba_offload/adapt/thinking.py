@@ -37,7 +37,7 @@ class Thinking(ABC, Generic[Answer]):
 
     @abstractmethod
     def go_on(self, seconds: float) -> bool:
-        """Goes on with it for so long at most; tells whether the answer is known then."""
+        """Go on with it for so long at most; tell whether the answer is known then."""
 
     @abstractmethod
     def answer(self) -> Answer:
@@ -63,7 +63,7 @@ class AtOnce(Thinking[Answer]):
         self._work = work
 
     def go_on(self, seconds: float) -> bool:  # noqa: ARG002 - see above
-        """Return it will be known when it is asked for."""
+        """Return True: the answer is known when it is asked for."""
         return True
 
     def answer(self) -> Answer:
@@ -91,13 +91,13 @@ class InSlices(Thinking[Answer]):
         self._give_up = weakref.finalize(self, self._gate.give_up)
 
     def go_on(self, seconds: float) -> bool:
-        """Lets the thread run for so long at most."""
+        """Let the thread run for so long at most."""
         if not self._future.done():
             self._gate.open_for(seconds)
         return self._future.done()
 
     def answer(self) -> Answer:
-        """Lets the thread run to its end."""
+        """Let the thread run to its end."""
         self.go_on(math.inf)
         return self._future.result()
 

@@ -51,7 +51,7 @@ class Gradients:
         self.also_watch(self.parameters())  # a step may open in a transform, which has others in their place
 
     def begin_step(self) -> None:
-        """Forgets what was born; counts what exists, and watches parameters that are new."""
+        """Forget what was born; count what exists, and watch parameters that are new."""
         self._born.clear()
         self.was_dropped = False
         self._forget_gone()

@@ -105,7 +105,7 @@ class Capture:
         self.lookahead.begin_step()
 
     def end_step(self, *, failed: bool) -> None:
-        """Forgets the records of the step; those that autograd still holds live on with their handles."""
+        """Forget the records of the step; those that autograd still holds live on with their handles."""
         self.registry.end_step()
         if failed:
             self._pop_left_hooks()
@@ -302,7 +302,7 @@ class LayerHooks:
         self._node = 0  # number of the latest node when they were saved
 
     def wrap_unpack(self, wrapper: Callable[[Unpack], Unpack]) -> None:
-        """Has what gives saved tensors back wrapped, before the scope begins."""
+        """Have what gives saved tensors back wrapped, before the scope begins."""
         self._unpack = wrapper(self._unpack)
 
     def __enter__(self) -> None:
@@ -329,7 +329,7 @@ class LayerHooks:
 
     @untraced.hook
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
-        """Decides what becomes of a saved tensor and queues its write."""
+        """Decide what becomes of a saved tensor and queue its write."""
         capture = self.capture
         self.saved += 1
         if (self._filling or self._small) and latest_node() != self._node:
@@ -452,7 +452,7 @@ class LayerHooks:
         *,
         is_filled: bool,
     ) -> None:
-        """Has the bytes that a view needs written, now or when it is known that they are needed and there."""
+        """Queue the write of the bytes that a view needs, now or once they are known to be there."""
         lo, hi, distinct = footprint
         if distinct < DENSE_FROM * (hi - lo):
             self._defer(packed, record, storage)

@@ -78,7 +78,7 @@ class Registry:
                 del self.learned[layer]
 
     def end_step(self) -> None:
-        """Forgets the storages of the step; records that autograd still holds live on with their handles."""
+        """Forget the storages of the step; records that autograd still holds live on with their handles."""
         self.entries.clear()
         self.kept.clear()
         self.views.clear()

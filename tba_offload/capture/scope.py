@@ -88,7 +88,7 @@ class Lookahead:
         self._in_backward = False
 
     def abandon_step(self) -> None:
-        """Forgets a step that did not end; the order before it stands."""
+        """Forget a step that did not end; the order before it stands."""
         self._records.clear()
         self._new.clear()
         self._recorded = self._expected

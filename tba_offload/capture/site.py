@@ -63,7 +63,7 @@ class Site:
         self.runs = self.waiting = 0
 
     def next_run(self, micro_batch: Callable[[nn.Module], int | None] | None) -> ScopeKey:
-        """Return a run of the layer begins.
+        """Begin a run of the layer, and return its key.
 
         Args:
             micro_batch: Tells its number, where the framework has one; otherwise runs are counted.
@@ -74,7 +74,7 @@ class Site:
         return ScopeKey(layer.id.number, count if told is None else told, layer.chunk, layer.id.name)
 
     def wait(self) -> int:
-        """Return a run begins to wait for its backward; returns how many of them do now."""
+        """Record that a run begins to wait for its backward; return how many of them do now."""
         self.waiting += 1
         return self.waiting
 
@@ -108,7 +108,7 @@ class Site:
         return getattr(self.own, "__self__", None) is self.layer.module
 
     def install(self, run: Run) -> None:
-        """Has calls of the layer go through ``run``.
+        """Have calls of the layer go through ``run``.
 
         Args:
             run: Called with the site and the layer's arguments, by position and by name; returns its output.

@@ -235,7 +235,7 @@ class StepTrace:
         return activation
 
     def backward_reached(self, scope: ScopeTrace) -> bool:
-        """Note that backward arrives at a scope; tells whether it is the first of its pass."""
+        """Note that backward arrives at a scope; tell whether it is the first of its pass."""
         scope.backward_began = time.perf_counter()
         scope.is_retained = False
         if self.marks is not None and scope.marks is not None:
@@ -259,7 +259,7 @@ class StepTrace:
         self._lives[id(scope)] += 1
 
     def note_gone(self) -> bool:
-        """Note which retained graphs are gone; tells whether any is."""
+        """Note which retained graphs are gone; tell whether any is."""
         if not self.gone:
             return False
         now = time.perf_counter()

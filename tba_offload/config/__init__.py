@@ -305,7 +305,8 @@ class OffloadConfig:
         }
         for (section, setting), has in has_effect.items():
             if getattr(getattr(self, section), setting) is not None and not has and placements:
-                why = "has no effect: no layer is auto. Make layers auto, or remove this setting"
+                or_offload = " or offload" if setting.endswith("_bytes") and section == "budget" else ""
+                why = f"has no effect: no layer is auto{or_offload}. Make layers auto, or remove this setting"
                 found.append(str(self.source.error((section, setting), why)))
         return found
 

@@ -223,7 +223,7 @@ def _path(found: ErrorDetails, root: type) -> Keys:
     """Return the keys of a setting; pydantic numbers arguments that were given by position."""
     path = found["loc"]
     if path and isinstance(path[0], int):
-        path = (_legal_keys(root)[path[0]], *path[1:])
+        path = (*_legal_keys(root)[path[0] : path[0] + 1], *path[1:])
     return (*path, found["ctx"]["setting"]) if found["type"] == "conflict" else path
 
 
@@ -238,6 +238,7 @@ _MESSAGES = {
     "tuple_type": "must be a list, not {shown}",
     "dataclass_type": "must be a mapping with the keys {inner}, not {shown}",
     "missing": "is missing; the keys {keys} are needed here",
+    "unexpected_positional_argument": "too many values; the keys here are {keys}",
     "unexpected_keyword_argument": "unknown key{guess} (the keys here are {keys})",
 }
 """What is said of an error of pydantic, by its type."""

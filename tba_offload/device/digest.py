@@ -51,7 +51,7 @@ class Digest(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, samples_only: bool = False) -> Digest:
-        """Return the digest of a plain strided tensor; waits for nothing.
+        """Return the digest of a plain strided tensor; wait for nothing.
 
         Args:
             tensor: The tensor.
@@ -65,7 +65,7 @@ class Digest(NamedTuple):
 
 
 def digests_of(tensors: Iterable[torch.Tensor], *, samples_only: bool = False) -> list[Digest]:
-    """Return the digests of plain strided tensors, in order; waits for nothing.
+    """Return the digests of plain strided tensors, in order; wait for nothing.
 
     Args:
         tensors: The tensors, each of which may be freed when the next is asked for.

@@ -22,7 +22,7 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_pages() -> bool:
-    """Tells malloc to keep freed memory mapped, so that the next step does not fault it in again.
+    """Tell malloc to keep freed memory mapped, so that the next step does not fault it in again.
 
     By default glibc serves large allocations by ``mmap`` and returns them at once. Every step then pays a
     page fault for each 4 KiB of every activation, with or without offloading: several milliseconds for

@@ -53,7 +53,7 @@ class MemoryMeter(ABC):
         self._seen: Callable[[int, int], object] = _ignore
 
     def tell(self, seen: Callable[[int, int], object]) -> None:
-        """Has a function told of the live bytes that the meter sees, on whatever thread.
+        """Have a function told of the live bytes that the meter sees, on whatever thread.
 
         Args:
             seen: Is given those that count, and those that did not at that moment.
@@ -66,7 +66,7 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forgets the peak and starts to watch."""
+        """Forget the peak and starts to watch."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -74,7 +74,7 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """Goes on after :meth:`pause`."""
+        """Go on after :meth:`pause`."""
 
     @abstractmethod
     def sample(self, grows_by: int = 0) -> None:
@@ -82,9 +82,9 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def cut(self) -> int:
-        """Return what was seen until now was before what comes, however coarsely it looks.
+        """Begin a new section of the peak; return the live bytes.
 
-        Returns live bytes.
+        What was seen before does not count for the new section, however coarsely the meter looks.
         """
 
     @abstractmethod
@@ -143,7 +143,7 @@ class AllocatorMeter(MemoryMeter):
         self._begin_stretch()
 
     def resume(self) -> None:
-        """Begins a stretch."""
+        """Begin a stretch."""
         self._end_stretch()
         self._paused = False
         self._begin_stretch()
@@ -156,7 +156,7 @@ class AllocatorMeter(MemoryMeter):
             self._begin_stretch(grows_by)
 
     def cut(self) -> int:
-        """End a stretch, and begin the next; returns live bytes."""
+        """End a stretch, and begin the next; return live bytes."""
         self._end_stretch()
         self._begin_stretch()
         return self.live()
@@ -285,7 +285,7 @@ class MallocMeter(MemoryMeter):
         return self._sample()
 
     def peak(self) -> int:
-        """Return the largest sample; takes a last one unless it is paused."""
+        """Return the largest sample; take a last one unless it is paused."""
         self.pause()
         self._watching.clear()
         with self._lock:

@@ -71,12 +71,12 @@ class ByteRange:
 
 
 def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Allocates bytes, with fewer calls than a tensor of them takes."""
+    """Allocate bytes, with fewer calls than a tensor of them takes."""
     return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
 
 
 def aligned_range(nbytes: int, address: int, alignment: int, device: Device) -> ByteRange:
-    """Allocates bytes that lie at the same place as ``address`` modulo the alignment.
+    """Allocate bytes that lie at the same place as ``address`` modulo the alignment.
 
     The same alignment serves two ends. Direct I/O can fill the buffer without a copy, because the store
     kept the bytes at that lead. And a kernel that picks its code path by the alignment of its operands

@@ -77,7 +77,7 @@ class StagingRing:
                     self._changed.notify()
 
     def close(self) -> None:
-        """Frees the slabs, a lent one when it comes back, and wakes the thread that waits for one."""
+        """Free the slabs, a lent one when it comes back, and wake the thread that waits for one."""
         with self._changed:
             self._closed = True
             self._made = 0

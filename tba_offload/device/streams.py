@@ -36,7 +36,7 @@ class Event(Protocol):
     """A point in the work of a device; ``torch.cuda.Event`` is one."""
 
     def synchronize(self) -> None:
-        """Blocks the calling thread until the point is reached."""
+        """Block the calling thread until the point is reached."""
 
     def wait(self, stream: Any = None) -> None:
         """Make a stream, by default the current one, wait for the point; the calling thread goes on."""
@@ -144,7 +144,7 @@ class Device(ABC):
 
     @abstractmethod
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Allocates page-aligned host memory that this device can reach quickly.
+        """Allocate page-aligned host memory that this device can reach quickly.
 
         On CUDA it is pinned, which blocks the device while it is allocated: do it rarely, outside a step.
 
@@ -291,7 +291,7 @@ class Accelerator(Device):
         return [0.0, *(marks[0].elapsed_time(mark) / 1000 for mark in marks[1:])] if marks else []
 
     def use(self, memory: torch.Tensor, stream: Any) -> None:
-        """Tells the caching allocator that ``stream`` reads the memory."""
+        """Tell the caching allocator that ``stream`` reads the memory."""
         memory.record_stream(stream)
 
     def bind_thread(self) -> None:
@@ -300,7 +300,7 @@ class Accelerator(Device):
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
-        """Switches to the calling thread's side stream and waits for that stream only."""
+        """Switch to the calling thread's side stream and wait for that stream only."""
         stream = getattr(self._local, "stream", None)
         if stream is None:
             stream = self._local.stream = self._module.Stream(self.torch_device)

@@ -69,7 +69,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         )
 
     def _come_first(self, handler: object) -> None:
-        """Lets those that report, to TensorBoard and others, see the figures too.
+        """Let those that report, to TensorBoard and others, see the figures too.
 
         A trainer calls the callbacks that report before those that it is given, and does not tell a callback
         of the others: they are known to the caller of our method.

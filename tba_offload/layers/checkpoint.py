@@ -101,7 +101,7 @@ def without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Undoes :func:`without_tensors`."""
+    """Undo :func:`without_tensors`."""
     if type(value) is _Place:
         return tensors[value.number]
     return tuple(with_tensors(part, tensors) for part in value) if type(value) is tuple else value

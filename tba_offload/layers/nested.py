@@ -93,6 +93,6 @@ def _parts_of(value: object) -> Iterable[object]:
 
 
 def slots_of(kind: type) -> Iterable[str]:
-    """Names of the slots that a class has of its own."""
+    """Name of the slots that a class has of its own."""
     slots = kind.__dict__.get("__slots__", ())
     return (slots,) if isinstance(slots, str) else [name for name in slots if name != "__weakref__"]

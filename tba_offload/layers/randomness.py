@@ -108,7 +108,7 @@ class RandomState:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Draws the same numbers again inside the block; after it all is as before."""
+        """Draw the same numbers again inside the block; after it all is as before."""
         if not self._are_drawn and self.is_current():
             yield
             return

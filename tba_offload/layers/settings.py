@@ -63,7 +63,7 @@ def current() -> Settings:
 
 @contextlib.contextmanager
 def in_force(wanted: Settings) -> Iterator[None]:
-    """Has these settings hold inside the block, for all threads of the process."""
+    """Have these settings hold inside the block, for all threads of the process."""
     before = current()
     _change(before, wanted)
     try:

@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound="Callable[..., Any]")
 
 
 def leave_alone(function: Callable[..., Any], *, with_calls: bool) -> bool:
-    """Has the compiler skip a function.
+    """Have the compiler skip a function.
 
     ``torch.compiler.disable`` would import the compiler, which takes seconds, for everybody.
 

@@ -112,7 +112,7 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
 
 
 def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[LayerId]:
-    """Leaves out the names of stacks where numbers say enough, and counts their layers.
+    """Leave out the names of stacks where numbers say enough, and count their layers.
 
     Multi-token prediction counts on where the decoder ends; the stacks of T5 both count from 0.
 

@@ -262,7 +262,7 @@ class _Search:
             size *= 2
 
     def _try_smaller_windows(self) -> None:
-        """Plays the best plan with smaller windows: sometimes less in flight is better."""
+        """Play the best plan with smaller windows: sometimes less in flight is better."""
         shares, least = self._terms.tuning.windows, self._trials.least_window
         if self._trials.most_extra < len(shares):
             return
@@ -360,7 +360,7 @@ class _Search:
     # ---- shares ----------------------------------------------------------------------------------
 
     def _try_shares(self, shares: Sequence[Shares], placements: tuple[Placement, ...]) -> None:
-        """Has the same share of each layer travel: of those that do, and then of those that are kept too.
+        """Have the same share of each layer travel: of those that do, and then of those that are kept too.
 
         Args:
             shares: The ways to divide what layers save.

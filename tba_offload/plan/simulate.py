@@ -92,7 +92,7 @@ class Outcome:
 
 
 def simulate(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Outcome:
-    """Plays one step.
+    """Play one step.
 
     Args:
         profile: The step.

@@ -63,12 +63,12 @@ class Sizes:
         self._missed: dict[int, int] = {}  # steps since as many runs of a layer waited as were planned for
 
     def begin_step(self) -> None:
-        """Forgets the runs of the last step, which may have failed."""
+        """Forget the runs of the last step, which may have failed."""
         self._seen.clear()
         self._has_grown = self._is_mixed = False
 
     def note(self, layer: int, size: RunSize) -> bool:
-        """Note that a layer is going to run; tells whether all of this step is as was planned for so far."""
+        """Note that a layer is going to run; tell whether all of this step is as was planned for so far."""
         seen = self._seen[layer]
         if size not in seen:
             if not self._has_grown and not _is_within(size, self._planned.get(layer, ())):
@@ -78,7 +78,7 @@ class Sizes:
         return not self._has_grown
 
     def end_step(self, nbytes: int) -> StepSize:
-        """Tells how large a step was, and counts with it.
+        """Tell how large a step was, and count with it.
 
         Args:
             nbytes: Most bytes that its layers were given.

@@ -101,7 +101,7 @@ class Tier:
         self.writing.append(item)
 
     def end_write(self) -> Item:
-        """Return the write that ends first has ended."""
+        """End the write that ends first, and return it."""
         item = self.writing.popleft()
         self.backlog -= item.nbytes
         return item
@@ -139,7 +139,7 @@ class Tiers:
         self._spills_above = window.spills_above
 
     def write(self, item: Item, now: float) -> bool:
-        """Start a write; tells whether any tier has room."""
+        """Start a write; tell whether any tier has room."""
         has_room = self.drive.has_room(item)
         tier = self.drive if has_room else None
         if self.host is not None:
@@ -155,7 +155,7 @@ class Tiers:
         return True
 
     def end_first(self) -> Item:
-        """Return the first of all writes has ended."""
+        """End the first of all writes, and return it."""
         item = self._first_to_end().end_write()
         following = self._first_to_end().writing
         self.next_written = following[0].written if following else INFINITY
@@ -333,7 +333,7 @@ class ReadOrder:
         self._next = min(self._next, self._position.get(scope, self._next))
 
     def begin(self, scope: Scope) -> list[Item]:
-        """Return a layer begins its backward: what it saved, in the order of use."""
+        """Begin the backward of a layer; return what the layer saved, in the order of use."""
         self._pass = self._pass_of[self._position[scope]]
         return self._saved[scope]
 
@@ -451,7 +451,7 @@ class Traffic:
             self._settle()
 
     def _flush(self, held_back: int) -> None:
-        """Hands writes over, but for the last ones, which may not have to travel."""
+        """Hand writes over, but for the last ones, which may not have to travel."""
         while (item := self._outbox.take(held_back)) is not None:
             if self.tiers.host is not None:
                 self._settle()  # which tier it goes to depends on what others have still to write

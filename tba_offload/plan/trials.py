@@ -78,7 +78,7 @@ class Trials:
     # ---- trying ----------------------------------------------------------------------------------
 
     def play(self, plan: Plan) -> Trial:
-        """Plays a plan as it is."""
+        """Play a plan as it is."""
         if plan not in self._played:
             outcome = simulate(self.profile, plan, self.bandwidth)
             self._played[plan] = Trial(plan, outcome, self.goal.score(outcome))
@@ -94,7 +94,7 @@ class Trials:
         self._window = window
 
     def attempt(self, placements: tuple[Placement, ...], window: int | None = None) -> Trial:
-        """Plays a plan with the largest window that the budget leaves room for."""
+        """Play a plan with the largest window that the budget leaves room for."""
         plan = Plan(placements, window=self._window if window is None else window)
         trial = self.play(plan)
         excess = self.goal.excess(trial.outcome)
@@ -110,7 +110,7 @@ class Trials:
         return self.play(dataclasses.replace(plan, window=window))
 
     def _fitted(self, plan: Plan, found: Trial, largest: int) -> Trial:
-        """Plays a plan with the smallest window, and with one larger by what the budget then has left.
+        """Play a plan with the smallest window, and with one larger by what the budget then has left.
 
         Windows that are large enough to be never full lower no peak. From the smallest on the peak grows with
         the window, and mostly no faster; where it does, by what is too much the window is smaller again.
@@ -126,7 +126,7 @@ class Trials:
         return small if self.goal.excess(larger.outcome) else min(small, larger, key=score_of)
 
     def _tight(self, plan: Plan) -> Trial:
-        """Plays a plan with windows in which activations wait for one another, where no other one fits."""
+        """Play a plan with windows in which activations wait for one another, where no other one fits."""
         *others, last = self.terms.tuning.tight
         tightest = self._narrowed(plan, self.least_window // last)
         if self.goal.excess(tightest.outcome):

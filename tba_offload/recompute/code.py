@@ -104,7 +104,7 @@ _reaches: weakref.WeakKeyDictionary[FunctionType, Reach] = weakref.WeakKeyDictio
 
 
 def attributes_of_class(kind: type) -> list[str]:
-    """Names of the attributes of a class that are no code."""
+    """Name of the attributes of a class that are no code."""
     return [name for name, value in vars(kind).items() if not name.startswith("__") and not _is_code(value)]
 
 

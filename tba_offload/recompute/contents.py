@@ -153,7 +153,7 @@ class Contents:
         self._stand_ins.clear()
 
     def _roll_back(self, mark: list[int]) -> None:
-        """Forgets what was found since a mark."""
+        """Forget what was found since a mark."""
         for found, length in zip(self._all, mark, strict=True):
             while len(found) > length:
                 found.pop() if isinstance(found, list) else found.popitem()
@@ -224,7 +224,7 @@ class Contents:
         content.update({name: self.add(name, value) for name, value in content.items()})
 
     def _take_down_container(self, base: Any, value: object) -> Any:
-        """Note what a container holds now; returns its parts, as other ways to take something down do."""
+        """Note what a container holds now; return its parts, as other ways to take something down do."""
         if base.__len__(value) > LARGE:
             self.unknown = UNSEEN
             return ()
@@ -281,7 +281,7 @@ class Contents:
         return (*(own or {}).values(), *slots.content.values())
 
     def leave_out(self, addresses: Collection[int]) -> None:
-        """Forgets the tensors whose memory is at these addresses."""
+        """Forget the tensors whose memory is at these addresses."""
         self.tensors[:] = [held for held in self.tensors if address_of(held.tensor) not in addresses]
 
     def large(self) -> dict[str, torch.Tensor]:
@@ -321,7 +321,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @remembered
 def _slots_of(kind: type) -> tuple[str, ...]:
-    """Names of the slots of objects of a class."""
+    """Name of the slots of objects of a class."""
     return tuple(_mangled(base, name) for base in kind.__mro__ for name in slots_of(base))
 
 

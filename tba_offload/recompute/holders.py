@@ -71,7 +71,7 @@ class Container(NamedTuple):
         return all(map(operator.is_, base.__iter__(found), base.__iter__(content)))
 
     def refill(self) -> None:
-        """Has it hold what it held, past what its class may do about that."""
+        """Have it hold what it held, past what its class may do about that."""
         if self.holds_the_same():
             return
         base, found, content = self.base, self.found, self.content
@@ -144,7 +144,7 @@ class FileNames(NamedTuple):
         return all(map(operator.is_, _values_of(self.names), self.values))
 
     def put_back(self, undo: Callable[..., object]) -> None:
-        """Has the names stand for what they stood for; ``undo`` takes the call that undoes this."""
+        """Have the names stand for what they stood for; ``undo`` takes the call that undoes this."""
         file = self.names.file
         undo(_put_names, file, {name: file.get(name, _MISSING) for name in self.content})
         _put_names(file, self.content)
@@ -213,7 +213,7 @@ class Holders:
         )
 
     def put_back(self, undo: Callable[..., object]) -> None:
-        """Has each hold what it held.
+        """Have each hold what it held.
 
         Args:
             undo: Takes the calls that undo this, and all that is changed in these objects later.

@@ -180,7 +180,7 @@ class Modules:
     # ---- put back --------------------------------------------------------------------------------
 
     def put_back(self, undo: Callable[..., object]) -> None:
-        """Has the modules hold what they held; ``undo`` takes the calls that undo this.
+        """Have the modules hold what they held; ``undo`` takes the calls that undo this.
 
         It also takes those that undo what is changed in them later.
         """

@@ -53,7 +53,7 @@ class CachedWeights:
         return None
 
     def put_back(self, undo: Callable[..., object]) -> None:
-        """Has the cache hold these and no others; ``undo`` takes the call that undoes it."""
+        """Have the cache hold these and no others; ``undo`` takes the call that undoes it."""
         if self._blocks or _cache._cache_enabled:
             undo(_put, _cache._cache_enabled, _cache._cache)
             _put(self._blocks, {key: weight for key, (weight, _) in self._weights.items()})

@@ -36,7 +36,7 @@ class RunErrors:
         return RecomputationError(self._sentence(fault))
 
     def withdraw(self, fault: str) -> None:
-        """Has the planner do without recomputing such layers from now on."""
+        """Have the planner do without recomputing such layers from now on."""
         if self._is_planned:
             self._verifier.withdraw(self._mode, fault)
 

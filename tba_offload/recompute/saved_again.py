@@ -209,7 +209,7 @@ class _SecondRun:
 
     @untraced.hook
     def note(self, tensor: torch.Tensor) -> object:
-        """Has the checkpoint save a tensor.
+        """Have the checkpoint save a tensor.
 
         Raises:
             _Ended: The checkpoint ends the run here.

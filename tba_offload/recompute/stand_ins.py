@@ -50,7 +50,7 @@ class StandIns:
         return self._made.get(id(value), (value, value))[1]
 
     def clear(self) -> None:
-        """Lets go of the objects."""
+        """Let go of the objects."""
         self._made.clear()
 
     def _once(self, value: Any, make: Any) -> Any:

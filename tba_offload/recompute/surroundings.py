@@ -158,7 +158,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Has the layer find the same inside the block; after it all is as it was before the block.
+        """Have the layer find the same inside the block; after it all is as it was before the block.
 
         Raises:
             SavedTensorModifiedError: A tensor was changed in place meanwhile.
@@ -197,7 +197,7 @@ class Surroundings:
             undo.callback(self._take_back, each, before, version_of(each.tensor), is_late=is_late)
 
     def _take_back(self, found: _Slot | Held, before: torch.Tensor, version: int, *, is_late: bool) -> None:
-        """Undoes what a second run did to a small tensor, unless it is what only runs with gradients do.
+        """Undo what a second run did to a small tensor, unless it is what only runs with gradients do.
 
         Args:
             found: The tensor.
@@ -216,7 +216,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def undoing(self) -> Iterator[None]:
-        """Undoes what the block writes into buffers and other tensors of the layer, versions and all."""
+        """Undo what the block writes into buffers and other tensors of the layer, versions and all."""
         buffers = [slot.tensor for slot in self._slots if not slot.is_parameter]
         tensors = [*buffers, *(held.tensor for held in self._own.tensors)]
         # A view of a gathered parameter may not even be asked for its graph.

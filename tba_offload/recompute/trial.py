@@ -187,7 +187,7 @@ def fault_of(
     *,
     count: int | None = None,
 ) -> str | None:
-    """Run a layer a second time and drop what it saves; tells what is wrong with that, if anything.
+    """Run a layer a second time and drop what it saves; tell what is wrong with that, if anything.
 
     Args:
         observed: What was taken down in the first run.
@@ -217,7 +217,7 @@ def fault_of(
 
 
 def _note_output(observed: Observation, output: object) -> str | None:
-    """Take down what a layer has put out; tells why that cannot be compared, if it cannot."""
+    """Take down what a layer has put out; tell why that cannot be compared, if it cannot."""
     try:
         observed.note_output(output)
     except TooManyError:

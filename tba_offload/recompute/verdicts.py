@@ -84,7 +84,7 @@ class Verifier:
         self._awaited.clear()
 
     def close(self) -> None:
-        """Forgets what modules were found with: forwards of the session are among it."""
+        """Forget what modules were found with: forwards of the session are among it."""
         self._modules = [None] * len(self.layers)
 
     def may_try(self, mode: Mode) -> bool:
@@ -133,7 +133,7 @@ class Verifier:
             self.verdicts[mode] = fault
 
     def withdraw(self, mode: Mode, fault: str) -> None:
-        """Has a fault of one layer stand for all of its class, so that not each of them costs a step."""
+        """Have a fault of one layer stand for all of its class, so that not each of them costs a step."""
         kind = type(self.layers[mode.layer].module)
         for known in [mode, *self.verdicts]:
             if type(self.layers[known.layer].module) is kind:
@@ -152,7 +152,7 @@ class Verifier:
             self._tell(sentence)
 
     def warn(self, mode: Mode, what: str) -> None:
-        """Says what is to be known of a layer that the user has placed, once."""
+        """Say what is to be known of a layer that the user has placed, once."""
         if what not in self._told:
             self._told.add(what)
             warn(f"{self.name_of(mode.layer)} {what}", RuntimeWarning)

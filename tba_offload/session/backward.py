@@ -48,7 +48,7 @@ class BackwardWatch:
             self._parts.gradients.count()
 
     def watch(self, site: Site, output: object, scope: ScopeTrace, before: int) -> None:
-        """Has it noted when backward comes back to a layer.
+        """Have it noted when backward comes back to a layer.
 
         Args:
             site: Where the layer is.
@@ -65,7 +65,7 @@ class BackwardWatch:
             step.graphs.add(tensor.grad_fn._sequence_nr(), weakref.ref(back))
 
     def watch_input(self, arguments: tuple[object, ...]) -> None:
-        """Has it noted when backward leaves the first layer for what has made its input, as embeddings have.
+        """Have it noted when backward leaves the first layer for what has made its input, as embeddings have.
 
         Args:
             arguments: What the layer is given.

@@ -178,7 +178,7 @@ class Conclusions:
             self._parts.notices.wide_slots(states, slots)
 
     def _learn(self, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
-        """Has the next step planned by what this one was like."""
+        """Have the next step planned by what this one was like."""
         parts = self._parts
         controller, chosen = parts.planning.controller, parts.planning.chosen
         if controller is None:
@@ -203,7 +203,7 @@ class Conclusions:
 
 
 def warn_of_no_layer(parts: Parts, number: int) -> None:
-    """Warns that a step has trained the model and none of its layers, where that is no whim of the model.
+    """Warn that a step has trained the model and none of its layers, where that is no whim of the model.
 
     Args:
         parts: What works in steps.

@@ -95,7 +95,7 @@ class Call:
             return self._checkpoint(forward)
 
     def _packing(self, hooks: LayerHooks) -> Callable[[Tensor], Kept | Packed]:
-        """Packs what attention puts out as if it were saved, and counts its bytes."""
+        """Pack what attention puts out as if it were saved, and count its bytes."""
 
         def pack(output: Tensor) -> Kept | Packed:
             self._scope.attended(output.numel() * output.itemsize)

@@ -247,7 +247,7 @@ class MemoryWatch:
         self._note(self._now, live, *self._gradients.parts)
 
     def _close(self) -> int:
-        """End what the step is at; returns the live bytes."""
+        """End what the step is at; return the live bytes."""
         live, now = self._look(), self._now
         if self.layers:
             now.sees(live - self._offloader.ledger.read_ahead)
@@ -339,7 +339,7 @@ class Runs:
         self._leaving: _Left | None = None
 
     def end(self, index: int) -> bool:
-        """Return a forward has ended; returns whether the loss comes next."""
+        """Record that a forward has ended; return whether the loss comes next."""
         self._latest = index
         return index == self.final
 

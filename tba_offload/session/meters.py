@@ -44,7 +44,7 @@ class Meters:
         self._meter = self._meter_if_possible() if wanted else None
 
     def tell(self, watch: MemoryWatch, curve: StepCurve) -> None:
-        """Has a watch and a curve told of what a meter sees."""
+        """Have a watch and a curve told of what a meter sees."""
         self._told += [weakref.ref(watch), weakref.ref(curve)]
 
     def of_step(self, *, wanted: bool | None, may_help: bool) -> MemoryMeter | None:

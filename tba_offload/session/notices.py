@@ -72,12 +72,12 @@ if logger.level == logging.NOTSET:
 
 
 def tell(line: str) -> None:
-    """Says one line."""
+    """Say one line."""
     logger.info("%s", line)
 
 
 def tell_of_number(wanted: Path, taken: Path) -> None:
-    """Says where a run is logged that goes on from another one, whose log stays as it is."""
+    """Say where a run is logged that goes on from another one, whose log stays as it is."""
     if taken != wanted:
         tell(f"{wanted} holds an earlier run, so that this one is logged to {taken}")
 
@@ -93,7 +93,7 @@ class Notices:
         return what in self._said
 
     def warn_once(self, what: str, message: str, category: type[Warning] = UserWarning) -> None:
-        """Warns of something.
+        """Warn of something.
 
         Args:
             what: Stands for the warning: of the same there is one only.
@@ -105,7 +105,7 @@ class Notices:
             warn(message, category)
 
     def tell_once(self, line: str) -> None:
-        """Says one line, by the logger."""
+        """Say one line, by the logger."""
         if line not in self._said:
             self._said.add(line)
             tell(line)

@@ -56,7 +56,7 @@ class Ongoing:
         self._seconds_between += seconds
 
     def ended(self) -> Step | None:
-        """Return the step that was open is not open any more; returns it."""
+        """Close the step that was open, and return it."""
         step, self.step, self.meter = self.step, None, None
         return step
 

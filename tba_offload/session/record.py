@@ -139,7 +139,7 @@ class Journal:
             write()
 
     def write_all(self) -> None:
-        """Write everything; waits for the device."""
+        """Write everything; wait for the device."""
         while self._waiting:
             _, write = self._waiting.popleft()
             write()
@@ -202,7 +202,7 @@ class LateValue(Generic[Value]):
         return all(event.query() for event in self._copied)
 
     def read(self) -> Value:
-        """Return the value; waits for its numbers."""
+        """Return the value; wait for its numbers."""
         for event in self._copied:
             event.synchronize()
         return self._made(
@@ -235,7 +235,7 @@ class LateFigures:
         return there and all(value.is_there() for value in self._values.values())
 
     def complete(self, record: StepRecord) -> StepRecord:
-        """Return a record with these figures; waits for them."""
+        """Return a record with these figures; wait for them."""
         found: dict[str, Any] = {name: value.read() for name, value in self._values.items()}
         if self._marks is not None:
             found["seconds"] = self._marks.seconds()

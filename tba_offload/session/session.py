@@ -414,7 +414,7 @@ def _nothing(*_: object) -> None:
 
 
 def _states_choice(config: OffloadConfig, parts: Parts, journal: Journal) -> StatesChoice | None:
-    """Decides how many sub-groups of optimizer states travel, where the policy leaves that open."""
+    """Decide how many sub-groups of optimizer states travel, where the policy leaves that open."""
     if config.states is None or config.states.default != "auto":
         return None
     return StatesChoice(parts.planning, parts.budget, journal.note_states_choice)

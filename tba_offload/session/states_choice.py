@@ -92,7 +92,7 @@ class StatesChoice:
         self._travelling: int | None = None
 
     def begin(self, states: Sequence[OptimizerStates]) -> None:
-        """Chooses of these from now on."""
+        """Choose of these from now on."""
         self._states = states
         self._budget.may_free(self._freeable)
 
@@ -150,7 +150,7 @@ class StatesChoice:
         return self._share is None or (share is not None and share.left < self._share.budget)
 
     def _look(self) -> None:
-        """Begins to think where something speaks for it."""
+        """Begin to think where something speaks for it."""
         plan_of = None if self._planning.is_over else self._prospects()
         basis = None if plan_of is None else self._basis()
         if plan_of is None or basis is None:

@@ -88,7 +88,7 @@ class Step:
         groups: Sequence[Sequence[torch.Tensor]],
         loss: Callable[[list[list[float]]], float | None],
     ) -> None:
-        """Has :attr:`loss` made of small tensors when the device has come to them; nothing waits for that.
+        """Have :attr:`loss` made of small tensors when the device has come to them; nothing waits for that.
 
         Args:
             groups: The tensors.

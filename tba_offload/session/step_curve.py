@@ -222,7 +222,7 @@ class _Movers(NamedTuple):
     weights: WeightsTraffic
 
     def tell(self, seen: Mapping[str, Callable[[Moved], object]]) -> None:
-        """Has functions told, by what they move; others are told no more."""
+        """Have functions told, by what they move; others are told no more."""
         self.store.watch_moves(seen.get(""))
         for states in self.states:
             states.watch_moves(seen.get(_STATES))

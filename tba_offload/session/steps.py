@@ -92,7 +92,7 @@ class Steps:
         )
 
     def open_by_itself(self) -> Step:
-        """Begins a step that nothing has announced."""
+        """Begin a step that nothing has announced."""
         step = self.new(opened_itself=True)
         step.__enter__()
         return step
@@ -117,7 +117,7 @@ class Steps:
     # ---- begin -----------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
-        """Has everything ready for a step.
+        """Have everything ready for a step.
 
         Raises:
             SessionError: No step can begin here.
@@ -185,7 +185,7 @@ class Steps:
                 self._parts.notices.overlap()
 
     def _trace_for_planner(self) -> None:
-        """Has the trace note what the planner asks of it beside the times of the host.
+        """Have the trace note what the planner asks of it beside the times of the host.
 
         These are times of the device, if it does its work later than the host gives it out, and under a
         budget of all that lies on the device when gradients come.

@@ -22,7 +22,7 @@ TokenCounter = Callable[..., int | None]
 
 
 def token_counter(tokens: Tokens | None) -> TokenCounter:
-    """Tells the tokens of a micro-batch from the model and the arguments of its forward.
+    """Tell the tokens of a micro-batch from the model and the arguments of its forward.
 
     Raises:
         ConfigError: It is neither a positive number nor a function.

@@ -53,7 +53,7 @@ class AwayTensor(torch.Tensor):
         return made
 
     def stands_for(self, parameter: torch.Tensor, key: str) -> Self:
-        """Says which state it is: that of a parameter, by its name; returns itself."""
+        """Say which state it is: that of a parameter, by its name; return itself."""
         self.origin = parameter, key  # no weak reference: PyTorch swaps no tensors that have one
         return self
 
@@ -204,7 +204,7 @@ class AwayMaster(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Answers what needs no bytes, and raises for everything else."""
+        """Answer what needs no bytes, and raise for everything else."""
         if func in _HARMLESS or func in _ALIASES:
             with torch._C.DisableTorchFunctionSubclass():
                 made = func(*args, **(kwargs or {}))

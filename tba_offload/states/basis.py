@@ -101,7 +101,7 @@ class Basis:
         return [piece.parameter for piece in next(compress(some, changed))]
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forget all."""
         self._used.clear()
         self._versions.clear()
         self._freed.clear()

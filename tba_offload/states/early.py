@@ -80,7 +80,7 @@ class Early:
         )
 
     def follow(self) -> None:
-        """Watches the parameters that the optimizer has now; what is updated next comes after what was."""
+        """Watch the parameters that the optimizer has now; what is updated next comes after what was."""
         with self._order:
             self._watch.follow(parameters_of(self._optimizer))
 
@@ -285,5 +285,5 @@ def _names_of(parameters: Sequence[torch.Tensor], roster: Roster) -> str:
 
 
 def _at_the_end_of_the_pass(function: Callable[[], None]) -> None:
-    """Has PyTorch call a function when the backward pass is over that runs now, after those it was given."""
+    """Have PyTorch call a function when the backward pass is over that runs now, after those it was given."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

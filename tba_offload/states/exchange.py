@@ -115,7 +115,7 @@ class Exchange:
         self._shared.clear()
 
     def forget(self) -> None:
-        """Forgets what slices have in common: their update was taken back."""
+        """Forget what slices have in common: their update was taken back."""
         self._shared.clear()
 
     # ---- between updates -------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Exchange:
     def _take_shown(
         self, group: SubGroup, shown: dict[torch.Tensor, Entry]
     ) -> list[tuple[SubGroup, Piece, Entry]]:
-        """Take those of a sub-group; returns what is to be shown of slices, whose bytes slots have then."""
+        """Take those of a sub-group; return what is to be shown of slices, whose bytes slots have then."""
         entries = {
             piece: {key: _of_piece(piece, value) for key, value in shown[piece.parameter].items()}
             for piece in group.pieces

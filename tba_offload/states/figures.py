@@ -105,7 +105,7 @@ class Tally:
         self._sums.took_back(sub_groups)
 
     def record(self, sizes: Mapping[str, int], *, predicted: float | None = None) -> StatesRecord:
-        """Return the update is done; counting begins anew.
+        """Return the record of an update that is done, and count anew.
 
         Args:
             sizes: What else the record says.

@@ -112,7 +112,7 @@ class Homes:
         self.read_bytes = self.written_bytes = 0
 
     def tell_of(self, cause: BaseException) -> None:
-        """Says, the first time, that the states of a sub-group stay in host memory."""
+        """Say, the first time, that the states of a sub-group stay in host memory."""
         if not self._has_told:
             self._has_told = True
             self._tell(
@@ -164,7 +164,7 @@ class Home:
         return not self._extents and self._kept is None
 
     def write(self, memory: ByteRange) -> list[IoFuture]:
-        """Begins to write all bytes of the sub-group; the caller waits for them with :meth:`settle_writes`.
+        """Begin to write all bytes of the sub-group; the caller waits for them with :meth:`settle_writes`.
 
         Args:
             memory: The bytes, page-aligned; as many each time.
@@ -203,7 +203,7 @@ class Home:
             self._keep(memory, failed)
 
     def read(self, memory: ByteRange, after: Event | None = None) -> list[IoFuture]:
-        """Begins to read all bytes; the caller waits for them with :meth:`settle_reads`.
+        """Begin to read all bytes; the caller waits for them with :meth:`settle_reads`.
 
         Args:
             memory: Where to.

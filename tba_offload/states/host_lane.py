@@ -76,7 +76,7 @@ class NoHostLane:
         """Record that a sub-group has got its states, which lie in a slot of the device."""
 
     def give_up(self, groups: Iterable[SubGroup]) -> None:
-        """Leaves sub-groups to the device.
+        """Leave sub-groups to the device.
 
         Raises:
             TransferError: Their states cannot be written.
@@ -235,7 +235,7 @@ class HostLane(NoHostLane):
         return {piece: self._exchange.entry(piece) for piece in group.pieces}
 
     def _end(self, jobs: Mapping[SubGroup, Future[Done]]) -> None:
-        """Lets no job begin any more, waits for those that run, and takes what was done."""
+        """Let no job begin any more, wait for those that run, and take what was done."""
         for job in jobs.values():
             job.cancel()
         wait(jobs.values())

@@ -93,7 +93,7 @@ class HostRing:
         return slot.lend()
 
     def store(self, group: SubGroup) -> None:
-        """Begins to write them, unless they stay."""
+        """Begin to write them, unless they stay."""
         with self._lock:
             self._slots.write(group)
             self._busy.discard(group)

@@ -79,7 +79,7 @@ class HostWorkers:
     def update(
         self, group: SubGroup, resident: Mapping[Piece, Entry], options: Mapping[str, Any], after: Event
     ) -> Future[Done]:
-        """Has a sub-group updated.
+        """Have a sub-group updated.
 
         Args:
             group: The sub-group.

@@ -57,7 +57,7 @@ class Line:
             self._at = -1
 
     def remove(self, groups: Iterable[SubGroup]) -> None:
-        """Forgets sub-groups."""
+        """Forget sub-groups."""
         gone = set(groups)
         self._line_up([group for group in self._groups if group not in gone])
 

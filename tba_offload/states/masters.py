@@ -85,7 +85,7 @@ class Masters:
         return piece.own(self._copies.get(piece.parameter, piece.parameter))
 
     def send_away(self, master: torch.Tensor, name: str | None = None) -> None:
-        """Frees the memory of a master.
+        """Free the memory of a master.
 
         Args:
             master: The master, whose bytes lie in a slot or at home.

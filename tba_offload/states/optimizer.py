@@ -174,7 +174,7 @@ class OptimizerStates:
         return self._stream.line.turns
 
     def arrange(self, travelling: int) -> None:
-        """Has a number of sub-groups travel from now on, where ``states.when`` is ``step``; the others stay.
+        """Have a number of sub-groups travel from now on, where ``states.when`` is ``step``; the others stay.
 
         They stay in slots, so that ``optimizer.state`` shows all of them as if they were away.
 
@@ -185,15 +185,15 @@ class OptimizerStates:
         self._stream.arrange(travelling)
 
     def expect(self, seconds: float) -> None:
-        """Has the records of updates tell that they were expected to take so long."""
+        """Have the records of updates tell that they were expected to take so long."""
         self._expected = seconds
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
-        """Has a function told of each call that moves bytes; see :meth:`ActivationStore.watch_moves`."""
+        """Have a function told of each call that moves bytes; see :meth:`ActivationStore.watch_moves`."""
         self._store.watch_moves(seen)
 
     def close(self, *, bring_back: bool = True) -> None:
-        """Brings the states back into memory: the optimizer is as it was. May be called twice.
+        """Bring the states back into memory: the optimizer is as it was. May be called twice.
 
         What a call that was interrupted has left is done by the next one.
 

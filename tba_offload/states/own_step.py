@@ -121,7 +121,7 @@ class OwnStep:
         self.discard()
 
     def discard(self) -> None:
-        """Forgets what the update changed there."""
+        """Forget what the update changed there."""
         self._named, self._groups, self._left, self.states = {}, {}, {}, {}
         self._attributes = _Loan({}, {})
 

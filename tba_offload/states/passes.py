@@ -63,7 +63,7 @@ class Waiting:
                 self._groups.setdefault(parameter, []).append(group)
 
     def came(self, parameter: torch.Tensor) -> list[SubGroup]:
-        """Return the gradient of a parameter is there.
+        """Record that the gradient of a parameter has come; return the sub-groups to update.
 
         Returns:
             The sub-groups that have all gradients now.

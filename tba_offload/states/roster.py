@@ -105,7 +105,7 @@ class Roster:
         return [parameter for parameter, found in keys.items() if len(found) > 1]
 
     def remove(self, groups: Iterable[SubGroup]) -> None:
-        """Forgets sub-groups whose states are back in memory; their parameters count as new ones."""
+        """Forget sub-groups whose states are back in memory; their parameters count as new ones."""
         for group in groups:
             group.release()
             self.groups.remove(group)

@@ -67,11 +67,11 @@ class Slot(Generic[T]):
         return not self._is_newer and all(each.is_done for each in (*self._reads, *self._writes))
 
     def give_to(self, group: T) -> None:
-        """Lets it hold a sub-group, whose bytes the caller puts there."""
+        """Let it hold a sub-group, whose bytes the caller puts there."""
         self.holder, self._is_newer = group, True
 
     def read(self, group: T) -> None:
-        """Begins to read a sub-group from where it lives."""
+        """Begin to read a sub-group from where it lives."""
         # The host may be far ahead: what it records now is reached long after this slot's own work is done.
         after = self._homes.device.event() if self._is_used else READY
         self._reads = group.home.read(self._part(group), after)
@@ -79,7 +79,7 @@ class Slot(Generic[T]):
         self.holder, self._is_newer = group, False
 
     def write(self) -> None:
-        """Begins to write what it holds, if that is newer than what lies at home."""
+        """Begin to write what it holds, if that is newer than what lies at home."""
         if self.holder is not None and self._is_newer:
             self.settle()
             self._writes = self.holder.home.write(self._part(self.holder))
@@ -109,11 +109,11 @@ class Slot(Generic[T]):
         self._reads = []
 
     def touch(self) -> None:
-        """Says that an update is about to change what it holds."""
+        """Say that an update is about to change what it holds."""
         self._is_newer = True
 
     def clear(self) -> None:
-        """Lets go of what it holds, once no transfer is under way.
+        """Let go of what it holds, once no transfer is under way.
 
         Raises:
             TransferError: It could not be written, and the policy forbids to keep it.
@@ -233,13 +233,13 @@ class Slots(Generic[T]):
     # ---- for all ---------------------------------------------------------------------------------
 
     def write(self, group: T) -> None:
-        """Begins to write a sub-group that a slot holds, unless it stays."""
+        """Begin to write a sub-group that a slot holds, unless it stays."""
         slot = self.of(group)
         if slot is not None and not self.stays(group):
             slot.write()
 
     def empty(self, group: T) -> None:
-        """Lets go of a sub-group, if a slot holds it."""
+        """Let go of a sub-group, if a slot holds it."""
         slot = self.of(group)
         if slot is not None:
             slot.clear()
@@ -253,7 +253,7 @@ class Slots(Generic[T]):
             self._own.pop(group, None)
 
     def take(self, nbytes: int, next_use: Callable[[T], int], most: int = SLOTS) -> Slot[T]:
-        """Return a slot for other bytes; waits until there is one.
+        """Return a slot for other bytes; wait until there is one.
 
         Args:
             nbytes: How many.
@@ -292,7 +292,7 @@ class Slots(Generic[T]):
         return slot
 
     def clear(self) -> None:
-        """Lets go of all that does not stay, and frees the memory."""
+        """Let go of all that does not stay, and free the memory."""
         for slot in self._slots:
             slot.clear()
         self._slots.clear()

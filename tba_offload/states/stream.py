@@ -117,12 +117,12 @@ class Stream:
             self._read_ahead()
 
     def prefetch(self) -> None:
-        """Begins to read what is updated next, as far as there are slots for it."""
+        """Begin to read what is updated next, as far as there are slots for it."""
         with self._tally.counted():
             self._read_ahead()
 
     def take_back(self) -> None:
-        """Undoes what was updated in backward, or in a step that failed.
+        """Undo what was updated in backward, or in a step that failed.
 
         Raises:
             TransferError: It cannot be read back.
@@ -147,7 +147,7 @@ class Stream:
         return all(map(self.exchange.is_current, self._roster.groups))
 
     def follow(self) -> None:
-        """Follows what was done to the optimizer since the last update: parameters and states may be others.
+        """Follow what was done to the optimizer since the last update: parameters and states may be others.
 
         Raises:
             TransferError: States cannot be read.
@@ -166,7 +166,7 @@ class Stream:
             self.exchange.take_shown(self._roster.add(number, having))
 
     def arrange(self, travelling: int) -> None:
-        """Has the first sub-groups of :attr:`Roster.spread` travel, and the others stay in memory.
+        """Have the first sub-groups of :attr:`Roster.spread` travel, and the others stay in memory.
 
         Raises:
             TransferError: One of them cannot be read or written; those that are not arranged go on as before.
@@ -205,7 +205,7 @@ class Stream:
         self.journal.clear()
 
     def forgive(self) -> None:
-        """Forgets that an update failed: a checkpoint was loaded."""
+        """Forget that an update failed: a checkpoint was loaded."""
         self._failure = None
         self.exchange.drop_replaced(self._roster.groups)
 
@@ -297,7 +297,7 @@ class Stream:
     # ---- slots -----------------------------------------------------------------------------------
 
     def _read_ahead(self) -> None:
-        """Begins to read what is updated next, as far as there are slots for it."""
+        """Begin to read what is updated next, as far as there are slots for it."""
         slots = self.exchange.slots
         for group in self.line.next(SLOTS - 1, slots.stays):
             if group.layout is not None and slots.of(group) is None:

@@ -73,7 +73,7 @@ class SubGroup:
         return () if self.layout is None else self.layout.places
 
     def begin_version(self) -> None:
-        """Has what is written from now on go elsewhere, so that the states that there are stay."""
+        """Have what is written from now on go elsewhere, so that the states that there are stay."""
         self.end_version()  # an interrupt may have come before the last one was
         self._before = (self.layout, self._keys, self.home)
         self.home = self._spare or self.home.another()
@@ -107,7 +107,7 @@ class SubGroup:
         return found
 
     def lay_out(self, states: Mapping[Piece, Mapping[str, Any]]) -> bool:
-        """Plans the places of states; False if none of them travels."""
+        """Plan the places of states; False if none of them travels."""
         layout = Layout.of(states)
         self.layout = layout if layout.places else None
         self._keys = {}

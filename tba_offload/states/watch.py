@@ -56,7 +56,7 @@ class Watch:
             ]
 
     def follow(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Watches these parameters from now on, as far as they are trained."""
+        """Watch these parameters from now on, as far as they are trained."""
         wanted = {each for each in parameters if each.is_leaf and each.requires_grad}
         for parameter in self._on_parameters.keys() - wanted:
             self._on_parameters.pop(parameter).remove()
@@ -65,7 +65,7 @@ class Watch:
             self._on_parameters[parameter] = register(self._came)
 
     def forwards(self) -> None:
-        """Watches all forwards from now on: a hook on the model alone would not see those of its parts."""
+        """Watch all forwards from now on: a hook on the model alone would not see those of its parts."""
         if self._on_forwards is None:
             self._on_forwards = register_module_forward_pre_hook(_Hook(self._forward_begins, takes=1))
 
@@ -74,7 +74,7 @@ class Watch:
         self.no_forwards()
 
     def no_forwards(self) -> None:
-        """Watches them no more."""
+        """Watch them no more."""
         if self._on_forwards is not None:
             self._on_forwards.remove()
             self._on_forwards = None

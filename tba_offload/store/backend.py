@@ -37,19 +37,19 @@ class Backend(Protocol):
         """Bytes that there is room for."""
 
     def grow(self, size: int) -> None:
-        """Make room for ``size`` bytes; raises ``StoreFullError`` and change nothing if there is none."""
+        """Make room for ``size`` bytes; raise ``StoreFullError`` and change nothing if there is none."""
 
     def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
-        """Write, on an I/O thread; returns the checksum of the bytes, ``None`` if checksums are off."""
+        """Write, on an I/O thread; return the checksum of the bytes, ``None`` if checksums are off."""
 
     def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
-        """Read, on an I/O thread; returns the checksum of the bytes, ``None`` if checksums are off."""
+        """Read, on an I/O thread; return the checksum of the bytes, ``None`` if checksums are off."""
 
     def digest(self, data: torch.Tensor) -> int | None:
         """Return the checksum of bytes in the device's memory, as of their transfer."""
 
     def close(self) -> None:
-        """Frees everything; takes no lock, because the cyclic collector may call it."""
+        """Free everything; take no lock, because the cyclic collector may call it."""
 
     def abandon(self) -> None:
         """In a forked child: closes descriptors and touches nothing else."""
@@ -71,7 +71,7 @@ class Joining(Backend, Protocol):
         """Bytes that neighbours come to at most to go together; 0 if each goes by itself after all."""
 
     def move_out_together(self, moves: Sequence[Move]) -> list[int | None] | None:
-        """Write, on an I/O thread; returns the checksums as :meth:`Backend.move_out` does, or ``None``."""
+        """Write, on an I/O thread; return the checksums as :meth:`Backend.move_out` does, or ``None``."""
 
     def move_in_together(self, moves: Sequence[Move], *, padded: bool) -> list[int | None] | None:
-        """Read, on an I/O thread; returns the checksums as :meth:`Backend.move_in` does, or ``None``."""
+        """Read, on an I/O thread; return the checksums as :meth:`Backend.move_in` does, or ``None``."""

@@ -93,7 +93,7 @@ class IoFuture:
         return self._cancelled
 
     def wait(self, timeout: float | None = None) -> None:
-        """Blocks until the transfer has ended.
+        """Block until the transfer has ended.
 
         Args:
             timeout: Seconds to wait at most; ``None`` for no limit.
@@ -125,7 +125,7 @@ class IoFuture:
         return self._cancelled
 
     def add_done_callback(self, callback: Callable[[IoFuture], object]) -> None:
-        """Has ``callback(self)`` called once when the transfer has ended.
+        """Have ``callback(self)`` called once when the transfer has ended.
 
         It is called on the I/O thread, or at once on this thread if the transfer has ended already; never for
         a cancelled transfer. An exception from a callback on an I/O thread makes the store refuse further
@@ -158,7 +158,7 @@ class IoFuture:
         self._ended.release()
 
     def _drop(self) -> None:
-        """Record that what a store does with a transfer that is cancelled: forget it and its tensor."""
+        """Forget a transfer that was cancelled, and its tensor."""
 
     @interrupts.waits
     def _block(self, timeout: float | None) -> None:
@@ -512,7 +512,7 @@ class ActivationStore(ABC):
         """Put every drive back in service: the next transfer tells whether it works."""
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:  # noqa: B027 - as above
-        """Has a function told of each call that moves bytes, when it has ended well, on its I/O thread.
+        """Have a function told of each call that moves bytes, when it has ended well, on its I/O thread.
 
         A store that does not tell is left out where a step is drawn drive by drive.
 
@@ -521,13 +521,13 @@ class ActivationStore(ABC):
         """
 
     def resize_window(self, window: int | None) -> None:  # noqa: B027 - most stores have no use for it
-        """Tells the store how many bytes may be in flight at most; ``None`` for no limit.
+        """Tell the store how many bytes may be in flight at most; ``None`` for no limit.
 
         Called between steps, whenever that changes.
         """
 
     def limit_waits(self, seconds: float | None) -> None:  # noqa: B027 - without threads nothing hangs
-        """Tells the store how long a transfer may run before :meth:`close` gives it up; ``None`` for ever.
+        """Tell the store how long a transfer may run before :meth:`close` gives it up; ``None`` for ever.
 
         :meth:`reserve` waits as long for a file to grow. Without this it is ``stall_seconds`` of the options.
         """
@@ -543,7 +543,7 @@ class ActivationStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Cancel what is queued, waits for what is running, ends the threads and free everything.
+        """Cancel queued transfers, wait for running ones, end the threads and free everything.
 
         Idempotent. Not to be called from a callback. A transfer that has run for longer than the limit, see
         :meth:`limit_waits`, is not waited for: its thread, its memory and the file stay until the process

@@ -59,7 +59,7 @@ class Checksums:
         return digests
 
     def add(self, hasher: xxh3_64 | None, address: int, nbytes: int) -> None:
-        """Has a checksum go on over bytes in host memory; without one nothing is done."""
+        """Have a checksum go on over bytes in host memory; without one nothing is done."""
         if hasher is not None:
             began = time.thread_time()
             hasher.update(posix.view(address, nbytes))

@@ -127,7 +127,7 @@ class CombinedStore(BatchingStore):
         return [load for store in self.stores for load in store.take_loads()]
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
-        """Has every store tell; see :meth:`ActivationStore.watch_moves`."""
+        """Have every store tell; see :meth:`ActivationStore.watch_moves`."""
         for store in self.stores:
             store.watch_moves(seen)
 

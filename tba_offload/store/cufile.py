@@ -66,7 +66,7 @@ class CuFile:
             raise _failure(status.error)
 
     def write(self, address: int, nbytes: int, offset: int) -> int:
-        """Write bytes of the device's memory; returns how many went.
+        """Write bytes of the device's memory; return how many went.
 
         Raises:
             OSError: It failed.
@@ -74,7 +74,7 @@ class CuFile:
         return _moved(self._calls.write(self._handle, address, nbytes, offset, 0))
 
     def read(self, address: int, nbytes: int, offset: int) -> int:
-        """Fill memory of the device; returns how many bytes came.
+        """Fill memory of the device; return how many bytes came.
 
         Raises:
             OSError: It failed.

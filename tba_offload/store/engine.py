@@ -230,7 +230,7 @@ class QueuedStore(Figures):
             raise
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
-        """Has a function told of each call that moves bytes; see :meth:`ActivationStore.watch_moves`."""
+        """Have a function told of each call that moves bytes; see :meth:`ActivationStore.watch_moves`."""
         self._mover.tell(seen)
 
     # At a fork.

@@ -200,7 +200,7 @@ class _Node:
         return None
 
     def put(self, start: int, length: int) -> _Node | None:
-        """Add a range or set a length; returns the upper half of the node if it had to be split."""
+        """Add a range or set a length; return the upper half of the node if it had to be split."""
         if self.below is None:
             index = bisect_left(self.starts, start)
             if index < len(self.starts) and self.starts[index] == start:

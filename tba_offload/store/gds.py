@@ -218,7 +218,7 @@ class _GdsFile(RunFile):
         self.cufile = self._taken.pop()
 
     def _take(self, fd: int) -> None:
-        """Has cuFile take the file of a descriptor."""
+        """Have cuFile take the file of a descriptor."""
         if refusal := _refusal(self._kvikio, fd):
             raise _refused(refusal, self.directory)
         before = _descriptors_of(fd)

@@ -124,7 +124,7 @@ class HostBackend:
         """There is no checksum."""
 
     def close(self) -> None:
-        """Frees all slabs."""
+        """Free all slabs."""
         self._slabs.clear()
 
     def abandon(self) -> None:

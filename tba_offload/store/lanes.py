@@ -37,7 +37,7 @@ class Job(Protocol):
     """What a lane serves."""
 
     def claim(self) -> bool:
-        """Decides that the job runs; False if it was cancelled."""
+        """Decide that the job runs; False if it was cancelled."""
 
     def run(self) -> Iterable[Job]:
         """Do it, and return what is still to be done; what it raises would end the thread."""
@@ -89,7 +89,7 @@ class Lanes:
             lane.stop()
 
     def stop(self) -> None:
-        """Has every thread end when it has served what is queued now; does not wait, and takes no lock."""
+        """Have every thread end when it has served what is queued now; does not wait, and take no lock."""
         for lane in self._lanes:
             lane.stop()
 
@@ -131,7 +131,7 @@ class _Lane:
                 job.cancel()
 
     def stop(self) -> None:
-        """Has every thread end when it has served what is queued now; does not wait."""
+        """Have every thread end when it has served what is queued now; does not wait."""
         for _ in self.threads:
             self.jobs.put(None)
 

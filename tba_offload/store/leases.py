@@ -147,7 +147,7 @@ class Leases:
         return extents
 
     def give_back(self, extent: Extent) -> None:
-        """Frees an extent; of a closed store they are all gone.
+        """Free an extent; of a closed store they are all gone.
 
         Raises:
             ValueError: It is not reserved, or in use.
@@ -168,7 +168,7 @@ class Leases:
             raise
 
     def _rebuild(self, *, without: Iterable[int] = ()) -> None:
-        """Has the allocator begin anew with the extents that are reserved, but for those at some offsets."""
+        """Have the allocator begin anew with the extents that are reserved, but for those at some offsets."""
         with self.lock:
             for offset in without:
                 self._leases.pop(offset, None)

@@ -53,7 +53,7 @@ class Life:
             )
 
     def callback_failed(self, failure: BaseException) -> None:
-        """Tells of a callback's error, which stops the store."""
+        """Tell of a callback's error, which stops the store."""
         if self.callback_error is None:
             self.callback_error = failure
         hook_arguments = (type(failure), failure, failure.__traceback__, threading.current_thread())

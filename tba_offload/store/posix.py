@@ -89,7 +89,7 @@ def _checked(moved: int) -> int:
 
 
 def pwrite(fd: int, address: int, nbytes: int, offset: int) -> int:
-    """Write bytes at an address to a file; returns how many went.
+    """Write bytes at an address to a file; return how many went.
 
     Raises:
         OSError: The call failed; ``InterruptedError`` for a signal.
@@ -98,7 +98,7 @@ def pwrite(fd: int, address: int, nbytes: int, offset: int) -> int:
 
 
 def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
-    """Read bytes of a file to an address; returns how many came, 0 at the end of the file.
+    """Read bytes of a file to an address; return how many came, 0 at the end of the file.
 
     Raises:
         OSError: The call failed; ``InterruptedError`` for a signal.
@@ -176,7 +176,7 @@ def transfer(call: Call, fd: int, address: int, nbytes: int, offset: int, alignm
 
 
 def confirm(fd: int) -> None:
-    """Has the file system tell whether it has the bytes that were written, as far as it ever tells.
+    """Have the file system tell whether it has the bytes that were written, as far as it ever tells.
 
     ``fdatasync`` has it write them; some report what was lost only when a descriptor is closed.
 
@@ -192,7 +192,7 @@ def confirm(fd: int) -> None:
 
 
 def fallocate(fd: int, offset: int, nbytes: int) -> None:
-    """Allocates blocks of a file, which grows if the range ends after its end; data stays as it is.
+    """Allocate blocks of a file, which grows if the range ends after its end; data stays as it is.
 
     ``os.posix_fallocate`` is no substitute: where the file system has no such call it writes zeros.
 
@@ -216,7 +216,7 @@ def file_system_magic(fd: int) -> int:
 
 
 def overwrite_in_place(fd: int) -> None:
-    """Has an empty file overwritten in place on Btrfs, which else writes each block to a new place.
+    """Have an empty file overwritten in place on Btrfs, which else writes each block to a new place.
 
     That takes up to twice the room, and the blocks that were allocated are of use once only. The file system
     then has no checksums of it. Nothing happens elsewhere, or where it refuses.

@@ -45,7 +45,7 @@ def close_all() -> None:
 
 
 def _before_fork() -> None:
-    """Lets no read run during a fork.
+    """Let no read run during a fork.
 
     Direct I/O into private memory must not overlap with one: before Linux 6.3 the bytes may arrive in a page
     that copy-on-write has given to the child. A drive that hangs shall not hang the fork too.

@@ -356,7 +356,7 @@ class Maker:
         self.forget()
 
     def forget(self) -> None:
-        """Leaves the directory where it is."""
+        """Leave the directory where it is."""
         if self._made is not None:
             os.close(self._made[0])
             self._made = None

@@ -48,7 +48,7 @@ class RunFileBackend:
         self._file.grow(size)
 
     def close(self) -> None:
-        """Frees the blocks."""
+        """Free the blocks."""
         self._file.close()
 
     def abandon(self) -> None:

@@ -126,7 +126,7 @@ class Batch:
         self._transfers = transfers
 
     def claim(self) -> bool:
-        """Decides that those run which were not cancelled; whether there are any."""
+        """Decide that those run which were not cancelled; whether there are any."""
         self._transfers = [transfer for transfer in self._transfers if transfer.claim()]
         return bool(self._transfers)
 
@@ -154,7 +154,7 @@ class Batch:
 
 
 def _neighbours(transfers: Sequence[Transfer], most: int) -> Iterator[list[Transfer]]:
-    """Run of transfers whose extents lie next to each other, each in the order of the extents.
+    """Return runs of transfers whose extents lie next to each other, each in the order of the extents.
 
     Args:
         transfers: In any order.
@@ -227,7 +227,7 @@ class Mover:
         self._seen: Callable[[Moved], object] | None = None
 
     def tell(self, seen: Callable[[Moved], object] | None) -> None:
-        """Has a function told of each call that has moved bytes; ``None`` for none."""
+        """Have a function told of each call that has moved bytes; ``None`` for none."""
         self._seen = seen
 
     def jobs(self, transfers: Sequence[Transfer]) -> Iterator[Job]:
@@ -292,7 +292,7 @@ class Mover:
         return [self._compare(transfer, digest) for transfer, digest in zip(transfers, digests, strict=True)]
 
     def _joined(self, transfers: Sequence[Transfer]) -> list[int | None] | None:
-        """Move the bytes; returns the checksums, or ``None`` if they could not go together."""
+        """Move the bytes; return the checksums, or ``None`` if they could not go together."""
         backend: Joining = self.backend  # type: ignore[assignment]  # else there were no batches
         first, moves, moved = transfers[0], [], 0
         reached: Event | None = None
@@ -321,14 +321,14 @@ class Mover:
         return 0.0 if self._seen is None else time.perf_counter()
 
     def _tell(self, transfer: Transfer, began: float, nbytes: int) -> None:
-        """Tells of a call, unless that was not wanted when it began."""
+        """Tell of a call, unless that was not wanted when it began."""
         seen = self._seen
         if seen is not None and began:
             drive, thread, ended = transfer.lease.extent.drive, threading.get_ident(), time.perf_counter()
             seen(Moved(drive, self.backend.name, transfer.writes, thread, began, ended, nbytes))
 
     def _ready(self, transfer: Transfer, after: Event) -> Meter:
-        """Wait until a transfer may start; returns what measures it."""
+        """Wait until a transfer may start; return what measures it."""
         condition = self.condition
         self.backend.device.bind_thread()
         after.synchronize()  # before the clock starts: this is not the drive's time

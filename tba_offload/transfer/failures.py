@@ -82,7 +82,7 @@ class Failures:
         raise error
 
     def _tell_outages(self, outages: Iterable[tuple[str, str]]) -> None:
-        """Names each drive that failed, once; where the policy wants an error, that names it."""
+        """Name each drive that failed, once; where the policy wants an error, that names it."""
         for place, cause in outages:
             if self.keep_when_full and place not in self._told:
                 self._told.add(place)

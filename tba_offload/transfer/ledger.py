@@ -102,7 +102,7 @@ class Ledger:
     # ---- the window ------------------------------------------------------------------------------
 
     def resize(self, window: Window) -> None:
-        """Has other rules hold; between steps."""
+        """Have other rules hold; between steps."""
         self.window = window
         self.fills_below = window.fills_below
         self._look_at_largest()

@@ -228,7 +228,7 @@ class Reader:
             self._ledger.stats.reread += piece.nbytes
 
     def _failed(self, record: Record, span: Span, piece: Piece, error: StoreError) -> TransferError:
-        """Return a read failed for good: its buffer goes, unless a read still fills it. Returns the error."""
+        """Return the error of a read that failed for good; free its buffer, unless a read still fills it."""
         shared = self._shared
         with shared.lock:
             if span.arrived():

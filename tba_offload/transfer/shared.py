@@ -142,7 +142,7 @@ class Shared:
     # ---- transitions -----------------------------------------------------------------------------
 
     def settle(self, record: Record) -> None:
-        """Frees memory, or extents, that no transfer and no handle needs any more, and updates the ledger."""
+        """Free memory, or extents, that no transfer and no handle needs any more, and update the ledger."""
         if record.state is State.RELEASED:
             self.release(record)
             return

@@ -329,7 +329,7 @@ class Record:
         return missing
 
     def _claim(self, lo: int, hi: int, stream: object) -> list[Piece]:
-        """Make sure that one span covers [lo, hi); returns the new pieces that have to be written.
+        """Make sure that one span covers [lo, hi); return the new pieces that have to be written.
 
         Spans that the range overlaps are merged with it, because a view must lie in one buffer.
         """
@@ -448,7 +448,7 @@ class Record:
     # ---- released --------------------------------------------------------------------------------
 
     def release(self) -> list[Extent]:
-        """Return the last handle is gone: nothing will ask for these bytes again.
+        """Return the extents to release: the last handle is gone, and nothing asks for these bytes again.
 
         Returns:
             The extents that go back; none while a write still reads the memory.
@@ -475,7 +475,7 @@ class Record:
 
 
 def split(record: Record, piece: Piece, most: int) -> list[Piece]:
-    """Has a piece that was not handed to the store travel as several of about the same size.
+    """Have a piece that was not handed to the store travel as several of about the same size.
 
     Args:
         record: What it is of.

@@ -83,7 +83,7 @@ class Watchdog:
         self._wait(partial(acquired, change), describe, 0.0)
 
     def notify(self) -> None:
-        """Wakes the threads that wait for a change; the lock of the records is held."""
+        """Wake the threads that wait for a change; the lock of the records is held."""
         while self.waiters:
             self.waiters.pop().release()
 

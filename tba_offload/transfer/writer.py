@@ -192,7 +192,7 @@ class Writer:
     # ---- to the store ----------------------------------------------------------------------------
 
     def flush(self, held_back: int = 0) -> None:
-        """Hands the writes that were collected to the store, oldest first.
+        """Hand the writes that were collected to the store, oldest first.
 
         They go in batches, because a hook finds the caches full of the model's data: the first transfer
         of a batch pays for fetching the code of ten functions, the others find it there.
