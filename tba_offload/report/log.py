@@ -342,15 +342,14 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
 
 def _parsed(line: bytes) -> RunHeader | StepRecord | Json:
     try:
-        event: Json = json.loads(line)
-        kind = event["event"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise RunLogError(f"not a line of a run log: {error!r}; remove the line") from None
+        event: Any = json.loads(line)
+    except ValueError:
+        raise RunLogError("not a line of a run log: it is no JSON; remove the line") from None
+    if not isinstance(event, dict) or not isinstance(kind := event.get("event"), str):
+        raise RunLogError('not a line of a run log: it names no "event"; remove the line')
     if kind == RunHeader.EVENT and event.get("schema") != SCHEMA:
-        schemas = (
-            f"with schema {event.get('schema')!r} of the run log, and this version reads schema {SCHEMA}"
-        )
-        raise RunLogError(f"written {schemas}; read it with the version of tba-offload that wrote it")
+        found = f"with schema {event.get('schema')!r} of the run log, and this version reads schema {SCHEMA}"
+        raise RunLogError(f"written {found}; read it with the version of tba-offload that wrote it")
     kinds = {each.EVENT: each for each in (RunHeader, StepRecord)}
     return _checked(kinds[kind], event) if kind in kinds else event
 
@@ -573,6 +572,7 @@ class PlanEvent(Event):
         profile: The step, as :class:`tba_offload.plan.profile.StepProfile` reads it.
         drive: Rates of drives, as :class:`tba_offload.plan.bandwidth.Bandwidth` reads them.
         limits: What the plan had to keep to.
+        writes: What it writes, as :class:`tba_offload.plan.writes.Writes`; empty where nothing limits that.
     """
 
     EVENT = PLAN
@@ -581,6 +581,7 @@ class PlanEvent(Event):
     profile: Json
     drive: Json
     limits: Json
+    writes: Json = {}
 
 
 class HeldBytes(NamedTuple):

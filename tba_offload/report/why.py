@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tba_offload.errors import RunLogError
 from tba_offload.formatting import readable_size, significant
 from tba_offload.report import text
-from tba_offload.report.log import MemoryEvent, read_run_log
+from tba_offload.report.log import MemoryEvent, PlanEvent, read_run_log
 from tba_offload.report.ranks import paths_of_ranks
 
 if TYPE_CHECKING:
@@ -52,11 +52,7 @@ _PHASES = {
     "loss": ("loss", "the loss, after the last layer", "logits, loss and their gradients"),
     "backward": ("backward", "the backward of {}", "working set"),
     "embeddings": ("outside", "what is before {}, or after its backward", "embeddings, and their gradients"),
-    "between": (
-        "after backward",
-        "what is after a backward",
-        "what clipping works with, or another backward",
-    ),
+    "between": ("after backward", "what follows a backward", "what clipping works with, or another backward"),
     "update": ("update", "the optimizer's update", "what the optimizer works with"),
     "step": ("step", "a phase that the log does not tell", "not known to the offloader"),
 }
@@ -419,14 +415,17 @@ def _placements(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
 
 
 def _beyond_one_layer(memory: MemoryEvent, holder: str, phase: Phase) -> int:
-    return phase.of(holder) - max(leaves for leaves, *_ in memory.layers)
+    return phase.of(holder) - max((leaves for leaves, *_ in memory.layers), default=0)
 
 
 def _change_of_plan(seen: Evidence, names: list[str], better: str) -> str:
-    """Return how layers come to another placement: by the policy, or by the planner's budget."""
+    """Return how layers come to another placement: by the policy, or by the planner's limits."""
     entries, budget = [seen.log.header.plan.get(name) for name in names], seen.step.activation_budget_bytes
     if not all(isinstance(entry, dict) and entry.get("placement") == "auto" for entry in entries):
         return f"place them {better}"
+    plans = seen.log.events(PlanEvent)
+    if better == "offload" and plans and plans[-1].writes.get("bounds"):
+        return "raise store.write_bytes_per_day, which leaves the planner room to offload no layer more"
     than = "" if budget is None else f" below {readable_size(budget)}"
     return f"give the planner, which chose that, a budget.activation_bytes{than}"
 

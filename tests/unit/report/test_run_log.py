@@ -302,11 +302,17 @@ def test_a_value_of_the_wrong_type_is_refused_both_ways(tmp_path: Path) -> None:
         read_run_log(path)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "3", '"event"', '{"event"}', "\x00\x00", '{"step": 1}'])
-def test_a_damaged_line_is_named_with_its_file(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        *((line, "it is no JSON") for line in ("{", '{"event"}', "\x00\x00")),
+        *((line, 'it names no "event"') for line in ("[]", "3", '"event"', '{"step": 1}', '{"event": []}')),
+    ],
+)
+def test_a_damaged_line_is_named_with_its_file(tmp_path: Path, line: str, cause: str) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(f"{json.dumps(run_event())}\n{line}\n{json.dumps(step_event())}\n")
-    with pytest.raises(RunLogError, match=r"run\.jsonl:2: not a line of a run log.*; remove the line"):
+    with pytest.raises(RunLogError, match=rf"run\.jsonl:2: not a line of a run log: {cause}; remove"):
         read_run_log(path)
 
 
