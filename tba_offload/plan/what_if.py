@@ -123,7 +123,7 @@ class Situation:
             ConfigError: The number of drives is none.
         """
         if not 0 < drives < math.inf:
-            raise ConfigError(f"{drives} is no number of drives")
+            raise ConfigError(f"{drives:g} is no number of drives; give a finite number above 0")
         run = self.run if drives == 1 else None
         situation = dataclasses.replace(self, bandwidth=self.bandwidth.scaled(drives), run=run)
         if layers is None or layers == len(self.names):

@@ -332,7 +332,8 @@ def picture_kind(path: str | os.PathLike[str], *more: str) -> str:
     """
     kind, kinds = Path(path).suffix.lower().removeprefix("."), ("svg", "png", *more)
     if kind not in kinds:
-        raise ConfigError(f"{path}: a picture's name must end in {' or '.join(f'.{each}' for each in kinds)}")
+        others = "".join(f", a trace's in .{each}" for each in more)
+        raise ConfigError(f"{path}: a picture's name must end in .svg or .png{others}")
     return kind
 
 

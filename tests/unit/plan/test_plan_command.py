@@ -202,7 +202,10 @@ def test_a_wrong_option_is_told(options: tuple[str, ...], problem: str, run_log:
     assert result.exit_code == 2
     assert problem in result.output
     for drives in ("nan", "0", "inf"):
-        assert "is no number of drives" in invoke_plan(run_log, "--drives", drives).output
+        assert (
+            f"{drives} is no number of drives; give a finite number above 0"
+            in invoke_plan(run_log, "--drives", drives).output
+        )
 
 
 @pytest.mark.parametrize(

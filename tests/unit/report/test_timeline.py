@@ -152,7 +152,7 @@ def test_odd_steps_can_be_drawn(tmp_path: Path, odd: dict[str, Any]) -> None:
 
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     log = logged(tmp_path / "run.jsonl", event())
-    with pytest.raises(ConfigError, match=r"must end in \.svg or \.png or \.json"):
+    with pytest.raises(ConfigError, match=r"must end in \.svg or \.png, a trace's in \.json"):
         write_timeline(timeline_of(read_run_log(log)), tmp_path / "a.pdf")
     assert call("timeline", log).exit_code == 2
     before = log.read_bytes()
