@@ -113,8 +113,7 @@ class StoreConfig:
     def __post_init__(self) -> None:
         for setting in ("directories", "host_capacity", "write_bytes_per_day"):
             if self.kind == "host" and getattr(self, setting):
-                why = "has no effect with kind: host, which uses no drive. Remove it, or choose another kind"
-                raise conflict(setting, why)
+                raise conflict(setting, "has no effect with kind: host, which uses no drive. Remove it")
 
 
 _ON_CPU, _ON_ACCELERATOR = 64 * 2**20, 256 * 2**20
@@ -305,8 +304,8 @@ class OffloadConfig:
         }
         for (section, setting), has in has_effect.items():
             if getattr(getattr(self, section), setting) is not None and not has and placements:
-                or_offload = " or offload" if setting.endswith("_bytes") and section == "budget" else ""
-                why = f"has no effect: no layer is auto{or_offload}. Make layers auto, or remove this setting"
+                who = "auto or offload" if setting == "device_bytes" else "auto"
+                why = f"has no effect: no layer is {who}. Make layers auto, or remove this setting"
                 found.append(str(self.source.error((section, setting), why)))
         return found
 

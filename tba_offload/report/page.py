@@ -99,14 +99,11 @@ def _run(log: RunLog, name: str) -> dict[str, Any]:
         "name": name,
         "about": visible(title_of(log.header.model, log.header.hardware)),
         "why": Diagnosis.of(log).parts(),
-        "timeline": _picture(timeline_figure(told[0], width=_WIDTH), _TIMELINE) if told else None,
+        "timeline": _picture(timeline_figure(told[0], width=_WIDTH), "One step over time.") if told else None,
         "layers": _layers(log),
         "settings": Table(("Setting", "Value"), list(_settings(log))),
         "policy": "\n".join(map(visible, (log.header.policy or "").splitlines())),
     }
-
-
-_TIMELINE = "Live memory by what holds it, the traffic of drives, layers and waits, by the host's clock."
 
 
 def _layers(log: RunLog) -> Table | None:

@@ -112,7 +112,6 @@ def points(
 
     Raises:
         RunLogError: A log cannot be read or lacks what a point needs.
-        ConfigError: ``warmup`` is negative.
     """
     logs = read_runs(paths)
     if left_out is not None and any(log.steps for log in logs):
@@ -127,8 +126,6 @@ def points_of(
     logs: Sequence[RunLog], *, memory: Memory = "activations", warmup: int | None = None
 ) -> list[RokPoint]:
     """Return the points of runs that were read; see :func:`points`."""
-    if warmup is not None and warmup < 0:
-        raise ConfigError(f"warmup must be 0 or more steps, and is {warmup}")
     counted = [counted_steps(log, warmup) for log in logs]
     for log, steps in zip(logs, counted, strict=True):
         if not steps:
