@@ -98,6 +98,23 @@ def test_the_shell_of_a_page_names_files_and_commands_that_exist(page: Path) -> 
                 assert options <= known, line
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_links_of_a_page_exist(page: Path) -> None:
+    """Links to other pages, to files of the repository at its address, and files that are named in code."""
+    text = page.read_text(encoding="utf-8")
+    home = r"https://(?:raw\.githubusercontent|github)\.com/tba-offload/tba-offload/(?:(?:tree|blob)/)?main/"
+    targets = re.findall(r"\]\(([^)\s#]+)", text)
+    inside = [path for path in targets if not re.match(r"[a-z]+:", path)]
+    linked = [re.sub(home, "", path) for path in targets if re.match(home, path)]
+    named = re.findall(
+        r"`(?:python |bash )?((?:tests|benchmarks|examples|tba_offload|patches)/[\w./*-]+)", text
+    )
+    for path in inside:
+        assert (page.parent / path).exists(), path
+    for path in (*linked, *named):
+        assert list(ROOT.glob(path.rstrip("/"))), path
+
+
 @pytest.mark.full
 def test_the_site_is_built_without_a_warning(tmp_path: Path, python_with_torch: Warm) -> None:
     command = ["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]

@@ -30,6 +30,7 @@ from repeatable import (
     batch,
     failure,
     make,
+    seed,
     session_of,
     train,
     warm_up,
@@ -356,6 +357,28 @@ def test_a_second_run_finds_what_the_first_one_found_and_leaves_no_trace(
     with session_for(net, default=placement) as session:
         assert_same(train(net, session), expected)
         assert random.getstate() == state
+
+
+@pytest.mark.parametrize("kind", [Dropping, Guessing])
+def test_random_numbers_are_drawn_again_and_the_generator_goes_on_as_it_was(kind: type[Plain]) -> None:
+    def states() -> list[str]:
+        return [repr(torch.get_rng_state().tolist()), repr(random.getstate()), repr(np.random.get_state())]  # noqa: NPY002
+
+    found = []
+    for net in (make(kind), make(kind)):
+        seed()
+        with session_for(net, default=Placement.RECOMPUTE) if found else nullcontext() as session:
+            with session.step() if session else nullcontext():
+                loss = net(batch(0)).pow(2).mean()
+                numbers = torch.rand(3), random.random(), np.random.random()  # noqa: NPY002
+                before = states()
+                loss.backward()
+                assert states() == before
+            if session:
+                assert session.report()[-1].recomputed_scopes == LAYERS
+        found.append(([loss.detach(), numbers[0], *(each.grad for each in net.parameters())], before))
+    assert_same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
 
 
 @pytest.mark.parametrize("placement", [*RECOMPUTED, Placement.AUTO])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -409,6 +410,15 @@ def test_another_micro_batch_after_gradients_are_freed_is_an_error(tmp_path: Pat
         assert_same(found, expected)
 
 
+def test_zeros_in_place_of_gradients_are_an_error(tmp_path: Path) -> None:
+    found, _ = pair("adamw")
+    with (
+        offloaded(found, tmp_path, gradients="free"),
+        pytest.raises(SessionError, match=r"zero_grad\(set_to_none=False\)"),
+    ):
+        found.optimizer.zero_grad(set_to_none=False)
+
+
 # ---- faults --------------------------------------------------------------------------------------
 
 
@@ -453,6 +463,28 @@ def test_a_drive_that_cannot_be_read_leaves_what_there_was(
             expected.step(seed)
         assert_same(found, expected)
         assert states.records[-1].in_backward > 0
+
+
+def test_an_interrupt_in_an_update_leaves_what_there_was(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    with offloaded(found, tmp_path):
+        found.step(0)
+        expected.step(0)
+        found.optimizer.zero_grad()
+        module = sys.modules[optim.Adam.__module__]
+        update, calls = module.adam, []
+
+        def interrupted(*arguments: Any, **settings: Any) -> None:
+            update(*arguments, **settings)
+            calls.append(arguments)
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+
+        with mock.patch.object(module, "adam", interrupted), pytest.raises(KeyboardInterrupt):
+            found.backward(1)
+            pytest.fail("no update was made in backward")
+        found.optimizer.zero_grad()
+        assert_same(found, expected)
 
 
 # ---- with activations ----------------------------------------------------------------------------

@@ -242,6 +242,32 @@ def test_apply_refuses_another_device(model: Model, budget: dict[str, str]) -> N
         assert one_step(session, model).activation_budget_bytes is not None
 
 
+def test_an_applied_threshold_takes_effect(model: Model) -> None:
+    with session_for(model) as session:
+        session.apply(config_for(min_tensor_bytes=1 << 30))
+        record = one_step(session, model)
+    assert (record.offloaded_bytes, record.forwarded_bytes) == (0, 0)
+    assert record.kept_bytes > 0
+
+
+def test_an_applied_on_full_takes_effect(model: Model) -> None:
+    with session_for(model, capacity=8 * KIB) as session:
+        with pytest.warns(UserWarning, match="the store is full"):
+            assert one_step(session, model).fallback_kept_bytes > 0
+        session.apply(config_for(capacity=8 * KIB, on_full="error"))
+        with pytest.raises(tba.TransferError):
+            one_step(session, model)
+
+
+def test_an_applied_on_slow_takes_effect(model: Model) -> None:
+    drive = Drive()
+    with session_for(model, drive=drive, in_flight=128 * KIB) as session:
+        assert one_step(session, model).fallback_kept_bytes == 0
+        session.apply(config_for(in_flight=128 * KIB, on_slow="keep"))
+        drive.writes.hold()
+        assert one_step(session, model).fallback_kept_bytes > 0
+
+
 # Mistakes
 
 

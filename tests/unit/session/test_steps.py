@@ -284,6 +284,22 @@ def test_gradients_that_are_dropped_between_forward_and_backward(model: Model) -
     assert [record.skipped for record in session.report()] == [True]
 
 
+def test_nothing_is_planned_from_a_skipped_step(model: Model, tmp_path: Path) -> None:
+    optimizer = adam(model)
+    log = tmp_path / "run.jsonl"
+    with tba.attach(model, config_for(default="auto"), run_log=log):
+        for number in range(12):
+            micro_batch(model)
+            if number % 2:
+                optimizer.step()
+            optimizer.zero_grad()
+    read = read_run_log(log)
+    assert [step.skipped for step in read.steps] == [True, False] * 6
+    planned = {event["step"] for event in read.others if event["event"] == "plan"}
+    assert planned
+    assert all(step % 2 == 0 for step in planned)
+
+
 class Copies:
     """An optimizer of copies, which takes the gradients away as soon as they are made, as ZeRO does."""
 
