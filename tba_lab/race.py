@@ -96,7 +96,8 @@ class _Progress:
             )
         if now - self._said > _SILENCE:
             self._said = now
-            step = f"step {self._done + 1} of {self._steps} ({self.doing})" if self.doing else "starting"
+            number = min(self._done + 1, self._steps)
+            step = f"step {number} of {self._steps} ({self.doing})" if self.doing else "starting"
             self._say(f"{step}; {told}")
 
     def step_ended(self) -> None:
