@@ -610,14 +610,9 @@ class HeldBytes(NamedTuple):
     returned: Bytes = 0
 
     @property
-    def nbytes(self) -> int:
-        """All of it."""
-        return sum(self)
-
-    @property
     def planned(self) -> int:
         """Bytes of which plans know: activations of layers."""
-        return self.nbytes - self.outputs - self.put_out
+        return sum(self) - self.outputs - self.put_out
 
     def with_returned(self, nbytes: int, holder: str) -> HeldBytes:
         """Return the same with bytes of a holder counted as returned by layers."""

@@ -165,8 +165,7 @@ def _draw_lanes(axes: Axes, timeline: TimelineEvent, end: float) -> None:
     for row, spans, colour in ((2, timeline.updates, COLOURS[2]), (3, timeline.stalls, COLOURS[1])):
         widths = [(since, max(until - since, 0.0)) for since, until in spans]
         axes.broken_barh(widths, (row - 0.4, 0.8), color=colour)
-    axes.set_yticks(range(4), ("forward", "backward", "update", "waits"))
-    axes.set_ylim(3.6, -0.6)
+    axes.set(yticks=range(4), yticklabels=("forward", "backward", "update", "waits"), ylim=(3.6, -0.6))
     axes.grid(visible=False)
 
 

@@ -239,7 +239,7 @@ class MemoryWatch:
     # ---- sums ------------------------------------------------------------------------------------
 
     def _enter(self, phase: str, index: int, live: int, uses: _Uses | None = None) -> None:
-        beside = max(live - self._base - self._held().nbytes, 0)
+        beside = max(live - self._base - sum(self._held()), 0)
         offloader, trace = self._offloader, self._capture.trace
         books = offloader.own_bytes, trace.kept_bytes, trace.planned_kept_bytes
         least = live - offloader.ledger.read_ahead
