@@ -34,6 +34,10 @@ FORWARD, LOSS, BACKWARD, EMBEDDINGS = "forward", "loss", "backward", "embeddings
 BETWEEN, UPDATE = "between", "update"
 """After a backward pass: gradients are clipped, or another pass begins; and while an optimizer works."""
 
+_AS_FULL = 1 + 1 / 64
+"""Of moments that differ by less, the first one says what holds memory. Live bytes are sampled before the
+books are read, and a program may have let go of its outputs between."""
+
 _ALL = 3
 """Steps that are looked at from the first on: states come in the first, and the second is as all others."""
 
@@ -231,10 +235,12 @@ class MemoryWatch:
         now.sees(live - self._offloader.ledger.read_ahead)
         samples = self._meter is None or self._meter.samples
         now.knows(nbytes, held.planned, at_once=samples, released=released)
-        best = self.peaks.get(now.phase)
-        if best is None or nbytes + gradients + frozen > best.whole:
+        best, whole = self.peaks.get(now.phase), nbytes + gradients + frozen
+        if best is None or whole > best.whole * _AS_FULL:
             number = self._outputs.returned
             self.peaks[now.phase] = PhasePeak(nbytes, now.layer, held, now.beside, gradients, frozen, number)
+        elif whole > best.whole:
+            self.peaks[now.phase] = best._replace(nbytes=nbytes, gradients=gradients, frozen=frozen)
 
     # ---- sums ------------------------------------------------------------------------------------
 
