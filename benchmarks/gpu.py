@@ -88,12 +88,12 @@ SAVED_NUMBERS = 16
 products and of GELU, queries, keys, values."""
 
 
-# What is trained
+# The model
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is trained: as ``4096x8x2048x1`` on the command line, in a dtype."""
+    """Sizes of the model, as ``4096x8x2048x1`` on the command line, and its dtype."""
 
     hidden: int
     layers: int
@@ -226,7 +226,7 @@ class Way:
     """One way of keeping activations.
 
     Args:
-        subject: What is trained.
+        subject: The model to train.
         tier: Where bytes go, by its name; ``None`` if none travel.
         config: Of tba-offload; ``None`` if it takes no part.
         wrap: Makes a layer's forward anew, as checkpoints do.

@@ -65,7 +65,7 @@ class Run(NamedTuple):
 
 
 class Lane:
-    """Transfers of one direction, of which a bounded number is queued, a batch at a time.
+    """Transfers of one direction. Batches are queued, up to a bounded number of transfers.
 
     When half of them have moved, the lane calls the main thread, which queues more.
     """

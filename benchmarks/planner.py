@@ -55,7 +55,7 @@ VOCABULARY = 1024
 """Tokens: logits shall not be what peaks."""
 
 UNITS = (1, 1, 1, 1, 1, 1, 1, 1, 4, 4)
-"""What a layer that sleeps saves, in sizes of its input: two norms, attention, and an MLP."""
+"""Tensors that a sleeping layer saves, in sizes of its input: two norms, attention, and an MLP."""
 
 FORWARD = 0.06
 """Seconds of the forward of a layer that sleeps; its backward takes twice as long."""
@@ -110,7 +110,7 @@ class Paced(nn.Module):
 
 
 def build(family: str, shape: GptShape) -> nn.Module:
-    """Return a model of a family; ``mixed`` is a Llama of which every other layer has a narrow MLP."""
+    """Return a model of a family; ``mixed`` is a Llama with a narrow MLP in every other layer."""
     torch.manual_seed(1)
     if family == "megatron":
         return build_gpt(shape, seed=1)
