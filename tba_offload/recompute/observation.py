@@ -10,7 +10,7 @@ from tba_offload.layers import settings
 from tba_offload.layers.context import Context
 from tba_offload.layers.guards import holds_cache
 from tba_offload.layers.randomness import RandomState
-from tba_offload.recompute.digest import digests, equal
+from tba_offload.recompute.digests import digests, equal
 from tba_offload.recompute.surroundings import Surroundings, argument_name
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tba_offload.errors import SavedTensorModifiedError
 from tba_offload.layers.nested import tensors_in
 from tba_offload.recompute.code import PLAIN
 from tba_offload.recompute.contents import Contents, Held, address_of, copy_of, version_of
-from tba_offload.recompute.digest import digests
+from tba_offload.recompute.digests import digests
 from tba_offload.recompute.modules import Modules
 from tba_offload.recompute.parametrized import CachedWeights
 from tba_offload.recompute.tallies import Tallies, place_of
