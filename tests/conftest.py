@@ -53,7 +53,6 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    lanes.mark_stores(items)
     lanes.leave_out(config, items, os.environ)
     # The one place that decides it: what is marked ``gpu`` runs wherever there is one.
     if not torch.cuda.is_available():

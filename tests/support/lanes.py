@@ -6,42 +6,10 @@ import os
 import zlib
 from typing import TYPE_CHECKING
 
-import pytest
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-ONE_STORE = "TestFileStore"
-LONG_FOR_EACH_STORE = {
-    "test_the_interpreter_exits_cleanly_with_io_pending",
-    "test_a_killed_process_leaves_nothing",
-}
-"""Tests of the contract of stores that start processes: of all stores, the main lane asks one."""
-SIZES, SOME_SIZES = "test_bytes_come_back", {1, 4095, 4097, (9 << 20) + 1}
-"""The test of the contract that has most rows, and the sizes that the main lane asks of :data:`VARIANTS`."""
-VARIANTS = {
-    "TestFileStoreOnTmpfs",
-    "TestFileStoreWithLargeBlocks",
-    "TestFileStoreWithStablePages",
-    "TestTieredStoreThatSpills",
-}
-"""Stores of which another one, with other settings, is asked all."""
-
-
-def mark_stores(items: Iterable[pytest.Item]) -> None:
-    """Leaves long tests of the contract to the full lane, but for one store, and most sizes of variants."""
-    for item in items:
-        store = getattr(getattr(item, "cls", None), "__name__", ONE_STORE)
-        name = getattr(item, "originalname", None)
-        is_long = name in LONG_FOR_EACH_STORE and store != ONE_STORE
-        if is_long or (name == SIZES and store in VARIANTS and size_of(item) not in SOME_SIZES):
-            item.add_marker(pytest.mark.full)
-
-
-def size_of(item: pytest.Item) -> int:
-    assert isinstance(item, pytest.Function)
-    size: int = item.callspec.params["nbytes"]
-    return size
+    import pytest
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], variables: Mapping[str, str]) -> None:

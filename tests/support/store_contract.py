@@ -139,12 +139,6 @@ class StoreContract:
         with self.make_store(tmp_path) as store:
             yield store
 
-    def test_a_store_tells_what_is_reserved(self, store: ActivationStore) -> None:
-        extents = [store.reserve(nbytes, 0) for nbytes in (1, 5000, MIB)]
-        assert sorted(store.leased()) == sorted(extents)
-        store.release(extents[1])
-        assert sorted(store.leased()) == sorted([extents[0], extents[2]])
-
     # Several at once.
 
     def test_several_are_reserved_written_and_come_back(self, store: ActivationStore) -> None:
@@ -174,71 +168,10 @@ class StoreContract:
             time.sleep(0.001)
         assert set(ended) == set(writes)
 
-    def test_several_writes_are_queued_all_or_none(self, store: ActivationStore) -> None:
-        data = [pattern(5000, number) for number in range(3)]
-        extents = [store.reserve(each.nbytes, each.data_ptr()) for each in data]
-        store.release(extents[2])
-        sources = [ByteRange.of(each) for each in data]
-        orders = [(extent, source, READY, None) for extent, source in zip(extents, sources, strict=True)]
-        with pytest.raises(ValueError, match="not reserved here"):
-            store.write_many(orders)
-        assert store.pending() == 0
-        for write in store.write_many(orders[:2]):
-            write.wait(PATIENCE)
-        for extent, each in zip(extents[:2], data, strict=False):
-            assert torch.equal(get(store, extent), each)
-            store.release(extent)
-
-    def test_several_reads_come_back_also_after_some_were_cancelled(self, store: ActivationStore) -> None:
-        data = [pattern(nbytes, nbytes) for nbytes in (5000, 1, 70_000, 4096, 12_345)]
-        extents = [put(store, each) for each in data]
-        lead, gate = store.alignment, Gate()
-        rooms = [torch.zeros(each.nbytes + 2 * lead, dtype=torch.uint8) for each in data]
-        targets = [
-            ByteRange.of(room[lead : lead + each.nbytes]) for room, each in zip(rooms, data, strict=True)
-        ]
-        orders = [(extent, target, gate) for extent, target in zip(extents, targets, strict=True)]
-        reads = store.read_many(orders[::-1], padded=False)  # backward needs last what was saved first
-        cancelled = [read.cancel() for read in reads]
-        gate.open()
-        if not all(cancelled):
-            reads[cancelled.index(False)].wait(PATIENCE)
-        again = store.read_many(orders, padded=False)
-        for read in again:
-            read.wait(PATIENCE)
-        for room, target, each in zip(rooms, targets, data, strict=True):
-            assert torch.equal(target.tensor(), each)
-            assert not room[:lead].any()
-            assert not room[lead + each.nbytes :].any()
-        for extent in extents:
-            store.release(extent)
-        assert store.pending() == 0
-
-    def test_several_reads_are_queued_all_or_none(self, store: ActivationStore) -> None:
-        data = [pattern(5000, number) for number in range(3)]
-        extents = [put(store, each) for each in data]
-        store.release(extents[2])
-        targets = [torch.zeros(5000, dtype=torch.uint8) for _ in data]
-        orders = [(extent, ByteRange.of(each), READY) for extent, each in zip(extents, targets, strict=True)]
-        with pytest.raises(ValueError, match="not reserved here"):
-            store.read_many(orders, padded=False)
-        assert store.pending() == 0
-        assert not torch.stack(targets).any()
-
-    def test_where_several_have_no_room_there_is_one_for_the_first(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path, capacity=64 << 10) as store:
-            (first, *_) = found = store.reserve_many([(32 << 10, 0), (64 << 10, 0)])
-            assert len(found) == 1
-            store.release(first)
-            with pytest.raises(StoreFullError):
-                store.reserve_many([(1 << 40, 0), (1, 0)])
-
     # Bytes come back.
 
     @pytest.mark.parametrize("padded", [True, False])
-    @pytest.mark.parametrize(
-        "nbytes", [1, 63, 511, 512, 513, 4095, 4096, 4097, 65_536, 100_003, MIB, 9 * MIB, 9 * MIB + 1]
-    )
+    @pytest.mark.parametrize("nbytes", [1, 513, 4095, 4097, 100_003, 9 * MIB + 1])
     def test_bytes_come_back(self, store: ActivationStore, nbytes: int, padded: bool) -> None:
         data = pattern(nbytes)
         extent = put(store, data)
@@ -247,7 +180,7 @@ class StoreContract:
         assert extent.lead + nbytes <= extent.length
         assert torch.equal(get(store, extent, padded=padded), data)
 
-    @pytest.mark.parametrize("shift", [1, 7, 64, 100, 511, 513, 4095])
+    @pytest.mark.parametrize("shift", [1, 64, 513])
     def test_sources_and_targets_may_lie_anywhere(self, store: ActivationStore, shift: int) -> None:
         data = pattern(200_000)[shift : shift + 150_001]
         extent = put(store, data)
@@ -256,7 +189,7 @@ class StoreContract:
             store.read(extent, ByteRange.of(target), READY, padded=False).wait(PATIENCE)
             assert torch.equal(target, data)
 
-    @pytest.mark.parametrize("shift", [0, 1, 100])
+    @pytest.mark.parametrize("shift", [0, 1])
     def test_an_unpadded_read_leaves_the_neighbours_alone(self, store: ActivationStore, shift: int) -> None:
         data = pattern(5001)
         extent = put(store, data)
@@ -276,13 +209,6 @@ class StoreContract:
                 store.read(extent, ByteRange.of(tight), READY, padded=True)
         store.read(extent, ByteRange.of(tight), READY, padded=False).wait(PATIENCE)
         assert torch.equal(tight, data)
-
-    def test_a_padded_read_at_another_lead_is_right_too(self, store: ActivationStore) -> None:
-        data = pattern(70_001)
-        extent = put(store, data)
-        target = at_lead(70_001, extent.lead + 3, max(store.alignment, 512))
-        store.read(extent, ByteRange.of(target), READY, padded=True).wait(PATIENCE)
-        assert torch.equal(target, data)
 
     def test_an_extent_can_be_written_and_read_again(self, store: ActivationStore) -> None:
         extent = put(store, pattern(10_000, seed=1))
@@ -383,13 +309,6 @@ class StoreContract:
         if self.splits_alike:
             assert marks[-1] == marks[1]
 
-    def test_live_extents_do_not_overlap(self, store: ActivationStore) -> None:
-        extents = [store.reserve(nbytes, nbytes) for nbytes in (1, 4096, 5000, 100_000) for _ in range(5)]
-        taken = sorted((e.drive, e.offset, e.offset + e.length) for e in extents)
-        for (drive, _, end), (next_drive, start, _) in pairwise(taken):
-            assert drive != next_drive or end <= start
-        assert store.used_bytes == sum(extent.length for extent in extents)
-
     def test_capacity_is_a_limit_that_a_release_lifts(self, tmp_path: Path) -> None:
         with self.make_store(tmp_path, capacity=64 * 4096) as store:
             assert store.capacity_bytes == 64 * 4096
@@ -399,18 +318,6 @@ class StoreContract:
                 store.reserve(1, 0)
             store.release(extents[3])
             assert torch.equal(get(store, put(store, pattern(3 * 4096))), pattern(3 * 4096))
-
-    def test_prepare_grows_up_to_the_capacity(self, tmp_path: Path) -> None:
-        with self.make_store(tmp_path, capacity=64 * 4096) as store:
-            store.prepare(64 * 4096)
-            assert store.used_bytes == 0
-            with pytest.raises(StoreFullError, match="do not fit"):
-                store.prepare(66 * 4096)
-
-    @pytest.mark.parametrize("nbytes", [0, -1])
-    def test_an_extent_holds_something(self, store: ActivationStore, nbytes: int) -> None:
-        with pytest.raises(ValueError, match="at least 1 byte"):
-            store.reserve(nbytes, 0)
 
     # Wrong use is an error, never a wrong byte.
 
@@ -567,20 +474,6 @@ class StoreContract:
         future.add_done_callback(lambda done: calls.append((done, threading.current_thread().name)))
         assert calls[3:] == [(future, threading.current_thread().name)]
 
-    def test_no_callback_is_lost_in_a_race(self, store: ActivationStore) -> None:
-        data = pattern(64)
-        extents = [store.reserve(64, data.data_ptr()) for _ in range(400)]
-        calls: list[IoFuture] = []
-        futures = []
-        for extent in extents:
-            future = store.write(extent, ByteRange.of(data), READY)
-            future.add_done_callback(calls.append)
-            futures.append(future)
-        for future in futures:
-            future.wait(PATIENCE)
-        _eventually(lambda: len(calls) >= 400)
-        assert len(calls) == len(set(calls)) == 400
-
     def test_a_callback_can_free_the_memory_and_release_the_extent(self, store: ActivationStore) -> None:
         gate, alive = Gate(), []
         data = pattern(5000)
@@ -599,47 +492,6 @@ class StoreContract:
         _eventually(lambda: bool(alive))
         assert alive == [None]
         assert store.used_bytes == 0
-
-    def test_a_failed_transfer_lets_go_of_the_tensor(self, store: ActivationStore) -> None:
-        class Broken(Gate):
-            def synchronize(self) -> None:
-                raise RuntimeError("device lost")
-
-        data = pattern(5000)
-        tensor = weakref.ref(data)
-        future = store.write(store.reserve(5000, data.data_ptr()), ByteRange.of(data), Broken())
-        del data
-        _eventually(future.done)
-        assert isinstance(future.error, StoreError)
-        assert tensor() is None
-
-    def test_a_callback_that_fails_stops_the_store(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        hooked: list[BaseException | None] = []
-        monkeypatch.setattr(threading, "excepthook", lambda args: hooked.append(args.exc_value))
-        store = self.make_store(tmp_path)
-        data, gate = pattern(5000), Gate()
-        reached: list[IoFuture] = []
-        extent = store.reserve(5000, data.data_ptr())
-        future = store.write(extent, ByteRange.of(data), gate)
-        error = ZeroDivisionError("in a callback")
-
-        def fail(_: IoFuture) -> None:
-            raise error
-
-        future.add_done_callback(fail)
-        future.add_done_callback(reached.append)
-        gate.open()
-        future.wait(PATIENCE)
-        _eventually(lambda: bool(reached))
-        assert hooked == [error]
-        with pytest.raises(SessionError, match="callback of a transfer failed"):
-            store.write(extent, ByteRange.of(data), READY)
-        with pytest.raises(ZeroDivisionError, match="in a callback"):
-            store.close()
-        store.close()
-        assert io_threads() == []
 
     # The end.
 
@@ -672,23 +524,6 @@ class StoreContract:
         assert all(future.done() for future in futures)
         assert not all(future.cancelled() for future in futures)  # one of them had begun
         assert io_threads() == []
-
-    def test_close_from_a_callback_is_refused(self, store: ActivationStore) -> None:
-        errors: list[BaseException] = []
-        gate = Gate()
-        data = pattern(5000)
-        future = store.write(store.reserve(5000, data.data_ptr()), ByteRange.of(data), gate)
-
-        def close(_: IoFuture) -> None:
-            try:
-                store.close()
-            except SessionError as error:
-                errors.append(error)
-
-        future.add_done_callback(close)
-        gate.open()
-        _eventually(lambda: bool(errors))
-        assert "from a callback" in str(errors[0])
 
     def test_threads_and_descriptors_are_flat(self, tmp_path: Path) -> None:
         before = descriptors()
@@ -727,6 +562,7 @@ class StoreContract:
         assert torch.equal(get(store, extent), data)
         store.close()
 
+    @pytest.mark.full
     def test_the_interpreter_exits_cleanly_with_io_pending(self, tmp_path: Path) -> None:
         program = f"""
             import logging, torch

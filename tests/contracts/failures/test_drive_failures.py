@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from faults import inject
 from harness import KIB, assert_all_given_back, made, session_for
-from models import History, assert_same_history, make_model, train
+from models import History, assert_same_history, loss_of, make_model, make_tokens, train
 
 from tba_offload.errors import TransferError
 
@@ -73,3 +73,31 @@ def test_a_changed_byte_in_the_drive_is_a_named_error(tmp_path: Path) -> None:
         TransferError, match=rf"could not read .* layer .* from {tmp_path}/drive, offset .*checksum"
     ):
         train_with(made(tmp_path / "drive"), "flip-write:n=6")
+
+
+@pytest.mark.filterwarnings("ignore:a drive failed and is left alone:RuntimeWarning")
+@pytest.mark.parametrize(("number", "attempts"), [("EIO", 4), ("ENODEV", 1)])
+def test_a_read_is_made_again_a_few_times_only(tmp_path: Path, number: str, attempts: int) -> None:
+    model = make_model(layers=3)
+    with session_for(model, directory=tmp_path, in_flight=16 * KIB) as session:
+        loss = loss_of(model, make_tokens(0))
+        session.offloader.quiesce()
+        with inject(f"fail-read:errno={number}") as faults:
+            with pytest.raises(TransferError, match=rf"could not read .* layer .* from {tmp_path}, offset"):
+                loss.backward()
+        assert attempts <= len(faults.fired)  # others may have been read ahead
+        del loss
+
+
+@pytest.mark.parametrize("fault", ["fail-write:errno=EROFS", "nothing-write"])
+def test_where_the_policy_says_so_a_failed_write_is_an_error(tmp_path: Path, fault: str) -> None:
+    model = make_model(layers=3)
+    with session_for(model, directory=tmp_path, in_flight=16 * KIB, on_full="error") as session:
+        with (
+            inject(fault),
+            pytest.raises(TransferError, match=r"could not write .* layer .*on_full") as caught,
+        ):
+            train(model, session, steps=1)
+        assert str(tmp_path) in str(caught.value)
+        history = train(model, session, steps=1)
+    assert len(history.losses) == 1

@@ -7,17 +7,16 @@ import mmap
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from children import environment
-from harness import CPU, KIB, MIB, PATIENCE, session_for
+from harness import MIB, PATIENCE, session_for
 from models import loss_of, make_model, make_tokens
 
 from tba_offload.device.live_bytes import LiveBytes
-from tba_offload.device.memory import AllocatorMeter, MallocMeter, ResidentPeak, meter_of
+from tba_offload.device.memory import MallocMeter, ResidentPeak
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -95,18 +94,6 @@ def test_live_bytes_follow_allocations() -> None:
     assert memory_threads() == []
 
 
-def test_memory_of_other_threads_counts() -> None:
-    meter = MallocMeter()
-    before = meter.live()
-    made: list[torch.Tensor] = []
-    thread = threading.Thread(
-        target=lambda: made.extend(allocate(64 * KIB) for _ in range(SIZE // (64 * KIB)))
-    )
-    thread.start()
-    thread.join(PATIENCE)
-    assert SIZE - SLACK < meter.live() - before < 1.2 * SIZE
-
-
 # The peak
 
 
@@ -118,33 +105,6 @@ def test_a_peak_is_seen_though_it_was_freed(meter: Observed) -> None:
     del tensor
     assert abs(meter.live() - before) < SLACK
     assert abs(meter.peak() - before - SIZE) < SLACK
-
-
-def test_reset_forgets_the_peak() -> None:
-    meter = Observed(period=3600)
-    meter.reset()
-    meter.wait_for_samples(1)
-    before = meter.live()
-    tensor = allocate()
-    assert meter.peak() - before > SIZE - SLACK
-    del tensor
-    meter.reset()
-    assert abs(meter.peak() - before) < SLACK
-    meter.close()
-
-
-def test_what_is_live_at_the_reset_counts() -> None:
-    meter = MallocMeter(period=3600)
-    before = meter.live()
-    tensor = allocate()
-    meter.reset()
-    del tensor
-    assert abs(meter.peak() - before - SIZE) < SLACK
-    meter.close()
-
-
-def test_the_source_says_that_it_is_sampled() -> None:
-    assert MallocMeter().source == "mallinfo2, sampled"
 
 
 # Its thread
@@ -160,26 +120,7 @@ def test_a_meter_can_be_closed_at_any_time_and_twice(watching: bool) -> None:
     assert memory_threads() == []
 
 
-@pytest.mark.parametrize("watching", [False, True])
-def test_the_thread_of_a_forgotten_meter_ends(watching: bool) -> None:
-    meter = MallocMeter()
-    meter.reset()
-    if not watching:
-        meter.pause()
-    (thread,) = memory_threads()
-    del meter
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
 # Other C libraries
-
-
-def test_a_c_library_without_mallinfo2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba_offload.device.malloc.ctypes.CDLL", lambda _: SimpleNamespace())
-    for make in (MallocMeter, lambda: meter_of(CPU)):
-        with pytest.raises(UnsupportedError, match=r"glibc \(2\.33 or later\).*measure_memory=False"):
-            make()
 
 
 FREED = """
@@ -237,41 +178,6 @@ def test_the_resident_peak_outlives_its_memory_until_it_is_reset() -> None:
 # The meter of a device
 
 
-def test_a_cpu_is_measured_by_malloc() -> None:
-    meter = meter_of(CPU)
-    assert isinstance(meter, MallocMeter)
-    assert memory_threads() == []
-
-
-def test_a_gpu_is_measured_by_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", 1)
-    asked: list[tuple[str, torch.device]] = []
-    for number, name in enumerate(
-        (
-            *("memory_allocated", "reset_peak_memory_stats"),
-            *("max_memory_allocated", "max_memory_reserved"),
-        ),
-        start=1,
-    ):
-        monkeypatch.setattr(
-            torch.cuda, name, lambda where, name=name, number=number: asked.append((name, where)) or number
-        )
-    meter = meter_of(SimpleNamespace(torch_device=device))  # type: ignore[arg-type]
-    assert isinstance(meter, AllocatorMeter)
-    assert meter.source == "cuda allocator"
-    assert meter.live() == 1
-    meter.reset()
-    assert meter.peak() == 3
-    assert meter.reserved() == 4
-    meter.close()
-    assert asked == [
-        ("memory_allocated", device),
-        ("reset_peak_memory_stats", device),
-        ("max_memory_allocated", device),
-        ("max_memory_reserved", device),
-    ]
-
-
 # Storages of somebody else's
 
 
@@ -292,20 +198,6 @@ def test_each_storage_counts_once_until_it_is_freed() -> None:
     assert live.nbytes == 0
 
 
-def test_the_most_bytes_at_one_time_are_told() -> None:
-    live = LiveBytes(torch.device("cpu"))
-    for _ in range(3):
-        live.add(torch.zeros(1000))  # is freed before the next one comes
-    assert live.take_most() == 4000
-    assert live.take_most() == 0
-    kept = torch.zeros(500)
-    live.add(kept)
-    live.shift(300)
-    live.shift(-300)
-    assert live.take_most() == 2300
-    assert live.take_most() == kept.nbytes  # it is there still
-
-
 def test_a_storage_that_only_autograd_holds_still_counts() -> None:
     live = LiveBytes(torch.device("cpu"))
     parameter = torch.nn.Parameter(torch.ones(100))
@@ -318,22 +210,6 @@ def test_a_storage_that_only_autograd_holds_still_counts() -> None:
 
 
 # What is left out
-
-
-@pytest.fixture
-def static() -> dict[str, int]:
-    return {"bytes": 0}
-
-
-@pytest.fixture
-def still(static: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Observed]:
-    """A meter that was reset, whose thread has taken its only sample, and that skips none of the test's."""
-    monkeypatch.setattr("tba_offload.device.memory.REST", 0)
-    meter = Observed(period=3600, static=lambda: static["bytes"])
-    meter.reset()
-    meter.wait_for_samples(1)
-    yield meter
-    meter.close()
 
 
 # Other allocators

@@ -12,17 +12,15 @@ import torch
 from ordered_device import OrderedDevice
 from store_contract import CPU, descriptors, get, pattern, put
 
-from tba_offload.errors import ConfigError, StoreError
-from tba_offload.store import bench, gds, open_store
-from tba_offload.store.bench import Row, advised, measure
+from tba_offload.errors import ConfigError
+from tba_offload.store import gds, open_store
+from tba_offload.store.bench import measure
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
 from tba_offload.store.host import HostStore
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-MIB = 1 << 20
 
 
 @pytest.fixture
@@ -97,25 +95,7 @@ def test_auto_is_file_on_each_drive_whose_files_cufile_refuses(
     assert descriptors() == before
 
 
-@pytest.mark.usefixtures("kvikio", "driver")
-def test_on_a_cpu_nothing_is_to_choose(tmp_path: Path) -> None:
-    with open_store(kind="auto", directories=[tmp_path], device=CPU) as store:
-        assert isinstance(store, FileStore)
-        assert "chosen" not in store.description
-
-
 # Threads
-
-
-@pytest.mark.parametrize(("cores", "threads"), [(2, 1), (64, 2)])
-def test_threads_go_by_the_cores(
-    cores: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    for given in ({}, {"writers": 3}):
-        with open_store(directories=[tmp_path], device=CPU, **given) as store:
-            description = store.description
-        assert (description["readers"], description["writers"]) == (threads, given.get("writers", threads))
 
 
 @pytest.mark.parametrize("value", [0, 257, 2.5, True, "many"])
@@ -137,43 +117,3 @@ def test_a_measurement_leaves_store_and_generator_as_they_were(kind: str, tmp_pa
         assert [load.write.nbytes for load in store.take_loads()] == [0]
     assert min(rates) > 0
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.usefixtures("kvikio")
-def test_a_measurement_that_fails_leaves_no_extent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with GdsStore(tmp_path, device=CPU) as store:
-        monkeypatch.setattr(
-            fake_kvikio.CuFile, "read", lambda *_: (_ for _ in ()).throw(OSError(5, "broken"))
-        )
-        with pytest.raises(StoreError, match="broken"):
-            measure(store, CPU, extent_bytes=4096, seconds=0.0)
-        assert (store.used_bytes, store.pending()) == (0, 0)
-
-
-def test_bench_measures_each_size_with_each_number_of_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "BLOCKS", (4096, 3 * MIB))
-    shown: list[Row] = []
-    before = descriptors()
-    rows = bench.bench(str(tmp_path), CPU, "file", seconds=0.0, show=shown.append)
-    assert [(row.threads, row.block_bytes) for row in rows] == [
-        (threads, block) for threads in bench.THREADS for block in (4096, 3 * MIB)
-    ]
-    assert shown == rows
-    assert all(min(row.write, row.read, row.both) > 0 for row in rows)
-    assert descriptors() == before
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_advice_is_the_fewest_threads_that_are_nearly_as_fast() -> None:
-    rows = [
-        Row(MIB // 4, 1, write=2.0, read=1.0, both=1.0),
-        Row(MIB // 2, 1, write=5.0, read=5.0, both=1.0),
-        Row(4 * MIB, 1, write=9.6, read=8.0, both=1.0),
-        Row(4 * MIB, 2, write=10.0, read=9.6, both=1.0),
-        Row(4 * MIB, 4, write=9.0, read=10.0, both=1.0),
-    ]
-    assert advised(rows) == {"writers": 1, "readers": 2, "min_tensor_bytes": MIB // 2}
-    slow = [Row(MIB, 1, 1.0, 1.0, 1.0), Row(64 * MIB, 1, 9.0, 9.0, 9.0)]
-    assert advised(slow)["min_tensor_bytes"] == MIB

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -11,7 +10,6 @@ import stat
 import tempfile
 import textwrap
 import uuid
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,6 @@ from faults import inject
 from store_contract import (
     CPU,
     PATIENCE,
-    READY,
     StoreContract,
     descriptors,
     get,
@@ -38,19 +35,18 @@ from tba_offload.errors import (
     MissingDependencyError,
     ShortTransferError,
     StoreError,
-    StoreFullError,
 )
-from tba_offload.store import open_store, posix
+from tba_offload.store import open_store
 from tba_offload.store import run_file as directory
 from tba_offload.store.file import FileStore
 from tba_offload.store.run_file import check_directory, open_directory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from warm import Warm
 
     from tba_offload.store.base import ActivationStore, Extent
-
-Call = Callable[[int, int, int, int], int]
 
 
 def flip_a_bit(fd: int, offset: int) -> None:
@@ -205,23 +201,6 @@ def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
     assert descriptors() == before
 
 
-def test_a_directory_without_permission_names_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    before = descriptors()
-    monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(
-        StoreError, match="Permission denied; name a directory that you may write to"
-    ) as caught:
-        FileStore(tmp_path, device=CPU)
-    assert caught.value.errno == errno.EACCES
-    assert caught.value.filename == str(tmp_path)
-    assert descriptors() == before
-
-
 # The path that bytes take.
 
 
@@ -240,47 +219,6 @@ def test_tmpfs_is_buffered_and_says_so(caplog: pytest.LogCaptureFixture) -> None
             assert store.description["path"] == "buffered"
             assert store.alignment == 1
     assert f"{path}: buffered I/O instead of direct I/O, because tmpfs lies in memory" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("told", "reason"),
-    [(0, "does not offer direct I/O"), (8192, "alignment of 8192 bytes"), (3000, "alignment of 3000 bytes")],
-)
-def test_alignments_that_do_not_fit_mean_buffered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: int, reason: str
-) -> None:
-    monkeypatch.setattr(posix, "file_system_magic", lambda fd: 0)
-    monkeypatch.setattr(posix, "direct_alignment", lambda fd: told)
-    with FileStore(tmp_path, device=CPU) as store:
-        assert store.alignment == 1
-        assert reason in str(store.description["reason"])
-        assert torch.equal(get(store, put(store, pattern(5001))), pattern(5001))
-
-
-@pytest.mark.parametrize("shift", [0, 64, 448, 1])
-def test_writes_and_padded_reads_need_no_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: int
-) -> None:
-    monkeypatch.setattr(posix, "needs_stable_pages", lambda fd: False)
-    with FileStore(tmp_path, device=CPU) as store:
-        data = pattern(1_000_000)[shift:]
-        extent = put(store, data)
-        assert torch.equal(get(store, extent), data)
-        assert store.staging_bytes == 0
-
-
-def test_other_transfers_are_staged_in_few_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posix, "needs_stable_pages", lambda fd: True)
-    with FileStore(tmp_path, device=CPU, writers=2, readers=1, slab_bytes=1 << 16) as store:
-        data = pattern(1_000_001)
-        extents = [store.reserve(data.nbytes, data.data_ptr() + 1) for _ in range(9)]
-        for future in [store.write(extent, ByteRange.of(data), READY) for extent in extents]:
-            future.wait(PATIENCE)
-        for extent in extents:
-            assert torch.equal(get(store, extent, padded=False), data)
-        if store.alignment > 1:
-            assert 0 < store.staging_bytes <= 3 << 16
-    assert store.staging_bytes == 0
 
 
 @pytest.mark.gpu
@@ -320,97 +258,7 @@ def test_what_is_read_is_checked_unless_told_otherwise(tmp_path: Path) -> None:
             assert not torch.equal(get(store, put(store, pattern(100_003))), pattern(100_003))
 
 
-@pytest.mark.parametrize("checksum", [True, False])
-def test_what_checksums_cost_is_counted(tmp_path: Path, *, checksum: bool) -> None:
-    model = torch.nn.Sequential(
-        *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6))
-    )
-    config = tba.OffloadConfig(
-        min_tensor_bytes=1,
-        budget=tba.BudgetConfig(in_flight_bytes=32 << 10),
-        store=tba.StoreConfig(directories=(tmp_path,), checksum=checksum),
-    )
-    with tba.attach(model, config, layers=list(model)) as session:
-        for _ in range(2):
-            with session.step():
-                model(torch.ones(64, 64)).sum().backward()
-    assert len(session.report()) == 2
-    for record in session.report():
-        assert record.checksum_seconds is not None
-        assert (record.checksum_seconds > 0) == checksum
-        assert record.checksum_seconds < record.seconds
-
-
-@pytest.mark.parametrize("fault", ["flip-write", "zeros-write", "zeros-read", "lost-write"])
-@pytest.mark.parametrize("staged", [False, True])
-def test_every_silent_change_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, staged: bool
-) -> None:
-    monkeypatch.setattr(posix, "needs_stable_pages", lambda fd: staged)
-    with FileStore(tmp_path, device=CPU, slab_bytes=1 << 16) as store, inject(fault):
-        extent = put(store, pattern(300_001))
-        with pytest.raises(ChecksumError, match="instead of"):
-            get(store, extent, padded=not staged)
-
-
 # Faults.
-
-
-def failing(number: int) -> Call:
-    def call(fd: int, address: int, nbytes: int, offset: int) -> int:
-        raise OSError(number, os.strerror(number))
-
-    return call
-
-
-def limited(call: Call, limit: int) -> Call:
-    """A drive that moves at most ``limit`` bytes a call."""
-    return lambda fd, address, nbytes, offset: call(fd, address, min(nbytes, limit), offset)
-
-
-def interrupted(call: Call) -> Call:
-    """A call that a signal interrupts every other time."""
-    calls: list[int] = []
-
-    def sometimes(fd: int, address: int, nbytes: int, offset: int) -> int:
-        calls.append(offset)
-        if len(calls) % 2:
-            raise InterruptedError(errno.EINTR, "Interrupted system call")
-        return call(fd, address, nbytes, offset)
-
-    return sometimes
-
-
-@pytest.mark.parametrize("limit", [512 + 100, 4096, 65_536 + 511])
-def test_short_transfers_are_continued(store: FileStore, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    limit = max(limit, store.alignment)
-    monkeypatch.setattr(posix, "pwrite", limited(posix.pwrite, limit // store.alignment * store.alignment))
-    monkeypatch.setattr(posix, "pread", limited(posix.pread, limit // store.alignment * store.alignment))
-    data = pattern(300_001)
-    assert torch.equal(get(store, put(store, data)), data)
-
-
-def test_a_ragged_short_transfer_goes_on_at_an_aligned_point() -> None:
-    calls: list[tuple[int, int, int]] = []
-
-    def ragged(fd: int, address: int, nbytes: int, offset: int) -> int:
-        calls.append((address, nbytes, offset))
-        return min(nbytes, 1000)
-
-    assert posix.transfer(ragged, 3, 0x10000, 2048, 4096, 512) == 2048
-    assert calls == [
-        (0x10000, 2048, 4096),
-        (0x10200, 1536, 4608),
-        (0x10400, 1024, 5120),
-        (0x10600, 512, 5632),
-    ]
-
-
-def test_signals_do_not_matter(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posix, "pwrite", interrupted(posix.pwrite))
-    monkeypatch.setattr(posix, "pread", interrupted(posix.pread))
-    data = pattern(300_001)
-    assert torch.equal(get(store, put(store, data)), data)
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -421,69 +269,10 @@ def test_a_truncated_file_is_a_short_read(store: FileStore, padded: bool) -> Non
         get(store, extent, padded=padded)
 
 
-def test_a_write_that_moves_nothing_is_an_error(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posix, "pwrite", lambda *_: 0)
-    with pytest.raises(ShortTransferError, match="stopped after 0"):
-        put(store, pattern(5000))
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS])
-def test_drive_errors_keep_their_number(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
-) -> None:
-    extent = put(store, pattern(5000))
-    monkeypatch.setattr(posix, "pwrite", failing(number))
-    monkeypatch.setattr(posix, "pread", failing(number))
-    for use in (lambda: put(store, pattern(5000)), lambda: get(store, extent)):
-        with pytest.raises(StoreError, match="check the drive") as caught:
-            use()
-        assert caught.value.errno == number
-        assert caught.value.filename == str(tmp_path)
-    monkeypatch.undo()
-    assert torch.equal(get(store, extent), pattern(5000))
-
-
-@pytest.mark.parametrize(
-    ("number", "told"),
-    [(errno.ENOSPC, "bytes are free, of which .*: free some"), (errno.EDQUOT, "a quota or .* no more")],
-)
-def test_a_full_drive_at_the_write_is_a_full_store(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch, number: int, told: str
-) -> None:
-    monkeypatch.setattr(posix, "pwrite", failing(number))
-    with pytest.raises(StoreFullError, match=told) as caught:
-        put(store, pattern(5000))
-    assert caught.value.errno == number
-
-
 # Growing.
 
 
-def test_the_file_grows_in_large_steps_within_the_capacity(tmp_path: Path) -> None:
-    with FileStore(tmp_path, capacity=300 << 20, device=CPU) as store:
-        store.reserve(4096, 0)
-        assert os.fstat(store._file.fd).st_size == 256 << 20
-        store.reserve(260 << 20, 0)
-        assert os.fstat(store._file.fd).st_size == 300 << 20
-
-
 # Arguments.
-
-
-@pytest.mark.parametrize("options", [{"writers": 0}, {"readers": 0}, {"capacity": 0}, {"slab_bytes": 0}])
-def test_senseless_sizes_are_refused(tmp_path: Path, options: dict[str, int]) -> None:
-    before = descriptors()
-    with pytest.raises(ValueError, match=r"needs a writer|holds no extent|needs slabs"):
-        FileStore(tmp_path, device=CPU, **options)  # type: ignore[arg-type]
-    assert descriptors() == before
-
-
-def test_open_store_opens_a_file_where_a_directory_is_given(tmp_path: Path) -> None:
-    for kind in ("auto", "file"):
-        with open_store(kind=kind, directories=[tmp_path], device=CPU, readers=1, writers=3) as store:
-            assert isinstance(store, FileStore)
-            assert store.description["writers"] == 3
-            assert store.description["readers"] == 1
 
 
 @pytest.mark.parametrize("kind", ["auto", "file"])

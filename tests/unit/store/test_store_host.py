@@ -34,18 +34,6 @@ class TestHostStore(StoreContract):
         next(store._slabs.parts(extent.offset, 1)).bitwise_xor_(1)
 
 
-def test_description_names_the_path() -> None:
-    with HostStore(1 << 20, device=CPU) as store:
-        assert store.description == {
-            "kind": "host",
-            "path": "memory",
-            "pinned": False,
-            "alignment": 1,
-            "capacity": 1 << 20,
-            "checksum": False,
-        }
-
-
 def test_memory_grows_by_slabs_is_reused_and_freed() -> None:
     store = HostStore(device=CPU, slab_bytes=1 << 20)
     assert store.host_bytes == 0
@@ -56,14 +44,6 @@ def test_memory_grows_by_slabs_is_reused_and_freed() -> None:
             store.release(extent)
     store.close()
     assert store.host_bytes == 0
-
-
-def test_prepare_allocates_before_the_step() -> None:
-    with HostStore(device=CPU, slab_bytes=1 << 20) as store:
-        store.prepare(5 << 20)
-        assert store.host_bytes == 5 << 20
-        put(store, pattern(3 << 20))
-        assert store.host_bytes == 5 << 20
 
 
 @pytest.mark.parametrize(("capacity", "taken"), [(10_000, 8192), (5 << 18, 5 << 18), (3 << 20, 3 << 20)])
@@ -78,14 +58,6 @@ def test_no_more_memory_is_taken_than_the_capacity(capacity: int, taken: int) ->
                 store.reserve(1, 0)
             store.release(extent)
         assert store.host_bytes == taken
-
-
-def test_pinned_memory_is_allocated_when_the_store_opens() -> None:
-    class Pinning(CpuDevice):
-        pins_memory = True
-
-    with HostStore(3 << 20, device=Pinning(), slab_bytes=1 << 20) as store:
-        assert store.host_bytes == 3 << 20
 
 
 def test_no_more_memory_is_a_full_store_that_goes_on() -> None:
@@ -105,18 +77,6 @@ def test_no_more_memory_is_a_full_store_that_goes_on() -> None:
         assert torch.equal(get(store, extent), pattern(2 << 20))
         store.release(extent)
         put(store, pattern(1))
-
-
-@pytest.mark.parametrize("slab_bytes", [0, -4096, 5000])
-def test_slabs_are_whole_blocks(slab_bytes: int) -> None:
-    with pytest.raises(ValueError, match="multiple of 4096"):
-        HostStore(device=CPU, slab_bytes=slab_bytes)
-
-
-def test_open_store_keeps_bytes_in_memory() -> None:
-    with open_store(kind="host", device=CPU, capacity=1 << 20) as store:
-        assert isinstance(store, HostStore)
-        assert store.capacity_bytes == 1 << 20
 
 
 def test_open_store_does_not_ignore_directories(tmp_path: Path) -> None:

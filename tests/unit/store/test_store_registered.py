@@ -136,20 +136,6 @@ def test_a_read_that_fails_with_an_error_of_the_system_is_made_again(
         assert_all_given_back(session)
 
 
-@pytest.mark.parametrize("failure", [OSError(errno.EIO, "Input/output error"), MemoryError()], ids=repr)
-def test_what_the_system_does_not_write_stays_in_memory(
-    shelf: dict[str, object], failure: BaseException
-) -> None:
-    expected, model = train(make_model()), make_model()
-    with tba.attach(model, shelf, measure_memory=False) as session:
-        assert isinstance(session.store, ShelfStore)
-        session.store.shelf.failures["write"].append(failure)
-        with pytest.warns(RuntimeWarning, match="a drive failed and is left alone"):
-            assert_same_history(train(model, session), expected)
-        assert session.report()[0].fallback_kept_bytes > 0
-        assert_all_given_back(session)
-
-
 def test_a_fault_of_the_program_is_no_fault_of_a_drive(shelf: dict[str, object]) -> None:
     model = make_model()
     with tba.attach(model, shelf, measure_memory=False) as session:
@@ -158,13 +144,6 @@ def test_a_fault_of_the_program_is_no_fault_of_a_drive(shelf: dict[str, object])
         with pytest.raises(tba.TransferError, match="KeyError"):
             train(model, session)
         assert session.store.take_outages() == []
-
-
-def test_host_memory_stands_beside_it(opened: list[StoreOptions]) -> None:
-    policy = {"store": {"kind": "mine", "host_capacity": "8MiB"}}
-    with pytest.warns(tba.NoEffectWarning), tba.attach(make_model(), policy, measure_memory=False) as session:
-        assert session.store.kind == "tiered"
-    assert [options.host_capacity for options in opened] == [None]
 
 
 def test_a_name_is_given_once_and_forgotten_names_are_unknown(opened: list[StoreOptions]) -> None:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import errno
-import threading
 import warnings
-from collections import Counter, deque
-from contextlib import contextmanager
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
-from around import put_around
 from harness import KIB, Drive, DrivenHostStore, assert_all_given_back, config_for, wait_until
 from models import loss_of, make_model, make_tokens, same_bits
 from store_contract import (
     CPU,
     PATIENCE,
     READY,
-    Gate,
     StoreContract,
     descriptors,
     get,
@@ -30,26 +26,19 @@ from store_contract import (
 )
 
 import tba_offload as tba
-from tba_offload.adapt.rates import Rates
-from tba_offload.adapt.task import Task
-from tba_offload.config.policy import Objective, Placement
 from tba_offload.device import ByteRange
 from tba_offload.errors import ChecksumError, ConfigError, StoreError, StoreFullError, TransferError
-from tba_offload.plan.bandwidth import Bandwidth
-from tba_offload.plan.model import Limits
 from tba_offload.store import open_store
-from tba_offload.store.base import ActivationStore, DriveLoad, Extent, Load
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
-from tba_offload.store.meters import Meter
 from tba_offload.store.service import Service
 from tba_offload.store.striped import StripedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
-    from tba_offload.store.base import IoFuture, WriteOrder
+    from tba_offload.store.base import ActivationStore, Extent
 
 
 @dataclass
@@ -115,28 +104,6 @@ def hosts(count: int, **options: Any) -> StripedStore:
     return StripedStore([HostStore(device=CPU, drive=drive, **options) for drive in range(count)])
 
 
-def test_the_drive_with_the_least_to_do_is_chosen() -> None:
-    with hosts(3) as store:
-        gates = [Gate() for _ in range(3)]
-        futures = []
-        for gate, nbytes in zip(gates, (30_000, 10_000, 20_000), strict=True):
-            extent = store.reserve(nbytes, 0)
-            futures.append(store.write(extent, ByteRange.of(pattern(nbytes)), gate))
-        by_bytes = {extent_bytes: drive for drive, extent_bytes in enumerate(_pending(store))}
-        assert [store.reserve(1, 0).drive for _ in range(4)] == [by_bytes[10_000]] * 4
-        assert store.pending() == 3
-        assert store.pending_bytes() == 60_000
-        gates[0].open()
-        futures[0].wait(PATIENCE)
-        assert store.reserve(1, 0).drive == by_bytes[30_000]
-        for gate in gates:
-            gate.open()
-
-
-def _pending(store: StripedStore) -> list[int]:
-    return [drive.pending_bytes() for drive in store.stores]
-
-
 # Drives of different speed
 
 
@@ -150,88 +117,6 @@ class Clock:
         return self.now
 
 
-class PacedStore(HostStore):
-    """A drive of known speed on a clock that only :func:`pass_one` sets: nothing here takes real time."""
-
-    def __init__(self, clock: Clock, speed: float, *, drive: int, capacity: int | None = None) -> None:
-        super().__init__(capacity, device=CPU, drive=drive, slab_bytes=1 << 20)
-        self.clock, self.speed = clock, speed
-        self.running: deque[tuple[float, threading.Semaphore]] = deque()
-        self.futures: deque[IoFuture] = deque()
-        self.began = threading.Semaphore(0)
-        condition = self._condition
-        condition.writes, condition.reads, condition.service = Meter(clock), Meter(clock), Service(clock)
-        put_around(self, self.paced)
-
-    @contextmanager
-    def paced(self, verb: str, extent: Extent) -> Iterator[None]:
-        if verb == "read":
-            yield
-            return
-        gate = threading.Semaphore(0)
-        self.running.append((self.clock.now + extent.nbytes / self.speed, gate))
-        self.began.release()
-        assert gate.acquire(timeout=PATIENCE)
-        yield
-
-    def write_many(self, orders: Sequence[WriteOrder]) -> list[IoFuture]:
-        first, writes = not self.futures, super().write_many(orders)
-        self.futures.extend(writes)
-        if first:
-            assert self.began.acquire(timeout=PATIENCE)
-        return writes
-
-
-def paced(clock: Clock, *speeds: float) -> StripedStore:
-    return StripedStore([PacedStore(clock, speed, drive=drive) for drive, speed in enumerate(speeds)])
-
-
-def drives_of(store: StripedStore) -> list[PacedStore]:
-    assert all(isinstance(drive, PacedStore) for drive in store.stores)
-    return list(store.stores)  # type: ignore[arg-type]
-
-
-def pass_one(store: StripedStore) -> None:
-    """Lets the clock run until the next write ends."""
-    drive = min((drive for drive in drives_of(store) if drive.running), key=lambda each: each.running[0][0])
-    drive.clock.now, gate = drive.running.popleft()
-    future = drive.futures.popleft()
-    gate.release()
-    future.wait(PATIENCE)
-    if drive.futures:
-        assert drive.began.acquire(timeout=PATIENCE)
-
-
-def drain(store: StripedStore) -> None:
-    while store.pending():
-        pass_one(store)
-
-
-def feed(store: StripedStore, count: int, *, depth: int, nbytes: int = 100_000) -> Counter[int]:
-    """Writes ``count`` extents with ``depth`` queued or running; how many went to each drive."""
-    data, taken = pattern(nbytes), Counter[int]()
-    for _ in range(count):
-        extent = store.reserve(nbytes, 0)
-        taken[extent.drive] += 1
-        store.write(extent, ByteRange.of(data), READY, done=lambda _, extent=extent: store.release(extent))
-        while store.pending() >= depth:
-            pass_one(store)
-    return taken
-
-
-@pytest.mark.parametrize("depth", [1, 12])
-@pytest.mark.parametrize("speeds", [(1e9, 1e9), (1e9, 3e9), (4e9, 1e9, 3e9)])
-def test_the_split_of_bytes_follows_the_rates(speeds: tuple[float, ...], depth: int) -> None:
-    """With queues as with one write at a time."""
-    with paced(Clock(), *speeds) as store:
-        feed(store, 40, depth=depth)
-        taken = feed(store, 400, depth=depth)
-        drain(store)
-        for drive, speed in enumerate(speeds):
-            assert taken[drive] == pytest.approx(400 * speed / sum(speeds), abs=6)
-        assert store.write_rate() == pytest.approx(sum(speeds))
-
-
 def test_a_full_drive_is_passed_over() -> None:
     small, large = HostStore(8 * 4096, device=CPU), HostStore(64 * 4096, device=CPU, drive=1)
     with StripedStore([small, large]) as store:
@@ -241,27 +126,6 @@ def test_a_full_drive_is_passed_over() -> None:
             StoreFullError, match=r"none of 2 drives has room for 1 bytes: .*capacity.*; .*capacity"
         ):
             store.reserve(1, 0)
-
-
-def test_capacity_and_alignment_are_those_of_all(tmp_path: Path) -> None:
-    with hosts(2) as store:
-        assert store.capacity_bytes is None
-        assert store.alignment == 1
-    file = FileStore(tmp_path, device=CPU, capacity=8 << 20)
-    with StripedStore([file, HostStore(4 << 20, device=CPU, drive=1)]) as store:
-        assert store.capacity_bytes == 12 << 20
-        assert store.alignment == file.alignment
-        assert store.description == {
-            "kind": "striped",
-            "alignment": file.alignment,
-            "capacity": 12 << 20,
-            "stores": [drive.description for drive in store.stores],
-        }
-
-
-def test_a_foreign_drive_is_refused() -> None:
-    with hosts(2) as store, pytest.raises(ValueError, match="there are 2 drives"):
-        store.release(Extent(offset=0, length=4096, nbytes=1, lead=0, drive=2))
 
 
 def test_one_drive_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -391,29 +255,6 @@ def test_what_a_dead_drive_has_fails_one_step_only() -> None:
         assert part in trained.failures[1]
     assert_same_gradients(trained, whole)
     assert [record.drives_out_of_service for record in trained.records] == [0, 1, 1, 1]
-
-
-def test_planners_count_on_the_drives_in_service() -> None:
-    rates = Rates(Task((Placement.AUTO,), ((0, "layers.0"),), Limits(None, None), Objective.MEMORY))
-
-    def drive_after(*loads: DriveLoad) -> Bandwidth | None:
-        rates.note(loads, fell_back=False)
-        return rates.bandwidth()
-
-    both = [DriveLoad(Load(4000, 1.0), Load(2000, 1.0)), DriveLoad(Load(1000, 1.0), Load(500, 1.0))]
-    assert drive_after(*both) == Bandwidth(5000, 2500)
-    nothing = Load(0, 0.0)
-    idle = DriveLoad(nothing, nothing, in_service=False)
-    assert drive_after(idle, both[1]) == Bandwidth(1000, 500)
-    assert drive_after(DriveLoad(nothing, nothing), both[1]) == Bandwidth(5000, 2500)
-    full = DriveLoad(nothing, nothing, room=3000)
-    assert drive_after(full, both[1]) == Bandwidth(5000, 2500)
-    assert drive_after(full, both[1]._replace(room=4096)) == Bandwidth(5000, 2500, capacity=7096)
-
-
-def test_it_needs_a_store() -> None:
-    with pytest.raises(ValueError, match="at least one store"):
-        StripedStore([])
 
 
 def test_open_store_makes_one_file_a_directory(tmp_path: Path) -> None:

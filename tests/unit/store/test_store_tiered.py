@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tba_offload.session import Session
-    from tba_offload.store.base import ActivationStore, Extent, IoFuture
+    from tba_offload.store.base import ActivationStore, Extent
 
 HOST = 1
 """The ``drive`` of extents in host memory, where there is one drive."""
@@ -115,91 +115,7 @@ def tiered(
     return TieredStore(file, HostStore(host, device=CPU, drive=HOST), spill_bytes=spill_bytes)
 
 
-def start(store: TieredStore, nbytes: int = 10_000) -> tuple[Extent, IoFuture]:
-    data = pattern(nbytes)
-    extent = store.reserve(nbytes, data.data_ptr())
-    return extent, store.write(extent, ByteRange.of(data), READY)
-
-
-def test_host_memory_takes_what_the_drives_have_no_time_for(drive: Drive, tmp_path: Path) -> None:
-    drive.writes.hold()
-    with tiered(drive, tmp_path, host=12 * 4096, spill_bytes=25_000) as store:
-        started = [start(store) for _ in range(8)]
-        # 30,000 bytes at the drive, then four times three blocks of host memory, then the drive anyway.
-        assert [extent.drive for extent, _ in started] == [0, 0, 0, HOST, HOST, HOST, HOST, 0]
-        assert store.drives.pending_write_bytes() == 40_000
-        for extent, written in started:
-            if extent.drive == HOST:
-                written.wait(PATIENCE)
-        drive.release()
-        for _, written in started:
-            written.wait(PATIENCE)
-        assert store.pending_write_bytes() == store.pending_bytes() == store.pending() == 0
-        assert [start(store)[0].drive for _ in range(1)] == [0]
-        for extent, _ in started:
-            assert torch.equal(get(store, extent), pattern(10_000))
-        assert store.host.host_bytes == 12 * 4096
-
-
-def test_full_drives_are_host_memory_s_turn_and_the_other_way_round(drive: Drive, tmp_path: Path) -> None:
-    drive.reservations.fail_with(no_space)
-    with tiered(drive, tmp_path, host=8 * 4096, spill_bytes=MIB) as store:
-        extent = put(store, pattern(8 * 4096))
-        assert extent.drive == HOST
-        assert store.place(extent) == "host memory"
-        with pytest.raises(
-            StoreFullError, match=r"neither .* 4096 bytes: .*no space on the drive.*; .*capacity of 32768"
-        ) as caught:
-            store.reserve(4096, 0)
-        assert caught.value.errno == errno.ENOSPC
-        drive.reservations.recover()
-        extent = put(store, pattern(4096))
-        assert extent.drive == 0
-        assert store.place(extent) == str(tmp_path)
-        store.spill_bytes = ALWAYS
-        assert store.reserve(4096, 0).drive == 0
-
-
 # What is told of it
-
-
-def test_tiers_are_told_apart(tmp_path: Path) -> None:
-    directories = [made(tmp_path / str(drive)) for drive in range(2)]
-    stores = [FileStore(path, device=CPU, drive=drive) for drive, path in enumerate(directories)]
-    drives = StripedStore(stores)
-    with TieredStore(drives, HostStore(MIB, device=CPU, drive=2)) as store:
-        for _ in range(2):
-            get(store, put(store, pattern(10_000)))
-        store.spill_bytes = ALWAYS
-        extent = put(store, pattern(30_000))
-        get(store, extent)
-        assert extent.drive == 2
-        assert store.place(extent) == "host memory"
-        loads = store.take_loads()
-        assert [(load.tier, load.write.nbytes, load.read.nbytes) for load in loads] == [
-            ("drive", 10_000, 10_000),
-            ("drive", 10_000, 10_000),
-            ("host", 30_000, 30_000),
-        ]
-        assert store.write_rate() == drives.write_rate() != None  # noqa: E711
-        assert store.description == {
-            "kind": "tiered",
-            "alignment": drives.alignment,
-            "capacity": None,
-            "spill_bytes": ALWAYS,
-            "drives": drives.description,
-            "host": store.host.description,
-        }
-
-
-def test_what_the_drives_cannot_hold_is_prepared_in_host_memory(tmp_path: Path) -> None:
-    file = FileStore(tmp_path, device=CPU, capacity=8 * 4096)
-    with TieredStore(file, HostStore(8 * 4096, device=CPU, drive=HOST)) as store:
-        store.prepare(8 * 4096)
-        assert store.host.host_bytes == 0
-        store.prepare(12 * 4096)
-        assert store.host.host_bytes >= 4 * 4096
-        assert store.capacity_bytes == 16 * 4096
 
 
 # How it is opened
