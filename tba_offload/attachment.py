@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from tba_offload.config import ConfigLike, Paths, read_config, with_directories
 from tba_offload.errors import ConfigError, NoEffectWarning, warn
 from tba_offload.formatting import quoted
-from tba_offload.layers.stack import LayerStack, chunks_of, explicit_layers, find_layers
+from tba_offload.layers.find import LayerStack, chunks_of, explicit_layers, find_layers
 from tba_offload.session import Session
 from tba_offload.session.notices import tell, warn_of_doubts
 
@@ -45,10 +45,10 @@ def attach(
     on_step: OnStep | Sequence[OnStep] | None = None,
     trace_steps: Iterable[int] = (),
 ) -> Session:
-    """Attaches offloading to a model.
+    """Attach offloading to a model.
 
-    The layers are found in Megatron models and in models with a ``ModuleList`` of blocks, as those
-    of Hugging Face, or a ``ModuleDict`` of numbered ones, as torchtitan's; for others name them.
+    Layers are found in Megatron models and in models that hold equal blocks in a ``ModuleList``, a
+    ``Sequential`` or a ``ModuleDict`` of numbers, also within stages, as Swin's. For others name them.
 
     Args:
         model: The model, wrapped or not, or the list of its chunks in an interleaved pipeline.

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
 from tba_offload import Placement
-from tba_offload.layers.stack import find_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -320,50 +319,3 @@ def test_wrapped_layers_are_told() -> None:
             model(torch.ones(64, 64, requires_grad=True)).sum().backward()
     assert step.record is not None
     assert step.record.scopes == 3
-
-
-SMALL = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96, "intermediate_size": 128}
-DEPTH = {"num_hidden_layers": 4}
-TWO_STACKS = {"hidden_size": 48, "pad_token_id": 0, "encoder_layers": 2, "decoder_layers": 4}
-HYBRID = {
-    "mamba_d_state": 8,
-    "n_mamba_heads": 4,
-    "mamba_headdim": 32,
-    "mamba_ngroups": 1,
-    "num_key_value_heads": 4,
-    "attention_hidden_size": 128,
-    "attention_head_dim": 32,
-    "use_shared_attention_adapter": True,
-    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-    "hybrid_layer_ids": [1, 3],
-    "num_mem_blocks": 1,
-    "adapter_rank": 4,
-}
-MOE = {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts": 2}
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "name", "count"),
-    [
-        ("llama", DEPTH, "layers.0", 4),
-        ("gpt2", {"n_embd": 64, "n_layer": 4}, "h.0", 4),
-        ("bert", DEPTH, "encoder.layer.0", 4),
-        ("t5", {"d_model": 64, "d_kv": 16, "num_layers": 4}, "encoder.block.0", 8),
-        ("bart", TWO_STACKS, "encoder.layers.0", 6),
-        ("whisper", TWO_STACKS, "encoder.layers.0", 6),
-        ("mixtral", DEPTH | MOE, "layers.0", 4),
-        ("gemma3_text", DEPTH | {"num_key_value_heads": 2, "head_dim": 16}, "layers.0", 4),
-        ("bloom", {"n_layer": 4, "n_head": 4}, "h.0", 4),
-        ("falcon", DEPTH, "h.0", 4),
-        ("vit", DEPTH, "layers.0", 4),
-        ("zamba2", DEPTH | HYBRID, "layers.0", 4),
-        ("jamba", DEPTH | MOE | {"attn_layer_period": 2, "attn_layer_offset": 1}, "layers.0", 4),
-    ],
-)
-def test_the_layers_of_each_family_are_found(
-    family: str, settings: dict[str, object], name: str, count: int
-) -> None:
-    config = transformers.AutoConfig.for_model(family, **{**SMALL, **settings})
-    with torch.device("meta"):
-        layers = find_layers(transformers.AutoModel.from_config(config)).layers
-    assert (layers[0].id.name, len(layers)) == (name, count)

@@ -307,7 +307,7 @@ def test_a_model_on_another_device_is_not_warned_of() -> None:
 
 
 def _layers() -> Any:
-    from tba_offload.layers.stack import find_layers
+    from tba_offload.layers.find import find_layers
 
     with torch.device("meta"):
         return find_layers(make_model(layers=LAYERS)).layers

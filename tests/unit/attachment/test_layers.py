@@ -1,20 +1,21 @@
-"""Finding the layers of a model, and naming them."""
+"""Which layers of a model ``attach`` takes, how they are numbered, and what may be named instead."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 from harness import session_for
+from later import Later
 from models import make_model
 from torch import Tensor, nn
 
-import tba_offload as tba
 from tba_offload.errors import UnsupportedError
-from tba_offload.layers.checkpoint import torch_checkpoint
-from tba_offload.layers.stack import (
-    LayerStack,
-    explicit_layers,
-    find_layers,
-)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+transformers = Later("transformers")
 
 
 class Block(nn.Module):
@@ -22,22 +23,14 @@ class Block(nn.Module):
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+        return x + self.down(self.up(x))
 
 
 class OtherBlock(Block):
     """Another kind of layer."""
-
-
-class Parameterless(nn.Module):
-    """Made of others, without anything to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout()
 
 
 class Parts(nn.Module):
@@ -50,9 +43,30 @@ class Parts(nn.Module):
 
 
 class Adapted(Parts):
-    """A layer with a list of adapters."""
+    """A layer that holds lists: of adapters, heads or experts."""
 
     def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Stage(nn.Module):
+    """A stage of blocks, as Swin, ConvNeXt, MaxViT and DaViT have them."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*blocks(depth, Block, width))
+        self.wider = nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wider(self.blocks(x))
+
+
+class Group(nn.ModuleList):
+    """A list of blocks that is called itself, as a block group of OLMo."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = block(x)
         return x
 
 
@@ -60,140 +74,189 @@ def blocks(count: int, kind: type[nn.Module] = Block, *arguments: int) -> nn.Mod
     return nn.ModuleList(kind(*arguments) for _ in range(count))
 
 
-def found(stack: LayerStack) -> list[tuple[int, str, int]]:
-    return [(layer.id.number, layer.id.name, layer.chunk) for layer in stack.layers]
+def stages(*depths: int) -> nn.Sequential:
+    return nn.Sequential(*(Stage(64 * 2**number, depth) for number, depth in enumerate(depths)))
 
 
-# Finding
+def taken(
+    model: nn.Module | list[nn.Module], layers: Sequence[nn.Module] | None = None
+) -> tuple[list[str], list[nn.Module]]:
+    """Number, name and chunk (but of the first one) of each layer that is taken, and its module."""
+    with session_for(model, layers=None if layers is None else list(layers)) as session:
+        found = [
+            f"{each.id.numbers(1)} {each.id.name}{f' of chunk {each.chunk}' if each.chunk else ''}"
+            for each in session.layers
+        ]
+        return found, [each.module for each in session.layers]
 
 
-def test_the_blocks_of_a_list_are_the_layers() -> None:
-    model = Parts(embedding=nn.Embedding(4, 4), layers=blocks(3), norm=nn.LayerNorm(4))
-    stack = find_layers(model)
-    assert found(stack) == [(0, "layers.0", 0), (1, "layers.1", 0), (2, "layers.2", 0)]
-    assert [layer.module for layer in stack.layers] == list(model.layers)
-    assert {layer.id.stack for layer in stack.layers} == {None}
+def numbered(*names: str) -> list[str]:
+    return [f"{number} {name}" for number, name in enumerate(names)]
 
 
-def test_what_is_found_recomputes_and_counts_as_plain_torch_does() -> None:
-    stack = find_layers(Parts(layers=blocks(2)))
-    assert stack.checkpoint is torch_checkpoint
-    assert stack.micro_batch is None
+# Found
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama", "encoder"])
-def test_layers_of_the_models_that_people_train(kind: str) -> None:
-    assert found(find_layers(make_model(kind, layers=5))) == [(n, f"layers.{n}", 0) for n in range(5)]
+def test_the_blocks_of_a_list_are_the_layers(kind: str) -> None:
+    model = make_model(kind, layers=3)
+    assert taken(model) == (numbered("layers.0", "layers.1", "layers.2"), list(model.layers))
 
 
-def test_a_list_deep_inside_has_its_whole_name() -> None:
-    model = Parts(module=Parts(model=Parts(decoder=Parts(layers=blocks(2)))))
-    assert [layer.id.name for layer in find_layers(model).layers] == [
-        "module.model.decoder.layers.0",
-        "module.model.decoder.layers.1",
-    ]
+LISTS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "deep inside": (
+        lambda: Parts(module=Parts(model=Parts(trunk=Parts(layers=blocks(2))))),
+        ["module.model.trunk.layers.0", "module.model.trunk.layers.1"],
+    ),
+    "a Sequential": (lambda: Parts(body=nn.Sequential(*blocks(2))), ["body.0", "body.1"]),
+    "a dict of numbers": (
+        lambda: Parts(layers=nn.ModuleDict({"4": Block(), "5": Block()})),
+        ["layers.4", "layers.5"],
+    ),
+    "the one with most parameters decides the kind": (
+        lambda: Parts(small=blocks(5, OtherBlock), large=blocks(2, Block, 32), more=blocks(3, OtherBlock)),
+        ["large.0", "large.1"],
+    ),
+    "several of one kind": (
+        lambda: Parts(down=Parts(layers=blocks(2)), up=Parts(layers=blocks(2, Block, 16))),
+        ["down.layers.0", "down.layers.1", "up.layers.0", "up.layers.1"],
+    ),
+    "hybrids, some layers of which hold adapters, as of Jamba and Zamba": (
+        lambda: Parts(
+            layers=nn.ModuleList(
+                [Block(32), Adapted(own=Block(32), adapters=blocks(2)), Block(32), Adapted(own=Block(32))]
+            ),
+            more=blocks(2, Block, 32),
+            others=blocks(2, OtherBlock),
+        ),
+        ["layers.0", "layers.1", "layers.2", "layers.3", "more.0", "more.1"],
+    ),
+    "lists within equal layers are no stages": (
+        lambda: Parts(layers=nn.ModuleList(Adapted(heads=blocks(4), own=Block()) for _ in range(2))),
+        ["layers.0", "layers.1"],
+    ),
+    "experts are no layers, even where layers have different numbers of them": (
+        lambda: Parts(layers=nn.ModuleList(Adapted(experts=blocks(count), own=Block()) for count in (2, 4))),
+        ["layers.0", "layers.1"],
+    ),
+    "lists of lists, as of Funnel": (
+        lambda: Parts(blocks=nn.ModuleList([blocks(2), blocks(1)])),
+        ["blocks.0.0", "blocks.0.1", "blocks.1.0"],
+    ),
+    "a block that runs several times": (
+        lambda: Parts(layers=nn.ModuleList([(block := Block()), Block(), block])),
+        ["layers.0", "layers.1"],
+    ),
+    "one that holds most of the model, however often it runs": (
+        lambda: Parts(embedding=nn.Embedding(4, 4), groups=blocks(1)),
+        ["groups.0"],
+    ),
+    "blocks in stages": (
+        lambda: Parts(stem=nn.Linear(4, 64), layers=stages(2, 1)),
+        ["layers.0.blocks.0", "layers.0.blocks.1", "layers.1.blocks.0"],
+    ),
+    "blocks in groups that are lists": (
+        lambda: Parts(groups=nn.ModuleList(Group([Block(), Block()]) for _ in range(2))),
+        ["groups.0.0", "groups.0.1", "groups.1.0", "groups.1.1"],
+    ),
+    "blocks in stages without a forward, as in the autoencoders of latent diffusion": (
+        lambda: Parts(down=nn.ModuleList(Parts(block=blocks(2), wider=nn.Linear(4, 4)) for _ in range(2))),
+        ["down.0.block.0", "down.0.block.1", "down.1.block.0", "down.1.block.1"],
+    ),
+}
 
 
-def test_a_sequential_counts_as_a_list() -> None:
-    assert [layer.id.name for layer in find_layers(Parts(body=nn.Sequential(*blocks(2)))).layers] == [
-        "body.0",
-        "body.1",
-    ]
-
-
-def test_the_list_with_most_parameters_decides_the_kind() -> None:
-    model = Parts(small=blocks(5, OtherBlock), large=blocks(2, Block, 32), more=blocks(3, OtherBlock))
-    assert found(find_layers(model)) == [(0, "large.0", 0), (1, "large.1", 0)]
-
-
-def test_a_hybrid_model_has_layers_of_several_classes() -> None:
-    """As those of Jamba and Zamba, some of which hold a list of adapters."""
-    mixed = nn.ModuleList(
-        [Block(32), Adapted(own=Block(32), adapters=blocks(2)), Block(32), Adapted(own=Block(32))]
-    )
-    model = Parts(layers=mixed, more=blocks(2, Block, 32), others=blocks(2, OtherBlock))
-    assert [layer.id.name for layer in find_layers(model).layers] == [
-        *(f"layers.{number}" for number in range(4)),
-        *(f"more.{number}" for number in range(2)),
-    ]
-
-
-def test_a_list_is_no_layer() -> None:
-    """Nothing calls it; Funnel has lists of lists."""
-    model = Parts(blocks=nn.ModuleList([blocks(2), blocks(1)]))
-    assert [layer.id.name for layer in find_layers(model).layers] == [
-        *("blocks.0.0", "blocks.0.1", "blocks.1.0"),
-    ]
-
-
-def test_a_list_that_is_named_as_a_layer_is_an_error() -> None:
-    model = Parts(rows=nn.ModuleList(nn.ModuleList([Block()]) for _ in range(2)))
-    with pytest.raises(UnsupportedError, match=r"layer 0 \(rows.0\) is a ModuleList, which is never called"):
-        explicit_layers(model, list(model.rows))
-
-
-def test_a_module_without_a_forward_is_no_layer() -> None:
-    """Nothing calls it; the autoencoders of latent diffusion hold the parts of a stage in bare modules."""
-    stages = nn.ModuleList(nn.Module() for _ in range(2))
-    for stage in stages:
-        stage.block = blocks(2, Block, 16)
-        stage.downsample = nn.Linear(4, 4)
-    assert [layer.id.name for layer in find_layers(Parts(down=stages, layers=blocks(2))).layers] == [
-        *("down.0.block.0", "down.0.block.1", "down.1.block.0", "down.1.block.1"),
-        *("layers.0", "layers.1"),
-    ]
-
-
-def test_several_lists_of_one_kind_are_numbered_through() -> None:
-    model = Parts(down=Parts(layers=blocks(2)), up=Parts(layers=blocks(3, Block, 16)))
-    assert found(find_layers(model)) == [
-        (0, "down.layers.0", 0),
-        (1, "down.layers.1", 0),
-        (2, "up.layers.0", 0),
-        (3, "up.layers.1", 0),
-        (4, "up.layers.2", 0),
-    ]
+@pytest.mark.parametrize("kind", LISTS)
+def test_lists_of_blocks(kind: str) -> None:
+    make, names = LISTS[kind]
+    assert taken(make())[0] == numbered(*names)
 
 
 def test_an_encoder_and_a_decoder_count_each_on_its_own() -> None:
-    """As the layers of Megatron's T5, so that a policy fits both."""
-    model = Parts(encoder=Parts(block=blocks(2)), decoder=Parts(block=blocks(3, Block, 16)))
-    assert [(layer.id.stack, layer.id.number, layer.id.depth) for layer in find_layers(model).layers] == [
-        ("encoder", 0, 2),
-        ("encoder", 1, 2),
-        ("decoder", 0, 3),
-        ("decoder", 1, 3),
-        ("decoder", 2, 3),
-    ]
+    """As in Megatron's T5, so that a policy fits both. The layers of BART and Whisper differ in class."""
+    for first, second in ((Block, Block), (Block, OtherBlock), (OtherBlock, Block)):
+        model = Parts(encoder=Parts(layers=blocks(2, first)), decoder=Parts(layers=blocks(3, second, 16)))
+        assert taken(model)[0] == [
+            *(f"encoder:{number} encoder.layers.{number}" for number in range(2)),
+            *(f"decoder:{number} decoder.layers.{number}" for number in range(3)),
+        ]
     third = Parts(encoder=blocks(2), decoder=blocks(2), more=blocks(2))
-    assert [(layer.id.stack, layer.id.number) for layer in find_layers(third).layers] == [
-        (None, number) for number in range(6)
-    ]
-
-
-def test_lists_within_layers_are_not_layers() -> None:
-    model = Parts(layers=nn.ModuleList(Adapted(heads=blocks(2), linear=nn.Linear(4, 4)) for _ in range(3)))
-    assert [layer.id.name for layer in find_layers(model).layers] == ["layers.0", "layers.1", "layers.2"]
+    assert [name.partition(" ")[0] for name in taken(third)[0]] == ["0", "1", "2", "3", "4", "5"]
 
 
 def test_chunks_of_an_interleaved_pipeline_are_numbered_through() -> None:
-    chunks = [Parts(layers=blocks(2)), Parts(layers=blocks(3))]
-    stack = find_layers(chunks)
-    assert found(stack) == [
-        (0, "layers.0", 0),
-        (1, "layers.1", 0),
-        (2, "layers.0", 1),
-        (3, "layers.1", 1),
-        (4, "layers.2", 1),
-    ]
-    assert [layer.module for layer in stack.layers] == [*chunks[0].layers, *chunks[1].layers]
+    chunks = [Parts(layers=blocks(2)), Parts(embedding=nn.Linear(4, 4)), Parts(layers=blocks(2))]
+    names, modules = taken(list(chunks))
+    assert names == ["0 layers.0", "1 layers.1", "2 layers.0 of chunk 2", "3 layers.1 of chunk 2"]
+    assert modules == [*chunks[0].layers, *chunks[2].layers]
 
 
-def test_a_chunk_without_layers_has_none() -> None:
-    assert found(find_layers([Parts(embedding=nn.Linear(4, 4)), Parts(layers=blocks(2))])) == [
-        (0, "layers.0", 1),
-        (1, "layers.1", 1),
-    ]
+SMALL = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96, "intermediate_size": 128}
+DEPTH = {"num_hidden_layers": 4}
+TWO_STACKS = {"hidden_size": 48, "pad_token_id": 0, "encoder_layers": 2, "decoder_layers": 4}
+HYBRID = {
+    "mamba_d_state": 8,
+    "n_mamba_heads": 4,
+    "mamba_headdim": 32,
+    "mamba_ngroups": 1,
+    "num_key_value_heads": 4,
+    "attention_hidden_size": 128,
+    "attention_head_dim": 32,
+    "use_shared_attention_adapter": True,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    "hybrid_layer_ids": [1, 3],
+    "num_mem_blocks": 1,
+    "adapter_rank": 4,
+}
+MOE = {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts": 2}
+SWIN = {"embed_dim": 12, "depths": [2, 4], "num_attention_heads": [2, 4], "image_size": 32, "window_size": 4}
+CONVNEXT = {"hidden_sizes": [8, 16, 24], "depths": [1, 3, 1], "num_stages": 3}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "first", "last", "count"),
+    [
+        ("albert", DEPTH | {"embedding_size": 16}, "encoder.albert_layer_groups.0", None, 1),
+        ("bart", TWO_STACKS, "encoder.layers.0", "decoder.layers.3", 6),
+        ("bert", DEPTH, "encoder.layer.0", None, 4),
+        ("bloom", {"n_layer": 4, "n_head": 4}, "h.0", None, 4),
+        ("convnext", CONVNEXT, "encoder.stages.0.layers.0", "encoder.stages.2.layers.0", 5),
+        ("falcon", DEPTH, "h.0", None, 4),
+        ("gemma3_text", DEPTH | {"num_key_value_heads": 2, "head_dim": 16}, "layers.0", None, 4),
+        ("gpt2", {"n_embd": 64, "n_layer": 4}, "h.0", None, 4),
+        ("jamba", DEPTH | MOE | {"attn_layer_period": 2, "attn_layer_offset": 1}, "layers.0", None, 4),
+        ("llama", DEPTH, "layers.0", None, 4),
+        ("mixtral", DEPTH | MOE, "layers.0", None, 4),
+        ("swin", SWIN, "encoder.layers.0.blocks.0", "encoder.layers.1.blocks.3", 6),
+        ("t5", {"d_model": 64, "d_kv": 16, "num_layers": 4}, "encoder.block.0", "decoder.block.3", 8),
+        ("vit", DEPTH, "layers.0", None, 4),
+        ("whisper", TWO_STACKS, "encoder.layers.0", "decoder.layers.3", 6),
+        ("zamba2", DEPTH | HYBRID, "layers.0", None, 4),
+    ],
+)
+def test_the_layers_of_each_family_are_found(
+    family: str, settings: dict[str, Any], first: str, last: str | None, count: int
+) -> None:
+    config = transformers.AutoConfig.for_model(family, **{**SMALL, **settings})
+    names = [name.partition(" ")[2] for name in taken(transformers.AutoModel.from_config(config))[0]]
+    assert (names[0], len(names)) == (first, count)
+    assert last is None or names[-1] == last
+
+
+def test_other_blocks_that_hold_much_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As the tower for images of a model that is told of them in words."""
+    model = Parts(
+        vision=Parts(layers=blocks(4, OtherBlock, 8)),
+        text=blocks(3, Block, 16),
+        small=blocks(2, OtherBlock, 2),
+    )
+    with caplog.at_level("INFO", logger="tba_offload.session"):
+        taken(model)
+        (said,) = [each for each in caplog.messages if "none of the layers" in each]
+        assert said.startswith("vision.layers (4 of OtherBlock): these blocks are none of the layers")
+        caplog.clear()
+        taken(model, [*model.vision.layers, *model.text, *model.small])
+    assert "none of the layers" not in caplog.text
 
 
 # None found
@@ -204,13 +267,13 @@ def test_a_chunk_without_layers_has_none() -> None:
     [
         nn.Linear(4, 4),
         Parts(layers=nn.ModuleList()),
-        Parts(layers=blocks(1)),
+        Parts(embedding=nn.Embedding(64, 4), layers=blocks(1)),
         Parts(layers=nn.ModuleList([Block(), OtherBlock()])),
         Parts(layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(4))),
-        Parts(layers=blocks(2, Parameterless)),
+        Parts(layers=nn.ModuleList(Adapted(dropout=nn.Dropout()) for _ in range(2))),
         Parts(layers=nn.ModuleDict({"first": Block(), "second": Block()})),
     ],
-    ids=["no list", "empty", "one block", "mixed", "no blocks", "no parameters", "dict"],
+    ids=["no list", "empty", "one small block", "mixed", "no blocks", "no parameters", "dict"],
 )
 def test_a_model_without_equal_blocks_says_what_to_do(model: nn.Module) -> None:
     message = (
@@ -218,115 +281,52 @@ def test_a_model_without_equal_blocks_says_what_to_do(model: nn.Module) -> None:
         r"name the layers: attach\(model, config, layers=\[\.\.\.\]\)$"
     )
     with pytest.raises(UnsupportedError, match=message):
-        find_layers(model)
-    with pytest.raises(UnsupportedError, match=message):
-        tba.attach(model, tba.OffloadConfig(store=tba.StoreConfig(kind="host")))
+        taken(model)
 
 
-def test_an_encoder_of_another_class_than_its_decoder_is_found_too() -> None:
-    """As in BART, Whisper and models that are put together of two."""
-    for first, second in ((Block, OtherBlock), (OtherBlock, Block)):
-        model = Parts(encoder=Parts(layers=blocks(2, first)), decoder=Parts(layers=blocks(3, second, 16)))
-        stack = find_layers(model)
-        assert [(layer.id.stack, layer.id.number) for layer in stack.layers] == [
-            *(("encoder", number) for number in range(2)),
-            *(("decoder", number) for number in range(3)),
-        ]
-        assert stack.left_out == ()
-
-
-def test_other_blocks_that_hold_much_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """As the tower for images of a model that is told of them in words."""
-    model = Parts(
-        vision=Parts(layers=blocks(4, OtherBlock, 8)),
-        text=blocks(3, Block, 16),
-        small=blocks(2, OtherBlock, 2),
-    )
-    assert [str(each) for each in find_layers(model).left_out] == ["vision.layers (4 of OtherBlock)"]
-    with caplog.at_level("INFO", logger="tba_offload.session"), session_for(model):
-        pass
-    assert (
-        "vision.layers (4 of OtherBlock): these blocks are none of the layers that were found" in caplog.text
-    )
-    every = [*model.vision.layers, *model.text, *model.small]
-    caplog.clear()
-    with caplog.at_level("INFO", logger="tba_offload.session"), session_for(model, layers=every):
-        pass
-    assert "none of the layers" not in caplog.text
-
-
-def test_what_the_message_says_works() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    with pytest.raises(UnsupportedError, match="name the layers"):
-        session_for(model)
-    with session_for(model, layers=[model[0], model[2]]) as session:
-        assert [layer.id.name for layer in session.layers] == ["0", "2"]
-
-
-# Naming
+# Named
 
 
 def test_named_layers_are_numbered_in_the_order_given() -> None:
     model = Parts(first=Block(), second=nn.Linear(4, 4), third=Parts(deep=OtherBlock()))
-    stack = explicit_layers(model, [model.third.deep, model.first])
-    assert found(stack) == [(0, "third.deep", 0), (1, "first", 0)]
-    assert [layer.module for layer in stack.layers] == [model.third.deep, model.first]
-
-
-def test_the_whole_model_can_be_one_layer() -> None:
-    model = Block()
-    assert found(explicit_layers(model, [model])) == [(0, "Block", 0)]
-
-
-def test_no_layers_can_be_named() -> None:
-    assert explicit_layers(Block(), []).layers == ()
+    given = [model.third.deep, model.second, model.first]
+    assert taken(model, given) == (numbered("third.deep", "second", "first"), given)
+    assert taken(model, [model.first, model.second, model.first])[0] == numbered("first", "second")
+    assert taken(model.first, [model.first])[0] == numbered("Block")
 
 
 def test_named_layers_know_their_chunk() -> None:
     chunks = [Parts(layers=blocks(2)), Parts(layers=blocks(2))]
-    assert found(explicit_layers(chunks, [chunks[1].layers[0], chunks[0].layers[1]])) == [
-        (0, "layers.0", 1),
-        (1, "layers.1", 0),
+    assert taken(list(chunks), [chunks[1].layers[0], chunks[0].layers[1]])[0] == [
+        "0 layers.0 of chunk 1",
+        "1 layers.1",
     ]
-
-
-def test_a_layer_of_another_model_is_refused() -> None:
-    model = Parts(layers=blocks(2))
-    with pytest.raises(UnsupportedError, match=r"^layer 1 \(Linear\) is not a module of the model$"):
-        explicit_layers(model, [model.layers[0], nn.Linear(4, 4)])
-
-
-# Disjoint
-
-
-def refusal(first: int, first_name: str, second: int, second_name: str) -> str:
-    return (
-        rf"^layer {first} \({first_name}\) and layer {second} \({second_name}\) "
-        "are the same module or lie in each other$"
-    )
-
-
-def test_a_layer_listed_twice_is_one_layer() -> None:
-    model = Parts(a=Block(), b=Block())
-    layers = explicit_layers(model, [model.a, model.b, model.a]).layers
-    assert [(layer.id.number, layer.module) for layer in layers] == [(0, model.a), (1, model.b)]
-
-
-def test_layers_in_each_other_are_refused_in_either_order() -> None:
-    model = Parts(a=Parts(inner=Parts(block=Block())), b=Block())
-    with pytest.raises(UnsupportedError, match=refusal(2, "a.inner.block", 0, "a")):
-        explicit_layers(model, [model.a, model.b, model.a.inner.block])
-    with pytest.raises(UnsupportedError, match=refusal(1, "a", 0, "a.inner.block")):
-        explicit_layers(model, [model.a.inner.block, model.a])
 
 
 def test_layers_may_share_a_module() -> None:
     shared = nn.LayerNorm(4)
     model = Parts(a=Parts(block=Block(), norm=shared), b=Parts(block=Block(), norm=shared))
-    assert len(explicit_layers(model, [model.a, model.b]).layers) == 2
+    assert taken(model, [model.a, model.b])[0] == numbered("a", "b")
 
 
-def test_a_block_that_is_used_several_times_is_one_layer() -> None:
-    block, other = Block(), Block()
-    layers = find_layers(Parts(layers=nn.ModuleList([block, other, block]))).layers
-    assert [(layer.id.number, layer.module) for layer in layers] == [(0, block), (1, other)]
+NESTED = r"are the same module or lie in each other$"
+REFUSED: dict[str, tuple[Callable[[Any], list[nn.Module]], str]] = {
+    "of another model": (
+        lambda model: [model.a, nn.Linear(4, 4)],
+        r"^layer 1 \(Linear\) is not a module of the model$",
+    ),
+    "inside": (lambda model: [model.a, model.a.inner], rf"^layer 1 \(a.inner\) and layer 0 \(a\) {NESTED}"),
+    "around": (lambda model: [model.a.inner, model.a], rf"^layer 1 \(a\) and layer 0 \(a.inner\) {NESTED}"),
+    "a list": (
+        lambda model: list(model.rows),
+        r"^layer 0 \(rows.0\) is a ModuleList, which is never called; name the modules in it that are$",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_a_layer_is_refused(kind: str) -> None:
+    model = Parts(a=Parts(inner=Block()), b=Block(), rows=nn.ModuleList([blocks(1), blocks(1)]))
+    choose, message = REFUSED[kind]
+    with pytest.raises(UnsupportedError, match=message):
+        taken(model, choose(model))

@@ -16,7 +16,7 @@ from models import assert_same_history, loss_of, make_model, make_tokens, same_b
 from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_offload.layers.stack import find_layers
+from tba_offload.layers.find import find_layers
 from tba_offload.report.log import read_run_log
 from tba_offload.session import Session
 

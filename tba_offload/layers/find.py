@@ -1,0 +1,334 @@
+"""Find the layers of a model: blocks that run one after the other.
+
+:func:`find_layers` looks for them, :func:`explicit_layers` takes those that the caller names.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tba_offload.config.policy import LayerId, with_depths
+from tba_offload.errors import UnsupportedError
+from tba_offload.layers.checkpoint import torch_checkpoint
+from tba_offload.layers.randomness import Generator, generators_of
+
+Blocks = dict[str, nn.Module]
+"""The blocks of a list, by their places in it."""
+
+Checkpoint = Callable[..., Any]
+"""``checkpoint(forward, *args, **kwargs)``: runs forward now and again in backward.
+
+Our saved-tensor hooks around it see the inputs that it saves, and nothing that forward saves.
+"""
+
+LEAST_LEFT_OUT = 0.1
+"""Share of the parameters of the layers that were found, from which on other blocks are worth a word."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that a session can place.
+
+    Attributes:
+        id: Its number and name, as rules match them.
+        module: Calling it is a scope.
+        chunk: The model chunk it belongs to, in an interleaved pipeline.
+    """
+
+    id: LayerId
+    module: nn.Module
+    chunk: int = 0
+
+
+class BlockList(NamedTuple):
+    """A list of blocks in a model.
+
+    Attributes:
+        name: Its name in its chunk.
+        chunk: The model chunk it belongs to.
+        places: The names of the blocks in the list.
+        blocks: The blocks.
+    """
+
+    name: str
+    chunk: int
+    places: tuple[str, ...]
+    blocks: tuple[nn.Module, ...]
+
+    @property
+    def kinds(self) -> set[type]:
+        """The classes of the blocks."""
+        return set(map(type, self.blocks))
+
+    @property
+    def stack(self) -> str | None:
+        """Whether the list belongs to an encoder or to a decoder, by its name."""
+        return next((part for part in self.name.split(".") if part in _COUNTERPARTS), None)
+
+    def __str__(self) -> str:
+        kinds = " and ".join(sorted(kind.__name__ for kind in self.kinds))
+        return f"{self.name} ({len(self.blocks)} of {kinds})"
+
+
+_COUNTERPARTS = {"encoder": "decoder", "decoder": "encoder"}
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """The layers of a model and what its framework does differently.
+
+    Attributes:
+        layers: In the order of their numbers.
+        checkpoint: Recomputes one layer, with the random state of the framework.
+        micro_batch: Number of the micro-batch that a layer is about to run, where the framework tells;
+            otherwise ``None`` and executions are counted.
+        functions: How outputs of the framework's own autograd functions are computed anew: a
+            :data:`tba_offload.capture.recipes.Maker` for each.
+        generators: What random numbers come from where layers compute on some devices.
+        not_compared: Why a layer must not be run once more than training has it run; ``None`` if it may.
+        left_out: Lists of other blocks that have a share of the parameters.
+    """
+
+    layers: tuple[Layer, ...]
+    checkpoint: Checkpoint = torch_checkpoint
+    micro_batch: Callable[[nn.Module], int | None] | None = None
+    functions: Mapping[type, Callable[..., Any]] = field(default_factory=dict)
+    generators: Callable[[Iterable[torch.device]], Sequence[Generator]] = generators_of
+    not_compared: Callable[[nn.Module], str | None] = lambda _: None
+    left_out: tuple[BlockList, ...] = ()
+
+
+def chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the chunks of a model: those that are given, or the model itself."""
+    return list(model) if isinstance(model, Sequence) else [model]
+
+
+def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
+    """Find the decoder or encoder layers of a model.
+
+    The layers are the blocks of the ``ModuleList``, ``Sequential`` or ``ModuleDict`` of numbers that holds
+    the most parameters. Other lists of the same kind of block count too. Where the list holds stages, as in
+    Swin and ConvNeXt, the layers are the blocks of the stages.
+
+    The blocks of a ``ModuleList`` may be of several classes, as in hybrids of attention and Mamba. An encoder
+    may have other blocks than its decoder, as in Whisper; each of the two counts its layers from 0. A list of
+    one block counts if there is no longer list and the block holds most of the parameters, as in ALBERT.
+
+    Args:
+        model: A module, or the chunks of one in an interleaved pipeline.
+
+    Raises:
+        UnsupportedError: No such list; the layers have to be named.
+    """
+    chunks = chunks_of(model)
+    if not chunks:
+        raise UnsupportedError("there is no model to attach to: the list of its chunks is empty")
+    found = _block_lists(chunks, _lists) or _block_lists(chunks, _only_blocks)
+    if not found:
+        raise UnsupportedError(
+            f"found no ModuleList of equal blocks in {type(chunks[0]).__name__}; "
+            "name the layers: attach(model, config, layers=[...])"
+        )
+    largest = max(found, key=lambda each: _parameter_count(each.blocks))
+    counterpart = _COUNTERPARTS.get(largest.stack or "")
+    lists = [
+        each for each in found if each.kinds <= largest.kinds or (counterpart and each.stack == counterpart)
+    ]
+    stacks = {each.stack for each in lists}
+    are_two = len(stacks) == 2 and None not in stacks
+    numbers: dict[str | None, Iterator[int]] = defaultdict(itertools.count)
+    layers = []
+    for each in lists:
+        stack = each.stack if are_two else None
+        for place, block in zip(each.places, each.blocks, strict=True):
+            layers.append(
+                Layer(LayerId(next(numbers[stack]), f"{each.name}.{place}", stack), block, each.chunk)
+            )
+    least = LEAST_LEFT_OUT * _parameter_count(layer.module for layer in layers)
+    left_out = (each for each in found if each not in lists and _parameter_count(each.blocks) >= least)
+    return LayerStack(_counted(_distinct(layers)), left_out=tuple(left_out))
+
+
+def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn.Module]) -> LayerStack:
+    """Return the layers that the caller names, numbered in the order given.
+
+    One that is listed several times, because its weights are shared, is one layer that runs several times.
+
+    Raises:
+        UnsupportedError: One of them is not part of the model, or lies in another one.
+    """
+    chunks = chunks_of(model)
+    names = {
+        module: (chunk, name) for chunk, part in enumerate(chunks) for name, module in part.named_modules()
+    }
+    layers: list[Layer] = []
+    for number, module in enumerate(modules):
+        if module not in names:
+            raise UnsupportedError(f"layer {number} ({type(module).__name__}) is not a module of the model")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _is_called(module):
+            raise UnsupportedError(
+                f"layer {number} ({names[module][1]}) is a {type(module).__name__}, which is never called; "
+                "name the modules in it that are"
+            )
+        chunk, name = names[module]
+        layers.append(Layer(LayerId(number, name or type(module).__name__), module, chunk))
+    layers = _distinct(layers)
+    check_disjoint(layers)
+    return LayerStack(_counted(layers))
+
+
+def check_disjoint(layers: Sequence[Layer]) -> None:
+    """Check that no layer is listed twice or lies inside another.
+
+    Raises:
+        UnsupportedError: Names the two layers.
+    """
+    owner: dict[nn.Module, Layer] = {}
+    for layer in layers:
+        for part in layer.module.modules():
+            if part in owner and part in {layer.module, owner[part].module}:
+                raise UnsupportedError(
+                    f"{layer.id} and {owner[part].id} are the same module or lie in each other"
+                )
+            owner[part] = layer
+
+
+def _block_lists(
+    chunks: Sequence[nn.Module], search: Callable[[nn.Module], Iterable[tuple[str, Blocks]]]
+) -> list[BlockList]:
+    return [
+        BlockList(name or type(part).__name__, chunk, tuple(blocks), tuple(blocks.values()))
+        for chunk, part in enumerate(chunks)
+        for name, blocks in search(part)
+    ]
+
+
+def _distinct(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the same without the later places of a module that stands in several: it runs several times."""
+    first: dict[nn.Module, Layer] = {}
+    for layer in layers:
+        first.setdefault(layer.module, layer)
+    return list(first.values())
+
+
+def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    own = [layer.id for layer in layers]
+    return tuple(replace(layer, id=known) for layer, known in zip(layers, with_depths(own, own), strict=True))
+
+
+# Lists of blocks
+
+
+def _lists(model: nn.Module, *, least: int = 2) -> Iterator[tuple[str, Blocks]]:
+    """Yield name and blocks of the outermost lists of ``least`` blocks or more."""
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(outer) for outer in inside):
+            continue
+        blocks = _rows(_members(module))
+        if len(blocks) >= least and _are_alike(blocks, may_differ=not isinstance(module, nn.Sequential)):
+            inside.append(f"{name}." if name else "")
+            yield name, _in_stages(blocks) or blocks
+
+
+def _only_blocks(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
+    """Yield the list of one block that holds most of the model, as ALBERT's, which is called in a loop."""
+    for name, blocks in _lists(model, least=1):
+        if 2 * _parameter_count(blocks.values()) > _parameter_count([model]):
+            yield name, blocks
+
+
+def _members(module: nn.Module) -> Blocks:
+    """Return what a list of modules holds, by its places; nothing of any other module."""
+    if isinstance(module, nn.ModuleDict):
+        return dict(module.items()) if all(key.isdecimal() for key in module) else {}
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        return {str(place): member for place, member in enumerate(module)}
+    return {}
+
+
+def _rows(members: Blocks) -> Blocks:
+    """Return the blocks in the lists of a list, which the model calls one by one; other members as they are.
+
+    lucidrains' models have a list of rows, each of attention and feed-forward, and no module that is a layer.
+    """
+    if len(members) < 2 or not all(type(row) is nn.ModuleList for row in members.values()):
+        return members
+    return {
+        f"{place}.{within}": block
+        for place, row in members.items()
+        for within, block in row._modules.items()
+        if block is not None and _is_block(block)
+    }
+
+
+def _in_stages(stages: Blocks) -> Blocks:
+    """Return the blocks in the stages of a model, as Swin's; nothing if these modules are layers.
+
+    Stages hold most of their parameters in lists of blocks. They differ in width or depth, or are lists of
+    equal blocks themselves, as OLMo's block groups. Layers may hold lists too, but are equal. Experts are no
+    layers: only some of them run.
+    """
+    inner = {
+        (place, name): blocks
+        for place, stage in stages.items()
+        for name, blocks in _lists(stage, least=1)
+        if "expert" not in name
+    }
+    found = {
+        ".".join(filter(None, (place, name, within))): block
+        for (place, name), blocks in inner.items()
+        for within, block in blocks.items()
+    }
+    if (
+        {place for place, _ in inner} != stages.keys()
+        or len(found) == len(inner)
+        or 2 * _parameter_count(found.values()) <= _parameter_count(stages.values())
+    ):
+        return {}
+    shapes = {tuple(parameter.shape for parameter in stage.parameters()) for stage in stages.values()}
+    names = {tuple(name for name, _ in block.named_parameters()) for block in found.values()}
+    are_equal_lists = all(map(_members, stages.values())) and len(names) == 1
+    return found if len(shapes) > 1 or are_equal_lists else {}
+
+
+def _are_alike(blocks: Blocks, *, may_differ: bool) -> bool:
+    """Whether blocks can be layers: those of one class, or of several of which one comes twice."""
+    firsts = {type(block): block for block in reversed(blocks.values())}
+    if not all(map(_is_block, firsts.values())):
+        return False
+    return len(firsts) == 1 or (may_differ and len(firsts) < len(blocks) and not _consist_of_lists(blocks))
+
+
+def _consist_of_lists(blocks: Blocks) -> bool:
+    """Whether most of the parameters are those of lists within the blocks, as in the stages of a U-Net."""
+    inner = sum(_parameter_count(held.values()) for block in blocks.values() for _, held in _lists(block))
+    return 2 * inner > _parameter_count(blocks.values())
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether a module is composed of others, with parameters, and is called.
+
+    Lists of modules never are, nor are bare ``nn.Module`` objects that hold the parts of a stage together, as
+    the autoencoders of latent diffusion have them: they have no forward of their own.
+    """
+    return (
+        _is_called(module) and any(True for _ in module.children()) and any(True for _ in module.parameters())
+    )
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own."""
+    forward = getattr(module, "forward", None)  # TorchScript may leave it out
+    return forward is not None and getattr(forward, "__func__", None) is not nn.Module.forward
+
+
+def _parameter_count(blocks: Iterable[nn.Module]) -> int:
+    return sum(parameter.numel() for block in blocks for parameter in block.parameters())
