@@ -12,6 +12,15 @@ import sys
 import types
 from typing import Any
 
+from tba_offload.device import CpuDevice
+
+
+class PinningDevice(CpuDevice):
+    """Stands for a device with memory of its own."""
+
+    pins_memory = True
+
+
 MODULES = ("kvikio", "kvikio.defaults", "kvikio.cufile_driver")
 HAS_KVIKIO = importlib.util.find_spec("kvikio") is not None
 """Whether the real one is installed."""

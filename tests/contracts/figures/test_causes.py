@@ -278,35 +278,6 @@ def test_what_a_model_collects_is_named_with_its_layers(tmp_path: Path) -> None:
     assert abs(in_vain - before_last / 2) < 3 * MIB
 
 
-def test_what_hooks_within_layers_collect_is_named_where_the_model_puts_it_out(tmp_path: Path) -> None:
-    """As transformers collects attention weights; the training loop drops the output at once."""
-
-    class Hooked(Collecting):
-        def __init__(self) -> None:
-            super().__init__(collects=False, puts_out=True)
-            self.seen: list[Tensor] = []
-            for layer in self.layers:
-                layer.up.register_forward_hook(lambda _module, _args, output: self.seen.append(output))  # type: ignore[union-attr]
-                layer.forward = partial(Block.forward, layer)  # type: ignore[method-assign, arg-type]
-
-        def forward(self, x: Tensor) -> Any:
-            for layer in self.layers:
-                x = layer(x)
-            seen, self.seen = self.seen, []
-            return {"loss": self.loss(x), "seen": seen}
-
-    found = trained(tmp_path, Hooked)
-    assert found.cause == "held elsewhere", str(found)
-    assert abs(found.evidence.peak.of("returned") - (LAYERS - 1) * TOKENS * 4 * WIDTH * 4) < 3 * MIB
-
-
-def test_what_layers_return_and_nobody_holds_is_no_cause(tmp_path: Path) -> None:
-    found = trained(tmp_path, partial(Collecting, collects=False))
-    assert found.evidence.memory is not None
-    assert found.evidence.memory.returned == []
-    assert found.evidence.log.steps[-1].held_bytes == 0
-
-
 def test_a_table_of_the_second_tower_is_blamed_on_no_layer(tmp_path: Path) -> None:
     train = partial(loop, tokens=64, micro_batches=2)
     found = trained(tmp_path, partial(Towers, sparse=False), train=train)
@@ -316,28 +287,6 @@ def test_a_table_of_the_second_tower_is_blamed_on_no_layer(tmp_path: Path) -> No
     assert "texts.layers.0" in found.evidence.where(peak)
     assert abs(peak.of("running") - table) < 2 * MIB
     assert max(backward for *_, backward in found.evidence.memory.layers) < table / 4  # type: ignore[union-attr]
-
-
-def test_embeddings_that_the_head_shares(tmp_path: Path) -> None:
-    class Tied(Model):
-        def __init__(self) -> None:
-            super().__init__(vocabulary=20_000)
-            self.words = nn.Embedding(20_000, WIDTH)
-            self.head.weight = self.words.weight
-
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(self.words(x.abs().mul(9_999).long().clamp(max=19_999)[:, 0]))
-
-    found = trained(tmp_path, Tied, train=few_tokens)
-    assert found.cause == "one large gradient"
-    assert found.evidence.peak.of("running", "beside") > 1.9 * 20_000 * WIDTH * 4  # two gradients at once
-
-
-def test_graphs_that_the_program_keeps(tmp_path: Path) -> None:
-    found = trained(tmp_path, train=partial(loop, keeps_graphs=True), default="keep")
-    grown = next(each for each in found.findings if each.cause == "graphs of earlier steps")
-    assert grown.saves > 2 * (LAYERS - 1) * LAYER_BYTES
-    assert "less in the last step of the log" in str(found)
 
 
 def test_a_file_system_in_memory(tmp_path: Path) -> None:

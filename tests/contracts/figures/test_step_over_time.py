@@ -62,17 +62,6 @@ def test_a_step_over_time_adds_up_to_its_record(tmp_path: Path) -> None:
     assert max(point.in_flight for point in told.points) <= record.in_flight_peak_bytes
 
 
-def test_every_run_of_a_layer_has_its_forward_and_its_backward(tmp_path: Path) -> None:
-    told = timeline_of(read_run_log(logged(tmp_path, steps=3)))
-    runs = [(micro_batch, layer) for micro_batch in range(2) for layer in range(LAYERS)]
-    assert [(scope.micro_batch, scope.layer) for scope, *_ in told.forwards()] == runs
-    order = sorted(told.backwards(), key=lambda run: run[1])
-    assert [(scope.micro_batch, scope.layer) for scope, *_ in order] == [
-        (micro_batch, layer) for micro_batch in range(2) for layer in reversed(range(LAYERS))
-    ]
-    assert all(began < ended for _, began, ended in [*told.forwards(), *told.backwards()])
-
-
 def test_drives_add_up_to_the_step(tmp_path: Path) -> None:
     log = read_run_log(logged(tmp_path, steps=3, drives=2))
     told, record = timeline_of(log), log.steps[2]
@@ -90,24 +79,8 @@ def test_drives_add_up_to_the_step(tmp_path: Path) -> None:
         assert all(before[1] <= after[0] for before, after in pairwise(own))
 
 
-def test_the_update_is_part_of_the_step(tmp_path: Path) -> None:
-    told = timeline_of(read_run_log(logged(tmp_path, steps=3)))
-    ((began, ended),) = told.updates
-    assert max(told.backward_ends) <= began < ended <= told.seconds
-
-
-def test_limits_are_told(tmp_path: Path) -> None:
-    told = timeline_of(read_run_log(logged(tmp_path, steps=3)))
-    assert (told.budget, told.window) == (None, 64 * KIB)
-
-
 def test_few_steps_are_told(tmp_path: Path) -> None:
     assert [told.step for told in read_run_log(logged(tmp_path, steps=17)).events(TimelineEvent)] == [3, 16]
-
-
-def test_without_a_measure_of_memory_no_step_is_told(tmp_path: Path) -> None:
-    log = read_run_log(logged(tmp_path, steps=5, measure_memory=False))
-    assert log.events(TimelineEvent) == [] or log.steps[2].activation_peak_bytes is not None
 
 
 # At a user's word
@@ -179,13 +152,6 @@ def test_what_optimizer_states_move_is_told_apart(model: Model, tmp_path: Path) 
         read[move.drive] += 0 if move.writes else move.nbytes
     assert read == [step.record.read_bytes, states.read_bytes]
     assert sum(move.nbytes for move in told.moves if move.drive == 1 and move.writes) > 0
-
-
-def test_memory_is_measured_in_a_step_that_is_asked_for(model: Model, tmp_path: Path) -> None:
-    with session_for(model, directory=tmp_path, measure_memory=False) as session:
-        with session.step(trace=True) as step:
-            loss_of(model, make_tokens(0)).backward()
-        assert max(point.live for point in step.timeline.event.points) > 0
 
 
 def test_a_step_that_failed_leaves_nothing_on(session: Session, model: Model) -> None:

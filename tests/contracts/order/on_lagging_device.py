@@ -1,41 +1,32 @@
 """What ``test_lagging_device.py`` runs in a process of its own, on the device of ``lagging.py``.
 
 The device computes later than it is asked, gives freed memory away at once and overwrites it: what nothing
-orders gives other bits. Where ``test_order.py`` watches accesses that the package names, here PyTorch's own
-dispatcher, allocator and streams are at work.
+orders gives other bits. PyTorch's own dispatcher, allocator and streams are at work.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
-import runpy
 import signal
 import sys
-import threading
 import types
 import warnings
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lagging
 import pytest
+import store_contract
 import torch
+from around import put_around
 from covering import each_once, full, of_which
-from harness import KIB, MIB, PLACEMENTS, config_for, wait_until
+from harness import KIB, MIB, PLACEMENTS, config_for
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from optimizers import MAKERS, policy
-from places import BENCHMARKS
-from torch import Tensor, nn
-
-sys.path.append(str(BENCHMARKS))  # behind all others: it has an io.py
-
-import store_contract
-from around import put_around
 from store_contract import StoreContract
+from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
@@ -44,13 +35,9 @@ from tba_offload.device.ranges import aligned_range
 from tba_offload.errors import DeviceError, TransferError, UnsupportedError
 from tba_offload.megatron.training import report_loss
 from tba_offload.report.log import read_run_log
-from tba_offload.states.home import Home, Homes
-from tba_offload.states.slots import Slots
-from tba_offload.states.stream_order import StreamOrder
-from tba_offload.store import open_store, striped
+from tba_offload.store import striped
 from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
-from tba_offload.store.tiered import TieredStore
 from tba_offload.transfer import reads
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.storage import Handle, Record
@@ -60,7 +47,7 @@ if TYPE_CHECKING:
 
     from models import History
 
-    from tba_offload.store.base import ActivationStore, Extent, IoFuture
+    from tba_offload.store.base import ActivationStore, Extent
 
 LAG = torch.device(lagging.LAG, 0)
 STORES = ("file", "host")
@@ -296,55 +283,6 @@ def test_states_give_the_bits_of_the_optimizer(
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@dataclass(eq=False)
-class Traveller:
-    """What a slot can hold."""
-
-    home: Home
-    nbytes: int = MIB
-
-
-@pytest.mark.parametrize("is_used", [False, True])
-def test_states_are_read_while_the_device_has_other_work(is_used: bool) -> None:
-    """The host is far ahead of it in backward: a slot that is free already is not waited for."""
-    device = device_of(LAG)
-    with HostStore(device=device) as store:
-        homes = Homes(store, device, stall_limit=None, keep_when_full=False, tell=print)
-        slots: Slots[Traveller] = Slots(homes)
-        groups = [Traveller(Home(homes, f"sub-group {number}")) for number in range(3)]
-        for number, group in enumerate(groups):  # two slots: the first sub-group is away at the end
-            slot = slots.take(MIB, groups.index, most=2)
-            slot.give_to(group)
-            slot.lend().fill_(number)
-            slot.write()
-            slot.settle()
-        evicted = slots.of(groups[2])
-        assert evicted is not None
-        if is_used:
-            evicted.lend().add_(1)
-        lagging.sleep(2.0)
-        then = device.event()
-        slot = slots.take(MIB, groups.index, most=2)
-        slot.read(groups[0])
-        slot.settle()
-        assert then.query() is is_used
-        assert slot.lend().cpu().eq(0).all()
-
-
-@pytest.mark.parametrize("is_ordered", [True, False])
-def test_work_on_several_streams_comes_in_the_order_of_the_host(is_ordered: bool) -> None:
-    order = StreamOrder(device_of(LAG)) if is_ordered else nullcontext()
-    data = torch.zeros(1 << 16, device=LAG)
-    torch.accelerator.synchronize()
-    with torch.Stream(LAG), order:
-        lagging.sleep(0.05)
-        data.fill_(1)
-    with torch.Stream(LAG), order:
-        found = data.clone()
-    torch.accelerator.synchronize()
-    assert bool(found.cpu().eq(1).all()) is is_ordered
-
-
 # Memory
 
 
@@ -412,167 +350,7 @@ def test_reading_ahead_takes_no_memory_that_is_not_there() -> None:
     assert 0 < step.record.given_up_bytes < step.record.read_bytes == 15 * ONE
 
 
-@pytest.mark.parametrize("hold", ["buffers", "reads", "writes", "other code"])
-def test_what_backward_needs_takes_the_memory_of_what_is_needed_later(hold: str) -> None:
-    """Four buffers fit, and all are taken when a fifth is needed at once."""
-    device = device_of(LAG)
-    with HostStore(device=device, slab_bytes=MIB) as store:
-        offloader = Offloader(store, device)
-        expected, saved = [], []
-        for number in range(6):
-            tensor = torch.full((ONE,), number, dtype=torch.uint8, device=LAG)
-            expected.append(tensor.cpu())
-            record = Record(tensor.untyped_storage(), key=f"layer {number}")
-            saved.append(Handle(record, 0, ONE, offloader.drops))
-            if hold == "writes" and number == 5:
-                offloader.quiesce()
-                lagging.sleep(0.2)
-            offloader.writer.save(record, tensor.untyped_storage(), 0, ONE)
-            offloader.writer.flush()
-            del tensor, record
-        if hold != "writes":
-            offloader.quiesce()
-        torch.accelerator.empty_cache()
-        taken = 4 if hold in {"buffers", "reads"} else 0
-        room = torch.accelerator.memory_allocated() + taken * ONE
-        with lagging.memory_of(room), lagging.late(copies=0.05 if hold == "reads" else 0.0):
-            offloader.ahead.start([(handle.record, False) for handle in saved[:taken]])
-            if hold == "other code":
-                with pytest.raises(torch.OutOfMemoryError):
-                    offloader.reader.fetch(saved[4])
-            else:
-                storage, _ = offloader.reader.fetch(saved[4])
-                assert same_bits(ByteRange(storage, 0, ONE).tensor().cpu(), expected[4])
-        assert offloader.stats.given_up == (ONE if taken else 0)
-        for number, handle in enumerate(saved):
-            storage, _ = offloader.reader.fetch(handle)
-            assert same_bits(ByteRange(storage, 0, ONE).tensor().cpu(), expected[number])
-
-
 # Copies
-
-
-@pytest.mark.parametrize("to_host", [True, False])
-def test_two_transfers_of_one_direction_finish_in_order(to_host: bool) -> None:
-    """They would share the link otherwise, and what is needed first would come last."""
-    device, ended = device_of(LAG), []
-    there, here = torch.zeros(2, MIB, dtype=torch.uint8, device=LAG), device.host_memory(2 * MIB).view(2, MIB)
-    after = device.event()
-
-    def copy(number: int) -> None:
-        ways = (here[number], there[number]) if to_host else (there[number], here[number])
-        device.copy(*ways, after)
-        ended.append(number)
-
-    threads = [threading.Thread(target=copy, args=(number,)) for number in range(2)]
-    for thread, seconds in zip(threads, (0.2, 0.1), strict=True):
-        before = lagging.count("copies")
-        with lagging.late(copies=seconds):
-            thread.start()
-            wait_until(lambda before=before: lagging.count("copies") > before, "a copy is given")  # type: ignore[misc]
-    for thread in threads:
-        thread.join()
-    assert ended == [0, 1]
-
-
-def test_small_neighbours_in_host_memory_are_waited_for_once() -> None:
-    """Of a link that is faster than a thread wakes up, single small copies use a part."""
-    device, count = device_of(LAG), 16
-    data = torch.arange(count * 64 * KIB // 8, device=LAG).view(count, -1)
-    back = torch.zeros_like(data)
-    sources, targets = (list(map(ByteRange.of, each)) for each in (data, back))
-    with HostStore(device=device, slab_bytes=256 * KIB) as store:
-        store.prepare(MIB)
-        extents = store.reserve_many([(source.nbytes, source.address) for source in sources])
-        after = device.event()
-        after.synchronize()
-        before = lagging.count("host_waits")
-        orders = zip(extents, sources, strict=True)
-        writes = store.write_many([(extent, source, after, None) for extent, source in orders])
-        for write in writes:
-            write.wait()
-        pairs = reversed([*zip(extents, targets, strict=True)])  # as backward does
-        reads = store.read_many([(extent, target, after) for extent, target in pairs], padded=False)
-        for read in reads:
-            read.wait()
-        assert lagging.count("host_waits") - before <= 4  # for the event, and for the copies, out and back
-        assert same_bits(back.cpu(), data.cpu())
-        for extent in extents:
-            store.release(extent)
-
-
-def test_copies_of_both_directions_go_at_once() -> None:
-    device = device_of(LAG)
-    there, here = torch.zeros(2, MIB, dtype=torch.uint8, device=LAG), device.host_memory(2 * MIB).view(2, MIB)
-    after = device.event()
-    out = threading.Thread(target=device.copy, args=(here[0], there[0], after))
-    before = lagging.count("copies")
-    with lagging.late(copies=0.2):
-        out.start()
-        wait_until(lambda: lagging.count("copies") > before, "a copy is given")
-    device.copy(there[1], here[1], after)
-    assert out.is_alive()
-    out.join()
-
-
-def test_transfers_between_a_drive_and_the_device_end_in_order(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """By the benchmark of drives, without fio."""
-    monkeypatch.setenv("PATH", "")
-    benchmark = runpy.run_path(str(BENCHMARKS / "io.py"), run_name="drives")
-    output = tmp_path / "results.json"
-    arguments = f"--device {LAG} --sizes 256KiB 2MiB --amount 4 --rounds 1 --writers 1 --readers 1 --json"
-    with lagging.late(copies=0.002):
-        assert benchmark["main"]([str(tmp_path), *arguments.split(), str(output)]) == 0
-    results = json.loads(output.read_text())["results"]
-    assert sorted(result["direction"] for result in results) == sorted(2 * ["write", "read", "mixed"])
-    assert [result["places"] for result in results] == 6 * [0]
-    assert all(result["bytes_per_second"]["store"][0] > 0 for result in results)
-
-
-@pytest.mark.parametrize("writes", [True, False])
-def test_the_link_to_host_memory_beside_drives_has_the_next_copy_at_hand(
-    writes: bool, tmp_path: Path
-) -> None:
-    device = device_of(LAG)
-    with open_store(device=device, directories=(tmp_path,), host_capacity=8 * MIB) as store:
-        assert isinstance(store, TieredStore)
-        data = [ByteRange.of(torch.zeros(MIB, dtype=torch.uint8, device=LAG)) for _ in range(3)]
-        extents = [store.host.reserve(each.nbytes, each.address) for each in data]
-
-        def transfers(*, writes: bool) -> list[IoFuture]:
-            after = device.event()
-            if writes:
-                return store.host.write_many(
-                    [(*each, after, None) for each in zip(extents, data, strict=True)]
-                )
-            return store.host.read_many(
-                [(*each, after) for each in zip(extents, data, strict=True)], padded=False
-            )
-
-        if not writes:
-            for future in transfers(writes=True):
-                future.wait()
-        before = lagging.count("copies")
-        with lagging.late(copies=0.2):
-            futures = transfers(writes=writes)
-            wait_until(lambda: lagging.count("copies") > before + 1, "two copies are given")
-            assert not any(future.done() for future in futures)
-        for future in futures:
-            future.wait()
-
-
-def test_copies_make_no_events(tmp_path: Path) -> None:
-    """A thread has one, which it waits for before the next copy."""
-    device = device_of(LAG)
-    there, here = torch.zeros(MIB, dtype=torch.uint8, device=LAG), device.host_memory(MIB)
-    after = device.event()
-    before = lagging.Event.made
-    for _ in range(5):
-        device.copy(here, there, after)
-        device.copy(there, here, after)
-    assert lagging.Event.made <= before + 1
 
 
 @pytest.mark.parametrize("store", [*STORES, "tiered"])
@@ -651,7 +429,7 @@ def test_an_operation_that_fails_is_not_taken_for_a_drive_that_failed(store: str
         lagging.heal()
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["keep", "offload", "recompute"])
 def test_a_graph_that_is_captured_is_noticed(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made()
     with tba.attach(model, config_for(default=placement)) as session:
@@ -704,7 +482,7 @@ class Replaying(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["keep", "offload", "recompute"])
 def test_a_layer_that_is_compiled_to_graphs_is_noticed(
     placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -780,17 +558,6 @@ def test_the_run_log_has_the_loss_and_the_time_of_the_device(way: str, tmp_path:
     assert [step.loss for step in steps] == [loss.item() for loss in losses]
     assert all(step.seconds > FAR_BEHIND for step in steps)
     assert session.report() == list(steps)
-
-
-def test_a_loss_of_several_numbers_is_refused() -> None:
-    model = made()
-    with tba.attach(model, config_for(default="keep")) as session:
-        with (
-            pytest.raises(ValueError, match="the loss of a step is one number, not 2"),
-            session.step() as step,
-        ):
-            loss_on_lagging(model, 0).backward()
-            step.loss = torch.ones(2, device=LAG)
 
 
 # The contract of stores, for bytes that go through slabs

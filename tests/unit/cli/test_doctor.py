@@ -13,7 +13,7 @@ import fake_kvikio
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from ordered_device import OrderedDevice
+from fake_kvikio import PinningDevice
 from store_contract import CPU, descriptors
 
 from tba_offload import cli
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, kvikio: types.ModuleType) -> None:
     """A device with memory of its own, and kvikio."""
-    monkeypatch.setattr(streams, "default_device", lambda: OrderedDevice(seconds=0.0))
+    monkeypatch.setattr(streams, "default_device", lambda: PinningDevice())
 
 
 @pytest.fixture

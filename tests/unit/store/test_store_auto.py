@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import fake_kvikio
 import pytest
 import torch
-from ordered_device import OrderedDevice
+from fake_kvikio import PinningDevice
 from store_contract import CPU, descriptors, get, pattern, put
 
 from tba_offload.errors import ConfigError
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def device() -> OrderedDevice:
-    return OrderedDevice(seconds=0.0)
+def device() -> PinningDevice:
+    return PinningDevice()
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("kvikio", "driver")
-def test_auto_is_gds_where_the_driver_is_loaded(device: OrderedDevice, tmp_path: Path) -> None:
+def test_auto_is_gds_where_the_driver_is_loaded(device: PinningDevice, tmp_path: Path) -> None:
     before = descriptors()
     with open_store(kind="auto", directories=[tmp_path], device=device) as store:
         assert isinstance(store, GdsStore)
@@ -51,7 +51,7 @@ def test_auto_is_gds_where_the_driver_is_loaded(device: OrderedDevice, tmp_path:
 
 @pytest.mark.usefixtures("kvikio")
 def test_auto_is_file_without_the_driver(
-    device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: PinningDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gds, "NVIDIA_FS", tmp_path / "none")
     with open_store(kind="auto", directories=[tmp_path], device=device) as store:
@@ -62,7 +62,7 @@ def test_auto_is_file_without_the_driver(
 
 @pytest.mark.usefixtures("driver")
 def test_auto_is_file_without_kvikio(
-    device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: PinningDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)
     with open_store(kind="auto", directories=[tmp_path], device=device) as store:
@@ -73,7 +73,7 @@ def test_auto_is_file_without_kvikio(
 
 @pytest.mark.usefixtures("kvikio", "driver")
 def test_auto_is_file_on_each_drive_whose_files_cufile_refuses(
-    device: OrderedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: PinningDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directories = [tmp_path / "refused", tmp_path / "taken"]
     for directory in directories:
