@@ -7,7 +7,6 @@ machines with a GPU come with. The names that the package uses of CUDA's modules
 from __future__ import annotations
 
 import inspect
-import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -26,13 +25,6 @@ from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-SOURCES = {path.name: path.read_text() for path in (ROOT / "tba_offload" / "device").glob("*.py")}
-
-
-def used(pattern: str) -> list[str]:
-    """The names that the sources use of something."""
-    return sorted({name for source in SOURCES.values() for name in re.findall(pattern, source)})
 
 
 def test_it_is_the_cuda_build() -> None:
@@ -95,16 +87,6 @@ def test_without_a_gpu_the_example_trains_on_the_cpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "peak" in done.stdout
-
-
-@pytest.mark.parametrize("name", used(r"\b_?module\.([a-zA-Z]\w+|_sleep)\b"))
-def test_the_module_of_cuda_has_what_is_asked_of_a_device(name: str) -> None:
-    assert hasattr(torch.cuda, name)
-
-
-@pytest.mark.parametrize("name", used(r"\bruntime\.(\w+)"))
-def test_the_runtime_of_cuda_has_what_pins_memory(name: str) -> None:
-    assert hasattr(torch._C._cudart, name)
 
 
 def test_a_thread_can_wait_asleep_for_an_event() -> None:

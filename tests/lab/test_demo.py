@@ -6,14 +6,10 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 
-from tba_lab.demo import read_text, text_batch
-from tba_lab.gpt import GptShape, choose_dtype
 from tba_offload import cli
-from tba_offload.report.log import counted_steps, read_run_log
-from tba_offload.report.rok import points
+from tba_offload.report.log import read_run_log
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,24 +67,6 @@ def test_a_run_leaves_logs_pictures_and_figures(run: tuple[Path, Result]) -> Non
     assert all(tuple(found) == lanes for found in summary["batch_sizes"].values())
     assert summary["batch_sizes"]["2"]["offload"]["offloaded_bytes"] > 0
     assert summary["ratios"]["2"]["offload_over_keep"]["activation_peak"] < 1
-
-
-def test_its_figures_are_those_of_rok(run: tuple[Path, Result]) -> None:
-    output, _ = run
-    for size, lanes in summary_of(output)["batch_sizes"].items():
-        for name, figures in lanes.items():
-            path = output / f"{name}-b{size}.jsonl"
-            (point,) = points([path])
-            assert figures["step_seconds_median"] == point.step_seconds
-            assert figures["activation_peak_bytes"] == point.activation_peak_bytes
-            steps = counted_steps(read_run_log(path))
-            assert figures["process_peak_bytes"] == max(step.resident_peak_bytes or 0 for step in steps)
-
-
-def test_run_logs_of_another_run_are_not_mixed_with_its_own(run: tuple[Path, Result]) -> None:
-    output, _ = run
-    result = call(*TINY, "--output", str(output))
-    assert (result.exit_code, "holds run logs of another run" in result.stderr) == (1, True)
 
 
 @pytest.mark.full
@@ -154,31 +132,3 @@ def test_what_makes_no_run_is_one_line(
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_run_leaves_no_logs(tmp_path: Path) -> None:
-    policy = tmp_path / "policy.yaml"
-    policy.write_text("default: offload\nlayers:\n  - match: 99\n    placement: keep\n")
-    result = call(*WITHOUT_WINDOW, "--output", str(tmp_path / "out"), "--policy", str(policy))
-    assert result.exit_code == 1
-    assert "99" in result.stderr
-    assert list((tmp_path / "out").glob("*")) == []
-
-
-def test_batches_are_passages_of_the_standard_library() -> None:
-    text, shape = read_text(), GptShape(layers=1, hidden=8, heads=1, sequence=40)
-    batch = text_batch(text, shape, 3, 5)
-    for tokens, labels in zip(batch["tokens"], batch["labels"], strict=True):
-        assert bytes(tokens.tolist()) in bytes(text.tolist())
-        assert torch.equal(tokens[1:], labels[:-1])
-    again, other = (text_batch(text, shape, 3, number)["tokens"] for number in (5, 6))
-    assert torch.equal(batch["tokens"], again)
-    assert not torch.equal(again, other)
-
-
-def test_the_dtype_is_the_one_that_is_asked_for_or_a_measured_one() -> None:
-    assert choose_dtype("bf16", torch.device("cpu"))[0] == "bf16"
-    threads = torch.get_num_threads()
-    chosen, why = choose_dtype("auto", torch.device("cpu"))
-    assert f"dtype {chosen}, the faster one: bf16 " in why
-    assert torch.get_num_threads() == threads

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tba_lab.race import Entrant, RaceError, Spread, paired_ratio, race, timed_rounds
+from tba_lab.race import Entrant, RaceError, race
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,32 +122,3 @@ def test_a_race_that_takes_too_long_is_stopped_inside_a_step(diary: Path) -> Non
     with pytest.raises(RaceError, match=r"s so far, longer than 0 s; give fewer --steps .* --time-limit"):
         race(lanes, 3, time_limit=0.1)
     assert time.monotonic() - began < 60
-
-
-def test_what_is_ahead_counts_as_well(diary: Path) -> None:
-    lanes = {"a": Entrant(Diary, {"name": "a", "diary": diary})}
-    with pytest.raises(RaceError, match="to go, longer than 1:00 min"):
-        race(lanes, 4, time_limit=60, ahead=1e9)
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([5.0], (5.0, 5.0, 5.0)),
-        ([1.0, 3.0], (2.0, 1.5, 2.5)),
-        ([10.0, 0.0, 20.0, 40.0, 30.0], (20.0, 10.0, 30.0)),
-    ],
-)
-def test_a_spread_is_a_median_between_quartiles(values: list[float], expected: tuple[float, ...]) -> None:
-    assert Spread.of(values) == Spread(*expected)
-
-
-def test_ratios_are_taken_round_by_round() -> None:
-    assert paired_ratio([2.0, 3.0, 8.0], [1.0, 2.0, 2.0]) == Spread(2.0, 1.75, 3.0)  # not 3 / 2
-    assert str(paired_ratio([1.5, 15.0, 1.5], [1.0, 10.0, 1.0])) == "1.500 (1.500 to 1.500)"
-
-
-def test_rounds_in_which_a_lane_measured_memory_have_no_time() -> None:
-    ours, others = [1, -2, 3, -4], [5, 6, 7, -8]
-    assert timed_rounds(ours, others, measured=lambda step: step < 0) == [(1, 5), (3, 7)]
-    assert timed_rounds([-1], [2], measured=lambda step: step < 0) == [(-1, 2)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -15,7 +13,6 @@ from places import ROOT
 from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_offload import cli
 from tba_offload.config import OffloadConfig, StoreConfig
 from tba_offload.report.log import RunHeader, RunLogWriter
 
@@ -80,39 +77,6 @@ def test_the_yaml_of_a_page_is_a_policy(page: Path) -> None:
     for text in blocks_of(page, "yaml"):
         config = OffloadConfig.from_yaml(text, file=page.name)
         assert OffloadConfig.from_yaml(config.to_yaml()) == config
-
-
-@pages_with("bash")
-def test_the_shell_of_a_page_names_files_and_commands_that_exist(page: Path) -> None:
-    for block in blocks_of(page, "bash"):
-        done = subprocess.run(["bash", "-n"], input=block, check=False, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, ""), block
-        for path in re.findall(r"^(?:bash|python) ([\w./]+\.(?:sh|py))", block, re.MULTILINE):
-            assert (ROOT / path).exists(), path
-        for line in re.findall(r"^tba-offload (.*)", block, re.MULTILINE):
-            name, *words = shlex.split(line, comments=True)
-            known = {option for one in cli.main.commands[name].params for option in one.opts}
-            known |= {option for one in cli.main.commands[name].params for option in one.secondary_opts}
-            options = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
-            if name != "launch":  # the options of launch are those of a script
-                assert options <= known, line
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_links_of_a_page_exist(page: Path) -> None:
-    """Links to other pages, to files of the repository at its address, and files that are named in code."""
-    text = page.read_text(encoding="utf-8")
-    home = r"https://(?:raw\.githubusercontent|github)\.com/tba-offload/tba-offload/(?:(?:tree|blob)/)?main/"
-    targets = re.findall(r"\]\(([^)\s#]+)", text)
-    inside = [path for path in targets if not re.match(r"[a-z]+:", path)]
-    linked = [re.sub(home, "", path) for path in targets if re.match(home, path)]
-    named = re.findall(
-        r"`(?:python |bash )?((?:tests|benchmarks|examples|tba_offload|patches)/[\w./*-]+)", text
-    )
-    for path in inside:
-        assert (page.parent / path).exists(), path
-    for path in (*linked, *named):
-        assert list(ROOT.glob(path.rstrip("/"))), path
 
 
 @pytest.mark.full

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import sys
-import threading
 import warnings
 import weakref
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import same_bits
 from torch import Tensor, nn
@@ -21,7 +19,6 @@ from tba_offload.capture.identity import (
     StaticStorages,
     View,
     is_understood,
-    shares_version,
     version_witness,
     viewed,
 )
@@ -61,12 +58,6 @@ def strided_views(draw: st.DrawFn) -> Tensor:
     return filled(draw(st.sampled_from(DTYPES))).as_strided(shape, stride, offset)
 
 
-def elements_of(tensor: Tensor) -> set[int]:
-    """The elements of the storage that a tensor looks at."""
-    indices = torch.arange(ELEMENTS).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    return set(indices.reshape(-1).tolist())
-
-
 def same_elements(a: Tensor, b: Tensor) -> bool:
     """Equal to the last bit, whatever the strides of the two are."""
     return same_bits(*(tensor.clone(memory_format=torch.contiguous_format) for tensor in (a, b)))
@@ -81,41 +72,6 @@ def test_a_view_is_rebuilt_from_its_storage(tensor: Tensor) -> None:
     assert rebuilt.untyped_storage() is tensor.untyped_storage()
     assert (rebuilt.stride(), rebuilt.storage_offset()) == (tensor.stride(), tensor.storage_offset())
     assert same_elements(rebuilt, tensor)
-
-
-@given(strided_views())
-def test_the_span_reaches_from_the_first_to_the_last_byte(tensor: Tensor) -> None:
-    touched = elements_of(tensor)
-    itemsize = tensor.dtype.itemsize
-    assert View.of(tensor).footprint()[:2] == (min(touched) * itemsize, (max(touched) + 1) * itemsize)
-
-
-@given(strided_views())
-def test_what_expand_repeats_counts_once(tensor: Tensor) -> None:
-    view = View.of(tensor)
-    once = viewed(tensor.untyped_storage(), view.distinct())
-    assert elements_of(once) == elements_of(tensor)
-    assert once.dim() == tensor.dim()
-    assert view.footprint()[2] == once.numel() * tensor.dtype.itemsize
-    assert same_elements(once.expand(tensor.shape), tensor)
-
-
-@settings(max_examples=50)
-@given(strided_views(), st.integers(0, 5))
-def test_a_view_moves_with_its_bytes(tensor: Tensor, places: int) -> None:
-    view = View.of(tensor)
-    lo, hi, _ = view.footprint()
-    start = places * tensor.dtype.itemsize
-    elsewhere = torch.zeros(start + hi - lo, dtype=torch.uint8)
-    everything = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    elsewhere[start:] = everything[lo:hi]
-    assert same_elements(viewed(elsewhere.untyped_storage(), view.moved(start - lo)), tensor)
-
-
-def test_halves_of_a_chunk_differ_only_in_the_offset() -> None:
-    left, right = (View.of(half) for half in filled(torch.float32).view(8, 12).chunk(2, dim=-1))
-    assert left != right
-    assert left == right._replace(offset=0)
 
 
 # What is understood
@@ -283,15 +239,6 @@ def test_flat_buffers_are_static_through_what_lies_in_them() -> None:
     assert len(static) == 2
 
 
-def test_a_wrapper_may_have_attributes_named_like_the_methods() -> None:
-    """Megatron's DistributedDataParallel has a list ``buffers``."""
-    module = nn.Sequential(nn.BatchNorm1d(4))
-    module.buffers = module.parameters = []  # type: ignore[assignment,method-assign]
-    static = static_of(module)
-    norm = module[0]
-    assert all(tensor.untyped_storage() in static for tensor in (norm.weight, norm.running_mean))
-
-
 def test_static_storages_of_all_chunks_count_and_are_read_anew() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     static = static_of(first, second)
@@ -303,13 +250,6 @@ def test_static_storages_of_all_chunks_count_and_are_read_anew() -> None:
     assert before not in static
     assert first.weight.untyped_storage() in static
     assert second.weight.untyped_storage() not in static
-
-
-def test_parameters_without_a_strided_storage_do_not_matter() -> None:
-    module = nn.Module()
-    module.sparse = nn.Parameter(torch.eye(3).to_sparse())
-    module.lazy = nn.LazyLinear(3)
-    assert len(static_of(module)) == 0
 
 
 def test_a_storage_at_the_address_of_a_freed_gradient_is_not_static() -> None:
@@ -325,35 +265,3 @@ def test_a_storage_at_the_address_of_a_freed_gradient_is_not_static() -> None:
         others.append(torch.zeros(8, 8).untyped_storage())
         assert len(others) < 10_000, "the address was not used again"
     assert others[-1] not in static
-
-
-def test_which_tensors_share_a_version() -> None:
-    tensor = torch.zeros(4)
-    witness = version_witness(tensor)
-    for other in (tensor, tensor[1:], tensor.detach(), tensor.view(2, 2)):
-        assert shares_version(witness, other)
-    for other in (tensor.data, torch.from_numpy(tensor.numpy()), torch.zeros(4)):
-        assert not shares_version(witness, other)
-    assert tensor._version == witness._version == 0
-
-
-def test_a_thread_that_asks_shows_others_no_other_version() -> None:
-    """Threads that take turns all the time; one that asks moves the version, and moves it back."""
-    tensor = torch.zeros(4)
-    witness, seen, interval = version_witness(tensor), set[int](), sys.getswitchinterval()
-
-    def ask() -> None:
-        for _ in range(2000):
-            shares_version(witness, tensor)
-            seen.add(tensor._version)
-
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=ask) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert seen == {0}

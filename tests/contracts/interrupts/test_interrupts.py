@@ -9,17 +9,8 @@ import pytest
 from covering import EVERYTHING
 from places import SUPPORT
 
-from tba_offload.store import interrupts
-
 if TYPE_CHECKING:
     from warm import Warm
-
-
-class Owner:
-    """Stands for a step."""
-
-
-OWNER = Owner()
 
 
 def test_an_interrupt_anywhere_in_a_step_arrives_and_leaves_nothing(python_with_torch: Warm) -> None:
@@ -43,16 +34,3 @@ def python_handles_interrupts() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells have it for jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_the_shield_leaves_a_handler_of_the_program_alone() -> None:
-    def mine(*_: object) -> None:
-        pass
-
-    signal.signal(signal.SIGINT, mine)
-    try:
-        assert not interrupts.put_up(OWNER)
-        interrupts.take_down(OWNER)
-        assert signal.getsignal(signal.SIGINT) is mine
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import pickle
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import pytest
 import torch
 from covering import EVERYTHING, of_which
-from harness import KIB, PATIENCE, Drive, assert_all_given_back, session_for, wait_until
+from harness import KIB, PATIENCE, assert_all_given_back, session_for, wait_until
 from models import History, Model, assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from places import ROOT, SUPPORT
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import tba_offload as tba
 from tba_offload.device.memory import MallocMeter
-from tba_offload.errors import StoreError
 from tba_offload.report.log import StepRecord
 
 if TYPE_CHECKING:
@@ -194,39 +192,6 @@ def test_a_loop_that_holds_its_loss_until_the_next_one_grows_by_records_only(
             lambda: most_grown(before, all_objects(), but=(record, "builtins.dict", "builtins.list")) < LONG,
             "nothing grows but records and their parts",
         )
-
-
-def fail_a_step(model: nn.Module, session: Session, drive: Drive) -> None:
-    """A step of which no byte can be read."""
-    drive.reads.fail_with(lambda: StoreError(errno.ENODEV, "No such device", "/drive"))
-    with pytest.raises(tba.TransferError, match="/drive"), session.step():
-        loss = model(torch.ones(16, 16)).sum()
-        session.offloader.quiesce()  # all of it is in the store
-        loss.backward()
-    drive.reads.recover()
-    session.store.resume()
-    model.zero_grad()
-
-
-@pytest.mark.filterwarnings("ignore:a drive failed and is left alone:RuntimeWarning")
-@pytest.mark.full
-def test_steps_that_fail_at_a_read_leave_everything_as_it_was() -> None:
-    """An error knows the frames that it passed, and so the graph; what is kept of it must not."""
-    model, drive = Small(), Drive()
-    with session_for(model, drive=drive, in_flight=8 * KIB, min_tensor_bytes=256) as session:
-        short_steps(model, session, 8)
-        fail_a_step(model, session, drive)
-        before = footprint(session)
-        for _ in range(100):
-            short_steps(model, session, 1)
-            fail_a_step(model, session, drive)
-            assert_all_given_back(session)
-        after = footprint(session)
-    assert after.extents == 0
-    assert after.high_water <= before.high_water + 8 * KIB
-    assert after.objects["Record"] == before.objects["Record"]
-    assert most_grown(before.objects, after.objects) < 10
-    assert after.live_bytes - before.live_bytes < 1 << 18
 
 
 def test_a_closed_session_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:

@@ -47,32 +47,6 @@ def test_a_parametrized_model_does_not_outlive_its_session(placement: str) -> No
     assert weight() is None
 
 
-def blocks_of_their_own() -> tuple[nn.ModuleList, weakref.ref[Tensor]]:
-    """Blocks of a class that is made for them, and a table that it alone leads to."""
-    table = torch.randn(8)
-
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor, change: object = None) -> Tensor:
-            return x + torch.tanh(self.a(x)) * table
-
-    return nn.ModuleList(Own() for _ in range(2)), weakref.ref(table)
-
-
-@pytest.mark.filterwarnings("ignore::tba_offload.NoEffectWarning")
-@pytest.mark.parametrize("placement", ["recompute", "auto"])
-def test_a_class_that_is_made_for_a_model_does_not_outlive_it(placement: str) -> None:
-    blocks, table = blocks_of_their_own()
-    with tba.attach(blocks, {"default": placement}, layers=list(blocks)) as session:
-        step(blocks)
-    del blocks, session
-    gc.collect()
-    assert table() is None
-
-
 @pytest.mark.filterwarnings("ignore::tba_offload.NoEffectWarning")
 @pytest.mark.parametrize("placement", ["recompute", "auto"])
 def test_a_function_of_a_step_that_reaches_itself_does_not_outlive_the_step(placement: str) -> None:

@@ -8,7 +8,6 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from harness import KIB, MIB, Drive, session_for
 from models import HIDDEN, SEQUENCE, loss_of, make_model, make_tokens
 
 import tba_offload as tba
-from tba_offload.adapt.controller import Controller
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.config.policy import Placement
 
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from tba_offload.plan.model import Plan
 
 STEPS = 9
 BATCH = 16
@@ -267,23 +264,6 @@ def test_no_step_is_over_the_budget_whatever_the_lengths_are(name: str, order: s
     if name == "growing":
         assert found.peaks[STEP_OF_GROWTH] < 0.7 * budget  # it runs as the first one does
         assert found.peaks[-1] > found.peaks[STEP_OF_GROWTH]  # then there is a plan for it
-
-
-@pytest.mark.parametrize("name", ["alternating", "shrinking"])
-def test_plans_stay_while_no_step_is_larger_than_planned(name: str, tmp_path: Path) -> None:
-    """Only the first steps of each length run without what a plan would keep."""
-    left: list[Plan] = []
-    leave = Controller.least
-
-    def noted(controller: Controller, plan: Plan) -> Plan:
-        left.append(plan)
-        return leave(controller, plan)
-
-    job = of_lengths(name, "FB")
-    whole = max(run(job, tmp_path, steps=longest(name), default=Placement.KEEP).peaks)
-    with mock.patch.object(Controller, "least", noted):
-        run(job, tmp_path, steps=range(14), default=Placement.AUTO, activation_bytes=whole // 2)
-    assert len(left) == {"alternating": 2, "shrinking": 1}[name]
 
 
 SKIPPED: dict[str, Callable[[int, int], set[int]]] = {

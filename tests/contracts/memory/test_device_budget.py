@@ -362,16 +362,6 @@ def test_where_nothing_is_left_that_is_said_and_training_goes_on(default: str, t
     assert_same_weights(found, run(tmp_path, {"default": "keep"}))
 
 
-@pytest.mark.usefixtures("peaks_are_exact")
-def test_a_device_that_is_nearly_full_is_named_in_the_warning(tmp_path: Path) -> None:
-    records = run(tmp_path, {"default": "keep"}).records
-    static = max((record.base_bytes or 0) + (record.gradient_peak_bytes or 0) for record in records)
-    found = run(tmp_path, {"default": "auto", "budget": {"device_bytes": static + 64 * KIB}})
-    (told,) = found.told
-    assert " that a device has left (of " in told
-    assert "raise budget.device_bytes, or take smaller micro-batches" in told
-
-
 def test_by_the_count_of_malloc_too(tmp_path: Path) -> None:
     """All of the process counts there, and peaks are samples."""
     kept = run(tmp_path, {"default": "keep"})

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import unicodedata
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from covering import in_turn
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from run_logs import plan_event
@@ -158,79 +156,4 @@ def test_names_cannot_move_the_cursor(tmp_path: Path) -> None:
     assert visible(EVIL).replace("|", "\\|") in said
 
 
-def test_names_are_text_in_a_picture(tmp_path: Path) -> None:
-    path = write_log(tmp_path / "evil.jsonl", strategy=EVIL)
-    for command, option in (("rok", "-o"), ("plan", "--picture")):
-        status, _, _ = outcome(command, path, option, tmp_path / "picture.svg")
-        assert status == 0
-        picture = (tmp_path / "picture.svg").read_text(encoding="utf-8")
-        assert "<script" not in picture
-        ET.fromstring(picture)
-
-
 # What is written
-
-
-@pytest.mark.parametrize("kind", ["pipe", "large"])
-def test_a_plan_replaces_no_file_of_another_kind(tmp_path: Path, kind: str) -> None:
-    path = write_log(tmp_path / "a.jsonl")
-    target = tmp_path / "target"
-    if kind == "pipe":
-        os.mkfifo(target)
-    else:
-        target.write_bytes(bytes(2**20 + 1))
-    status, _, said = outcome("plan", path, "-o", target)
-    assert status == 1
-    assert "was not written by this command" in said
-
-
-OUTPUTS = [["rok", "-o"], ["rok", "--csv"], ["plan", "--force", "-o"], ["plan", "--picture"]]
-
-
-@pytest.mark.parametrize(
-    ("kind", "command"), in_turn(["pipe", "read pipe", "link", "dangling link", "directory"], OUTPUTS)
-)
-def test_only_regular_files_are_written_and_through_no_link(
-    tmp_path: Path, command: list[str], kind: str
-) -> None:
-    log = write_log(tmp_path / "a.jsonl")
-    path, victim = tmp_path / "out.svg", tmp_path / "victim"
-    reader = None
-    if kind == "directory":
-        path.mkdir()
-    elif "pipe" in kind:
-        os.mkfifo(path)
-        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if kind == "read pipe" else None
-    else:
-        path.symlink_to(victim)
-        if kind == "link":
-            victim.write_text("precious")
-    name, *options = command
-    status, _, said = outcome(name, log, *options, path)
-    if reader is not None:
-        os.close(reader)
-    assert status == (2 if kind == "directory" and "--csv" not in command else 1)
-    assert str(path) in said
-    assert victim.exists() == (kind == "link")
-    assert kind != "link" or victim.read_text() == "precious"
-
-
-@pytest.mark.parametrize("stream", ["/dev/null", "/dev/stderr", "/dev/fd/{}"])
-def test_streams_of_the_shell_are_written(tmp_path: Path, stream: str) -> None:
-    log = write_log(tmp_path / "a.jsonl")
-    read, write = os.pipe()
-    try:
-        status, _, _ = outcome("rok", log, "--csv", stream.format(write))
-        assert status == 0
-        assert "{}" not in stream or os.read(read, 1 << 16).startswith(b"strategy,")
-    finally:
-        os.close(read)
-        os.close(write)
-
-
-@pytest.mark.parametrize("command", [["doctor"], ["check", "--layers", "3"]])
-def test_looking_makes_nothing(tmp_path: Path, command: list[str]) -> None:
-    status, *said = outcome(*command, tmp_path / "mistyped" / "\x1b[2J")
-    assert status == 1
-    assert "does not exist" in "".join(said) or "cannot be read" in "".join(said)
-    assert list(tmp_path.iterdir()) == []

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
-from contextlib import nullcontext
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
-from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
-from tba_offload.report.log import MEMORY, read_run_log
+from tba_offload.errors import SessionError, TransferError, UnsupportedError
+from tba_offload.report.log import read_run_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,12 +153,6 @@ def test_a_share_of_the_bytes_travels_evenly_over_the_layers(percent: int, tmp_p
     assert not any(parameter.isnan().any() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("wrong", ["offload-0%", "offload-100%", "offload-5", "auto", "half"])
-def test_another_share_is_an_error_that_names_the_legal_ones(wrong: str) -> None:
-    with pytest.raises(ConfigError, match="must be one of keep, offload, offload-N%"):
-        tba.OffloadConfig.from_dict({"weights": {"frozen": wrong}})
-
-
 @pytest.mark.parametrize("placement", of_which(PLACEMENTS, "offload", "recompute", "auto"))
 def test_the_same_bits_beside_activations_that_travel(placement: str, tmp_path: Path) -> None:
     expected = trained(Model())
@@ -182,29 +173,6 @@ def test_the_same_bits_beside_activations_that_travel(placement: str, tmp_path: 
         session.weights.close()
         trained(model, steps=1)
         assert session.report()[-1].weights_read_bytes is None
-
-
-def test_weights_are_no_activations_in_the_run_log(tmp_path: Path) -> None:
-    peaks = []
-    log = tmp_path / "run.jsonl"
-    for where in ("keep", "offload"):
-        model = Model()
-        policy = {
-            "min_tensor_bytes": "2KiB",
-            "weights": {"frozen": where},
-            "store": {"kind": "file", "directories": [str(tmp_path)]},
-        }
-        with tba.attach(model, policy, run_log=log) as session:
-            for _ in range(2):
-                with session.step():
-                    model(torch.ones(8, WIDTH)).sum().backward()
-            peaks.append(session.gradients.live.nbytes)
-        seen = [event for event in read_run_log(log).others if event["event"] == MEMORY][-1]["phases"]
-        assert all(phase["gradients"] <= peaks[0] for phase in seen.values())
-        brought = max(phase["frozen"] for phase in seen.values())
-        assert WEIGHTS <= brought <= 3 * WEIGHTS if where == "offload" else brought == 0
-        log.unlink()
-    assert peaks[0] == peaks[1]  # what is not counted: gradients, and no weights between steps
 
 
 def test_the_run_log_tells_what_weights_move_and_how_long_layers_wait_for_them(tmp_path: Path) -> None:
@@ -230,18 +198,6 @@ def test_the_run_log_tells_what_weights_move_and_how_long_layers_wait_for_them(t
     assert told.drives[drive].place == told.drives[0].place
     waited = sum(until - since for since, until in told.stalls)
     assert waited >= 0.9 * ((step.record.weights_waited_seconds or 0.0) + (step.record.stall_seconds or 0.0))
-
-
-def test_where_few_weights_travel_those_of_the_next_layer_are_read_ahead(tmp_path: Path) -> None:
-    model = Model()
-    with offloaded(model, tmp_path, weights={"frozen": "offload-20%"}) as weights:
-        numbers = [number for number, layer in enumerate(model.layers) if any(away_of(layer))]
-        assert any(after - before > 1 for before, after in pairwise(numbers))
-        within: list[int] = []
-        model.layers[numbers[0]].norm.register_forward_hook(lambda *_: within.append(weights.resident_bytes))
-        trained(model, steps=1)
-        assert within
-        assert set(within) == {2 * WEIGHTS // 2}  # its own weight, and that of the next one
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -324,23 +280,6 @@ def test_a_backward_pass_that_fails_leaves_no_weights(tmp_path: Path) -> None:
         model.zero_grad()
         assert_same(trained(model, steps=1), trained(plain, steps=1))
         assert weights.resident_bytes == 0
-
-
-def test_backward_in_two_threads_at_once(tmp_path: Path) -> None:
-    gradients = []
-    for model in (Model(), Model()):
-        with offloaded(model, tmp_path) if gradients else nullcontext():
-            torch.manual_seed(2)
-            losses = [model(torch.full((8, WIDTH), float(number))).sum() for number in range(2)]
-            threads = [threading.Thread(target=loss.backward) for loss in losses]
-            for thread in threads:
-                thread.start()
-                if not gradients:
-                    thread.join()
-            for thread in threads:
-                thread.join()
-        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
-    assert_same(*gradients)  # sums of two have no order
 
 
 # Outside of their layers
@@ -436,12 +375,6 @@ def test_what_others_use_too_stays_in_memory(tmp_path: Path) -> None:
 # Drives
 
 
-def test_a_read_that_fails_once_is_made_again(tmp_path: Path) -> None:
-    expected, model = trained(Model(), steps=1), Model()
-    with offloaded(model, tmp_path), inject("fail-read:n=3"):
-        assert_same(trained(model, steps=1), expected)
-
-
 def test_weights_that_a_drive_does_not_give_back_are_named(tmp_path: Path) -> None:
     model = Model()
     with offloaded(model, tmp_path):
@@ -499,17 +432,6 @@ def test_where_no_weight_can_travel_that_is_an_error(tmp_path: Path) -> None:
     ):
         offloaded(model, tmp_path)
     assert_same(list(frozen(model).values()), list(before.values()))
-
-
-def test_frozen_masks_stay(tmp_path: Path) -> None:
-    """No boolean is one that a weight cannot have, so that none would tell that it is away."""
-    model = Model()
-    for layer in model.layers:
-        layer.mask = nn.Parameter(torch.eye(WIDTH) > 0, requires_grad=False)
-    with offloaded(model, tmp_path) as weights:
-        assert weights.nbytes == LAYERS * WEIGHTS
-        assert all(bool(layer.mask.diagonal().all()) for layer in model.layers)
-        assert_same(trained(model), trained(Model()))
 
 
 @pytest.mark.parametrize(

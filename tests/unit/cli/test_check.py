@@ -6,16 +6,13 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from children import OPTIONAL, run_without
 from click.testing import CliRunner, Result
-from places import EXAMPLES
 
 from tba_offload import cli
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-POLICIES = EXAMPLES / "policies"
 POLICY = """\
 default: offload
 layers:
@@ -92,40 +89,6 @@ def test_what_has_no_effect_is_a_warning(policy: Path) -> None:
     assert len(json.loads(check(policy, "--layers", 24, "--json").stdout)["warnings"]) == 2
 
 
-def test_rules_by_name_wait_for_the_model(policy: Path) -> None:
-    policy.write_text(POLICY.replace("0-3", "model.layers.?") + "budget: {objective: memory}\n")
-    result = check(policy, "--layers", 24)
-    assert result.exit_code == 0
-    assert "budget.objective: has no effect" in result.stderr
-    policy.write_text(policy.read_text().replace("recompute", "auto"))  # the planner may have a layer
-    result = check(policy, "--layers", 24)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert "only the model has names: the rule 'model.layers.?' (line 3)" in result.stdout
-
-
-def test_of_several_stacks_each_has_its_number() -> None:
-    path = POLICIES / "encoder_decoder.yaml"
-    result = check(path, "--layers", "encoder:12", "--layers", "decoder:6")
-    assert result.exit_code == 0
-    words = [line.split()[:2] for line in result.stdout.splitlines()]
-    assert words == [
-        ["encoder:0-1", "recompute"],
-        ["encoder:2-11", "offload"],
-        ["decoder:0-3", "offload"],
-        ["decoder:4-5", "keep"],
-    ]
-    assert check(path, "--layers", "12").exit_code == 1
-
-
-@pytest.mark.parametrize(
-    "name", sorted(path.stem for path in POLICIES.glob("*.yaml") if path.stem != "encoder_decoder")
-)
-def test_the_examples_fit_any_depth(name: str) -> None:
-    for layers in (4, 96):
-        result = check(POLICIES / f"{name}.yaml", "--layers", layers)
-        assert (result.exit_code, result.stderr) == (0, "")
-
-
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
@@ -138,10 +101,3 @@ def test_a_wrong_command_line_has_exit_status_2(layers: list[str], message: str,
     result = check(policy, *(word for number in layers for word in ("--layers", number)))
     assert result.exit_code == 2
     assert message in result.stderr
-
-
-def test_it_needs_no_torch(policy: Path) -> None:
-    code = f"from tba_offload.cli import main\nmain(['check', {str(policy)!r}, '--layers', '24'])"
-    done = run_without(OPTIONAL | {"torch", "numpy"}, code)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "22-23" in done.stdout

@@ -74,15 +74,6 @@ def test_json_and_csv_are_alone_on_the_standard_output(runs: list[str]) -> None:
     assert [line["source"] for line in lines] == runs
 
 
-def test_files_come_beside_the_table(runs: list[str], tmp_path: Path) -> None:
-    svg, png, table = (tmp_path / name for name in ("rok.svg", "rok.png", "points.csv"))
-    result = call("rok", *runs, "-o", str(svg), "--output", str(png), "--csv", str(table))
-    assert result.stdout.startswith("| Strategy ")
-    assert svg.read_bytes().startswith(b"<?xml")
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert table.read_text() == call("rok", *runs, "--csv", "-").stdout
-
-
 # Errors
 
 
@@ -98,18 +89,6 @@ def test_a_wrong_command_line_has_exit_status_2(arguments: tuple[str, ...], mess
     result = call("rok", *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
-
-
-def test_what_goes_wrong_is_one_line(runs: list[str], tmp_path: Path) -> None:
-    none, picture = tmp_path / "none.jsonl", tmp_path / "missing" / "rok.svg"
-    for arguments, message in {
-        (*runs, "-o", "rok.pdf"): "rok.pdf: a picture's name must end in .svg or .png",
-        (str(none),): f"{none}: the run log cannot be read: No such file or directory",
-        (*runs, "-o", str(picture)): f"{picture}: cannot be written: No such file or directory",
-        (*runs, "--csv", runs[0]): f"{runs[0]}: is a run log, and stays as it is; choose another name",
-    }.items():
-        result = call("rok", *arguments)
-        assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"Error: {message}\n")
 
 
 @pytest.mark.parametrize("error", [TbaError("first\n  second"), KeyError("bug")])

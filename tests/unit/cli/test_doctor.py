@@ -109,20 +109,6 @@ def test_what_is_missing_is_told_with_its_remedy(
 
 
 @pytest.mark.usefixtures("cpu")
-def test_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    machine, checksums, directory, on, file, auto, *_ = call().stdout.splitlines()
-    assert machine.startswith("device cpu; kernel ")
-    assert re.fullmatch(r"checksums: [\d.]+ [MG]B/s, [\d.]+ s of processor time .*", checksums)
-    assert directory == str(tmp_path)
-    assert re.fullmatch(r"  on    .+; .+ free of .+", on)
-    assert re.fullmatch(r"  file  .+: writes .+/s, reads .+/s, both at once .+/s", file)
-    assert re.fullmatch(
-        r"  auto  takes file \(\d threads? each way\), because activations lie in host memory, .*", auto
-    )
-
-
-@pytest.mark.usefixtures("cpu")
 def test_doubts_about_a_directory_are_told(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     one, other, memory = findings_of(str(tmp_path), str(tmp_path / "other"), "/dev/shm")["directories"]

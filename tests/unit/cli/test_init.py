@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 from store_contract import CPU
 
@@ -18,8 +15,6 @@ from tba_offload.device import streams
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
@@ -59,16 +54,6 @@ def test_what_is_commented_out_can_be_taken_in(tmp_path: Path) -> None:
     assert [rule.match for rule in config.layers] == ["last 2"]
 
 
-def test_no_file_is_replaced_unless_it_shall_be(tmp_path: Path) -> None:
-    (tmp_path / "policy.yaml").write_text("mine")
-    result = call(str(tmp_path))
-    assert result.exit_code == 1
-    assert "policy.yaml: exists already, and stays as it is" in result.stderr
-    assert (tmp_path / "policy.yaml").read_text() == "mine"
-    assert call(str(tmp_path), "--force").exit_code == 0
-    assert load_config(tmp_path / "policy.yaml").store.kind == "auto"
-
-
 def test_a_directory_that_cannot_be_used_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "away")
@@ -82,17 +67,6 @@ def test_a_directory_that_cannot_be_used_is_named_and_nothing_is_written(tmp_pat
         assert message in result.stderr
         assert "Errno" not in result.stderr
     assert not (tmp_path / "policy.yaml").exists()
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["ümlaut # \"quoted\": 'too'", "{y}", "line\nbreak", os.fsdecode(b"no \xff text"), "x" * 200],
-)
-def test_a_directory_may_be_called_whatever_it_is(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).mkdir()
-    assert call(str(tmp_path / name)).exit_code == 0
-    (found,) = load_config(tmp_path / "policy.yaml").store.directories
-    assert str(found) == str(tmp_path / name)
 
 
 def test_without_directories_it_is_that_of_temporary_files(
@@ -110,17 +84,3 @@ def test_without_directories_it_is_that_of_temporary_files(
     )
     config = load_config(tmp_path / "policy.yaml")
     assert [str(each) for each in config.store.directories] == [each["directory"] for each in found]
-
-
-@pytest.mark.parametrize(("device", "window"), [(None, 256 << 20), (80 * GIB, 4 * GIB), (16 * GIB, 2 * GIB)])
-def test_the_window_goes_by_the_device(
-    device: int | None, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device is not None:
-        gpu = SimpleNamespace(torch_device=torch.device("cuda"))
-        properties = SimpleNamespace(total_memory=device)
-        module = SimpleNamespace(get_device_properties=lambda _: properties)
-        monkeypatch.setattr(streams, "default_device", lambda: gpu)
-        monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    assert call(str(tmp_path)).exit_code == 0
-    assert load_config(tmp_path / "policy.yaml").budget.in_flight_bytes == window

@@ -27,7 +27,7 @@ from tba_offload import (
     StoreConfig,
     load_config,
 )
-from tba_offload.config import SCHEMA_URL, format_size, parse_size, policy_schema, read_config
+from tba_offload.config import SCHEMA_URL, parse_size, policy_schema, read_config
 
 GIB = 2**30
 TOP_KEYS = "default, layers, budget, store, states, weights, on_full, on_slow, min_tensor_bytes"
@@ -90,19 +90,6 @@ def test_what_is_not_a_size(text: str, problem: str) -> None:
         BudgetConfig(activation_bytes=text)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [-1, 10**400, 2**60 + 1, 1.5, float("nan"), True])
-def test_numbers_of_python_that_are_no_sizes(value: object) -> None:
-    with pytest.raises(ConfigError, match="is not a size; write whole bytes, or text"):
-        BudgetConfig(activation_bytes=value)  # type: ignore[arg-type]
-
-
-@given(
-    st.integers(0, 2**60) | st.builds(lambda n, power: n << power, st.integers(0, 1024), st.integers(0, 50))
-)
-def test_sizes_survive_a_round_trip(size: int) -> None:
-    assert parse_size(format_size(size)) == size
-
-
 # What is read
 
 
@@ -119,13 +106,6 @@ def test_every_key_is_read() -> None:
         ),
         on_full="error",
         min_tensor_bytes=0,
-    )
-
-
-@pytest.mark.parametrize("text", ["", "\n", "# nothing\n", "---\n", "{}"])
-def test_an_empty_file_is_the_default_configuration(text: str) -> None:
-    assert (
-        OffloadConfig.from_yaml(text) == OffloadConfig() == read_config(None) == OffloadConfig.from_dict({})
     )
 
 
@@ -276,16 +256,6 @@ def test_directories_are_expanded_but_need_not_exist(monkeypatch: pytest.MonkeyP
         *("/scratch/of me/a", "/a/scratch/of meb", "/c$/d"),
     ]
     assert StoreConfig(directories="/mnt") == StoreConfig(directories=Path("/mnt"))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("value", [None, ""])
-def test_a_variable_without_a_value_is_named(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty one would make it a directory of the root."""
-    monkeypatch.delenv("SCRATCH", raising=False)
-    if value is not None:
-        monkeypatch.setenv("SCRATCH", value)
-    expected = "policy.yaml:2: store.directories: '${SCRATCH}/tba' names the environment variable 'SCRATCH', "
-    assert complaint("\nstore: {directories: '${SCRATCH}/tba'}").startswith(expected)
 
 
 # Python

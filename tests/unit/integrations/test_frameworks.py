@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -21,7 +20,6 @@ from places import EXAMPLES
 from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_offload.integrations.training import Training
 from tba_offload.report.log import read_run_log
 
 if TYPE_CHECKING:
@@ -245,27 +243,6 @@ def test_a_training_after_one_that_failed(tmp_path: Path, caplog: pytest.LogCapt
     assert [message for message in caplog.messages if "holds an earlier run" in message] != []
 
 
-def test_a_step_that_a_trainer_opens_and_fails_in_comes_to_nothing() -> None:
-    """As a trainer of transformers that runs DeepSpeed opens them."""
-    model, training = make_model(), Training(config(), None, {})
-    training.begin(model, rank=0, ranks=1)
-    training.begin_step()
-    loss_of(model, make_tokens(0))
-    training.end()  # an exception has cut the step off
-    assert is_given_back(model)
-    assert training.session.report() == []
-    training.begin(model, rank=0, ranks=1)
-    for number in range(2):
-        training.begin_step()
-        for micro_batch in range(2):
-            loss_of(model, make_tokens(2 * number + micro_batch)).backward()
-        training.end_step()
-    records = training.session.report()
-    training.end()
-    assert [(record.step, record.scopes) for record in records] == [(1, 8), (2, 8)]
-    assert is_given_back(model)
-
-
 @pytest.mark.parametrize("use_reentrant", of_which([False, True], False))
 def test_checkpointing_that_the_trainer_switches_on_is_told(use_reentrant: bool, tmp_path: Path) -> None:
     settings = {
@@ -278,49 +255,6 @@ def test_checkpointing_that_the_trainer_switches_on_is_told(use_reentrant: bool,
     with pytest.warns(UserWarning, match="gradient checkpointing is switched on in 3 of the 3 layers"):
         trainer.train()
     assert_same_history(history_of(trainer), history_of(plain))
-
-
-@pytest.mark.full
-def test_the_trainer_of_trl_with_lora(tmp_path: Path) -> None:
-    """Its checkpointing is on by default, which is told, so here it is off."""
-    words = {"<pad>": 0, "</s>": 1, **{f"w{number}": number for number in range(2, VOCAB)}}
-    splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-    splitter.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=splitter, pad_token="<pad>", eos_token="</s>"
-    )
-    numbers = torch.randint(2, VOCAB, (16, 24), generator=torch.Generator().manual_seed(1)).tolist()
-    text = [" ".join(f"w{number}" for number in row[: 8 + i]) for i, row in enumerate(numbers)]
-    dataset = datasets.Dataset.from_dict({"text": text})
-
-    def trained(callbacks: list[Any], **settings: Any) -> Any:
-        torch.manual_seed(0)
-        trainer = trainer_of(
-            tmp_path,
-            tiny_llama(),
-            callbacks,
-            trl.SFTTrainer,
-            trl.SFTConfig,
-            {"bf16": False, "max_length": 24, "logging_steps": 1, **settings},
-            train_dataset=dataset,
-            eval_dataset=None,
-            processing_class=tokenizer,
-            peft_config=peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]),
-        )
-        trainer.train()
-        return trainer
-
-    off = {"gradient_checkpointing": False}
-    callback = OffloadCallback(config())
-    found, expected = trained([callback], **off), trained([], **off)
-    assert_same_history(history_of(found), history_of(expected))
-    assert callback.session is not None
-    report = callback.session.report()
-    assert [(record.step, record.scopes) for record in report] == [(number, 3) for number in (1, 2, 3, 4)]
-    assert all(record.offloaded_bytes for record in report)
-    assert is_given_back(found.model)
-    with pytest.warns(UserWarning, match="gradient checkpointing is switched on in 3 of the 3 layers"):
-        trained([OffloadCallback(config())])
 
 
 # Loops of accelerate
@@ -451,82 +385,6 @@ def test_lightning_with_offloaded_optimizer_states(package: types.ModuleType, ca
     assert all(record.states_bytes for record in offload.session.states[0].records)
 
 
-class Slow(torch.optim.SGD):
-    SECONDS = 0.2
-
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        time.sleep(self.SECONDS)
-        return loss
-
-
-def test_what_lightning_runs_inside_of_the_optimizer_is_not_the_optimizers_time() -> None:
-    """Forward and backward count once: with the optimizer's own time they are never more than all of it."""
-    package, callback = LIGHTNINGS["lightning"]
-    seconds: list[float] = []
-
-    def training_step(self: Any, batch: Tensor, _: int) -> Tensor:
-        loss = loss_of(self.model, batch)
-        time.sleep(0.5)
-        return loss
-
-    class Clock(package.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_start(self, *_: object) -> None:
-            seconds.append(-time.perf_counter())
-
-        def on_train_batch_end(self, *_: object) -> None:
-            seconds[-1] += time.perf_counter()
-
-    module = module_of(
-        package,
-        training_step=training_step,
-        configure_optimizers=lambda self: Slow(self.parameters(), lr=0.01),
-    )
-    offload = callback(config())
-    fit(package, module, offload, Clock(), limit_train_batches=2, limit_val_batches=0)
-    report = offload.session.report()
-    assert len(report) == len(seconds) == 2
-    for record, spent in zip(report, seconds, strict=True):
-        assert record.optimizer_seconds is not None
-        assert record.seconds >= 0.5
-        assert record.optimizer_seconds >= Slow.SECONDS
-        assert record.seconds + record.optimizer_seconds <= spent
-
-
-@each_lightning
-def test_two_optimizers_by_hand(package: types.ModuleType, callback: Any) -> None:
-    def __init__(self: Any) -> None:  # noqa: N807
-        package.LightningModule.__init__(self)
-        self.automatic_optimization = False
-        self.model = make_model(layers=3)
-        self.losses = []
-
-    def configure_optimizers(self: Any) -> list[torch.optim.Optimizer]:
-        head = list(self.model.head.parameters())
-        others = [p for p in self.model.parameters() if all(p is not h for h in head)]
-        return [torch.optim.AdamW(others, lr=1e-3), torch.optim.SGD(head, lr=0.1)]
-
-    def training_step(self: Any, batch: Tensor, _: int) -> None:
-        loss = loss_of(self.model, batch)
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
-            optimizer.zero_grad()
-        self.losses.append(loss.detach())
-
-    how: dict[str, Any] = {
-        "__init__": __init__,
-        "configure_optimizers": configure_optimizers,
-        "training_step": training_step,
-    }
-    plain, module = module_of(package, **how), module_of(package, **how)
-    fit(package, plain)
-    offload = callback(config())
-    fit(package, module, offload)
-    assert_same_history(lightning_history(module), lightning_history(plain))
-    assert [record.scopes for record in offload.session.report()] == [3] * 8
-
-
 @each_lightning
 def test_lightning_after_an_exception(package: types.ModuleType, callback: Any) -> None:
     def training_step(self: Any, batch: Tensor, index: int) -> Tensor:
@@ -544,33 +402,7 @@ def test_lightning_after_an_exception(package: types.ModuleType, callback: Any) 
     assert len(offload.session.report()) == 2
 
 
-class Wrapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = make_model(layers=3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.inner(tokens)
-
-
-def test_the_model_may_be_named() -> None:
-    package, callback = LIGHTNINGS["lightning"]
-    module = module_of(package, training_step=lambda self, batch, _: loss_of(self.model.inner, batch))
-    module.model = Wrapped()
-    offload = callback(config(), module="model.inner", tokens=lambda tokens: tokens.numel())
-    fit(package, module, offload, limit_train_batches=1, limit_val_batches=0)
-    assert [record.tokens for record in offload.session.report()] == [BATCH * (make_tokens(0).shape[1] - 1)]
-
-
 # The examples, and what the documentation says
-
-
-def test_the_lines_of_the_documentation() -> None:
-    text = (EXAMPLES.parent / "docs" / "guide" / "frameworks.md").read_text(encoding="utf-8")
-    lines = re.findall(r"`(from tba_offload\.integrations[^`]*)`", text)
-    assert len(lines) == 2
-    for line in lines:
-        exec(line, {})
 
 
 TWICE = """

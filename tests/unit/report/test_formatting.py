@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tba_offload.formatting import (
     MANY_RANGES,
@@ -12,8 +10,6 @@ from tba_offload.formatting import (
     layers_by_placement,
     readable_rate,
     readable_size,
-    renumbered,
-    significant,
 )
 
 MIB = 2**20
@@ -37,12 +33,6 @@ def test_a_size_is_read_at_a_glance(nbytes: int, text: str) -> None:
     assert readable_size(nbytes) == text
 
 
-@given(st.floats(1e-9, 1e15))
-def test_three_digits_are_within_half_a_per_cent_and_have_no_exponent(value: float) -> None:
-    assert float(significant(value)) == pytest.approx(value, rel=0.005)
-    assert "e" not in significant(value)
-
-
 def test_a_rate_is_in_the_units_of_drives() -> None:
     assert [readable_rate(rate) for rate in (1.482e9, 4e8, 12e3, 0)] == [
         "1.48 GB/s",
@@ -60,25 +50,10 @@ def test_equal_layers_that_follow_one_another_are_one_group() -> None:
     ]
 
 
-def test_numbers_that_do_not_follow_one_another_are_no_range() -> None:
-    names = [f"decoder.layers.{number}.block" for number in (2, 3, 8, 9)]
-    assert [group.name for group in grouped(names, "oooo")] == [
-        "decoder.layers.2-3.block",
-        "decoder.layers.8-9.block",
-    ]
-
-
 def test_layers_of_several_stacks_and_layers_without_a_number_have_their_names() -> None:
     two = [f"{stack}.layers.{number}" for stack in ("encoder", "decoder") for number in range(2)]
     assert [group.numbers for group in grouped(two, "oooo")] == ["encoder.layers.0-1", "decoder.layers.0-1"]
     assert [group.numbers for group in grouped(["first", "second"], "oo")] == ["first", "second"]
-
-
-@given(st.lists(st.sampled_from("ok"), max_size=12))
-def test_every_layer_is_in_one_group(alike: list[str]) -> None:
-    groups = grouped(LLAMA[: len(alike)], alike)
-    found = [(group.first + place, alike[group.first]) for group in groups for place in range(group.size)]
-    assert found == list(enumerate(alike))
 
 
 @pytest.mark.parametrize(
@@ -94,13 +69,3 @@ def test_every_layer_is_in_one_group(alike: list[str]) -> None:
 )
 def test_what_is_done_with_which_layers_is_one_line(placements: list[str], said: str) -> None:
     assert layers_by_placement(LLAMA[: len(placements)], placements) == said
-
-
-def test_layers_that_are_repeated_have_names_of_their_stack() -> None:
-    chosen = [layer * 12 // 48 for layer in range(48)]
-    assert renumbered(LLAMA, chosen) == tuple(f"model.layers.{layer}" for layer in range(48))
-    stage = [f"decoder.layers.{layer}" for layer in (6, 7)]  # of a pipeline, its layers numbered over all
-    assert renumbered(stage, [0, 0, 1]) == ("decoder.layers.6", "decoder.layers.7", "decoder.layers.8")
-    two = ["encoder.0", "decoder.0"]
-    assert renumbered(two, [0, 0, 1, 1]) == ("encoder.0", "encoder.1", "decoder.0", "decoder.1")
-    assert renumbered(["first", "last"], [0, 0, 1]) == ("first", "first (2)", "last")

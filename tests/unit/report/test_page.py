@@ -12,14 +12,12 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from click.testing import CliRunner
-from run_logs import MIB, memory_event, peak, write_run
+from run_logs import memory_event, peak, write_run
 
 from tba_offload import cli
-from tba_offload.errors import MissingDependencyError, RunLogError
+from tba_offload.errors import MissingDependencyError
 from tba_offload.report.log import read_run_log
 from tba_offload.report.page import page
-from tba_offload.report.rok import points
-from tba_offload.report.why import Diagnosis
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,29 +85,6 @@ def test_what_a_log_says_is_text(tmp_path: Path) -> None:
     found = page_of(run(tmp_path / "a.jsonl", header=evil))
     assert "script" not in found.tags
     assert EVIL in found.text
-
-
-def test_figures_are_those_of_the_other_commands(tmp_path: Path) -> None:
-    paths = [
-        run(tmp_path / "a.jsonl", seconds=0.25),
-        run(tmp_path / "b.jsonl", header={"strategy": "keep"}, activation_peak_bytes=300 * MIB),
-    ]
-    text = " ".join(page_of(*paths).text.split())
-    assert text.index("2 runs compared") < text.index("Pareto set") < text.index("Why memory is")
-    for point in points(paths):
-        assert f"{point.step_seconds:.3f}" in text
-    for path in paths:
-        for sentence in Diagnosis.of(read_run_log(path)).advice():
-            assert sentence.replace("`", "") in text
-    assert "layers.0-2 auto offload default" in text
-
-
-def test_a_run_without_throughput_has_a_page(tmp_path: Path) -> None:
-    found = page_of(run(tmp_path / "a.jsonl", tokens=None))
-    assert "no unit of throughput is known" in found.text
-    empty = write_run(tmp_path / "empty.jsonl", steps=0)
-    with pytest.raises(RunLogError):
-        page_of(empty)
 
 
 def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
-
-import pytest
+from typing import Any
 
 from tba_offload.config.policy import Placement
-from tba_offload.errors import ConfigError
 from tba_offload.plan.describe import describe_plan
 from tba_offload.plan.model import Plan, PlannedStep, Prediction
-from tba_offload.report.plans import PlanReport, draw_frontier, title_of
+from tba_offload.report.plans import PlanReport
 from tba_offload.report.text import as_text
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MIB = 2**20
 NAMES = tuple(f"model.layers.{layer}" for layer in range(12))
@@ -80,37 +74,6 @@ def test_the_tables() -> None:
     assert "| 300 | 284 | 1.50 | 1.00 | 12 keep |" in said
     assert "| model.layers.0-8 | offload | why offload |" in said
     assert not any("x keep" in line for line in as_text(*report_of(keep_seconds=None).parts()).splitlines())
-
-
-def test_the_title_says_model_and_machine() -> None:
-    model = {"name": "Megatron-LM", "num_layers": 12, "hidden_size": 1536, "batch_size": 2}
-    said = title_of(model, {"device": "NVIDIA H200", "cpus": 16})
-    assert said.startswith("name Megatron-LM, num layers 12, hidden size 1536, batch size 2, device NVIDIA")
-    assert title_of({}, {}) == ""
-
-
-@pytest.mark.parametrize(
-    "report",
-    [
-        report_of(step=planned(58, 1.66, 60, "2 keep, 10 offload")),
-        report_of(keep_seconds=None, run=None),
-        report_of(
-            step=planned(0, 0.0, None, "1 keep"), frontier=(planned(0, 0.0, None, "1 keep"),), run=None
-        ),
-    ],
-    ids=["all", "little is known", "nothing"],
-)
-def test_plans_can_be_drawn_and_equal_ones_alike(tmp_path: Path, report: PlanReport) -> None:
-    for name in ("one.svg", "two.svg"):
-        draw_frontier(report, tmp_path / name)
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
-
-
-def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no plan fits its budget"):
-        draw_frontier(report_of(frontier=FRONTIER[:1]), tmp_path / "a.svg")
-    with pytest.raises(ConfigError, match=r"must end in \.svg or \.png"):
-        draw_frontier(report_of(), tmp_path / "a.pdf")
 
 
 # A line in a log

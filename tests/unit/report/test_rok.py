@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import subprocess
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
 from tba_offload.report import rok
@@ -100,14 +96,6 @@ def test_runs_share_a_unit(tmp_path: Path) -> None:
         rok.points([flops, tokens])
 
 
-def test_updates_and_skipped_steps(tmp_path: Path) -> None:
-    path = save(tmp_path / "run.jsonl", [1.5, 1.5], optimizer_seconds=0.5)
-    assert (rok.points([path])[0].step_seconds, rok.points([path])[0].throughput) == (2, 3e12)
-    dropped = save(tmp_path / "dropped.jsonl", [1.5, 1.5], skipped=True)
-    with pytest.raises(RunLogError, match="2 steps, and none counts"):
-        rok.points([dropped])
-
-
 def test_steps_that_measured_memory_count_for_the_time_only_alone(tmp_path: Path) -> None:
     path = save(tmp_path / "run.jsonl", [1, 9, 3, 5, 9], [None, 7, None, None, 8])
     assert (rok.points([path])[0].step_seconds, rok.points([path])[0].peak_bytes) == (4, 8)
@@ -119,13 +107,6 @@ def test_runs_can_be_compared_by_all_that_lies_on_the_device(tmp_path: Path) -> 
     assert (point.peak_bytes, point.activation_peak_bytes, point.peak_name) == (5 * GIB, None, "device peak")
     with pytest.raises(RunLogError, match="no activation_peak_bytes was measured in the 1 counted steps"):
         rok.points([path])
-
-
-def test_a_run_without_steps_is_left_out(tmp_path: Path) -> None:
-    run, empty = save(tmp_path / "run.jsonl", [1.0]), save(tmp_path / "empty.jsonl", [])
-    said: list[str] = []
-    assert len(rok.points([run, empty], left_out=said.append)) == 1
-    assert said == [f"{empty}: has no steps, so it is left out"]
 
 
 # Several
@@ -166,29 +147,6 @@ def test_the_table_has_every_figure(tmp_path: Path) -> None:
     assert other[1:6] == ["?", "1.50", "8.00", "12.5", ""]
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 150])
-def test_on_a_terminal_no_digit_is_cut_and_left_out_columns_are_named(width: int) -> None:
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    with console.capture() as captured:
-        console.print(rok.table([*CURVES, make("[red]mine", 2, 100, 70e12)]))
-    said = captured.get()
-    assert max(map(len, said.splitlines())) <= width
-    assert "[red]mine" in said
-    words = said.split()
-    assert {"600", "380", "90.0", "110"} <= set(words)
-    for heading in ("Steps", "Run"):
-        assert heading in words or f"{heading}:" in words or f"{heading}," in words
-
-
-def test_csv_and_rows_tell_the_same_in_plain_units() -> None:
-    points = [CURVES[1], make("mine, yours", None, 700, 1.5, peak_source=None)]
-    first, second = rok.rows(points)
-    assert (first["activation_peak_bytes"], first["throughput"], first["pareto"]) == (600 * MIB, 90e12, True)
-    parsed = list(csv.DictReader(io.StringIO(rok.csv_text(points))))
-    for line, row in zip(parsed, (first, second), strict=True):
-        assert line == {key: "" if value is None else str(value) for key, value in row.items()}
-
-
 def test_advice_compares_strategies_at_equal_batch_size() -> None:
     said = rok.advice(CURVES)
     assert said[0] == (
@@ -211,29 +169,6 @@ def test_advice_doubts_a_short_run() -> None:
 # Picture
 
 
-@pytest.mark.parametrize("name", ["a.svg", "a.png"])
-def test_equal_points_give_equal_pictures_whatever_the_users_style(tmp_path: Path, name: str) -> None:
-    import matplotlib as mpl
-
-    rok.draw(CURVES, tmp_path / name)
-    first = (tmp_path / name).read_bytes()
-    assert first.startswith(b"<?xml" if name == "a.svg" else b"\x89PNG")
-    with mpl.rc_context({"font.size": 30, "lines.linewidth": 9}):
-        rok.draw(CURVES, tmp_path / name)
-    assert (tmp_path / name).read_bytes() == first
-
-
-def test_drawing_leaves_pyplot_and_torch_alone(tmp_path: Path) -> None:
-    script = (
-        "import sys\n"
-        "from tba_offload.report.rok import RokPoint, draw\n"
-        "assert 'matplotlib' not in sys.modules\n"
-        f"draw([{CURVES[0]!r}], sys.argv[1])\n"
-        "assert not {'matplotlib.pyplot', 'torch'} & sys.modules.keys()\n"
-    )
-    subprocess.run([sys.executable, "-c", script, tmp_path / "a.png"], check=True)
-
-
 def test_the_picture_has_axes_from_zero_and_a_line_for_each_strategy() -> None:
     with rok.drawing():
         figure = rok.rok_figure(CURVES, title="$x$")
@@ -246,26 +181,6 @@ def test_the_picture_has_axes_from_zero_and_a_line_for_each_strategy() -> None:
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["keep", "offload", "recompute", "Pareto set"]
     assert sorted(text.get_text() for text in axes.texts) == ["1", "1", "2", "2", "2", "4", "4"]
-
-
-def test_no_two_strategies_look_alike() -> None:
-    names = ["keep", "offload", "auto", *(f"strategy {number}" for number in range(15))]
-    looks = rok.looks(names)
-    assert len({looks[name] for name in names}) == len(names)
-
-
-@pytest.mark.parametrize(
-    "points",
-    [
-        [make("keep", None, 300, 60.0)],
-        [make("keep", 1, 0, 60.0)],
-        [make("_x", 1, 5, 1e-3, unit="tokens/s"), make("a\nb" * 20, 1, 5, 2e7, unit="tokens/s")],
-    ],
-    ids=["no batch size", "nothing", "extremes"],
-)
-def test_odd_points_can_be_drawn(tmp_path: Path, points: list[RokPoint]) -> None:
-    rok.draw(points, tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 0
 
 
 def test_what_cannot_be_drawn_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 from run_logs import MIB, logged
 
 from tba_offload import cli
-from tba_offload.errors import ConfigError, RunLogError
+from tba_offload.errors import ConfigError
 from tba_offload.report import rok
 from tba_offload.report.log import TIMELINE, read_run_log
-from tba_offload.report.timeline import timeline_figure, timeline_of, trace_of, write_timeline
+from tba_offload.report.timeline import timeline_figure, timeline_of, write_timeline
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,16 +103,6 @@ def test_the_trace_has_rows_and_counters_and_the_bytes_of_each_drive(tmp_path: P
     assert json.loads(printed.stdout) == json.loads(out.read_text())
 
 
-def test_the_last_step_is_taken_unless_one_is_named(tmp_path: Path) -> None:
-    log = read_run_log(logged(tmp_path / "run.jsonl", event(3), event(16)))
-    assert timeline_of(log).step == 16
-    assert timeline_of(log, 3).step == 3
-    with pytest.raises(RunLogError, match=r"this step is not told over time; those that are: 3, 16"):
-        timeline_of(log, 4)
-    with pytest.raises(RunLogError, match="not told over time; those that are: none"):
-        timeline_of(read_run_log(logged(tmp_path / "without.jsonl")))
-
-
 def test_the_picture_is_of_the_same_step(tmp_path: Path) -> None:
     timeline = timeline_of(read_run_log(logged(tmp_path / "run.jsonl", event())))
     with rok.drawing():
@@ -132,22 +122,6 @@ def test_the_picture_is_of_the_same_step(tmp_path: Path) -> None:
     ]
     write_timeline(timeline, tmp_path / "a.svg")
     ET.fromstring((tmp_path / "a.svg").read_text())
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"points": []},
-        {"scopes": [], "backward_ends": [], "stalls": [], "points": [], "updates": [], "moves": []},
-        {"drives": [[number, f"/mnt/{number}"] for number in range(9)]},
-        {"budget": 1000 * MIB},
-    ],
-    ids=["memory was not measured", "nothing", "many drives", "a budget far above"],
-)
-def test_odd_steps_can_be_drawn(tmp_path: Path, odd: dict[str, Any]) -> None:
-    timeline = timeline_of(read_run_log(logged(tmp_path / "run.jsonl", event(**odd))))
-    write_timeline(timeline, tmp_path / "step.png")
-    check_trace(trace_of(timeline))
 
 
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
