@@ -15,6 +15,7 @@ from tba_offload.capture.scope import ScopeKey
 from tba_offload.errors import SessionError, warn
 from tba_offload.layers import untraced
 from tba_offload.layers.checkpoint import is_recomputation
+from tba_offload.layers.hooks import HookFreeCopies, InstalledHook
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,6 +55,7 @@ class Site:
     runs: int = 0
     waiting: int = 0
     tracer: untraced.Tracer = None
+    _copies: HookFreeCopies | None = None
 
     def __post_init__(self) -> None:
         self.own = self.layer.module.forward
@@ -114,10 +116,13 @@ class Site:
             run: Called with the site and the layer's arguments, by position and by name; returns its output.
         """
         self.layer.module.forward = _AttachedForward(run, self)
+        self._copies = HookFreeCopies([self.layer.module])
 
     def uninstall(self) -> None:
         """Put the layer's own forward back: the class's method, or what stood on the instance."""
         module = self.layer.module
+        if self._copies is not None:
+            self._copies.remove()
         if not isinstance(module.forward, _AttachedForward) or module.forward._site is not self:
             return  # wrapped since by another library; ours stays below and passes everything through
         if self.is_method:
@@ -126,7 +131,7 @@ class Site:
             module.forward = self.own
 
 
-class _AttachedForward:
+class _AttachedForward(InstalledHook):
     """Stands in front of a layer's forward.
 
     A callable rather than module hooks, because its ``finally`` also runs on KeyboardInterrupt. Copies and
@@ -165,11 +170,13 @@ class _AttachedForward:
         untraced.switch(tracer)
         return type(copied).forward(copied, *args, **kwargs)
 
+    @property
+    def replaced(self) -> object:  # type: ignore[override]
+        """The forward that stood on the instance."""
+        return None if self._site.is_method else self._site.own
+
     def __deepcopy__(self, memo: dict[int, Any]) -> object:
-        if not self._site.is_method:
-            return copy.deepcopy(self._site.own, memo)
-        module = self._site.layer.module
-        return type(module).forward.__get__(memo.get(id(module), module))
+        return copy.deepcopy(self._site.own, memo)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return getattr, (self._site.layer.module, "forward")

@@ -27,8 +27,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tba_offload.layers.checkpoint import is_recomputation
+from tba_offload.layers.hooks import HookFreeCopies, InstalledHook
 from tba_offload.states.pieces import parameters_of
-from tba_offload.states.watch import HookOfOne
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -80,14 +80,16 @@ class Boundaries:
         self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]]
         self._held = weakref.WeakKeyDictionary()
         own = weakref.ref(self)  # the hooks are global, and must not keep a model alive
-        self._handles: list[RemovableHandle] = [
+        callers = list(_callers(modules, layers))
+        self._handles: list[RemovableHandle | HookFreeCopies] = [
+            HookFreeCopies(callers),
             register_optimizer_step_pre_hook(lambda *call: _call(own, "_optimizer_begins", *call)),
             register_optimizer_step_post_hook(lambda *call: _call(own, "_optimizer_ended", *call)),
         ]
         # Whose forward is running, the outermost first; and whether it has called itself.
         self._forwards: dict[nn.Module, bool] = {}
         self._tokens_are_known = False  # of the outermost forward
-        for module in _callers(modules, layers):
+        for module in callers:
             before, after = _ModelHook(own, Boundaries.model_begins), _ModelHook(own, Boundaries.model_ended)
             self._handles += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
@@ -327,7 +329,7 @@ _CALL = nn.Module._call_impl.__code__
 """Code that runs the hooks of a module around its forward."""
 
 
-class _ModelHook(HookOfOne):
+class _ModelHook(InstalledHook):
     """A hook of the model's forward."""
 
     def __init__(self, boundaries: weakref.ref[Boundaries], hear: Callable[..., None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from tba_offload.layers.hooks import HookFreeCopies, InstalledHook
 from tba_offload.layers.untraced import not_traced
 
 if TYPE_CHECKING:
@@ -47,7 +47,10 @@ class Watch:
         self._forward = _Hook(forward)
         self._on_forwards: RemovableHandle | None = None
         self._on_parameters: dict[torch.Tensor, RemovableHandle] = {}
-        self._handles: list[RemovableHandle] = [optimizer.register_load_state_dict_pre_hook(_Hook(loaded))]
+        self._handles: list[RemovableHandle | HookFreeCopies] = [
+            optimizer.register_load_state_dict_pre_hook(_Hook(loaded)),
+            HookFreeCopies(self._all_modules()),
+        ]
         module: Any  # whose methods for hooks on checkpoints have no types
         for module in self._all_modules():
             self._handles += [
@@ -96,21 +99,7 @@ class Watch:
         self._on_parameters.clear()
 
 
-_no_hook = contextlib.nullcontext().__exit__
-"""Takes anything and does nothing; pickled it is one of Python's own, which needs no other package."""
-
-
-class HookOfOne:
-    """A hook of one model: copies and pickles of what it is on get one that does nothing."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _no_hook
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _Hook(HookOfOne):
+class _Hook(InstalledHook):
     """A hook that keeps nothing alive.
 
     Args:

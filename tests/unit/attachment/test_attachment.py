@@ -1,8 +1,11 @@
-"""What ``attach`` takes, on models of Megatron, of Hugging Face and in plain PyTorch, and what it says."""
+"""What ``attach`` takes, what it says, and what copies and files of an attached model hold."""
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import importlib
+import io
+import pickle
 import traceback
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -10,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import KIB
-from models import loss_of, make_model, make_tokens
+from harness import KIB, session_for
+from later import Later
+from models import Model, loss_of, make_model, make_tokens, same_bits
 from places import EXAMPLES
 
 import tba_offload as tba
 from tba_offload.config import load_config
 from tba_offload.errors import ConfigError, NoEffectWarning, NothingSavedWarning
-from tba_offload.store import posix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,24 +28,26 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+transformers = Later("transformers")
+
 POLICIES = EXAMPLES / "policies"
 LAYERS = 4
 TWO_STACKS = "encoder_decoder"
-EXT4 = 0xEF53
 
 
 @pytest.fixture
-def on_a_drive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the directory for temporary files lies on."""
-    monkeypatch.setattr(posix, "file_system_magic", lambda _: EXT4)
+def model() -> Model:
+    return make_model(layers=3)
 
 
-# Policies travel
+def one_step(session: tba.Session, model: nn.Module) -> None:
+    with session.step() as step:
+        loss_of(model, make_tokens(0)).backward()
+    model.zero_grad()
+    assert step.record is not None
 
 
-@contextmanager
-def plain() -> Iterator[nn.Module]:
-    yield make_model(layers=LAYERS)
+# Policies
 
 
 @contextmanager
@@ -55,34 +60,26 @@ def megatron() -> Iterator[nn.Module]:
         yield make_megatron_model("gpt", layers=LAYERS)
 
 
-def hugging_face(kind: str) -> Any:
-    """A context of a tiny random model."""
-    transformers = pytest.importorskip("transformers")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if kind == "llama":
-            config = transformers.LlamaConfig(
-                vocab_size=128,
-                hidden_size=64,
-                intermediate_size=172,
-                num_hidden_layers=LAYERS,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-            )
-            return nullcontext(transformers.LlamaForCausalLM(config))
-        if kind == "gpt2":
-            config = transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=LAYERS, n_head=4)
-            return nullcontext(transformers.GPT2LMHeadModel(config))
-        config = transformers.T5Config(vocab_size=128, d_model=64, d_kv=16, d_ff=128, num_layers=LAYERS)
-        return nullcontext(transformers.T5ForConditionalGeneration(config))
+def gpt2() -> Any:
+    config = transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=LAYERS, n_head=4)
+    return nullcontext(transformers.GPT2LMHeadModel(config))
+
+
+def t5() -> Any:
+    config = transformers.T5Config(vocab_size=128, d_model=64, d_kv=16, d_ff=128, num_layers=LAYERS)
+    return nullcontext(transformers.T5ForConditionalGeneration(config))
 
 
 MODELS: dict[str, Any] = {
-    "plain": plain,
+    "plain": lambda: nullcontext(make_model(layers=LAYERS)),
     "megatron": megatron,
-    "llama": lambda: hugging_face("llama"),
-    "gpt2": lambda: hugging_face("gpt2"),
+    "gpt2": gpt2,
 }
+
+
+def placed(model: nn.Module, policy: object, **arguments: Any) -> list[str]:
+    with tba.attach(model, policy, measure_memory=False, **arguments) as session:  # type: ignore[arg-type]
+        return [placement.value for placement in session.plan.placements]
 
 
 @pytest.mark.megatron
@@ -96,60 +93,42 @@ def test_the_example_policies_fit_every_model(kind: str, tmp_path: Path) -> None
             directories = [tmp_path / path.stem / str(n) for n in range(len(config.store.directories))]
             for directory in directories:
                 directory.mkdir(parents=True)
-            with tba.attach(model, path, directories=directories or None, measure_memory=False) as session:
-                placed = [placement.value for placement in session.plan.placements]
-                described: Any = session.store.description
-                used = [part["directory"] for part in described.get("stores", [described]) if directories]
-            assert len(placed) == LAYERS
-            expected = {rule.placement.value for rule in config.layers} | {config.default.value}
-            assert set(placed) == expected
-            assert used == [str(directory) for directory in directories]
+            found = placed(model, path, directories=directories or None)
+            assert len(found) == LAYERS
+            assert set(found) == {rule.placement.value for rule in config.layers} | {config.default.value}
 
 
 def test_the_example_for_two_stacks_fits_a_t5(tmp_path: Path) -> None:
-    with (
-        hugging_face("t5") as model,
-        tba.attach(
-            model, POLICIES / f"{TWO_STACKS}.yaml", directories=tmp_path, measure_memory=False
-        ) as session,
-    ):
-        placed = [placement.value for placement in session.plan.placements]
-    assert placed == ["recompute"] * 2 + ["offload"] * 4 + ["keep"] * 2
+    with t5() as model:
+        found = placed(model, POLICIES / f"{TWO_STACKS}.yaml", directories=tmp_path)
+    assert found == ["recompute"] * 2 + ["offload"] * 4 + ["keep"] * 2
 
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("kind", MODELS)
 def test_numbers_need_no_stack_where_there_is_one(kind: str) -> None:
-    policy = {
-        "default": "keep",
-        "layers": [{"match": "0-1", "placement": "recompute"}, {"match": "last 1", "placement": "offload"}],
-    }
-    with MODELS[kind]() as model, tba.attach(model, policy, measure_memory=False) as session:
-        placed = [placement.value for placement in session.plan.placements]
-    assert placed == ["recompute", "recompute", "keep", "offload"]
+    rules = [{"match": "0-1", "placement": "recompute"}, {"match": "last 1", "placement": "offload"}]
+    with MODELS[kind]() as model:
+        assert placed(model, {"default": "keep", "layers": rules}) == [
+            "recompute",
+            "recompute",
+            "keep",
+            "offload",
+        ]
 
 
-# Directories
-
-
-@pytest.mark.parametrize("kind", ["word", "path", "list"])
-def test_directories_override_those_of_the_policy(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["word", "path", "list", "variable"])
+def test_directories_override_those_of_the_policy(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drives = [tmp_path / "a", tmp_path / "b"]
     for drive in drives:
         drive.mkdir()
-    given: Any = {"word": str(drives[0]), "path": drives[0], "list": drives}[kind]
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    given: Any = {"word": str(drives[0]), "path": drives[0], "list": drives, "variable": "$SCRATCH/a"}[kind]
     policy = {"store": {"directories": "/no/such/directory"}}
     with tba.attach(make_model(), policy, directories=given, measure_memory=False) as session:
         assert session.config.store.directories == tuple(drives if kind == "list" else drives[:1])
-
-
-def test_directories_of_attach_name_variables_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCRATCH", str(tmp_path))
-    with tba.attach(make_model(), directories="$SCRATCH", measure_memory=False) as session:
-        assert session.config.store.directories == (tmp_path,)
-    monkeypatch.delenv("SCRATCH")
-    with pytest.raises(ConfigError, match="'SCRATCH', which is not set"):
-        tba.attach(make_model(), directories="$SCRATCH")
 
 
 # What is wrong
@@ -160,13 +139,20 @@ def test_directories_of_attach_name_variables_too(tmp_path: Path, monkeypatch: p
     [
         ({"layers": []}, r"^layers=\[\] names no layer"),
         ({"directories": []}, r"^directories=\[\] names none"),
+        ({"directories": "$TBA_NOT_SET"}, r"'TBA_NOT_SET', which is not set"),
         ({"config": {"store": {"kind": "host"}}, "directories": "/a"}, "has no effect with kind: host"),
         ({"config": {"layers": [{"match": "9", "placement": "keep"}]}}, "'9' matches no layer"),
+        ({"config": "none.yaml"}, "No such file"),
+        *(
+            ({"trace_steps": steps}, r"trace_steps has .*: give numbers of steps, from 1")
+            for steps in ([0], ["a"], 0, [2, -1])
+        ),
     ],
 )
-def test_what_cannot_be_right_is_an_error(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_right_is_an_error_told_briefly(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         tba.attach(make_model(), **arguments)
+    assert "direct cause" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_everything_wrong_with_a_file_is_told_at_once_and_briefly(tmp_path: Path) -> None:
@@ -177,16 +163,7 @@ def test_everything_wrong_with_a_file_is_told_at_once_and_briefly(tmp_path: Path
     assert [problem.line for problem in caught.value.problems] == [1, 3, 4]
     shown = traceback.TracebackException.from_exception(caught.value)
     assert [frame.name for frame in shown.stack][1:] == ["attach"]
-    printed = "".join(shown.format())
-    assert "During handling" not in printed
-    assert "direct cause" not in printed
-    assert "pydantic" not in printed
-
-
-def test_a_file_that_is_not_there_is_told_briefly(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file") as caught:
-        tba.attach(make_model(), tmp_path / "none.yaml")
-    assert "direct cause" not in "".join(traceback.format_exception(caught.value))
+    assert "pydantic" not in "".join(shown.format())
 
 
 # What is legal and has no effect
@@ -196,33 +173,31 @@ def warned(config: object, **arguments: Any) -> list[warnings.WarningMessage]:
     """The warnings of attaching a model of four layers; each names the line of the caller."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        tba.attach(make_model(layers=LAYERS), config, measure_memory=False, **arguments).close()  # type: ignore[arg-type]
+        placed(make_model(layers=LAYERS), config, **arguments)
     assert {warning.filename for warning in caught} <= {__file__}
     return caught
 
 
-@pytest.mark.usefixtures("on_a_drive")
+def told(config: object) -> list[str]:
+    """What has no effect; that the directory for temporary files may lie in memory is another matter."""
+    return [str(each.message) for each in warned(config) if each.category is NoEffectWarning]
+
+
 @pytest.mark.parametrize("placement", ["keep", "recompute"])
 def test_a_budget_that_no_layer_keeps_to(placement: str) -> None:
-    (warning,) = warned({"default": placement, "budget": {"activation_bytes": "2GiB"}})
-    assert warning.category is NoEffectWarning
-    assert str(warning.message).startswith("budget.activation_bytes: has no effect: no layer is auto")
-    (warning,) = warned({"default": placement, "budget": {"device_bytes": "2TiB"}})
-    assert str(warning.message).startswith("budget.device_bytes: has no effect: no layer is auto")
+    for budget in ("activation_bytes", "device_bytes"):
+        (said,) = told({"default": placement, "budget": {budget: "2TiB"}})
+        assert said.startswith(f"budget.{budget}: has no effect: no layer is auto")
 
 
-@pytest.mark.usefixtures("on_a_drive")
-@pytest.mark.parametrize(
-    "placement", ["offload", "offload-remat", "recompute-offload", "recompute-except-attention"]
-)
+@pytest.mark.parametrize("placement", ["offload", "recompute-offload"])
 def test_a_budget_above_the_limit_of_bytes_in_flight(placement: str, tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(f"default: {placement}\nbudget:\n  activation_bytes: 2GiB\n")
-    (warning,) = warned(path)
-    assert f"{path}:3: budget.activation_bytes: has no effect" in str(warning.message)
+    (said,) = told(path)
+    assert f"{path}:3: budget.activation_bytes: has no effect" in said
 
 
-@pytest.mark.usefixtures("on_a_drive")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -237,51 +212,34 @@ def test_a_budget_above_the_limit_of_bytes_in_flight(placement: str, tmp_path: P
     ],
 )
 def test_what_takes_effect_is_not_warned_of(settings: dict[str, object]) -> None:
-    assert warned(settings) == []
+    assert told(settings) == []
 
 
-@pytest.mark.usefixtures("on_a_drive")
-@pytest.mark.parametrize("update", ["host", "host-25%", "auto"])
+@pytest.mark.parametrize("update", ["host", "auto"])
 def test_where_states_are_updated_is_of_no_matter_on_a_cpu(update: str) -> None:
     model = make_model(layers=LAYERS)
     optimizer = torch.optim.Adam(model.parameters())
-    policy = {"states": {"update": update}}
     with pytest.warns(NoEffectWarning, match="states.update: has no effect: the model is on the CPU"):
-        tba.attach(model, policy, optimizer=optimizer, measure_memory=False).close()
+        placed(model, {"states": {"update": update}}, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("steps", [[0], ["a"], 0, [2, -1]])
-def test_steps_to_trace_are_numbers_from_1(steps: Any) -> None:
-    with pytest.raises(ConfigError, match=r"trace_steps has .*: give numbers of steps, from 1"):
-        tba.attach(make_model(), trace_steps=steps)
-
-
-@pytest.mark.usefixtures("on_a_drive")
 def test_a_rule_for_layers_that_are_not_there() -> None:
-    (warning,) = warned({"layers": [{"match": "2-30", "placement": "keep"}]})
-    assert warning.category is NoEffectWarning
-    assert "the rule '2-30' names layers that there are not; the layers are 0-3" in str(warning.message)
+    (said,) = told({"layers": [{"match": "2-30", "placement": "keep"}]})
+    assert "the rule '2-30' names layers that there are not; the layers are 0-3" in said
 
 
-def test_host_memory_saves_nothing_of_a_model_on_the_cpu(tmp_path: Path) -> None:
-    (warning,) = warned({"store": {"kind": "host"}})
-    assert warning.category is NothingSavedWarning
-    assert "kind: host moves activations from host memory to host memory" in str(warning.message)
-    (warning,) = warned({}, directories="/dev/shm")
-    assert warning.category is NothingSavedWarning
-    assert "/dev/shm lies in host memory; name a directory on a drive" in str(warning.message)
-
-
-def test_the_default_directory_may_lie_in_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
-    (warning,) = warned(None)
-    assert "/dev/shm lies in host memory" in str(warning.message)
-
-
-@pytest.mark.usefixtures("on_a_drive")
-def test_host_memory_beside_drives_saves_nothing_either() -> None:
-    (warning,) = warned({"store": {"host_capacity": "1MiB"}})
-    assert "host_capacity takes host memory" in str(warning.message)
+def test_host_memory_saves_nothing_of_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, shm = "activations from host memory to host memory", "/dev/shm lies in host memory"
+    arguments: tuple[tuple[object, dict[str, str], str], ...] = (
+        ({"store": {"kind": "host"}}, {}, f"kind: host moves {host}"),
+        ({}, {"directories": "/dev/shm"}, f"{shm}; name a directory on a drive"),
+    )
+    for config, given, message in arguments:
+        (warning,) = warned(config, **given)
+        assert warning.category is NothingSavedWarning
+        assert message in str(warning.message)
+    monkeypatch.setattr("tempfile.tempdir", "/dev/shm")  # the default
+    assert shm in str(warned(None)[0].message)
 
 
 def test_the_warning_may_be_an_error_which_leaves_nothing_attached() -> None:
@@ -289,25 +247,119 @@ def test_the_warning_may_be_an_error_which_leaves_nothing_attached() -> None:
     with warnings.catch_warnings(), pytest.raises(NothingSavedWarning):
         warnings.simplefilter("error")
         tba.attach(model, {"store": {"kind": "host"}})
-    policy = {"store": {"kind": "host"}, "min_tensor_bytes": KIB}
-    with tba.attach(model, policy, measure_memory=False) as session:
-        with session.step() as step:
-            loss_of(model, make_tokens(1)).backward()
-        assert step.record is not None
-        assert step.record.offloaded_bytes + step.record.forwarded_bytes > 0
+    with session_for(model) as session:
+        one_step(session, model)
 
 
-def test_a_model_on_another_device_is_not_warned_of() -> None:
-    from tba_offload.session.notices import warn_of_doubts
-
-    config = dataclasses.replace(load_config(POLICIES / "host_memory.yaml"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_doubts(config, [layer.id for layer in _layers()], on_cpu=False)
+# Copies and files
 
 
-def _layers() -> Any:
-    from tba_offload.layers.find import find_layers
+def saved(model: nn.Module) -> bytes:
+    torch.save(model, file := io.BytesIO())
+    return file.getvalue()
 
-    with torch.device("meta"):
-        return find_layers(make_model(layers=LAYERS)).layers
+
+def globals_in(file: bytes) -> list[str]:
+    return torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(file))
+
+
+@pytest.mark.parametrize("placement", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_file_of_an_attached_model_is_that_of_the_bare_one(placement: str, has_states: bool) -> None:
+    model = make_model(layers=2)
+    optimizer = torch.optim.Adam(model.parameters())
+    policy: dict[str, object] = {"default": placement, "min_tensor_bytes": KIB, "store": {"kind": "host"}}
+    if has_states:
+        policy["states"] = {"default": "offload"}
+    with tba.attach(model, policy, optimizer=[optimizer] * has_states, measure_memory=False):
+        loss_of(model, make_tokens(0)).backward()
+        optimizer.step()
+        file, pickled = saved(model), pickle.dumps(model)
+    assert file == saved(model)
+    assert pickled == pickle.dumps(model)
+
+
+def test_a_file_of_an_attached_model_loads_weights_only(model: Model) -> None:
+    """With the safe globals that the bare model needs."""
+    needed = [name.rpartition(".") for name in globals_in(saved(model))]
+    safe = [getattr(importlib.import_module(module), name) for module, _, name in needed]
+    with session_for(model) as session:
+        one_step(session, model)
+        with torch.serialization.safe_globals(safe):
+            twin = torch.load(io.BytesIO(saved(model)), weights_only=True)
+        with torch.no_grad():
+            assert same_bits(loss_of(twin, make_tokens(0)), loss_of(model, make_tokens(0)))
+
+
+class Halved(torch.nn.Linear):
+    """Has a forward on the instance, as some libraries set it, and attributes that it saves by itself."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "scale": 0.5}
+
+
+def test_a_forward_on_the_instance_and_hooks_of_the_program_are_copied() -> None:
+    model = torch.nn.Sequential(Halved(8, 8), Halved(8, 8))
+    for layer in model:
+        layer.forward = torch.nn.functional.relu  # type: ignore[method-assign, assignment]
+    model.register_forward_hook(plus_one)
+    with session_for(model, layers=list(model)):
+        twin, shallow = copy.deepcopy(model), copy.copy(model)
+        file = pickle.dumps(model)
+        assert file == pickle.dumps(shallow)
+    assert file == pickle.dumps(model)
+    assert twin[0].forward is torch.nn.functional.relu
+    assert twin[0].scale == 0.5
+    x = torch.linspace(-1, 1, 8)
+    for each in (twin, shallow, pickle.loads(file)):
+        assert same_bits(each(x), torch.relu(x) + 1)
+
+
+def plus_one(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
+    return output + 1
+
+
+def test_a_copy_of_an_attached_model_is_a_model_of_its_own(model: Model) -> None:
+    """As for moving averages of the weights: the copy must compute with its own parameters."""
+    with session_for(model) as session:
+        one_step(session, model)
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in twin.layers.parameters():
+                parameter.mul_(0.5)
+        reference = make_model(layers=3)
+        reference.load_state_dict(twin.state_dict())
+        with torch.no_grad():
+            assert same_bits(loss_of(twin, make_tokens(0)), loss_of(reference, make_tokens(0)))
+        loss_of(twin, make_tokens(0)).backward()  # no warning: no session is attached to it
+        one_step(session, model)
+    loss_of(twin, make_tokens(0)).backward()
+
+
+def shared_copy(module: nn.Module) -> nn.Module:
+    """A copy with the attributes of a module, and computed weights, as ``nn.DataParallel`` makes it."""
+    twin: nn.Module = module._replicate_for_data_parallel()  # type: ignore[operator]
+    for name, child in module.named_children():
+        setattr(twin, name, shared_copy(child))
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(twin, name, parameter * 0.5)
+    if getattr(module, "bias", ...) is None:
+        twin.bias = None  # type: ignore[assignment]
+    return twin
+
+
+@pytest.mark.parametrize("placement", ["offload", "recompute"])
+def test_a_copy_that_shares_attributes_computes_with_its_own_weights(model: Model, placement: str) -> None:
+    reference = loss_of(shared_copy(model), make_tokens(0)).detach()
+    with session_for(model, default=placement) as session:
+        one_step(session, model)
+        with session.step():
+            with pytest.warns(UserWarning, match="run as they are"):
+                loss = loss_of(shared_copy(model), make_tokens(0))
+            loss.backward()
+        assert same_bits(loss.detach(), reference)
+        with torch.no_grad():
+            assert same_bits(
+                loss_of(pickle.loads(pickle.dumps(shared_copy(model))), make_tokens(0)), reference
+            )
+        one_step(session, model)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 import warnings
 from contextlib import nullcontext
@@ -392,57 +390,6 @@ def test_close_leaves_no_hook_on_the_model(model: Model) -> None:
         assert not module._backward_hooks
     for parameter in model.parameters():
         assert not parameter._backward_hooks
-
-
-def test_a_copy_of_an_attached_model_is_a_model_of_its_own(model: Model) -> None:
-    """As for moving averages of the weights: the copy must compute with its own parameters."""
-    with session_for(model) as session:
-        one_step(session, model)
-        twin = copy.deepcopy(model)
-        with torch.no_grad():
-            for parameter in twin.layers.parameters():
-                parameter.mul_(0.5)
-        reference = make_model(layers=3)
-        reference.load_state_dict(twin.state_dict())
-        with torch.no_grad():
-            assert same_bits(loss_of(twin, make_tokens(0)), loss_of(reference, make_tokens(0)))
-        loss_of(twin, make_tokens(0)).backward()  # no warning: no session is attached to it
-        one_step(session, model)
-    loss_of(twin, make_tokens(0)).backward()
-
-
-def shared_copy(module: nn.Module) -> nn.Module:
-    """A copy with the attributes of a module, and computed weights, as ``nn.DataParallel`` makes it."""
-    twin: nn.Module = module._replicate_for_data_parallel()  # type: ignore[operator]
-    for name, child in module.named_children():
-        setattr(twin, name, shared_copy(child))
-    for name, parameter in module.named_parameters(recurse=False):
-        setattr(twin, name, parameter * 0.5)
-    if getattr(module, "bias", ...) is None:
-        twin.bias = None  # type: ignore[assignment]
-    return twin
-
-
-@pytest.mark.parametrize("placement", ["offload", "recompute"])
-def test_a_copy_that_shares_attributes_computes_with_its_own_weights(model: Model, placement: str) -> None:
-    reference = loss_of(shared_copy(model), make_tokens(0)).detach()
-    with session_for(model, default=placement) as session:
-        one_step(session, model)
-        with session.step():
-            with pytest.warns(UserWarning, match="run as they are"):
-                loss = loss_of(shared_copy(model), make_tokens(0))
-            loss.backward()
-        assert same_bits(loss.detach(), reference)
-        one_step(session, model)
-
-
-def test_an_attached_model_can_be_saved(model: Model) -> None:
-    with session_for(model) as session:
-        one_step(session, model)
-        assert set(model.state_dict()) == set(make_model(layers=3).state_dict())
-        twin = pickle.loads(pickle.dumps(model))
-        with torch.no_grad():
-            assert same_bits(loss_of(twin, make_tokens(0)), loss_of(model, make_tokens(0)))
 
 
 # Models of all kinds
