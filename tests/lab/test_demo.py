@@ -41,7 +41,7 @@ def call(*arguments: str) -> Result:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     output = tmp_path_factory.mktemp("demo")
-    result = call(*TINY, "--output", str(output), "--batch-size", "3", "--control")
+    result = call(*TINY, "--output", str(output))
     assert result.exit_code == 0, result.output
     return output, result
 
@@ -53,14 +53,14 @@ def summary_of(output: Path) -> dict[str, Any]:
 
 def test_a_run_leaves_logs_pictures_and_figures(run: tuple[Path, Result]) -> None:
     output, result = run
-    lanes = ("keep", "recompute", "offload", "control")
-    logs = {f"{lane}-b{size}.jsonl" for lane in lanes for size in (2, 3)}
+    lanes = ("keep", "recompute", "offload")
+    logs = {f"{lane}-b2.jsonl" for lane in lanes}
     assert {path.name for path in output.iterdir()} == logs | {"rok.svg", "rok.png", "summary.json"}
-    assert "losses of the 4 lanes over 8 steps: identical to the last bit" in result.stdout
-    assert "parameters of the 4 lanes over 8 steps: identical to the last bit" in result.stdout
+    assert "losses of the 3 lanes over 8 steps: identical to the last bit" in result.stdout
+    assert "parameters of the 3 lanes over 8 steps: identical to the last bit" in result.stdout
     for heading in ("activation peak MiB", "device peak MiB", "process peak MiB"):
         assert heading in result.stdout
-    assert "starting 4 processes" in result.stderr
+    assert "starting 3 processes" in result.stderr
     summary = summary_of(output)
     assert summary["identical_losses"]
     assert summary["identical_parameters"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,10 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
-from pretrain_runs import slow
 
 from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
-from tba_lab.megatron_cpu import install, seed_all, single_process, training_device
+from tba_lab.megatron_cpu import seed_all, single_process
 from tba_offload.errors import MissingDependencyError, UnsupportedError
 from tba_offload.megatron import require_core
 
@@ -43,10 +41,6 @@ def listening_addresses() -> set[str]:
     return {row[1].partition(":")[0] for row in rows if row[9] in own and row[3] == LISTENING}
 
 
-def run_python(code: str) -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
-
-
 class TestSingleProcess:
     def test_trains_and_can_be_entered_again(self) -> None:
         assert one_loss() == one_loss()
@@ -68,38 +62,9 @@ class TestSingleProcess:
                 single_process().__enter__()
             assert dist.is_initialized()
 
-    def test_trains_on_the_cpu_where_there_is_no_gpu(self) -> None:
-        expected = "cuda" if torch.cuda.is_available() else "cpu"
-        assert training_device().type == expected
-        with single_process():
-            assert next(build_gpt(SHAPE, seed=0).parameters()).device.type == expected
-
-
-class TestSeedAll:
-    def test_repeats_every_generator(self) -> None:
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-        def draw() -> list[float]:
-            seed_all(11)
-            with get_cuda_rng_tracker().fork():
-                inside = torch.rand(3, device=training_device())
-            return [*inside.tolist(), *torch.rand(3).tolist()]
-
-        with single_process():
-            first, second = draw(), draw()
-        assert first == second
-        assert len(set(first)) == len(first)
-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the substitutions are for machines without a GPU")
 class TestInstall:
-    def test_refuses_where_there_is_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        current = torch.cuda.current_device
-        with pytest.raises(UnsupportedError, match="would hide the GPU"):
-            install()
-        assert torch.cuda.current_device is current
-
     def test_a_random_number_region_resumes_its_own_stream(self) -> None:
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -135,21 +100,3 @@ class TestWithoutMegatron:
             require_core("building a GPT model")
         assert "building a GPT model needs megatron-core" in str(caught.value)
         assert "pip install 'tba-offload[megatron]'" in str(caught.value)
-
-    def test_a_model_cannot_be_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "megatron.core", None)
-        with pytest.raises(MissingDependencyError):
-            build_gpt(SHAPE, seed=0)
-        with pytest.raises(MissingDependencyError):
-            single_process().__enter__()
-        assert not dist.is_initialized()
-
-    def test_a_broken_installation_is_not_called_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "megatron.core.models.gpt.gpt_layer_specs", None)
-        with pytest.raises(ModuleNotFoundError, match="gpt_layer_specs") as caught:
-            require_core("a test")
-        assert not isinstance(caught.value, MissingDependencyError)
-
-    @slow
-    def test_importing_it_is_quiet(self) -> None:
-        run_python("from tba_offload.megatron import require_core; require_core('a test')")

@@ -22,7 +22,6 @@ from tba_offload.errors import RecomputationError, UnsupportedError
 from tba_offload.megatron.layers import (
     checkpoint_layer,
     find_layers,
-    find_stack,
     is_megatron,
     shorten,
 )
@@ -30,7 +29,6 @@ from tba_offload.megatron.layers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from warm import Warm
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
@@ -101,35 +99,6 @@ class TestRecomputeIsBitForBit:
 
 
 class TestCheckpointLayer:
-    def test_keeps_the_structure_of_the_output(self) -> None:
-        hidden = torch.randn(4, requires_grad=True)
-        single = checkpoint_layer(lambda x: x * 2, hidden)
-        pair = checkpoint_layer(lambda x: (x * 2, None), hidden)
-        triple = checkpoint_layer(lambda x: (None, x * 2, "setting"), hidden)
-        assert isinstance(single, Tensor)
-        assert isinstance(pair, tuple)
-        assert pair[1] is None
-        assert (triple[0], triple[2]) == (None, "setting")
-        (single + pair[0] + triple[1]).sum().backward()
-        assert hidden.grad is not None
-        assert hidden.grad.tolist() == [6.0] * 4
-
-    def test_hands_arguments_through_as_they_are(self) -> None:
-        hidden, context = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True) * 1
-        frozen = torch.randn(4)
-        output, same, untouched = checkpoint_layer(
-            lambda hidden, context, frozen: (hidden * context, context, frozen),
-            hidden,
-            context=context,
-            frozen=frozen,
-        )
-        assert same is context
-        assert untouched is frozen
-        assert not frozen.requires_grad
-        output.sum().backward()
-        assert hidden.grad is not None
-        assert torch.equal(hidden.grad, context)
-
     def test_passes_arguments_in_their_places(self) -> None:
         a, b = torch.ones(1, requires_grad=True), torch.full((1,), 2.0, requires_grad=True)
         output = checkpoint_layer(
@@ -156,13 +125,6 @@ class TestCheckpointLayer:
             output.sum().backward()
             assert weight.grad is not None
             assert torch.equal(weight.grad, hidden)
-
-    def test_an_exception_of_the_layer_comes_through(self) -> None:
-        def fail(hidden: Tensor) -> Tensor:
-            raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            checkpoint_layer(fail, torch.ones(1, requires_grad=True))
 
 
 class TestFindLayers:
@@ -401,40 +363,6 @@ class TestShorten:
         decoder = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(2)]
         assert shorten(encoder, encoder + decoder) == encoder
         assert shorten(decoder[:1], decoder) == [LayerId(0, "decoder.layers.0")]
-
-    def test_the_stack_of_a_stage_asks_all_ranks(self) -> None:
-        model = build_gpt(SHAPE, seed=0)
-        elsewhere = LayerId(1, "encoder.layers.1", "encoder")
-        asked: list[list[LayerId]] = []
-
-        def gather(own: list[LayerId]) -> list[LayerId]:
-            asked.append(own)
-            return [*own, elsewhere]
-
-        stack = find_stack(model, gather)
-        own = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(3)]
-        assert [layer.id for layer in stack.layers] == own
-        assert asked == [own]
-
-
-class TestIsMegatron:
-    def test_knows_a_model_and_a_list_of_chunks(self) -> None:
-        model = build_gpt(SHAPE, seed=0)
-        assert is_megatron(model)
-        assert is_megatron([nn.Linear(2, 2), model])
-        assert [layer.chunk for layer in find_layers([nn.Linear(2, 2), model])] == [1, 1, 1]
-        assert not is_megatron([])
-
-    def test_does_not_import_megatron(self, python_with_torch: Warm) -> None:
-        code = (
-            "import sys\n"
-            "from torch import nn\n"
-            "from tba_offload.megatron.layers import find_layers, is_megatron\n"
-            "assert not is_megatron(nn.Linear(2, 2)) and find_layers(nn.Linear(2, 2)) == []\n"
-            "assert not any(name.partition('.')[0] == 'megatron' for name in sys.modules)"
-        )
-        done = python_with_torch.run("-c", code, is_strict=True)
-        assert done.returncode == 0, done.stderr
 
 
 def build_t5() -> nn.Module:

@@ -109,14 +109,14 @@ def test_two_stages_are_one_run(tmp_path: Path) -> None:
             {},
             ("rank 1 was given another policy than rank 0", "rank 0 was given another policy than rank 1"),
         ),
-        ((("--tba-placement", "offload"),), {"layers": ([], [])}, ("on any rank", "on any rank")),
-        (
+        pytest.param(
             (("--tba-placement", "offload"),),
             {"extra": ({}, {"gone": True})},
             ("could not start on rank 1 on ", "gone.yaml: cannot be read: No such file or directory"),
+            marks=pytest.mark.full,
         ),
     ],
-    ids=["policies", "layers", "a file"],
+    ids=["policies", "a file"],
 )
 def test_all_ranks_end_with_one_message_where_one_of_them_fails(
     flags: tuple[tuple[str, ...], ...], options: dict[str, Any], said: tuple[str, str], tmp_path: Path

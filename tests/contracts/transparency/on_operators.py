@@ -37,7 +37,7 @@ from torch.testing._internal.common_methods_invocations import op_db  # noqa: E4
 
 PLACEMENTS = tuple(name for name in harness.PLACEMENTS if name != "keep")
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
-STEPS = 3
+STEPS = 3 if EVERYTHING else 2
 SAMPLES = 6 if EVERYTHING else 2
 """Most samples of an operator in one data type."""
 
@@ -151,11 +151,12 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def placements_of(name: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """All in the first data type; in another one only offload and one more, which differs by operator."""
-    if EVERYTHING or dtype is DTYPES[0]:
+    """Offload, and others in turn: they differ by operator and data type."""
+    if EVERYTHING:
         return PLACEMENTS
     turn = list(TABLE).index(name) + DTYPES.index(dtype)
-    return "offload", PLACEMENTS[1 + turn % len(PLACEMENTS[1:])]
+    others = [PLACEMENTS[1 + (turn + more) % (len(PLACEMENTS) - 1)] for more in (0, 2)]
+    return ("offload", *others) if dtype is DTYPES[0] else (others[0],)
 
 
 @pytest.fixture(autouse=True)
