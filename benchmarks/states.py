@@ -14,8 +14,7 @@ travelled over the rate at which the store reads and writes at once. After the l
 states of all lanes are compared, bit for bit.
 
 With ``--rows`` the matrices are the layers of a model, each step trains it on that number of rows, and whole
-steps are timed. Two more lanes update in backward: one keeps gradients until the step, one frees them at
-once.
+steps are timed. One more lane updates in backward, and frees gradients there.
 
 On a GPU there are lanes in which the processor updates all sub-groups (``host``), half of them while the GPU
 updates the others (``half``), or as many as let both end together (``both``). Their bits are other ones,
@@ -69,7 +68,6 @@ SETTINGS: dict[str, dict[str, str] | None] = {
     "again": None,
     "offload": {},
     "backward": {"when": "backward"},
-    "free": {"when": "backward", "gradients": "free"},
     "host": {"update": "host"},
     "half": {"update": "host-50%"},
     "both": {"update": "auto"},
@@ -79,7 +77,7 @@ SETTINGS: dict[str, dict[str, str] | None] = {
 BY_PROCESSOR = ("host", "half", "both")
 """Lanes in which the processor updates as well."""
 
-LATER = ("backward", "free")
+LATER = ("backward",)
 """Lanes that need steps with a backward."""
 
 AIO = {"block_size": 2**18, "queue_depth": 32, "intra_op_parallelism": 1}

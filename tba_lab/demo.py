@@ -51,7 +51,7 @@ LAYERS_WITH_STATES, SIZES, SIZES_WITH_STATES = 4, (2, 3), (16,)
 STATES = {
     "offload": tba.StatesConfig(),
     "auto": tba.StatesConfig(default="auto"),
-    "backward": tba.StatesConfig(when="backward", gradients="free"),
+    "backward": tba.StatesConfig(when="backward"),
 }
 WINDOW = 32 / 3
 """The window by default, in hidden states of a micro-batch, of which a layer saves some 25."""

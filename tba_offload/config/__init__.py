@@ -138,13 +138,13 @@ class StatesConfig:
     something over all of them, as a norm or an estimate of the step's size, would be wrong."""
 
     when: Literal["step", "backward"] = "step"
-    """In the optimizer's ``step``, or in ``backward``, as soon as the gradients of a sub-group are there.
-    What ``step`` then finds changed, as gradients that were clipped, is updated again from what there was
-    before."""
+    """Update in the optimizer's ``step``, or in ``backward``, as soon as the gradients of a sub-group are
+    final. These are then freed. What reads a parameter between ``backward()`` and ``step()`` reads the
+    updated value; clipping and gradient scalers are errors."""
 
-    gradients: Literal["keep", "free"] = "keep"
-    """With ``when: backward``, whether they are kept until ``step``, as clipping needs it, or ``free``, at
-    once."""
+    micro_batches: values.Passes = 1
+    """With ``when: backward``, the number of backward passes between two steps: parameters are updated in the
+    last of them. Another pass before ``step`` is an error."""
 
     masters: Literal["keep", "offload"] = "offload"
     """Whether copies in fp32, which the optimizer of Megatron-LM updates in place of parameters in 16 bits,
@@ -160,8 +160,8 @@ class StatesConfig:
         in_backward = self.when == "backward"
         if in_backward and self.default == "auto":
             raise conflict("when", "states are auto with when: step only; set states.default to offload")
-        if self.gradients == "free" and not in_backward:
-            raise conflict("gradients", "gradients are free before step() with when: backward only")
+        if self.micro_batches != 1 and not in_backward:
+            raise conflict("micro_batches", "has no effect with when: step. Remove it")
         if self.update != "device" and (in_backward or self.default == "auto"):
             raise conflict("update", f"{self.update} goes with when: step, default: offload only; set both")
 

@@ -99,6 +99,12 @@ def _threads(value: object) -> int | None:
     return int(str(value))
 
 
+def _passes(value: object) -> int:
+    if not str(value).isdecimal() or not int(str(value)):
+        raise ConfigError(f"{quoted(value)} is no number of backward passes; write 1 or more")
+    return int(str(value))
+
+
 def _directories(value: object) -> tuple[Path, ...]:
     """Return directories as users give them, one path or a list, with variables expanded."""
     several = [value] if isinstance(value, str | Path) else value
@@ -167,5 +173,6 @@ Threads = Annotated[int | None, BeforeValidator(_threads)]
 Kind = Annotated[str, BeforeValidator(_kind), WithJsonSchema({"enum": KINDS[:4]})]
 Directories = Annotated[tuple[Path, ...], BeforeValidator(_directories), WithJsonSchema(_PATH_TEXTS)]
 PlacementName = Annotated[Placement, BeforeValidator(placement), WithJsonSchema(_PLACEMENT_TEXTS)]
+Passes = Annotated[int, Field(ge=1), BeforeValidator(_passes)]
 Updates = Annotated[str, Field(pattern=r"^(device|host|auto|host-[1-9][0-9]?%)$")]
 Share = Annotated[str, Field(pattern=r"^(keep|offload|offload-[1-9][0-9]?%)$")]

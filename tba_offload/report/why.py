@@ -487,7 +487,7 @@ def _model(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
         change = "shard them over ranks (FSDP2, ZeRO-2), or have parameters in 16 bits"
         yield "gradients", lambda phase: phase.of("gradients") // 2, what, change
     elif not any(update.get("in_backward") for update in updates):
-        change = f"free them in backward: states.when: backward, states.gradients: free, {setting}"
+        change = f"free them in backward: states.when: backward, {setting}"
         yield "gradients", lambda p: p.of("gradients") - max(slots - p.of("states"), 0), what, change
     works = readable_size(seen.most("running", "update"))
     what = f"optimizers hold {readable_size(states)} of states, and an update works with {works}"

@@ -128,11 +128,23 @@ class AwayTensor(torch.Tensor):
 class FreedGradient(AwayTensor):
     """A gradient that was used in backward and is freed."""
 
+    @classmethod
+    def like(cls, gradient: torch.Tensor, name: str) -> Self:
+        """Return what stands for a gradient.
+
+        Args:
+            gradient: The gradient, dense or sparse.
+            name: What messages call it.
+        """
+        dense = gradient if gradient.layout == torch.strided else torch.empty(gradient.shape, device="meta")
+        return cls(gradient.shape, dense.stride(), gradient.dtype, gradient.device, name)
+
     @staticmethod
     def _error(name: str, use: str) -> StatesAwayError:
         return StatesAwayError(
-            f"{name} was used for an update in backward and freed, and {use}; what needs it, as clipping "
-            "and a reduction between processes do, needs states.gradients: keep"
+            f"{name} is freed, since backward has updated the parameter with it, and {use}. Call zero_grad() "
+            "after each step; where clipping, a gradient scaler or another pass needs gradients, set "
+            "states.when to step"
         )
 
 

@@ -48,8 +48,7 @@ def check(
     if config.update != "device" and not is_on_cpu:
         _check_host(optimizer, config.update)
     if config.when == "backward":
-        frees = config.gradients == "free"
-        _check_backward(optimizer, modules, has_masters=has_masters, frees=frees)
+        _check_backward(optimizer, modules, has_masters=has_masters)
 
 
 def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
@@ -152,39 +151,25 @@ def _flat(value: object, depth: int = 2) -> Iterator[object]:
 
 
 def _check_backward(
-    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], *, has_masters: bool, frees: bool
+    optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], *, has_masters: bool
 ) -> None:
     """Check that an optimizer can be updated in backward.
 
     Raises:
         UnsupportedError: It cannot.
     """
-    if not modules:
-        raise UnsupportedError("states.when: backward needs the model; give it to offload_optimizer()")
     if has_masters:
         raise UnsupportedError("masters get their gradients after backward; set states.when to step")
     parameters = parameters_of(optimizer)
-    others = set(parameters).difference(*(module.parameters() for module in modules))
-    if others:
-        raise UnsupportedError(
-            f"{len(others)} parameters of this {type(optimizer).__name__} are not of the model, whose "
-            "forwards tell that they are about to be read; give offload_optimizer() all modules, or set "
-            "states.when to step"
-        )
     if has_peers() and not is_fully_sharded(modules, parameters):
         raise UnsupportedError(
             "with several processes gradients are final only when they are reduced, which is after backward "
             "has made them, unless fully_shard spreads all parameters; set states.when to step"
         )
-    has_distributed = any(map(is_distributed, parameters))
-    if has_distributed and _lie_on_host(parameters):
+    if any(map(is_distributed, parameters)) and _lie_on_host(parameters):
         raise UnsupportedError(
             "FSDP2 may tell of gradients that it copies to host memory before they are there; set "
             "states.when to step"
-        )
-    if frees and has_distributed:
-        raise UnsupportedError(
-            "gradients of distributed parameters cannot be freed in backward; set states.gradients to keep"
         )
     if not is_known(optimizer):
         raise UnsupportedError(

@@ -114,10 +114,6 @@ class Exchange:
             }
         self._shared.clear()
 
-    def forget(self) -> None:
-        """Forget what slices have in common: their update was taken back."""
-        self._shared.clear()
-
     # ---- between updates -------------------------------------------------------------------------
 
     def is_current(self, group: SubGroup) -> bool:

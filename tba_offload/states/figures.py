@@ -28,7 +28,6 @@ class StatesRecord:
         staying: Of all, how many stay in memory between updates.
         staying_bytes: Bytes of their states.
         in_backward: Of these, how many in backward.
-        taken_back: Updates of sub-groups in backward that were in vain, since the step was another one.
         predicted_seconds: What ``states.default: auto`` predicted for ``seconds``, or what follows from the
             rates of device and processor where ``states.update`` has both work; None where nothing was.
         on_host: Of the sub-groups, how many the processor updated.
@@ -45,7 +44,6 @@ class StatesRecord:
     staying: int = 0
     staying_bytes: int = 0
     in_backward: int = 0
-    taken_back: int = 0
     predicted_seconds: float | None = None
     on_host: int = 0
     host_bytes: int = 0
@@ -59,7 +57,6 @@ class _Sums:
     waited: float = 0.0
     read: int = 0
     written: int = 0
-    taken_back: int = 0
 
     def add(self, seconds: float, waited: float, read: int, written: int) -> None:
         """Count what was done for a time."""
@@ -67,10 +64,6 @@ class _Sums:
         self.waited += waited
         self.read += read
         self.written += written
-
-    def took_back(self, sub_groups: int) -> None:
-        """Update were in vain."""
-        self.taken_back += sub_groups
 
 
 class Tally:
@@ -100,10 +93,6 @@ class Tally:
                 homes.written_bytes - written,
             )
 
-    def took_back(self, sub_groups: int) -> None:
-        """Update were in vain."""
-        self._sums.took_back(sub_groups)
-
     def record(self, sizes: Mapping[str, int], *, predicted: float | None = None) -> StatesRecord:
         """Return the record of an update that is done, and count anew.
 
@@ -117,7 +106,6 @@ class Tally:
             waited_seconds=sums.waited,
             read_bytes=sums.read,
             written_bytes=sums.written,
-            taken_back=sums.taken_back,
             predicted_seconds=predicted,
             **sizes,
         )

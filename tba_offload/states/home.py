@@ -150,14 +150,6 @@ class Home:
         """
         self._homes = homes
 
-    def another(self, what: str = "optimizer states") -> Home:
-        """Return an empty home for other bytes of the same owner.
-
-        Args:
-            what: What will live there, for messages.
-        """
-        return Home(self._homes, self._owner, what)
-
     @property
     def is_empty(self) -> bool:
         """Whether nothing was written yet."""

@@ -14,10 +14,10 @@ import torch
 
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, StatesConfig, read_config, with_directories
 from tba_offload.device import device_of
+from tba_offload.states.backward import BackwardUpdates
 from tba_offload.states.by_parameter import ByParameter
 from tba_offload.states.checkpoints import Checkpoints
 from tba_offload.states.checks import check, device_of_parameters, innermost
-from tba_offload.states.early import Early
 from tba_offload.states.home import Homes
 from tba_offload.states.host_share import HostShare
 from tba_offload.states.masters import MASTER, Masters
@@ -62,7 +62,6 @@ class OptimizerStates:
         config: OffloadConfig,
         store: ActivationStore,
         updated: Callable[[StatesRecord], object],
-        modules: Sequence[nn.Module] = (),
         masters: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         states, device = config.states or StatesConfig(), device_of_parameters(optimizer)
@@ -91,24 +90,23 @@ class OptimizerStates:
         self._stream = Stream(
             optimizer, own, self._roster, homes, own_masters, in_backward=in_backward, share=share
         )
-        self._early: Early | None = None
+        self._backward: BackwardUpdates | None = None
         if in_backward:
-            frees = states.gradients == "free"
-            self._early = Early(
-                optimizer, self._stream, self._roster, modules, frees=frees, device=homes.device
+            self._backward = BackwardUpdates(
+                optimizer, self._stream, self._roster, states.micro_batches, homes.device
             )
         try:
             self._follow()
         except BaseException:  # no room, or an interrupt: the optimizer is to go on without this
-            if self._early is not None:
-                self._early.close()
+            if self._backward is not None:
+                self._backward.close()
             self._stream.give_back(follows=False)
             raise
         on_host = partial(_on_host, self._roster, self._stream.exchange)
         with_masters = partial(on_host, masters=True)
         self._by_parameter = ByParameter(optimizer, with_masters, own_masters, self._stream.follow, most)
         self._checkpoints = Checkpoints(optimizer, on_host, self._is_saved, self._loaded)
-        self._takeover.begin(self._step, None if self._early is None else self._early.zero_grad)
+        self._takeover.begin(self._step, None if self._backward is None else self._backward.zero_grad)
 
     def read(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return the states of a parameter, those that are away as copies in host memory.
@@ -124,7 +122,6 @@ class OptimizerStates:
         Raises:
             TransferError: They cannot be read.
         """
-        self._take_back("reading states")
         return self._by_parameter.read(parameter)
 
     @contextmanager
@@ -141,7 +138,6 @@ class OptimizerStates:
         if not self._is_open:  # nothing is away
             yield
             return
-        self._take_back("setting states")
         with self._by_parameter.setting(parameter, states=states):
             yield
 
@@ -155,7 +151,6 @@ class OptimizerStates:
             TransferError: States of other parameters, which travel together with these, cannot be read.
         """
         if self._is_open:
-            self._take_back("setting states")
             self._by_parameter.take(parameter)
 
     @property
@@ -202,29 +197,21 @@ class OptimizerStates:
 
         Raises:
             TransferError: They cannot be read.
-            SessionError: What was updated in backward was changed since, and no step came; what was before
-                is there again, and that change is lost.
         """
         if not self._is_open:
             return
         ends = True
         try:
-            try:
-                if self._early is not None and bring_back:
-                    self._early.end()
-                else:
-                    self._stream.take_back()
-            finally:
-                if bring_back:
-                    self._stream.give_back()
+            if bring_back:
+                self._stream.give_back()
         except (KeyboardInterrupt, SystemExit):
             ends = False  # what is still away, the next call brings back
             raise
         finally:
             if ends:
                 self._is_open = False
-                if self._early is not None:
-                    self._early.close()
+                if self._backward is not None:
+                    self._backward.close()
                 self._checkpoints.remove()
                 del self._checkpoints  # it knows our methods: the model would live until garbage is collected
                 self._takeover.end()
@@ -236,28 +223,22 @@ class OptimizerStates:
             with torch.enable_grad():
                 loss = closure()
         self._by_parameter.forget()
-        if self._early is not None:
-            self._early.step_begins(options)
-        record = self._stream.step(options)
+        done = None if self._backward is None else self._backward.step_begins(options)
+        record = self._stream.step(options) if done is None else done
         if self._expected is not None:
             record = replace(record, predicted_seconds=self._expected)
-        if self._early is not None:
-            self._early.follow()
+        if self._backward is not None:
+            self._backward.follow()
         self.records.append(record)
         self._updated(record)
         return loss
 
     def _follow(self) -> None:
         self._stream.follow()
-        if self._early is not None:
-            self._early.follow()
-
-    def _take_back(self, reason: str) -> None:
-        if self._early is not None and self._is_open:
-            self._early.take_back(reason)
+        if self._backward is not None:
+            self._backward.follow()
 
     def _is_saved(self) -> None:
-        self._take_back("a checkpoint of the optimizer")
         with put_off(self):
             self._stream.follow()
 
@@ -266,6 +247,8 @@ class OptimizerStates:
         self._store.resume()  # a drive that has failed may have been seen to
         with put_off(self):
             self._stream.forgive()
+            if self._backward is not None:
+                self._backward.forget()
             self._follow()
 
     def __enter__(self) -> Self:
@@ -310,8 +293,8 @@ def offload_optimizer(
         optimizer: Any optimizer of ``torch.optim`` but LBFGS; another one that updates each parameter by
             itself where ``states.trust`` is set. It may have made updates before.
         config: As for :func:`tba_offload.attach`; its ``states``, ``store`` and ``on_full`` count.
-        model: The model that it trains, or its chunks, which ``when: backward`` needs: if a forward begins
-            before the step comes, what was updated in backward is taken back.
+        model: The model that it trains, or its chunks: ``when: backward`` with several processes needs to
+            know that ``fully_shard`` has spread all of it.
         masters: Copies in high precision, which the optimizer updates, and the parameters of the model that
             they are copies of. Masters travel with their states, and each parameter is set to its master as
             soon as that is updated.
@@ -332,7 +315,7 @@ def offload_optimizer(
     check(optimizer, chosen.states or StatesConfig(), modules, has_masters=bool(masters))
     store = open_store(chosen.store, device=device_of(device_of_parameters(optimizer)))
     try:
-        return OptimizerStates(optimizer, chosen, store, updated or _nothing, modules, masters)
+        return OptimizerStates(optimizer, chosen, store, updated or _nothing, masters)
     except BaseException:
         store.close()
         raise

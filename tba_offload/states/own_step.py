@@ -14,7 +14,7 @@ from tba_offload.formatting import quoted
 from tba_offload.states.pieces import is_known
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 Entry = dict[str, Any]
 """The states of one parameter by their names, as in ``optimizer.state[parameter]``."""
@@ -38,8 +38,6 @@ class OwnStep:
     Attributes:
         kind: As given.
         states: What the last run has left.
-        changes_gradients: Whether a run has changed gradients in place, as SGD's ``foreach`` with Nesterov
-            momentum does.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
@@ -52,7 +50,6 @@ class OwnStep:
         self._left: dict[int, dict[str, Any]] = {}
         self._attributes = _Loan({}, {})
         self.states: dict[torch.Tensor, Entry] = {}
-        self.changes_gradients = False
 
     @property
     def ran_for(self) -> set[int]:
@@ -81,10 +78,8 @@ class OwnStep:
         states.update({tensor: entry for tensor, entry in entries.items() if entry})
         own = self._own_attributes() | {"param_groups": [group.taken], "state": states}
         self.states, self._groups[number], self._attributes = states, group, _Loan(own, vars(twin))
-        before = _versions_of_gradients(entries)
         self._update(twin, **options)
         self.states = twin.state
-        self.changes_gradients |= _versions_of_gradients(entries) != before
         self._check(number)
 
     def _check(self, number: int) -> None:
@@ -192,11 +187,6 @@ def _are_same(one: object, other: object) -> bool:
     if isinstance(one, int | float) and isinstance(other, int | float):
         return one == other or (math.isnan(one) and math.isnan(other))
     return (one is None) is (other is None)
-
-
-def _versions_of_gradients(parameters: Iterable[torch.Tensor]) -> list[int]:
-    gradients = (each.grad for each in parameters)
-    return [each._version for each in gradients if each is not None and not each.is_inference()]
 
 
 def _beneath_hooks(kind: type[torch.optim.Optimizer]) -> Any:

@@ -55,3 +55,10 @@ def wrap_of(value: Any) -> Wrap | None:
         shape=value.shape,
         stride=value.stride(),
     )
+
+
+def in_place_of(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return what is made of the part that lies on this rank, as a distributed tensor if the value is one."""
+    if not is_distributed(value):
+        return make(value)
+    return type(value)(make(local(value)), value._spec, requires_grad=False)  # type: ignore[no-any-return]

@@ -9,7 +9,6 @@ from tba_offload.errors import SessionError, TransferError
 from tba_offload.states.exchange import Exchange, read_moved
 from tba_offload.states.figures import Tally
 from tba_offload.states.host_lane import HostLane, NoHostLane
-from tba_offload.states.journal import Journal, NoJournal
 from tba_offload.states.line import Line
 from tba_offload.states.masters import MASTER
 from tba_offload.states.pieces import is_elementwise
@@ -39,7 +38,7 @@ class Stream:
         roster: Its sub-groups.
         homes: Where they live.
         masters: The master copies among its parameters.
-        in_backward: Whether sub-groups may be updated before the step; then an update is all or nothing.
+        in_backward: Whether sub-groups may be updated before the step.
         share: How many the processor updates; ``None`` if all are updated on the device.
 
     Attributes:
@@ -64,49 +63,49 @@ class Stream:
         self.line = Line(turns=self._is_elementwise and not in_backward)
         self._masters = masters
         self.exchange = Exchange(optimizer, homes, masters, self.line.next_use, roster.name_of, self._arrived)
-        self.journal = Journal(optimizer, homes, self.exchange.slots) if in_backward else NoJournal()
+        self._in_backward = in_backward
         self._host: NoHostLane = NoHostLane()
         if share is not None:
             self._host = HostLane(optimizer, own.kind, homes, self.exchange, roster, masters, share)
         self._tally = Tally(homes)
         self._failure: TransferError | None = None
 
-    def step(self, options: Mapping[str, Any]) -> StatesRecord:
+    def step(self, options: Mapping[str, Any], done: Sequence[SubGroup] = ()) -> StatesRecord:
         """Update all parameters that have gradients.
 
         Args:
             options: Further arguments of the optimizer's ``step``.
+            done: Sub-groups that were updated in backward.
 
         Raises:
             SessionError: An update before this one failed halfway.
             TransferError: States cannot be read. The parameters of some sub-groups are updated, as after an
-                error inside any optimizer; none are where updates are all or nothing.
+                error inside any optimizer.
         """
         self._refuse_after_failure()
-        early, is_followed = self.journal.noted, False
+        is_followed = False
         with put_off(self):
             try:
                 with self._tally.counted(), self._whole():
                     self.follow()
                     is_followed = True
-                    self._update_all(early, options)
+                    self._update_all(done, options)
                     self.own.commit()
                     self.exchange.end()
-                    self.journal.accept()  # the last: from here on nothing can be taken back
             finally:
                 self.own.commit()
                 self.exchange.end()
                 if is_followed:  # before that, what slices lack may lie in memory still
                     for parameter in self._roster.halves():
                         self._optimizer.state.pop(parameter, None)
-        sizes = self._sizes() | {"in_backward": len(early)}
+        sizes = self._sizes() | {"in_backward": len(done)}
         return self._tally.record(sizes, predicted=self._host.predicted_seconds)
 
     def update_in_backward(self, group: SubGroup) -> None:
         """Update one sub-group before the step.
 
         Raises:
-            TransferError: States cannot be read; nothing is changed by this update and those before it.
+            TransferError: States cannot be read; this sub-group is not updated.
         """
         self._refuse_after_failure()
         with put_off(self), self._tally.counted(), self._whole():
@@ -120,24 +119,6 @@ class Stream:
         """Begin to read what is updated next, as far as there are slots for it."""
         with self._tally.counted():
             self._read_ahead()
-
-    def take_back(self) -> None:
-        """Undo what was updated in backward, or in a step that failed.
-
-        Raises:
-            TransferError: It cannot be read back.
-        """
-        if not self.journal.noted:
-            return
-        self._tally.took_back(len(self.journal.noted))
-        try:
-            self.journal.take_back()
-        except TransferError as error:
-            self._failure = error
-            raise
-        finally:
-            self.own.discard()
-            self.exchange.forget()
 
     # ---- between updates -------------------------------------------------------------------------
 
@@ -202,7 +183,6 @@ class Stream:
         self._remove(groups)
         self.exchange.slots.clear()
         self.exchange.host_slots.clear()
-        self.journal.clear()
 
     def forgive(self) -> None:
         """Forget that an update failed: a checkpoint was loaded."""
@@ -213,20 +193,14 @@ class Stream:
         self._roster.remove(groups)
         self.line.remove(groups)
         self._host.forget(groups)
-        self.journal.forget(groups)
-
-    # ---- all or nothing --------------------------------------------------------------------------
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Return what fails within is undone where that is possible; else further updates are refused."""
+        """Have further updates refused if states cannot be read or written within."""
         try:
             yield
-        except BaseException as error:
-            if self.journal.is_kept:
-                self.take_back()
-            elif isinstance(error, TransferError):
-                self._failure = error
+        except TransferError as error:
+            self._failure = error
             raise
 
     def _refuse_after_failure(self) -> None:
@@ -238,17 +212,17 @@ class Stream:
 
     # ---- the update ------------------------------------------------------------------------------
 
-    def _update_all(self, early: Sequence[SubGroup], options: Mapping[str, Any]) -> None:
+    def _update_all(self, done: Sequence[SubGroup], options: Mapping[str, Any]) -> None:
         """Update all but those that were updated in backward."""
-        done = set(early)
-        groups = [group for group in self._roster.groups if group.has_gradient and group not in done]
+        early = set(done)
+        groups = [group for group in self._roster.groups if group.has_gradient and group not in early]
         newcomers = self._roster.newcomers(with_gradients=True)
         with self._host.updating(groups, options) as rest:
-            for group in self.line.begin(early, rest):
+            for group in self.line.begin(done, rest):
                 self._read_ahead()
                 self._update(group, options)
                 self._read_ahead()
-                if newcomers or self.journal.is_kept or self.line.needs_more_than(self.exchange.slots.held()):
+                if newcomers or self._in_backward or self.line.needs_more_than(self.exchange.slots.held()):
                     self.exchange.slots.write(group)
             for number, parameters in newcomers.items():
                 self._update_newcomers(number, parameters, options)
@@ -272,7 +246,6 @@ class Stream:
 
     def _update(self, group: SubGroup, options: Mapping[str, Any]) -> None:
         slot = self.exchange.load(group)
-        self.journal.note(group)
         bound = {} if slot is None else group.views(slot.lend())
         entries = {piece: self.exchange.entry(piece) | bound.get(piece, {}) for piece in group.pieces}
         masters = {piece: entry.pop(MASTER) for piece, entry in entries.items() if MASTER in entry}
@@ -312,7 +285,7 @@ class Stream:
         staying = [group.nbytes for group in self._roster.groups if slots.stays(group)]
         return {
             "states_bytes": sum(group.nbytes for group in self._roster.groups) - sum(staying),
-            "slot_bytes": slots.nbytes + self.journal.nbytes,
+            "slot_bytes": slots.nbytes,
             "sub_groups": len(self.line) + self._host.updated,
             "on_host": self._host.updated,
             "host_bytes": self._host.nbytes,

@@ -40,8 +40,6 @@ class SubGroup:
         self.home = home
         self.layout: Layout | None = None
         self._keys: dict[Piece, set[str]] = {}
-        self._before: tuple[Layout | None, dict[Piece, set[str]], Home] | None = None
-        self._spare: Home | None = None
 
     @property
     def nbytes(self) -> int:
@@ -72,32 +70,9 @@ class SubGroup:
         """Where its states lie in the bytes that travel; empty before the first update."""
         return () if self.layout is None else self.layout.places
 
-    def begin_version(self) -> None:
-        """Have what is written from now on go elsewhere, so that the states that there are stay."""
-        self.end_version()  # an interrupt may have come before the last one was
-        self._before = (self.layout, self._keys, self.home)
-        self.home = self._spare or self.home.another()
-
-    def end_version(self) -> None:
-        """Record that the new states count, and the extents of the old ones are for the next."""
-        if self._before is not None:
-            self._spare = self._before[2]
-        self._before = None
-
-    def take_back(self) -> None:
-        """Record that the states before :meth:`begin_version` count again."""
-        if self._before is not None:
-            if self.home is not self._before[2]:
-                self.home.release()
-            self.layout, self._keys, self.home = self._before
-        self._before = None
-
     def release(self) -> None:
         """Give all extents back."""
-        before = None if self._before is None else self._before[2]
-        for home in (self.home, self._spare, before):
-            if home is not None:
-                home.release()
+        self.home.release()
 
     def views(self, flat: torch.Tensor) -> dict[Piece, dict[str, torch.Tensor]]:
         """Its states as views of its bytes, piece by piece."""

@@ -108,7 +108,7 @@ class Program:
     readers: int = among(1, 2)
     writers: int = among(1, 2)
     on_slow: str | None = among(None, "wait", "keep", often=0.2)
-    states: str | None = among(None, "step", "backward", "backward, free", "auto", often=0.5)
+    states: str | None = among(None, "step", "backward", "auto", often=0.5)
     sub_group: str = among("4KiB", "16KiB", "64MiB", often=0.3)
     frozen_weights: str = among("keep", "offload", "offload-50%", often=0.4)
     measures_memory: bool = among(False, True, often=0.3)
@@ -117,7 +117,7 @@ class Program:
 
     @property
     def frees_gradients(self) -> bool:
-        return self.states == "backward, free"
+        return self.states == "backward"
 
     @property
     def has_frozen(self) -> bool:
@@ -140,17 +140,13 @@ DENIED: dict[str, Callable[[Program], bool]] = {
             p.clip != "none"
             or p.scaler != "none"
             or p.backward in {"twice", "autograd.grad", "to inputs", "two losses"}
-            or p.zero == "never"
+            or p.zero in {"never", "to zero"}
             or p.accumulate_hook
         )
     ),
-    "a penalty that reads parameters before a forward may find them updated in backward": lambda p: (
-        (p.states or "").startswith("backward") and (p.penalty == "weights" or p.functional)
-    ),
-    "the guide: more forwards than in the step before come before updates in backward": lambda p: (
-        (p.states or "").startswith("backward")
-        and len(set(p.micro_batches)) > 1
-        and (p.order == "forwards first" or p.penalty != "none")
+    "a step that does not follow updates in backward is an error": lambda p: (
+        p.frees_gradients
+        and (p.skipped or p.mishap == "update" or (p.mishap != "none" and p.zero == "by model"))
     ),
     "PyTorch: a tensor as learning rate is not for all implementations": lambda p: (
         p.tensor_rate and p.implementation == "foreach"

@@ -334,13 +334,9 @@ class Training:
             self.history.note(f"step {number} gradient of {name}", each.grad)
 
     def note_parameters(self, number: int) -> None:
-        if (self.program.states or "").startswith("backward"):
-            # The guide: what is read otherwise may have been updated already, if no step followed backward.
-            self.history.note_tree(f"step {number}", self.model.state_dict())
-        else:
-            for name, each in self.model.named_parameters():
-                if each.requires_grad:  # others may be away
-                    self.history.note(f"step {number} {name}", each)
+        for name, each in self.model.named_parameters():
+            if each.requires_grad:  # others may be away
+                self.history.note(f"step {number} {name}", each)
         for name, each in self.model.named_buffers():
             self.history.note(f"step {number} {name}", each)
         self.history.note(f"step {number} generator of PyTorch", torch.get_rng_state())

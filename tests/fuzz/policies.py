@@ -63,8 +63,10 @@ def states_of(program: Program) -> dict[str, Any]:
     made: dict[str, Any] = {"sub_group_bytes": program.sub_group}
     if program.states == "auto":
         return {**made, "default": "auto"}
-    when, _, gradients = str(program.states).partition(", ")
-    return {**made, "when": when, "gradients": gradients or "keep"}
+    if program.states == "backward":
+        passes = 1 if program.order == "sum of losses" else max(program.micro_batches)
+        return {**made, "when": "backward", "micro_batches": passes}
+    return made
 
 
 FAULTS = {

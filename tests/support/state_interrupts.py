@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from interrupts import PACKAGE, Aim, linger, tell_of
-from optimizers import SUB_GROUP, Training, pair, policy
+from optimizers import Training, pair, policy
 
 import tba_offload as tba
 from tba_offload.states import optimizer
@@ -30,14 +30,12 @@ class Trial:
 
     Args:
         place: Where the states go.
-        when: When updates are made.
         at: The point of the interrupt.
     """
 
-    def __init__(self, place: Path, when: str, at: int) -> None:
+    def __init__(self, place: Path, at: int) -> None:
         self._found, self._expected = pair("adamw")
-        self._when = when
-        self._policy = policy(place, states={"sub_group_bytes": SUB_GROUP, "when": when})
+        self._policy = policy(place)
         self._aim = Aim(at, where=WHERE)
         self._stores: list[ActivationStore] = []
 
@@ -75,8 +73,7 @@ class Trial:
             pass
         for name, found in values(self._found).items():
             # Adam changes a parameter, and its other moment, by several operations.
-            is_whole = self._when == "backward" or name.startswith("exp_avg of")
-            if is_whole and not is_of_either(found, before[name], after[name]):
+            if name.startswith("exp_avg of") and not is_of_either(found, before[name], after[name]):
                 return f"{name} is neither that of before nor that of after"
         for seed in (3, 4):
             self._found.step(seed)
@@ -108,18 +105,11 @@ def main(trials: int, seed: int) -> int:
     torch.set_num_threads(1)
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as place:
-        points = {}
-        for when in ("step", "backward"):
-            whole = Trial(Path(place), when, sys.maxsize)
-            whole.run()
-            points[when] = whole.points
-
-        def one(number: int) -> str | None:
-            when = ("step", "backward")[number % 2]
-            failure = Trial(Path(place), when, chance.randint(1, points[when])).run()
-            return None if failure is None else f"when {when}: {failure}"
-
-        return tell_of(trials, one, sum(points.values()))
+        whole = Trial(Path(place), sys.maxsize)
+        whole.run()
+        return tell_of(
+            trials, lambda _: Trial(Path(place), chance.randint(1, whole.points)).run(), whole.points
+        )
 
 
 if __name__ == "__main__":

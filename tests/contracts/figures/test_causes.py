@@ -241,7 +241,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "gradients": (
         ADAMW | {"states": AWAY},
-        ADAMW | {"states": AWAY | {"when": "backward", "gradients": "free"}},
+        ADAMW | {"states": AWAY | {"when": "backward"}},
     ),
     "optimizer states": (ADAMW, ADAMW | {"states": AWAY}),
     "frozen weights": (

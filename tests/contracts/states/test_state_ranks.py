@@ -37,17 +37,15 @@ def test_same_bits(spread: str, ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("spread", ["FSDP2", "FSDP2, many roots"])
 def test_updates_in_backward_of_fsdp2_have_the_same_bits(spread: str, ranks: list[dict[str, Any]]) -> None:
-    """Its hooks come when gradients are reduced; the number of passes is learned."""
+    """Its hooks come when gradients are reduced."""
     for found in ranks:
         result = found[f"{spread} in backward"]
-        assert result["differing"] == [0] * 8
-        assert result["in_backward"] == [False, True, False, True, False, True, True]
-        assert result["taken_back"] == [False, False, True, False, True, False, False]
-        assert result["after NaN"] == 0
+        assert result["differing"] == [0] * 5
+        assert result["in_backward"] == [False, True, False, True, True]
+        assert "is freed, since backward has updated" in result["clipped"]
         assert result["on host"].startswith(
             "FSDP2 may tell of gradients that it copies to host memory before"
         )
-        assert result["freed"].startswith("gradients of distributed parameters cannot be freed in backward")
 
 
 def test_a_rank_moves_its_own_part_only(ranks: list[dict[str, Any]]) -> None:

@@ -190,7 +190,8 @@ store: {directories: [/a, /b, /a/]} => 1: store.directories: '/a' is given twice
 store: {directories: ~no-such-user/tba} => 1: store.directories: '~no-such-user/tba' is no path:
 budget: {objective: time} => 1: budget.objective: time needs activation_bytes or device_bytes
 states: {default: auto} => 1: states: default: auto needs budget.device_bytes
-states:\n  gradients: free => 2: states.gradients: gradients are free before step() with when: backward
+states:\n  micro_batches: 2 => 2: states.micro_batches: has no effect with when: step
+states: {when: backward, micro_batches: 0} => 1: states.micro_batches: '0' is no number of backward passes
 states: {when: backward, update: host} => 1: states.update: host goes with when: step
 """
 

@@ -1,0 +1,313 @@
+"""Updates in backward: a sub-group is updated as soon as its gradients are final, and these are freed.
+
+Gradients are final in the last backward pass before ``optimizer.step()``. When that pass returns, all
+parameters have their new values, and ``step()`` only checks that nothing came in between that a plain step
+would have used. Whatever asks for a freed gradient gets an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from copy import deepcopy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
+
+import torch
+
+from tba_offload.device.digest import are_equal, digests_of
+from tba_offload.errors import SessionError
+from tba_offload.layers.untraced import not_traced
+from tba_offload.states.away import FreedGradient
+from tba_offload.states.pieces import parameters_of
+from tba_offload.states.shards import in_place_of, local
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.utils.hooks import RemovableHandle
+
+    from tba_offload.device import Device
+    from tba_offload.device.digest import Digest
+    from tba_offload.states.figures import StatesRecord
+    from tba_offload.states.roster import Roster
+    from tba_offload.states.stream import Stream
+    from tba_offload.states.subgroup import SubGroup
+
+_CLOSELY = 3
+"""First steps in which all bytes of parameters are compared, as in those whose number is a power of two."""
+
+logger = logging.getLogger(__name__)
+
+
+class StreamOrder:
+    """A context manager: the work of a block comes after that of the block before, whatever their streams.
+
+    Hooks of autograd are called on the stream that made a gradient, FSDP2's on the one that reduced it; an
+    optimizer's step has another.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._last = device.event()
+
+    def __enter__(self) -> None:
+        self._last.wait(self._device.stream())  # without it, that of the current device
+
+    def __exit__(self, *_: object) -> None:
+        self._last = self._device.event()
+
+
+class BackwardUpdates:
+    """Updates the parameters of one optimizer in the last backward pass before each of its steps.
+
+    Args:
+        optimizer: The optimizer.
+        stream: Updates sub-groups.
+        roster: The sub-groups.
+        micro_batches: Backward passes between two steps.
+        device: Where the optimizer updates.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        stream: Stream,
+        roster: Roster,
+        micro_batches: int,
+        device: Device,
+    ) -> None:
+        self._optimizer = optimizer
+        self._stream = stream
+        self._roster = roster
+        self._micro_batches = micro_batches
+        self._order = StreamOrder(device)
+        self._handles: dict[torch.Tensor, RemovableHandle] = {}
+        self._references: dict[torch.Tensor, int] = {}
+        self._steps = 0
+        self._task = -1
+        self.forget()
+        logger.warning(
+            "states.when: backward: parameters have their new values when backward() returns; what reads "
+            "them before optimizer.step() reads those"
+        )
+
+    def forget(self) -> None:
+        """Forget what was updated since the last step: a checkpoint was loaded, or the step came."""
+        self._passes = 0
+        self._is_updating = False
+        self._done: list[SubGroup] = []
+        self._missing: dict[torch.Tensor, list[SubGroup]] = {}
+        self._record: StatesRecord | None = None
+
+    def follow(self) -> None:
+        """Put hooks on the parameters that the optimizer trains now, and take them off others."""
+        wanted = {each for each in parameters_of(self._optimizer) if each.is_leaf and each.requires_grad}
+        for parameter in self._handles.keys() - wanted:
+            self._handles.pop(parameter).remove()
+        came = _Hook(self._gradient_came)
+        for parameter in wanted - self._handles.keys():
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._handles[parameter] = register(came)
+
+    def close(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    # ---- backward --------------------------------------------------------------------------------
+
+    def _gradient_came(self, parameter: torch.Tensor) -> None:
+        with self._order:
+            task = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._task = task
+                self._begin_pass()
+            groups = self._missing.pop(parameter, None)
+            if groups is None:
+                return
+            self._stream.prefetch()
+            self._waits.subtract(groups)
+            for group in groups:
+                if not self._waits[group] and not any(map(self._is_read_later, _parameters(group))):
+                    self._is_updating = True
+                    self._done.append(group)
+                    self._stream.update_in_backward(group)
+                    self._unfinished.subtract(_parameters(group))
+                    self._free(each for each in _parameters(group) if not self._unfinished[each])
+
+    def _begin_pass(self) -> None:
+        """Count a backward pass, and let updates begin if it is the last before the step.
+
+        Raises:
+            SessionError: Parameters were updated in a pass before, and no step came.
+        """
+        if self._is_updating:
+            if self._record is None:
+                raise SessionError(_HALFWAY)
+            raise SessionError(
+                "another backward pass came after the parameters were updated in backward, and before "
+                f"optimizer.step(): states.micro_batches is {self._micro_batches}. Set it to the number of "
+                "backward passes between two steps, call step() after them, use torch's checkpoints with "
+                "use_reentrant=False, or set states.when to step"
+            )
+        self._passes += 1
+        if self._passes < self._micro_batches:
+            self._stream.prefetch()
+            return
+        _at_the_end_of_the_pass(partial(_at_the_end_of_the_pass, self._pass_ends))  # after those of FSDP2
+        self._freed: dict[torch.Tensor, torch.Tensor] = {}
+        self._missing = {}  # a pass that failed may have left some
+        self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if self._keeps_graph:
+            return  # the graph still reads parameters: all of them are updated at the end
+        self._stream.follow()
+        self._waits = Counter(dict.fromkeys(self._roster.groups, 0))
+        self._unfinished = Counter(each for group in self._roster.groups for each in _parameters(group))
+        for group in self._roster.groups:
+            for each in _parameters(group) & self._handles.keys():
+                self._missing.setdefault(each, []).append(group)
+                self._waits[group] += 1
+
+    def _is_read_later(self, parameter: torch.Tensor) -> bool:
+        """Whether something else holds the memory of a parameter, as a node of the graph that comes later.
+
+        Nodes that had a part in its gradient have let go of it by now. One that had none, as of a layer that
+        uses the weight of another by ``.data``, would read the new value.
+        """
+        now = _references_to(parameter)
+        usual = self._references[parameter] = min(self._references.get(parameter, now), now)
+        return now > usual
+
+    def _free(self, parameters: Any) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                name = f"the gradient of {self._roster.name_of(parameter)}"
+                freed = in_place_of(parameter.grad, partial(FreedGradient.like, name=name))
+                parameter.grad = self._freed[parameter] = freed
+
+    def _pass_ends(self) -> None:
+        """Update what was not updated yet: parameters without states, and those of incomplete sub-groups."""
+        with self._order:
+            self._missing.clear()
+            self._is_updating = True
+            record = self._stream.step({}, done=self._done)
+            self._free(each for each in parameters_of(self._optimizer) if each not in self._freed)
+            if not self._keeps_graph:
+                for each in self._freed:
+                    self._references.setdefault(each, _references_to(each))
+            self._settings = deepcopy(self._settings_now())
+            self._versions = [each._version for each in self._freed]
+            self._steps += 1
+            self._digests: list[Digest] | None = None
+            if self._steps <= _CLOSELY or not self._steps & (self._steps - 1):
+                self._digests = digests_of(local(each.detach()) for each in self._freed)
+            self._record = record
+
+    # ---- the step --------------------------------------------------------------------------------
+
+    def zero_grad(self, *_: object, **__: object) -> None:
+        """Count passes anew: gradients that are cleared before they were used go into no update."""
+        if not self._is_updating:
+            self._passes = 0
+
+    def step_begins(self, options: Mapping[str, Any]) -> StatesRecord | None:
+        """Return the record of the update that backward made; None if ``step`` has to make it.
+
+        That is so where a step has fewer passes than others, as the last of an epoch may.
+
+        Args:
+            options: Arguments of the step.
+
+        Raises:
+            SessionError: A plain step would have used something else than what backward used.
+        """
+        record = self._record
+        if record is None:
+            if self._is_updating:
+                raise SessionError(_HALFWAY)
+            if any(map(_is_freed, parameters_of(self._optimizer))):
+                raise SessionError(
+                    "optimizer.step() came without a backward pass since the last one, whose gradients are "
+                    "freed. Call it once after backward(), or set states.when to step"
+                )
+        elif (what := self._what_differs(options)) is not None:
+            raise SessionError(
+                f"{what} came after backward(), in which states.when: backward had already updated the "
+                "parameters with the gradients and settings of that time. Change parameters, states and "
+                "settings after optimizer.step(), or set states.when to step"
+            )
+        self.forget()
+        return record
+
+    def _what_differs(self, options: Mapping[str, Any]) -> str | None:
+        with self._order:
+            if any(options.values()):
+                return "an argument of step()"
+            if any(each.grad is not self._freed.get(each) for each in parameters_of(self._optimizer)):
+                return "another gradient, or none,"
+            if not _are_same(self._settings, self._settings_now()):
+                return "another setting of the optimizer"
+            if not self._stream.is_current:
+                return "another state of the optimizer"
+            if self._versions != [each._version for each in self._freed]:
+                return "another value of a parameter"
+            now = None if self._digests is None else digests_of(local(each.detach()) for each in self._freed)
+            is_same = self._digests is None or now is None or are_equal(self._digests, now)
+            return None if is_same else "another value of a parameter"
+
+    def _settings_now(self) -> list[dict[str, Any]]:
+        apart = ("params", "param_names")
+        groups = self._optimizer.param_groups
+        return [{key: value for key, value in group.items() if key not in apart} for group in groups]
+
+
+_HALFWAY = (
+    "a backward pass ended halfway through its updates: some parameters are updated and others are not. Load "
+    "a checkpoint of the model and of the optimizer"
+)
+
+
+class _Hook:
+    """A hook on parameters that keeps nothing alive."""
+
+    def __init__(self, came: Any) -> None:
+        self._came = WeakMethod(came)
+
+    @partial(not_traced, nor_what_it_calls=True)
+    def __call__(self, parameter: torch.Tensor) -> None:
+        came = self._came()
+        if came is not None:
+            came(parameter)
+
+
+def _parameters(group: SubGroup) -> set[torch.Tensor]:
+    return {piece.parameter for piece in group.pieces}
+
+
+def _references_to(parameter: torch.Tensor) -> int:
+    """Return how many tensors have the memory of a parameter."""
+    return int(torch._C._storage_Use_Count(local(parameter).untyped_storage()._cdata))
+
+
+def _is_freed(parameter: torch.Tensor) -> bool:
+    return type(local(parameter.grad)) is FreedGradient
+
+
+def _are_same(some: Any, others: Any) -> bool:
+    if isinstance(some, torch.Tensor) and isinstance(others, torch.Tensor):
+        return torch.equal(some, others)
+    if isinstance(some, dict) and isinstance(others, dict):
+        return some.keys() == others.keys() and all(_are_same(some[key], others[key]) for key in some)
+    if isinstance(some, list | tuple) and isinstance(others, list | tuple):
+        return len(some) == len(others) and all(map(_are_same, some, others))
+    return bool(some == others)
+
+
+def _at_the_end_of_the_pass(function: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(function)
