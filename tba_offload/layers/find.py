@@ -226,8 +226,21 @@ def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 # Lists of blocks
 
 
-def _lists(model: nn.Module, *, least: int = 2) -> Iterator[tuple[str, Blocks]]:
-    """Yield name and blocks of the outermost lists of ``least`` blocks or more."""
+def _lists(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
+    """Yield name and blocks of each list; the blocks of a list of stages are those in its stages."""
+    for name, blocks in _outermost(model, least=2):
+        yield name, _in_stages(blocks) or blocks
+
+
+def _only_blocks(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
+    """Yield the list of one block that holds most of the model, as ALBERT's, which is called in a loop."""
+    for name, blocks in _outermost(model, least=1):
+        if 2 * _parameter_count(blocks.values()) > _parameter_count([model]):
+            yield name, blocks
+
+
+def _outermost(model: nn.Module, *, least: int) -> Iterator[tuple[str, Blocks]]:
+    """Yield name and members of the outermost lists of ``least`` blocks or more."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in inside):
@@ -235,13 +248,6 @@ def _lists(model: nn.Module, *, least: int = 2) -> Iterator[tuple[str, Blocks]]:
         blocks = _rows(_members(module))
         if len(blocks) >= least and _are_alike(blocks, may_differ=not isinstance(module, nn.Sequential)):
             inside.append(f"{name}." if name else "")
-            yield name, _in_stages(blocks) or blocks
-
-
-def _only_blocks(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
-    """Yield the list of one block that holds most of the model, as ALBERT's, which is called in a loop."""
-    for name, blocks in _lists(model, least=1):
-        if 2 * _parameter_count(blocks.values()) > _parameter_count([model]):
             yield name, blocks
 
 
@@ -279,7 +285,7 @@ def _in_stages(stages: Blocks) -> Blocks:
     inner = {
         (place, name): blocks
         for place, stage in stages.items()
-        for name, blocks in _lists(stage, least=1)
+        for name, blocks in _outermost(stage, least=1)
         if "expert" not in name
     }
     found = {
@@ -309,7 +315,9 @@ def _are_alike(blocks: Blocks, *, may_differ: bool) -> bool:
 
 def _consist_of_lists(blocks: Blocks) -> bool:
     """Whether most of the parameters are those of lists within the blocks, as in the stages of a U-Net."""
-    inner = sum(_parameter_count(held.values()) for block in blocks.values() for _, held in _lists(block))
+    inner = sum(
+        _parameter_count(held.values()) for block in blocks.values() for _, held in _outermost(block, least=2)
+    )
     return 2 * inner > _parameter_count(blocks.values())
 
 

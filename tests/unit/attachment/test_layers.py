@@ -210,6 +210,7 @@ HYBRID = {
 }
 MOE = {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts": 2}
 SWIN = {"embed_dim": 12, "depths": [2, 4], "num_attention_heads": [2, 4], "image_size": 32, "window_size": 4}
+RESNET = {"hidden_sizes": [16, 32], "depths": [2, 3], "embedding_size": 8}
 CONVNEXT = {"hidden_sizes": [8, 16, 24], "depths": [1, 3, 1], "num_stages": 3}
 
 
@@ -227,6 +228,7 @@ CONVNEXT = {"hidden_sizes": [8, 16, 24], "depths": [1, 3, 1], "num_stages": 3}
         ("jamba", DEPTH | MOE | {"attn_layer_period": 2, "attn_layer_offset": 1}, "layers.0", None, 4),
         ("llama", DEPTH, "layers.0", None, 4),
         ("mixtral", DEPTH | MOE, "layers.0", None, 4),
+        ("resnet", RESNET, "encoder.stages.0.layers.0", "encoder.stages.1.layers.2", 5),
         ("swin", SWIN, "encoder.layers.0.blocks.0", "encoder.layers.1.blocks.3", 6),
         ("t5", {"d_model": 64, "d_kv": 16, "num_layers": 4}, "encoder.block.0", "decoder.block.3", 8),
         ("vit", DEPTH, "layers.0", None, 4),
