@@ -15,6 +15,7 @@ from tba_offload.formatting import quoted
 from tba_offload.layers.find import LayerStack, chunks_of, explicit_layers, find_layers
 from tba_offload.session import Session
 from tba_offload.session.notices import tell, warn_of_doubts
+from tba_offload.session.record import run_log_path
 
 if TYPE_CHECKING:
     import os
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tba_offload.report.log import StepRecord
-    from tba_offload.session.tokens import Tokens
+    from tba_offload.session.loop import Tokens
 
     OnStep = Callable[[StepRecord], object]
 
@@ -61,7 +62,9 @@ def attach(
             :func:`tba_offload.offload_optimizer`; by default none is.
         tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
             forward; by default the elements of ``input_ids``, where the model is given any.
-        run_log: Path of the run log to write.
+        run_log: Path of the run log to write. Where there is one of an earlier run, this one writes
+            ``run.2.jsonl`` for ``run.jsonl``; each process of :mod:`torch.distributed` writes its own, as
+            ``run.rank0.jsonl``.
         strategy: Label of the run in ROK plots; by default the placement that all layers share, or ``mixed``,
             and whether states and weights are offloaded, as in ``offload + states``.
         model_info: What the run log says about the model beside the name of its class and how many parameters
@@ -103,7 +106,7 @@ def attach(
             stack,
             chunks,
             chosen,
-            run_log=run_log,
+            run_log=run_log and run_log_path(run_log),
             strategy=strategy,
             model_info={**_about(chunks), **(model_info or {})},
             measure_memory=measure_memory,

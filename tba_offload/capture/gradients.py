@@ -35,6 +35,7 @@ class Gradients:
         live: Their bytes.
         all_exist: Whether each parameter had one when the step began.
         was_dropped: Whether one of this step was freed and made again, so that what was accumulated is lost.
+        were_taken: Whether hooks took all that a backward pass of this step had made, before it ended.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Gradients:
     ) -> None:
         self.live = LiveBytes(device)
         self.all_exist = False
-        self.was_dropped = False
+        self.was_dropped = self.were_taken = False
         self._modules = modules
         self._about_to_count = about_to_count
         self._watched: dict[int, _Watched] = {}
@@ -53,7 +54,7 @@ class Gradients:
     def begin_step(self) -> None:
         """Forget what was born; count what exists, and watch parameters that are new."""
         self._born.clear()
-        self.was_dropped = False
+        self.was_dropped = self.were_taken = False
         self._forget_gone()
         parameters = list(self.parameters())  # once: a model may have thousands of modules
         for parameter in parameters:
@@ -82,10 +83,9 @@ class Gradients:
 
     def _told_of(self, parameter: torch.Tensor) -> bool:
         """Whether its gradient, if it has one, came with a word. One that is given other bytes still has."""
-        watched = self._watched.get(id(parameter))
-        if watched is None or watched.parameter() is not parameter or hasattr(parameter, "main_grad"):
+        if not self.watches(parameter) or hasattr(parameter, "main_grad"):
             return False
-        return parameter.grad is watched.gradient()
+        return parameter.grad is self._watched[id(parameter)].gradient()
 
     def _count(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -122,6 +122,20 @@ class Gradients:
         """Whether all that this step has made belong to parameters of these ids."""
         return self._born.keys() <= parameters
 
+    def watches(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is one of the model, or of those that train together with it."""
+        watched = self._watched.get(id(parameter))
+        return watched is not None and watched.parameter() is parameter
+
+    def pass_ended(self) -> None:
+        """Forget gradients that hooks have taken away within backward, as those of data parallelism do.
+
+        The program has not dropped these gradients: they are added up elsewhere.
+        """
+        if self._born and all(born.is_gone for born in self._born.values()):
+            self._born.clear()
+            self.were_taken = True
+
     def reached(self, module: nn.Module) -> bool:
         """Whether this step has made a gradient of a parameter of a module."""
         return any(id(parameter) in self._born for parameter in parameters_in((module,)))
@@ -136,8 +150,7 @@ class Gradients:
             del self._watched[key]
 
     def _watch(self, parameter: torch.Tensor) -> None:
-        known = self._watched.get(id(parameter))
-        if known is None or known.parameter() is not parameter:
+        if not self.watches(parameter):
             self._watched[id(parameter)] = _Watched(parameter, weakref.ref(self))
 
     def accumulated(self, watched: _Watched, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -212,11 +225,17 @@ class _Watched:
         return parameter is not None and parameter._version != self._begun_version
 
     @property
-    def is_cleared(self) -> bool:
+    def is_gone(self) -> bool:
         parameter = self.parameter()
         gradient = parameter.grad if parameter is not None else None
-        if gradient is None or gradient is not self.gradient():
+        return gradient is None or gradient is not self.gradient()
+
+    @property
+    def is_cleared(self) -> bool:
+        parameter = self.parameter()
+        if parameter is None or self.is_gone:
             return True
+        gradient: Any = parameter.grad
         # A device is asked only where something has written the gradient, as scaling and clipping do too.
         was_written = gradient._version != self.gradient_version
         return was_written and gradient.layout is torch.strided and not bool(gradient.any())

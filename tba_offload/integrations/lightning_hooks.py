@@ -28,8 +28,7 @@ class LightningHooks:
         module: Name of the attribute of the LightningModule that is the model, as ``"model"`` or
             ``"model.encoder"``; by default the LightningModule, or if it has no ``forward`` of its own, that
             one of its modules which holds all the layers.
-        run_log: Path of the run log. Where there are several processes, each writes its own,
-            ``run.rank0.jsonl`` for ``run.jsonl``; a second training writes ``run.2.jsonl``.
+        run_log: As for :func:`tba_offload.attach`.
         options: More arguments for :func:`tba_offload.attach`.
     """
 
@@ -53,9 +52,7 @@ class LightningHooks:
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Attaches the model, which Lightning has moved, wrapped and checked by now."""
         model = _called(pl_module) if self._module is None else pl_module.get_submodule(self._module)
-        self._training.begin(
-            model, rank=trainer.global_rank, ranks=trainer.world_size, optimizers=trainer.optimizers
-        )
+        self._training.begin(model, optimizers=trainer.optimizers)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: object) -> None:
         """Log the figures of a step that has ended."""

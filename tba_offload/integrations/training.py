@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Any
 from tba_offload.attachment import attach
 from tba_offload.config import read_config
 from tba_offload.report.log import MAIN_FIGURES, curves_of
-from tba_offload.report.ranks import free_run_log
-from tba_offload.session.notices import tell_of_number
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
-    from pathlib import Path
 
     from torch import nn
     from torch.optim import Optimizer
@@ -33,8 +30,7 @@ class Training:
 
     Args:
         config: As for :func:`tba_offload.attach`.
-        run_log: Path of the run log. Where there are several processes, each writes its own,
-            ``run.rank0.jsonl`` for ``run.jsonl``; a second training writes ``run.2.jsonl``.
+        run_log: As for :func:`tba_offload.attach`.
         options: More arguments for :func:`tba_offload.attach`.
 
     Attributes:
@@ -53,8 +49,6 @@ class Training:
         self,
         model: nn.Module,
         *,
-        rank: int,
-        ranks: int,
         optimizers: Sequence[Optimizer] = (),
         batch_size: int | None = None,
     ) -> None:
@@ -62,8 +56,6 @@ class Training:
 
         Args:
             model: The model.
-            rank: Of this process.
-            ranks: How many there are.
             optimizers: Those that train it; where the configuration has ``states``, theirs are offloaded.
             batch_size: Sequences of a step, for the run log, unless the options have a ``model_info``.
         """
@@ -78,7 +70,7 @@ class Training:
             "optimizer": optimizers if config.states is not None else None,
             "model_info": None if batch_size is None else {"batch_size": batch_size},
         } | self._options
-        self.session = attach(model, config, run_log=self._free_run_log(rank, ranks), **options)
+        self.session = attach(model, config, run_log=self._run_log, **options)
 
     def begin_step(self) -> None:
         """Open a step by hand, for a trainer whose steps are not found."""
@@ -116,11 +108,3 @@ class Training:
             return {}
         self._reported = records[-1].step
         return curves_of(records[-1], MAIN_FIGURES)
-
-    def _free_run_log(self, rank: int, ranks: int) -> Path | None:
-        if self._run_log is None:
-            return None
-        wanted, taken = free_run_log(self._run_log, rank, ranks)
-        if rank == 0:
-            tell_of_number(wanted, taken)
-        return taken

@@ -39,8 +39,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         config: As for :func:`tba_offload.attach`. Where it has ``states``, those of the trainer's optimizer
             are offloaded too.
-        run_log: Path of the run log. Where there are several processes, each writes its own,
-            ``run.rank0.jsonl`` for ``run.jsonl``; a second training writes ``run.2.jsonl``.
+        run_log: As for :func:`tba_offload.attach`.
         options: More arguments for :func:`tba_offload.attach`.
     """
 
@@ -62,8 +61,6 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         optimizer = kwargs.get("optimizer")
         self._training.begin(
             kwargs["model"],
-            rank=args.process_index,
-            ranks=args.world_size,
             optimizers=() if optimizer is None else (optimizer,),
             batch_size=_sequences_of_a_step(args, state),
         )

@@ -31,14 +31,13 @@ from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
 from tba_offload.megatron.optimizer import children_of, follow, inner_of, masters_of
 from tba_offload.report.log import curves_of
-from tba_offload.report.ranks import free_run_log
 from tba_offload.session import Session, World
-from tba_offload.session.notices import tell_of_number, warn_of_doubts
+from tba_offload.session.notices import warn_of_doubts
+from tba_offload.session.record import run_log_path
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from torch import nn
 
@@ -192,7 +191,9 @@ def open_session(
         on_gpu = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
         warn_of_doubts(config, world.layers, on_cpu=not on_gpu)
     own = _patient(_with_own_drives(config), arguments)
-    run_log = _free_run_log(arguments.tba_run_log)
+    run_log = arguments.tba_run_log
+    if run_log is not None:
+        run_log = run_log_path(run_log, agreed=lambda number: max(_of_all_ranks([number])))
     with contextlib.ExitStack() as undo:
         with _failing_together():
             children = [] if own.states is None or optimizer is None else children_of(optimizer, own.states)
@@ -319,16 +320,6 @@ def _patient(config: OffloadConfig, arguments: argparse.Namespace) -> OffloadCon
         return config
     stall_seconds = min(config.store.stall_seconds, *limits)
     return replace(config, store=replace(config.store, stall_seconds=stall_seconds))
-
-
-def _free_run_log(path: str | None) -> Path | None:
-    """Return the run log of this rank; with a number where a run that this one goes on from has left one."""
-    if path is None:
-        return None
-    wanted, taken = free_run_log(path, _rank(), _ranks(), agreed=lambda number: max(_of_all_ranks([number])))
-    if _rank() == 0:
-        tell_of_number(wanted, taken)
-    return taken
 
 
 # What a step is

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tba_offload.session.session import Session, session_of
-from tba_offload.session.world import World
+from tba_offload.session.session import Session, World, session_of
 
 __all__ = ["Session", "World", "session_of"]

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.profiler import record_function
 
 from tba_offload.capture.retained import is_retained, life_of_layer
 from tba_offload.layers.graph import first_differentiable, keeps_graph, nearest_nodes
-from tba_offload.session.memory_watch import BETWEEN, EMBEDDINGS
+from tba_offload.session.memory import BETWEEN, EMBEDDINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from tba_offload.capture.gradients import Gradients
+    from tba_offload.capture.hooks import Capture
     from tba_offload.capture.site import Site
     from tba_offload.capture.trace import ScopeTrace, StepTrace
-    from tba_offload.session.ongoing import Ongoing
-    from tba_offload.session.parts import Parts
+    from tba_offload.session.loop import Loop
+    from tba_offload.session.memory import Memory
+    from tba_offload.session.notices import Notices
     from tba_offload.session.step import Step
 
 _TAIL = 32
@@ -29,23 +32,33 @@ class BackwardWatch:
     """Notes when backward comes back to a layer.
 
     Args:
-        ongoing: The step that is open.
-        parts: What works in a step.
-        ended: Is called when a backward pass has ended.
+        loop: Knows the step that is open.
+        capture: Knows what layers have saved.
+        gradients: Gradients of the model.
+        memory: The memory of the step.
+        ranges: Marks what a step is at.
+        notices: Takes the warning that a step is over.
     """
 
-    def __init__(self, ongoing: Ongoing, parts: Parts, ended: Callable[[], object]) -> None:
-        self._ongoing = ongoing
-        self._parts = parts
-        self._ended = ended
+    def __init__(
+        self,
+        loop: Loop,
+        capture: Capture,
+        gradients: Gradients,
+        memory: Memory,
+        ranges: Ranges,
+        notices: Notices,
+    ) -> None:
+        self._loop, self._capture, self._gradients = loop, capture, gradients
+        self._memory, self._ranges, self._notices = memory, ranges, notices
 
     def note_gone(self) -> None:
         """Note which graphs are gone that a backward pass had left alive.
 
         Their gradients of parameters were put in place by no pass that backward hooks are told of.
         """
-        if self._parts.capture.trace.note_gone() and not self._ongoing.is_inert:
-            self._parts.gradients.count()
+        if self._capture.trace.note_gone() and not self._loop.is_inert:
+            self._gradients.count()
 
     def watch(self, site: Site, output: object, scope: ScopeTrace, before: int) -> None:
         """Have it noted when backward comes back to a layer.
@@ -56,13 +69,13 @@ class BackwardWatch:
             scope: Its run.
             before: Number in autograd's sequence of the node before its first one.
         """
-        tensor, step = first_differentiable(output), self._ongoing.step
+        tensor, step = first_differentiable(output), self._loop.step
         if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook
             return
-        back = _Return(self, site, scope, before, step, self._parts.capture.trace)
+        back = _Return(self, site, scope, before, step, self._capture.trace)
         tensor.register_hook(back)  # type: ignore[no-untyped-call]
         if step is not None:
-            step.graphs.add(tensor.grad_fn._sequence_nr(), weakref.ref(back))
+            step.recorded(tensor.grad_fn._sequence_nr(), weakref.ref(back))
 
     def watch_input(self, arguments: tuple[object, ...]) -> None:
         """Have it noted when backward leaves the first layer for what has made its input, as embeddings have.
@@ -72,50 +85,73 @@ class BackwardWatch:
         """
         tensor = first_differentiable(arguments)
         if tensor is not None and tensor.grad_fn is not None:
-            tensor.register_hook(partial(_left, weakref.ref(self), self._ongoing.step))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(_left, weakref.ref(self), self._loop.step))  # type: ignore[no-untyped-call]
 
     def left(self, step: Step | None) -> None:
         """Backward has left the first layer of a step."""
-        if step is self._ongoing.step and self._parts.memory_watch.is_on:
-            self._parts.capture.trace.backward_left()
-            self._parts.memory_watch.leave(EMBEDDINGS)
+        if step is self._loop.step and self._memory.watch.is_on:
+            self._capture.trace.backward_left()
+            self._memory.watch.leave(EMBEDDINGS)
 
     def came_back(self, to: _Return) -> None:
         """Backward has come back to a run of a layer."""
-        parts, trace, scope = self._parts, to.trace, to.scope
-        is_current = to.step is self._ongoing.step
+        trace, scope, memory, loop = to.trace, to.scope, self._memory, self._loop
+        is_current = to.step is loop.step
         if is_current and to.site.waiting and scope.backward_began is None:
             to.site.come_back()
-        if parts.capture.trace.gone:
+        if self._capture.trace.gone:
             self.note_gone()
-        if parts.ranges.is_on:
-            parts.ranges.backward_reached(to.site.layer.id.name)
+        if self._ranges.is_on:
+            self._ranges.backward_reached(to.site.layer.id.name)
         is_first = trace.backward_reached(scope)
-        if parts.memory_watch.is_on:
-            parts.memory_watch.backward_reached(to.site.index, scope.key)
+        if memory.watch.is_on:
+            memory.watch.backward_reached(to.site.index, scope.key)
         if keeps_graph() and is_retained():
             trace.retained(scope, life_of_layer(to.before, trace.gone.append))
         if is_first:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._pass_ended, trace))
-            if not is_current and not self._ongoing.is_inert:
-                parts.notices.backward_outside()
-        parts.capture.lookahead.reached()
-        if self._ongoing.meter is not None:
-            self._ongoing.meter.sample()
+            if not is_current and not loop.is_inert:
+                self._notices.backward_outside()
+        self._capture.lookahead.reached()
+        if memory.meter is not None:
+            memory.meter.sample()
 
     def _pass_ended(self, trace: StepTrace) -> None:
         trace.backward_ended()
-        if self._parts.ranges.is_on:
-            self._parts.ranges.backward_ended()
-        if self._parts.memory_watch.is_on:
-            self._parts.memory_watch.leave(BETWEEN)
-        self._ended()
+        if self._ranges.is_on:
+            self._ranges.backward_ended()
+        if self._memory.watch.is_on:
+            self._memory.watch.leave(BETWEEN)
+        self._loop.backward_ended()
+
+    def watch_tail(self, output: object) -> None:
+        """Look at memory around each operation of backward that is nearest to the model's output.
+
+        With logits and loss it is often there that memory is at its peak, for less than a moment.
+        """
+        step, meter = self._loop.step, self._memory.meter
+        if step is None or meter is None:
+            return
+        if not meter.samples:
+            meter.sample()
+            return
+        meter.cut()
+        tensor = first_differentiable(output)
+        if tensor is not None and tensor.grad_fn is not None:
+            look = partial(_look, weakref.ref(self._memory))
+            for node in nearest_nodes(tensor.grad_fn, _TAIL, after=step.graph_end):
+                node.register_prehook(look)
+                node.register_hook(look)
 
 
 def _left(watch: weakref.ref[BackwardWatch], step: Step | None, _: torch.Tensor) -> None:
-    found = watch()
-    if found is not None:
+    if (found := watch()) is not None:
         found.left(step)
+
+
+def _look(memory: weakref.ref[Memory], *_: object) -> None:
+    if (found := memory()) is not None and found.meter is not None:
+        found.meter.cut()
 
 
 class _Return:
@@ -136,45 +172,68 @@ class _Return:
         step: Step | None,
         trace: StepTrace,
     ) -> None:
-        self.watch = watch
-        self.site = site
-        self.scope = scope
-        self.before = before
-        self.step = step
-        self.trace = trace
+        self.watch, self.site, self.scope = watch, site, scope
+        self.before, self.step, self.trace = before, step, trace
 
     def __call__(self, _: torch.Tensor) -> None:
         self.watch.came_back(self)
 
 
-class TailWatch:
-    """Looks at memory around each operation of backward that is nearest to the model's output.
+class Ranges:
+    """Ranges in the profile of :mod:`torch.profiler`: a step, and each run of a layer.
 
-    With logits and loss it is often there that memory is at its peak, for less than a moment.
+    They are those of :class:`torch.profiler.record_function`, which ``torch.autograd.profiler.emit_nvtx``
+    turns into ranges of NVTX for Nsight Systems.
 
-    Args:
-        ongoing: The step that is open.
+    Attributes:
+        is_on: Whether they are wanted, and a profile is made on this thread.
     """
 
-    def __init__(self, ongoing: Ongoing) -> None:
-        self._ongoing = ongoing
+    def __init__(self) -> None:
+        self.is_on = False
+        self._step: record_function | None = None
+        self._backward: tuple[record_function, int] | None = None
 
-    def watch(self, output: object) -> None:
-        """Record that the model's forward has ended with this output."""
-        step, meter = self._ongoing.step, self._ongoing.meter
-        if step is None or meter is None:
-            return
-        if not meter.samples:
-            meter.sample()
-            return
-        meter.cut()
-        tensor = first_differentiable(output)
-        if tensor is not None and tensor.grad_fn is not None:
-            for node in nearest_nodes(tensor.grad_fn, _TAIL, after=step.graphs.end):
-                node.register_prehook(lambda _: self._look())
-                node.register_hook(lambda *_: self._look())
+    def begin_step(self, number: int, *, wanted: bool) -> None:
+        """Mark that a step begins.
 
-    def _look(self) -> None:
-        meter = self._ongoing.meter
-        if meter is not None:
-            meter.cut()
+        Args:
+            number: Of the step.
+            wanted: Whether it is to be marked, if a profile is made.
+        """
+        self.end_step()
+        self.is_on = wanted and torch._C._autograd._profiler_enabled()
+        if self.is_on:
+            self._step = _entered(f"step {number}")
+
+    def forward(self, name: str) -> record_function:
+        """Return a context manager around the forward of a layer."""
+        return record_function(f"tba-offload: forward {name}")
+
+    def backward_reached(self, name: str) -> None:
+        """Mark that backward comes to a run of a layer, and so is done with the one before."""
+        self.backward_ended()
+        self._backward = _entered(f"backward {name}"), threading.get_ident()
+
+    def backward_ended(self) -> None:
+        """Mark that a backward pass is over.
+
+        A range ends on the thread that it began on: another one, as autograd's of a device, may have had a
+        range of its own in between, and NVTX ends the latest.
+        """
+        if self._backward is not None and self._backward[1] == threading.get_ident():
+            self._backward[0].__exit__(None, None, None)
+        self._backward = None
+
+    def end_step(self) -> None:
+        """Mark that the step is over, or was left."""
+        self.backward_ended()
+        self.is_on = False
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
+
+def _entered(what: str) -> record_function:
+    found: record_function = record_function(f"tba-offload: {what}").__enter__()  # type: ignore[no-untyped-call]
+    return found

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tba_offload.config import OffloadConfig
     from tba_offload.layers.stack import LayerStack
     from tba_offload.recompute.verdicts import Mode
-    from tba_offload.session.parts import Parts
+    from tba_offload.session.session import Session
 
 
 class Call:
@@ -41,7 +41,7 @@ class Call:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Session,
         config: OffloadConfig,
         stack: LayerStack,
         site: Site,

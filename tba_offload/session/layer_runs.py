@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from tba_offload.config import OffloadConfig
     from tba_offload.layers.stack import LayerStack
     from tba_offload.session.backward import BackwardWatch
-    from tba_offload.session.boundaries import Boundaries
-    from tba_offload.session.ongoing import Ongoing
-    from tba_offload.session.parts import Parts
+    from tba_offload.session.loop import Loop
+    from tba_offload.session.session import Session
 
 
 class LayerRuns:
@@ -40,32 +39,26 @@ class LayerRuns:
         ongoing: The step that is open.
         parts: What works in a step.
         watch: Notes when backward comes back to a layer.
-        boundaries: Opens a step if a layer is called where none is; ``None`` where steps are told by hand.
-        owner: The session: it lives as long as its layers, although the program may have lost it.
     """
 
     def __init__(
         self,
         stack: LayerStack,
         config: OffloadConfig,
-        ongoing: Ongoing,
-        parts: Parts,
+        ongoing: Loop,
+        parts: Session,
         watch: BackwardWatch,
-        boundaries: Boundaries | None,
-        owner: object,
     ) -> None:
-        self._owner: object = owner
         self._stack = stack
         self._config = config
         self._ongoing = ongoing
-        self._parts = parts
+        self._parts: Any = parts  # the session lives as long as its layers, although a program may lose it
         self._watch = watch
-        self._boundaries = boundaries
         self._load_checkpoint()
 
     def close(self) -> None:
         """Record that the layers are given back, and keep the session no longer."""
-        self._owner = None
+        self._parts = None
 
     def configure(self, config: OffloadConfig) -> None:
         """Another policy is in force."""
@@ -100,7 +93,7 @@ class LayerRuns:
         # Graphs spare a host the launches that it makes ahead of its device: other devices have none.
         may_be_graph = parts.device.runs_behind and placement is not Placement.KEEP
         graph = self._graph_before(site, placement) if may_be_graph else None
-        trace, memory, way = parts.capture.trace, parts.memory_watch, placement.as_run
+        trace, memory, way = parts.capture.trace, parts.memory.watch, placement.as_run
         if trace.gone:
             self._watch.note_gone()
         before = latest_node() - 1
@@ -113,15 +106,14 @@ class LayerRuns:
             if may_be_graph:
                 self._check_graphs(site, placement, graph)
         except BaseException:
-            if self._ongoing.step is not None:
-                self._ongoing.step.state.fail()
+            self._ongoing.fail()
             raise
         trace.end_scope(scope)
         if memory.is_on:
             memory.layer_ended(site.index, way)
-        if self._ongoing.meter is not None:
+        if parts.memory.meter is not None:
             parts.outputs.layer_returned(site, way, output)
-            self._ongoing.meter.sample()
+            parts.memory.meter.sample()
         self._watch.watch(site, output, scope, before)
         return output
 
@@ -160,11 +152,11 @@ class LayerRuns:
 
     def _opens_step(self, site: Site) -> bool:
         """Whether a step is open now: the layer was called without its model, or outside of any step."""
-        if self._boundaries is None or self._ongoing.is_closed:
+        if not self._ongoing.opens_steps or self._ongoing.is_closed:
             if site.layer.module.training and not self._ongoing.is_closed:
                 self._parts.notices.outside_step()
             return False
-        self._boundaries.open_step()
+        self._ongoing.open_step()
         return True
 
     def _note_inputs(self, site: Site, arguments: Sequence[object]) -> int:
@@ -207,7 +199,8 @@ class LayerRuns:
         # Checkpointed by its framework it gets no cache.
         if holds_cache(arguments) and not is_checkpointed(site.layer.module):
             return self._with_cache(site, placement)
-        return placement
+        found: Placement = placement
+        return found
 
     def _with_cache(self, site: Site, placement: Placement) -> Placement:
         """Where a layer goes whose forward appends to a cache of keys and values: it must not run twice.

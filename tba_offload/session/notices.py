@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING
 from tba_offload.config import format_size
 from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn
 from tba_offload.formatting import readable_size
+from tba_offload.placements import Placement
 from tba_offload.store.options import saves_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
+
+    from torch.optim import Optimizer
 
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId
     from tba_offload.layers.stack import Layer
     from tba_offload.plan.device_share import DeviceShare
+    from tba_offload.report.log import StepRecord
+    from tba_offload.session.session import Session
 
 _OUTSIDE_STEP = (
     "a layer trains outside of session.step(): its activations stay in memory; "
@@ -41,10 +45,15 @@ _NO_LAYER_RAN = (
     "offloaded or recomputed. reversible models run their layers without gradients; otherwise name the "
     "layers that train: attach(model, config, layers=[...])"
 )
+_NO_BACKWARD = (
+    "the model was trained, and no backward pass came to an attached layer: nothing is offloaded or "
+    "recomputed, and no step is recorded. the layers are frozen, or what they return is detached: attach "
+    "the layers that train, attach(model, config, layers=[...]), or do without"
+)
 _NO_UPDATE = (
     "gradients go away in every step, and no optimizer of the model's parameters was seen to update them: "
-    "each micro-batch counts as a step that was skipped, and nothing is planned. an optimizer of copies, as "
-    "DeepSpeed's ZeRO has, is not noticed: put all micro-batches of a step and its update into one "
+    "each micro-batch counts as a step that was skipped, and nothing is planned. an optimizer that updates "
+    "copies of the parameters is not noticed: put all micro-batches of a step and its update into one "
     "`with session.step():`"
 )
 _OTHER_RANKS = (
@@ -74,12 +83,6 @@ if logger.level == logging.NOTSET:
 def tell(line: str) -> None:
     """Say one line."""
     logger.info("%s", line)
-
-
-def tell_of_number(wanted: Path, taken: Path) -> None:
-    """Say where a run is logged that goes on from another one, whose log stays as it is."""
-    if taken != wanted:
-        tell(f"{wanted} holds an earlier run, so that this one is logged to {taken}")
 
 
 class Notices:
@@ -118,21 +121,35 @@ class Notices:
         """Backward comes to a layer when its step is over."""
         self.warn_once("backward outside", _BACKWARD_OUTSIDE)
 
-    def no_layer_ran(self) -> None:
-        """Record that the first step has trained the model, and none of its layers."""
-        self.warn_once("no layer", _NO_LAYER_RAN, NoEffectWarning)
-
-    def layers_replaced(self, names: Sequence[str]) -> None:
-        """Tell that a step has trained the model and none of its layers, some of which were replaced.
+    def no_layer_trained(self, session: Session, number: int) -> None:
+        """Warn that a step has trained the model and none of its layers, where that is no whim of the model.
 
         Args:
-            names: What those were called.
+            session: Whose step.
+            number: Of the step, from 1.
         """
-        which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        present = {module for model in session.modules for module in model.modules()}
+        gone = [layer.id.name for layer in session.layers if layer.module not in present]
+        if gone:
+            which = gone[0] if len(gone) == 1 else f"{gone[0]} and {len(gone) - 1} more"
+            self.warn_once(
+                "no layer",
+                f"attached layers are no longer in the model ({which}), and none that is has run: nothing "
+                "is offloaded or recomputed. close the session, and attach the model with its new layers",
+                NoEffectWarning,
+            )
+        elif session.capture.trace.scopes:
+            self.warn_once("no layer", _NO_BACKWARD, NoEffectWarning)
+        elif number == 1:
+            self.warn_once("no layer", _NO_LAYER_RAN, NoEffectWarning)
+
+    def foreign(self, optimizer: Optimizer) -> None:
+        """Warn that an optimizer whose states are offloaded does not train the model."""
         self.warn_once(
-            "layers replaced",
-            f"attached layers are no longer in the model ({which}), and none that is has run: nothing "
-            "is offloaded or recomputed. close the session, and attach the model with its new layers",
+            "foreign optimizer",
+            f"no parameter of the {type(optimizer).__name__} that attach() was given belongs to the model: "
+            "offloading its states saves nothing of this training. give attach() the optimizer that updates "
+            "the model, made from model.parameters()",
             NoEffectWarning,
         )
 
@@ -207,19 +224,52 @@ class Notices:
             RuntimeWarning,
         )
 
-    def wide_window(self, saved: int, window: int) -> None:
-        """Tell that a window of so many bytes holds most of what a step saves, and so leaves it in memory."""
-        self.warn_once(
+
+_LOOKED_AT = 3
+"""Steps in which it is looked whether the window is too wide: later ones save as much."""
+
+_LEAST_STATES = 32 << 10
+"""Bytes of states of which an eighth, the sub-groups that are advised, is as much as a sub-group may be."""
+
+
+_SKIPPED = 17
+"""Steps without an update after which an optimizer is missed: a gradient scaler that begins at 2**16 has come
+down to 1 after 16."""
+
+
+def warn_after(session: Session, record: StepRecord) -> None:
+    """Warn of what a step that has ended well has shown.
+
+    Args:
+        session: Whose step.
+        record: Of the step.
+    """
+    notices, budget, plan, number = session.notices, session.budget, session.plan, record.step
+    trace, stats = session.capture.trace, session.offloader.stats
+    if record.gradient_bytes and not (trace.backward_ends or record.left_alone_scopes):
+        notices.no_layer_trained(session, number)
+    if record.skipped and number == _SKIPPED and not session.optimizers:
+        notices.no_update()
+    if stats.full:
+        allowed = budget.of_activations
+        beyond = 0 if allowed is None else stats.own_peak + trace.kept_bytes - allowed
+        notices.full(stats.fallback_kept, number, beyond)
+    window, saved = budget.limits.window, sum(activation.nbytes for activation in trace.activations)
+    is_offload = Placement.OFFLOAD in plan.placements and not session.planning.chosen
+    if number <= _LOOKED_AT and is_offload and window is not None and saved and window > saved / 2:
+        notices.warn_once(
             "window",
             f"offloading frees little here: the layers save {readable_size(saved)} in a step, and "
             f"budget.in_flight_bytes lets {readable_size(window)} of it stay in memory at a time; with "
             f"in_flight_bytes: {format_size(_eighth(saved))} most of it leaves memory",
             NothingSavedWarning,
         )
-
-    def wide_slots(self, states: int, slots: int) -> None:
-        """Tell that the slots of updates are as large as all states, which so stay in memory."""
-        self.warn_once(
+    records = [states.records[-1] for states in session.states if states.records]
+    if number != _LOOKED_AT or any(each.staying for each in records):
+        return
+    states, slots = sum(each.states_bytes for each in records), sum(each.slot_bytes for each in records)
+    if _LEAST_STATES <= states <= slots:  # all optimizers count together
+        notices.warn_once(
             "slots",
             f"offloading the states of the optimizer frees nothing: they are {readable_size(states)}, and "
             f"the slots that updates go through hold {readable_size(slots)}; with "

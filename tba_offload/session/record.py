@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections import deque
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,15 +18,18 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from tba_offload.config.policy import Placement
+from tba_offload.capture.trace import DeviceTimes
 from tba_offload.device.streams import device_of
+from tba_offload.placements import Placement
 from tba_offload.plan.model import Plan
-from tba_offload.report.log import MEMORY, RunHeader, RunLog, RunLogWriter, StepRecord, describe_step
+from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter, StepRecord, describe_step
+from tba_offload.report.ranks import free_run_log
+from tba_offload.session.memory import frozen_bytes, largest_trained, static_bytes
 from tba_offload.session.notices import tell
 from tba_offload.store.base import HOST_TIER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -33,10 +37,8 @@ if TYPE_CHECKING:
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId, Policy
     from tba_offload.device import Device
-    from tba_offload.session.figures import Times
-    from tba_offload.session.parts import Parts
-    from tba_offload.session.step import Step
-    from tba_offload.session.world import World
+    from tba_offload.session.session import Session
+    from tba_offload.session.step import Step, Times
     from tba_offload.states import StatesRecord
     from tba_offload.store.base import DriveLoad
     from tba_offload.weights import WeightsMoved
@@ -49,7 +51,36 @@ _REMEMBERED_LOOKS = 16
 """Steps whose memory was looked at: as many as there are in the first 8,192."""
 
 
-class Journal:
+def run_log_path(
+    path: str | os.PathLike[str],
+    rank: int | None = None,
+    ranks: int | None = None,
+    *,
+    agreed: Callable[[int], int] = lambda number: number,
+) -> Path:
+    """Return the run log that a process writes: earlier runs and other ranks keep theirs.
+
+    The second run to ``run.jsonl`` writes ``run.2.jsonl``; of several processes each writes its own,
+    ``run.rank0.jsonl``, also if the path names the rank in this way already.
+
+    Args:
+        path: The path that the user gave.
+        rank: The rank; by default that of :mod:`torch.distributed`, if it is initialized.
+        ranks: How many there are.
+        agreed: Makes one number of those that ranks have found. Default: each goes by its own.
+    """
+    distributed = torch.distributed
+    if rank is None or ranks is None:
+        is_alone = not (distributed.is_available() and distributed.is_initialized())
+        rank, ranks = (0, 1) if is_alone else (distributed.get_rank(), distributed.get_world_size())
+    named = re.sub(rf"\.rank{rank}(?=\.jsonl$)", "", os.fspath(path)) if ranks > 1 else path
+    wanted, taken = free_run_log(named, rank, ranks, agreed=agreed)
+    if taken != wanted and rank == 0:
+        tell(f"{wanted} holds an earlier run, so that this one is logged to {taken}")
+    return taken
+
+
+class Records:
     """Keeps the records of steps.
 
     Args:
@@ -71,9 +102,7 @@ class Journal:
         on_step: Sequence[Callable[[StepRecord], object]] = (),
     ) -> None:
         self._run_log = RunLogWriter(path, header) if path is not None else None
-        self._header = header
-        self._tells = tells
-        self._on_step = tuple(on_step)
+        self._header, self._tells, self._on_step = header, tells, tuple(on_step)
         self._records: dict[int, StepRecord] = {}  # by the number of the step
         self._looks: deque[dict[str, object]] = deque(maxlen=_REMEMBERED_LOOKS)
         self._updates: dict[int, dict[str, object]] = {}  # the latest of each optimizer
@@ -95,8 +124,8 @@ class Journal:
         others = (*self._looks, *self._updates.values())
         return RunLog(header=self._header, steps=tuple(self.records), path=path, others=others)
 
-    def record(self, record: StepRecord, late: LateFigures | None = None) -> None:
-        """Record that a step has ended well.
+    def add(self, record: StepRecord, late: LateFigures | None = None) -> None:
+        """Add the record of a step that has ended well.
 
         Args:
             record: What is known of it.
@@ -105,44 +134,44 @@ class Journal:
         self._records[record.step] = record
         if len(self._records) > _REMEMBERED_STEPS:
             del self._records[next(iter(self._records))]
-        self._in_order(partial(self._write, record, late), late)
+        self._waiting.append((late, partial(self._write, record, late)))
+        self.write_known()
 
     def note(self, event: str, document: dict[str, object]) -> None:
-        """Record an event of another kind."""
+        """Add an event of another kind."""
         if event == MEMORY:
             self._looks.append({"event": event, **document})
         if self._run_log is not None:
-            self._in_order(partial(self._run_log.note, event, document))
+            self._waiting.append((None, partial(self._run_log.note, event, document)))
+            self.write_known()
 
     def note_states(self, number: int, record: StatesRecord) -> None:
-        """Record that an optimizer, the session's ``number``th, has made an update."""
-        document = {"optimizer": number, "step": self._steps, **asdict(record)}
+        """Add an update of an optimizer, the session's ``number``th."""
+        document = {"optimizer": number, "step": self.last_step, **asdict(record)}
         self._updates[number] = {"event": "states", **document}
         self.note("states", document)
 
     def note_states_choice(self, line: str | None, document: dict[str, object]) -> None:
-        """Record that it was decided how many sub-groups of optimizer states travel.
+        """Add how many sub-groups of optimizer states are offloaded.
 
         Args:
             line: How many, in words; ``None`` if it is as many as before.
             document: What that was decided by.
         """
         if line is not None and self._header.rank == 0:
-            tell(f"states after step {self._steps}: {line}")
+            tell(f"states after step {self.last_step}: {line}")
         self.note("states_plan", document)
 
     def write_known(self) -> None:
         """Write what waits for nothing any more."""
         waiting = self._waiting
         while waiting and (waiting[0][0] is None or waiting[0][0].are_there()):
-            _, write = waiting.popleft()
-            write()
+            waiting.popleft()[1]()
 
     def write_all(self) -> None:
         """Write everything; wait for the device."""
         while self._waiting:
-            _, write = self._waiting.popleft()
-            write()
+            self._waiting.popleft()[1]()
 
     def close(self) -> None:
         """Write what is missing, for which it waits, and close the run log."""
@@ -153,12 +182,9 @@ class Journal:
                 self._run_log.close()
 
     @property
-    def _steps(self) -> int:
+    def last_step(self) -> int:
+        """Number of the last step that has ended well; 0 for none."""
         return next(reversed(self._records), 0)
-
-    def _in_order(self, write: Callable[[], object], late: LateFigures | None = None) -> None:
-        self._waiting.append((late, write))
-        self.write_known()
 
     def _write(self, record: StepRecord, late: LateFigures | None) -> None:
         if late is not None:
@@ -214,20 +240,12 @@ class LateFigures:
     """The figures that a record of a step is to be completed by.
 
     Args:
-        loss: Its loss.
+        values: The values, by the name of the figure.
         marks: Where it began and ended in the work of its device; ``None`` to leave the host's time.
-        skipped: Whether gradient scalers made all optimizers skip the update; ``None`` if that is known.
     """
 
-    def __init__(
-        self,
-        loss: LateValue[float | None] | None,
-        marks: StepMarks | None,
-        skipped: LateValue[bool] | None,
-    ) -> None:
-        values: dict[str, LateValue[Any] | None] = {"loss": loss, "skipped": skipped}
-        self._values = {name: value for name, value in values.items() if value is not None}
-        self._marks = marks
+    def __init__(self, values: Mapping[str, LateValue[Any]], marks: StepMarks | None) -> None:
+        self._values, self._marks = values, marks
 
     def are_there(self) -> bool:
         """Whether :meth:`complete` waits for nothing."""
@@ -242,59 +260,77 @@ class LateFigures:
         return replace(record, **found)
 
 
+def known_loss(
+    device: Device, step: Step, times: Times, marks: StepMarks | None
+) -> tuple[float | None, LateFigures | None]:
+    """Return the loss of a step if it is known by now, and the figures that are not.
+
+    Raises:
+        ValueError: The loss is more than one number.
+    """
+    loss, late = step.loss, dict[str, LateValue[Any]]()
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() != 1:
+            raise ValueError(f"the loss of a step is one number, not {loss.numel()}; step.loss = loss.mean()")
+        loss = LateValue(device, [[loss]], lambda groups: groups[0][0])
+    if isinstance(loss, LateValue):
+        if loss.is_there():
+            loss = loss.read()
+        else:
+            late["loss"], loss = loss, None
+    if undecided := step.undecided if step.opened_itself else []:  # others tell no skipped update
+        late["skipped"] = LateValue(device, [undecided], lambda groups: all(groups[0]))
+    if marks is not None and (marks.ended is None or times.had_optimizer):
+        marks = None  # the time of optimizers, which is none of the step, is the host's
+    return loss, LateFigures(late, marks) if late or marks is not None else None
+
+
 # What is recorded
 
 
 def record_of(
-    step: Step,
-    times: Times,
-    number: int,
-    loads: Sequence[DriveLoad],
-    weights: WeightsMoved | None,
-    parts: Parts,
-    *,
-    loss: float | None,
-) -> StepRecord:
-    """Return what a step was like.
+    session: Session, step: Step, number: int, loads: Sequence[DriveLoad], weights: WeightsMoved | None
+) -> tuple[StepRecord, LateFigures | None]:
+    """Return what a step was like, and what its record is to be completed by.
 
     Args:
+        session: What worked in the step.
         step: The step, which has ended.
-        times: How long it took.
         number: Of the step.
         loads: What drives and host memory moved in it.
         weights: What frozen weights moved; ``None`` if none are offloaded.
-        parts: What worked in it.
-        loss: Its loss, if that is known by now.
     """
     # How long it took to give a device its work is not how long the work took.
-    computed_in_time = not parts.device.runs_behind
-    memory, meter = step.memory, step.memory.meter
-    trace, stats = parts.capture.trace, parts.offloader.stats
-    prediction = parts.planning.plan.prediction
+    in_time = not session.device.runs_behind
+    memory, gradients, budget = session.memory, session.gradients.live, session.budget
+    trace, stats, times = session.capture.trace, session.offloader.stats, step.times
+    loss, late = known_loss(session.device, step, times, trace.marks)
+    prediction = session.plan.prediction
     on_host = [load for load in loads if load.tier == HOST_TIER]
-    return StepRecord(
+    is_measured = memory.base_bytes is not None
+    record = StepRecord(
         step=number,
         seconds=times.seconds,
         optimizer_seconds=times.optimizer_seconds,
-        skipped=step.state.skipped,
-        forward_seconds=trace.forward_seconds() if computed_in_time else None,
-        backward_seconds=(trace.backward_seconds or None) if computed_in_time else None,
+        skipped=step.is_skipped,
+        forward_seconds=trace.forward_seconds() if in_time else None,
+        backward_seconds=(trace.backward_seconds or None) if in_time else None,
         stall_seconds=stats.stall_seconds,
         tokens=step.all_tokens,
         model_flops=step.model_flops,
         loss=loss,
         activation_peak_bytes=memory.peak_bytes,
         base_bytes=memory.base_bytes,
-        earlier_outputs_bytes=parts.outputs.at_begin if memory.base_bytes is not None else None,
-        peak_source=meter.source if meter is not None and memory.peak_bytes is not None else None,
+        earlier_outputs_bytes=session.outputs.at_begin if is_measured else None,
+        peak_source=memory.source if memory.peak_bytes is not None else None,
         reserved_peak_bytes=memory.reserved_bytes,
         device_peak_bytes=memory.device_peak_bytes,
-        activation_budget_bytes=parts.budget.of_activations,
-        gradient_bytes=parts.gradients.live.take_added(),
-        gradient_peak_bytes=parts.gradients.live.take_most(),
-        state_bytes=memory.state_bytes if meter is not None else None,
+        activation_budget_bytes=budget.of_activations,
+        gradient_bytes=gradients.take_added(),
+        gradient_peak_bytes=gradients.take_most(),
+        state_bytes=memory.state_bytes if is_measured else None,
         own_peak_bytes=stats.own_peak + trace.kept_bytes,
-        resident_peak_bytes=parts.meters.resident.read(),
+        resident_peak_bytes=memory.resident.read(),
         gradients_allocated=memory.gradients_allocated,
         offloaded_bytes=stats.offloaded,
         read_bytes=stats.read,
@@ -310,48 +346,108 @@ def record_of(
         in_flight_peak_bytes=stats.in_flight_peak,
         given_up_bytes=stats.given_up,
         held_bytes=stats.held,
-        fallback_kept_bytes=stats.fallback_kept + parts.capture.slow_kept_bytes,
+        fallback_kept_bytes=stats.fallback_kept + session.capture.slow_kept_bytes,
         checksum_seconds=sum(load.checksum_seconds for load in loads),
         drives_out_of_service=sum(not load.in_service for load in loads),
         weights_read_bytes=None if weights is None else weights.read_bytes,
         weights_waited_seconds=None if weights is None else weights.waited_seconds,
         left_alone_scopes=trace.left_alone,
-        planning_seconds=parts.planning.seconds,
+        planning_seconds=session.planning.seconds,
         predicted_peak_bytes=prediction.activation_peak if prediction is not None else None,
         predicted_seconds=prediction.seconds if prediction is not None else None,
         predicted_device_peak_bytes=(
-            parts.budget.device_peak(prediction.peak_bytes) if prediction is not None else None
+            budget.device_peak(prediction.peak_bytes) if prediction is not None else None
         ),
     )
+    return record, late
 
 
-def label_of(config: OffloadConfig, world: World, modules: Sequence[nn.Module], *, has_states: bool) -> str:
+def memory_event(session: Session, number: int) -> dict[str, object] | None:
+    """Return what held memory in a step, for the run log; ``None`` if nobody looked."""
+    watch, device = session.memory.watch, session.device.torch_device
+    if not watch.is_due:
+        return None
+    layers = [layer.module for layer in session.layers]
+    outside, inside = largest_trained(session.modules, layers)
+    left_out = [
+        (str(each), len(each.blocks))
+        for each in session.left_out
+        if any(map(session.gradients.reached, each.blocks))
+    ]
+    kinds, known = set(map(type, layers)), {id(inner) for layer in layers for inner in layer.modules()}
+    found = {id(each) for module in session.modules for each in module.modules() if type(each) in kinds}
+    if alike := len(found - known):
+        left_out.append((f"{alike} modules of the layers' class", alike))
+    return {
+        "step": number,
+        "names": [layer.id.name for layer in session.layers],
+        "placements": [str(placement) for placement in session.plan.placements],
+        "window": session.offloader.ledger.window.nbytes,
+        "static": static_bytes(session.modules, session.optimizers, session.states, device),
+        "outside": outside,
+        "inside": inside,
+        "frozen_weights": frozen_bytes(layers, device),
+        "left_out": left_out,
+        "source": session.memory.source,
+        "held": watch.held_by_modules,
+        "returned": [[*key, nbytes] for key, nbytes in sorted(watch.returned.items())],
+        "phases": {phase: peak.as_json() for phase, peak in watch.peaks.items()},
+        "layers": [[layer.leaves, layer.forward, layer.backward] for layer in watch.layers],
+    }
+
+
+def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
+    """Have the next step planned by what this one was like."""
+    planning, trace = session.planning, session.capture.trace
+    controller, chosen = planning.controller, planning.chosen
+    if controller is None:
+        return
+    may_plan = session.world.may_plan_recomputation
+    if not may_plan and chosen:
+        session.notices.other_ranks()
+    stalls = session.offloader.stats.marked_stalls
+    news = planning.learn(
+        record,
+        loads,
+        began=step.began,
+        beside=session.memory.beside,
+        repeatable=[index for index in chosen if may_plan and session.verifier.may_plan(index)],
+        on_device=DeviceTimes(trace, stalls) if trace.marks is not None else None,
+    )
+    if news is None:
+        return
+    if controller.has_planned and session.world.rank == 0:
+        tell(f"plan after step {record.step}: {news['summary']}")
+    session.records.note(PLAN, {"step": record.step, **news})
+
+
+def label_of(
+    config: OffloadConfig, layers: Sequence[LayerId], modules: Sequence[nn.Module], *, has_states: bool
+) -> str:
     """Return a label that tells what is offloaded: ``offload``, ``mixed``, ``keep + states + weights``.
 
     Args:
         config: What the user wanted.
-        world: The layers of all ranks.
-        modules: The model; its frozen weights travel if the policy says so.
+        layers: The layers of all ranks.
+        modules: The model; its frozen weights are offloaded if the policy says so.
         has_states: Whether states of optimizers are.
     """
     frozen = any(not each.requires_grad for module in modules for each in module.parameters())
     others = {"states": has_states, "weights": frozen and config.frozen_percent > 0}
-    first = Plan.from_policy(config.policy, world.layers).strategy
+    first = Plan.from_policy(config.policy, layers).strategy
     return " + ".join([first, *(name for name, is_offloaded in others.items() if is_offloaded)])
 
 
-def header_of(
-    config: OffloadConfig, strategy: str, model_info: Mapping[str, object] | None, parts: Parts
-) -> RunHeader:
+def header_of(session: Session, strategy: str, model_info: Mapping[str, object] | None) -> RunHeader:
     """Return what a run log begins with.
 
     Args:
-        config: What the user wanted.
+        session: The session; its configuration, device and store are known.
         strategy: Label of the run.
         model_info: What the header says about the model.
-        parts: What the session is made of.
     """
-    world = parts.world
+    world, device, config = session.world, session.device.torch_device, session.config
+    name = platform.processor() or platform.machine()
     return RunHeader(
         strategy=strategy,
         run=world.run,
@@ -359,26 +455,24 @@ def header_of(
         ranks=world.ranks,
         versions={"torch": torch.__version__, "python": platform.python_version()},
         hardware={
-            "device": _device_name(parts.device.torch_device),
+            "device": name
+            if device.type == "cpu"
+            else torch.get_device_module(device).get_device_name(device),
             "cpus": os.cpu_count(),
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
         },
         model={"layers": len(world.layers), **(model_info or {})},
         policy=config.to_yaml(),
-        plan=dict(_explained(config.policy, world.layers)),
-        store=dict(parts.store.description),
+        plan=explained(config.policy, world.layers),
+        store=dict(session.store.description),
     )
 
 
-def _explained(policy: Policy, layers: Sequence[LayerId]) -> Iterator[tuple[str, object]]:
-    """Yield the placement of every layer of the model, on whatever rank, and why."""
-    for layer in layers:
-        placement, why = policy.explain(layer)
-        yield layer.name, {"layer": layer.number, "placement": placement.value, "why": why}
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return platform.processor() or platform.machine()
-    return torch.get_device_module(device).get_device_name(device)  # type: ignore[no-any-return]
+def explained(policy: Policy, layers: Sequence[LayerId]) -> dict[str, object]:
+    """Return the placement of every layer of the model, on whatever rank, and why."""
+    found = ((layer, policy.explain(layer)) for layer in layers)
+    return {
+        layer.name: {"layer": layer.number, "placement": placement.value, "why": why}
+        for layer, (placement, why) in found
+    }

@@ -1,47 +1,66 @@
-"""A session wires the parts together: layers, capture, offloader, store, meters, run log."""
+"""A session: offloading for one model.
+
+A step goes this way. The model's first forward opens it (:class:`~tba_offload.session.loop.Loop`);
+:meth:`Session.begin_step` has everything ready; layers run as the plan says
+(:class:`~tba_offload.session.layer_runs.LayerRuns`) and backward comes back to them
+(:class:`~tba_offload.session.backward.BackwardWatch`); the optimizer's update ends the step;
+:meth:`Session.end_step` takes everything back; :meth:`Session.record_step` writes its line in the run log
+and has the next step planned.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
+import time
 import weakref
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import torch
 from torch import nn
 
 from tba_offload.adapt.controller import Controller
+from tba_offload.adapt.planning import Planning
 from tba_offload.adapt.task import Task
 from tba_offload.adapt.thinking import InSlices
 from tba_offload.capture import resize, transforms
-from tba_offload.capture.site import check_unattached
+from tba_offload.capture.gradients import Gradients
+from tba_offload.capture.hooks import Capture
+from tba_offload.capture.rematerialize import Rebuilds
+from tba_offload.capture.site import Site, check_unattached
 from tba_offload.config import ConfigLike, OffloadConfig, read_config
 from tba_offload.config.policy import Placement
-from tba_offload.errors import ConfigError, SessionError
+from tba_offload.device.streams import device_of_model, devices_of
+from tba_offload.errors import ConfigError, SessionError, TransferError
 from tba_offload.formatting import layers_by_placement
+from tba_offload.layers.guards import checkpointing_warning, is_checkpointed
 from tba_offload.layers.stack import LayerStack, check_disjoint
 from tba_offload.plan.goals import default_objective
 from tba_offload.plan.model import Plan
+from tba_offload.recompute.verdicts import Verifier
+from tba_offload.report.log import MEMORY, TIMELINE
 from tba_offload.report.why import Diagnosis
-from tba_offload.session.backward import BackwardWatch, TailWatch
-from tba_offload.session.boundaries import Boundaries
-from tba_offload.session.conclusions import Conclusions
+from tba_offload.session.backward import BackwardWatch, Ranges
+from tba_offload.session.budget import Budget, Watched, limits_of
 from tba_offload.session.layer_runs import LayerRuns
-from tba_offload.session.notices import tell
-from tba_offload.session.ongoing import Ongoing
-from tba_offload.session.parts import make_parts, plan_of
-from tba_offload.session.record import Journal, header_of, label_of
+from tba_offload.session.loop import Loop, steps_beside, token_counter
+from tba_offload.session.memory import Memory, MemoryWatch, StepCurve, static_bytes
+from tba_offload.session.notices import Notices, tell, warn_after
+from tba_offload.session.outputs import Outputs
+from tba_offload.session.record import Records, explained, header_of, label_of, learn, memory_event, record_of
 from tba_offload.session.states_choice import StatesChoice
-from tba_offload.session.steps import Steps
-from tba_offload.session.tokens import Tokens, token_counter
-from tba_offload.session.world import World
+from tba_offload.session.step import Step
 from tba_offload.states import offload_optimizer
+from tba_offload.states.pieces import parameters_of
+from tba_offload.store import interrupts, open_store
 from tba_offload.store.base import close_after
 from tba_offload.store.options import directories_of
-from tba_offload.weights import FrozenWeights
+from tba_offload.transfer.offloader import Offloader
+from tba_offload.weights import FrozenWeights, WeightsTraffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,16 +69,46 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from tba_offload.adapt.planning import Planning
-    from tba_offload.capture.gradients import Gradients
-    from tba_offload.capture.hooks import Capture
+    from tba_offload.adapt.agreement import Agree
+    from tba_offload.config.policy import LayerId
     from tba_offload.report.log import StepRecord
-    from tba_offload.session.parts import Parts
-    from tba_offload.session.step import Step
-    from tba_offload.session.tokens import TokenCounter
+    from tba_offload.session.loop import TokenCounter, Tokens
     from tba_offload.states import OptimizerStates, StatesRecord
-    from tba_offload.store.base import ActivationStore
-    from tba_offload.transfer.offloader import Offloader
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that a model is spread over, as one of them sees them.
+
+    Attributes:
+        layers: The layers of all ranks: by them the rules of a policy are judged.
+        rank: This one.
+        ranks: How many there are.
+        run: A word that all of them share, by which their run logs are put together; ``None`` if alone.
+        agree: Given what this rank proposes, name of a layer to its placement, and how much it needs it,
+            tells the proposal that counts for each layer; all ranks call it at once. ``None`` if alone.
+    """
+
+    layers: tuple[LayerId, ...]
+    rank: int = 0
+    ranks: int = 1
+    run: str | None = None
+    agree: Agree | None = None
+
+    @property
+    def may_plan_recomputation(self) -> bool:
+        """Whether the planner decides for all ranks that would have to take part in a second run."""
+        return self.agree is not None or self.is_alone
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank would have to take part in a second run of a layer."""
+        if self.ranks > 1:
+            return False
+        distributed = torch.distributed
+        return not (distributed.is_available() and distributed.is_initialized()) or (
+            distributed.get_world_size() == 1
+        )
 
 
 class Session:
@@ -91,7 +140,15 @@ class Session:
         trace_steps: Numbers of the steps that are recorded over time.
 
     Attributes:
+        config: The policy and its settings, as applied last.
+        layers: The layers.
+        states: The states of each optimizer whose states are offloaded.
         weights: The frozen weights of the layers, if the policy has them offloaded.
+        store: Where bytes go.
+        offloader: Moves them.
+        capture: Sees the tensors that layers save.
+        gradients: The gradients of the model.
+        planning: The plan in force, and what renews it.
 
     Raises:
         ConfigError: A rule of the policy takes no effect.
@@ -122,94 +179,280 @@ class Session:
         check_disjoint(stack.layers)
         check_unattached(stack.layers)
         count_tokens = token_counter(tokens)
-        self.config = config
-        self.layers = stack.layers
-        self._world = world or World(layers=tuple(layer.id for layer in stack.layers))
-        self._ongoing = Ongoing()
-        parts = self._parts = make_parts(
-            stack,
-            modules,
-            config,
-            world=self._world,
-            ongoing=self._ongoing,
-            measure_memory=measure_memory,
+        self.config, self.layers, self.modules = config, stack.layers, tuple(modules)
+        self.left_out = stack.left_out
+        self.world = world or World(layers=tuple(layer.id for layer in stack.layers))
+        self.device = device_of_model(modules)
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet(updated_by)
+        self.states: list[OptimizerStates] = []
+        self.weights: FrozenWeights | None = None
+        self._traced = frozenset(trace_steps)
+        self._is_inert = False
+        self._closers: list[Callable[[], object]] = []  # in the order of opening; close() goes backwards
+        with interrupts.put_off(self):
+            try:
+                self._open_engine(stack, measure_memory=measure_memory)
+                label = strategy or label_of(config, self.world.layers, modules, has_states=bool(optimizers))
+                header = header_of(self, label, model_info)
+                self.records = Records(run_log, header, tells=status, on_step=on_step)
+                self._closers.append(partial(self._in_parent, self.records.close))
+                self._open_control(stack, None if steps_by_hand else count_tokens)
+                self._open_states(optimizers, masters)
+            except BaseException:  # also of an interrupt
+                self._close()
+                raise
+
+    # ---- open: store, engine, observers, control; each thing that is opened tells how it is closed ------
+
+    def _open_engine(self, stack: LayerStack, *, measure_memory: bool) -> None:
+        config, device, modules, layers = self.config, self.device, self.modules, self.layers
+        limits = limits_of(config)
+        plan = self._plan_of(config)  # before anything is opened: its rules may be wrong
+        names = [layer.id.name for layer in layers]
+        self.notices = Notices()
+        self.store = open_store(config.store, device=device)
+        self._closers.append(partial(self._in_parent, self.store.close))
+        self.offloader = Offloader(
+            self.store,
+            device,
+            window=limits.window,
+            keep_when_full=config.on_full == "keep",
+            stall_limit=config.store.stall_seconds,
+            budget_bytes=config.budget.activation_bytes,
         )
-        try:
-            strategy = strategy or label_of(config, self._world, modules, has_states=bool(optimizers))
-            header = header_of(config, strategy, model_info, parts)
-            self._journal = Journal(run_log, header, tells=status, on_step=on_step)
-            self._start_planning(config)
-        except BaseException:
-            parts.meters.close()
-            parts.store.close()
-            raise
-        parts.optimizers.update(updated_by)
-        journal = self._journal
-        choice = self._choice = _states_choice(config, parts, journal)
-        conclusions = Conclusions(parts, journal, learned=_nothing if choice is None else choice.step_ended)
-        self._steps = Steps(self._ongoing, parts, conclusions, traced=frozenset(trace_steps))
-        self._boundaries = None if steps_by_hand else _boundaries_of(self._steps, parts, count_tokens)
-        backward_ended = _nothing if self._boundaries is None else self._boundaries.backward_ended
-        watch = BackwardWatch(self._ongoing, parts, backward_ended)
-        self._runs = LayerRuns(stack, config, self._ongoing, parts, watch, self._boundaries, self)
-        for site in parts.sites:
+        self.capture = Capture(
+            self.offloader, min_tensor_bytes=config.min_tensor_bytes, budget_bytes=limits.budget
+        )
+        self.planning = Planning(plan, [layer.id.number for layer in layers], self.capture, self.offloader)
+        self._closers.append(partial(self._in_parent, self.planning.close))
+        # The observers.
+        self.outputs = Outputs(self.capture, device.torch_device, len(layers) - 1)
+        self.weights_traffic = WeightsTraffic()
+        curve = StepCurve(self.capture, self.states, self.weights_traffic)
+        self.gradients = Gradients(modules, device.torch_device, lambda nbytes: memory.sample(nbytes))  # noqa: PLW0108 - comes later
+        self._closers.append(self.gradients.close)
+        live = self.gradients.live
+        watch = MemoryWatch(live, self.outputs, self.capture, names)
+        memory = Memory(device, live, watch, curve, self.outputs, self.notices, wanted=measure_memory)
+        self.memory = memory
+        self._closers.append(partial(self._in_parent, memory.close))
+        if config.budget.device_bytes is not None:
+            memory.check_measured()
+        self.budget = Budget(
+            limits,
+            Watched(self.planning, self.capture, live, self.notices),
+            device_bytes=config.budget.device_bytes,
+            static=partial(static_bytes, modules, self.optimizers, self.states, device.torch_device),
+        )
+        generators = stack.generators(devices_of(modules, device))
+        self.verifier = Verifier(layers, generators, stack.not_compared, tell)
+        self._closers.append(self.verifier.close)
+        self.rebuilds = Rebuilds(self.capture, stack.functions)
+        self.ranges = Ranges()
+
+    def _open_control(self, stack: LayerStack, count_tokens: TokenCounter | None) -> None:
+        """Stand in front of the layers, and watch the model and its optimizers."""
+        self._start_planning(self.config)
+        self.loop = Loop(self, self.optimizers)
+        self._closers.append(self.loop.close)
+        self._watch = BackwardWatch(
+            self.loop, self.capture, self.gradients, self.memory, self.ranges, self.notices
+        )
+        self.sites = [Site(layer, index) for index, layer in enumerate(stack.layers)]
+        self._runs = LayerRuns(stack, self.config, self.loop, self, self._watch)
+        self._closers.append(self._runs.close)
+        if count_tokens is not None:
+            self.loop.watch(self.modules, [layer.module for layer in self.layers], count_tokens)
+        self._closers.append(self._uninstall)  # first: an interrupt may strike between two layers
+        for site in self.sites:
             site.install(self._runs.run)
         resize.watch(self.capture)
         transforms.watch(self.capture)
         _open_sessions.add(self)
-        self.weights: FrozenWeights | None = None
+
+    def _open_states(self, optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor] | None) -> None:
+        """Offload the states of optimizers, and frozen weights."""
+        config = self.config
+        self._closers.append(self._close_states)
+        is_open = config.states is not None and config.states.default == "auto"
+        choice = self._choice = (
+            StatesChoice(self.planning, self.budget, self.records.note_states_choice) if is_open else None
+        )
+        if choice is not None:
+            self._closers.append(choice.close)
+        for number, optimizer in enumerate(optimizers):
+            if not masters and not any(map(self.gradients.watches, parameters_of(optimizer))):
+                self.notices.foreign(optimizer)
+            updated = partial(_updated, self.records, choice, number)
+            self.states.append(
+                offload_optimizer(optimizer, config, model=self.modules, masters=masters, updated=updated)
+            )
+        if choice is not None:
+            choice.begin(self.states)
+        if config.frozen_percent:
+            blocks, count = [layer.module for layer in self.layers], self.gradients.live.shift
+            self.weights = FrozenWeights(
+                self.modules, blocks, config, count=count, tell=tell, traffic=self.weights_traffic
+            )
+            self._closers.append(self.weights.close)
+
+    # ---- one step, as the loop asks for it -------------------------------------------------------
+
+    def new_step(
+        self,
+        *,
+        tokens: int | None = None,
+        model_flops: float | None = None,
+        measure_memory: bool | None = None,
+        trace: bool = False,
+        opened_itself: bool = False,
+    ) -> Step:
+        """Return a step that has not begun; see :meth:`step`."""
+        trace = trace or self.loop.number + 1 in self._traced
+        may_help = trace or self.planning.wants_memory or self.budget.is_of_device
+        meter = self.memory.meter_of_step(wanted=measure_memory, may_help=may_help)
+        return Step(
+            self.loop,
+            tokens=tokens,
+            model_flops=model_flops,
+            meter=meter,
+            opened_itself=opened_itself,
+            trace=trace,
+        )
+
+    def begin_step(self, step: Step) -> None:
+        """Have everything ready for a step.
+
+        Raises:
+            TransferError: A transfer failed since the last step.
+        """
+        number, meter, wanted = self.loop.number, step.meter, step.timeline.is_wanted
+        gradients, memory, offloader = self.gradients, self.memory, self.offloader
+        # What came after the last step belongs to none: dropped handles, failures, loads of an evaluation.
+        offloader.drain()
+        self.raise_failures()
+        offloader.reset_stats()
+        self.store.take_loads()
+        # A compiled model has read the frozen weights of its first layers by now.
+        self.weights_traffic.begin_step(gradients.live.parts[1])
+        # The model may have other buffers and parameters now, and trainers switch checkpointing on late.
+        self.capture.static.refresh(self.modules)
+        self._warn_of_checkpointing()
+        gradients.begin_step()
+        gradients.live.take_most()
+        # The books of the layers are empty, and the plan is the one that was made for this step.
+        samples = meter is not None and meter.samples
+        self.capture.begin_step(look_at_memory=memory.sample if samples else None)
+        self.verifier.begin_step()
+        self.rebuilds.begin_step()
+        for site in self.sites:
+            site.begin_step()
+        self.planning.begin_step()
+        # Observers begin last: nothing of the above is theirs.
+        memory.watch.begin_step(meter, number, wanted=wanted or self.planning.wants_memory)
+        memory.curve.begin_step(meter, number, wanted=wanted)
+        self.ranges.begin_step(number + 1, wanted=wanted)
+        self._mark_for_planner()
+        memory.begin(meter, gradients_allocated=gradients.all_exist)
+        if meter is not None:
+            for other in steps_beside(self.loop):  # live bytes are those of the process
+                memory.overlaps = other.session.memory.overlaps = True
+                self.notices.overlap()
+        step.began = time.perf_counter()
+        # What lies on the device by now may leave less to activations than the plan was made for.
+        self.budget.begin_step(memory.base_bytes)
+
+    def _mark_for_planner(self) -> None:
+        """Have the trace note what the planner asks of it beside the times of the host.
+
+        These are times of the device, if it does its work later than the host gives it out, and under a
+        budget of all that lies on the device when gradients come.
+        """
+        wanted = self.planning.controller is not None and self.device.runs_behind
+        self.offloader.mark_stalls(wanted=wanted)
+        if wanted:
+            self.capture.trace.mark_times(self.device)
+        if self.budget.limits.nets_gradients:
+            self.capture.trace.count_gradients(self.gradients.alone)
+
+    def _warn_of_checkpointing(self) -> None:
+        placed = zip(self.layers, self.plan.placements, strict=True)
+        others = [layer.module for layer, placement in placed if placement is not Placement.KEEP]
+        if not self.notices.said("checkpointing") and (count := sum(map(is_checkpointed, others))):
+            self.notices.warn_once("checkpointing", checkpointing_warning(count, len(self.layers)))
+
+    def forward_ended(self, output: object) -> None:
+        """Look at what the model's forward has put out: the loss comes next."""
+        collected = [] if self.memory.meter is None else self.outputs.model_ended(output)
+        if len(self.modules) == 1:  # a loss does not follow each chunk
+            self.memory.watch.model_ended(collected)
+        self._watch.watch_tail(output)
+
+    def end_step(self, step: Step, *, failed: bool) -> None:
+        """Take everything back from a step.
+
+        Raises:
+            TransferError: One of its transfers failed.
+        """
+        trace, memory = self.capture.trace, self.memory
         try:
-            for number, optimizer in enumerate(optimizers):
-                updated = partial(_updated, journal, choice, number)
-                parts.states.append(
-                    offload_optimizer(optimizer, config, model=modules, masters=masters, updated=updated)
-                )
-            if choice is not None:
-                choice.begin(self.states)
-            if config.frozen_percent:
-                blocks = [layer.module for layer in self.layers]
-                live = parts.gradients.live
-                self.weights = FrozenWeights(
-                    modules, blocks, config, count=live.shift, tell=tell, traffic=parts.weights
-                )
+            step.stop(trace.backward_ends)
+            if not failed and not step.opened_itself:
+                trace.end_step()
+            memory.end()
+            if not failed:
+                memory.watch.look_back(self.modules)
         except BaseException:
-            self.close()
+            failed = True
+            raise
+        finally:
+            memory.stop()
+            self.ranges.end_step()
+            self.capture.end_step(failed=failed)
+            self.rebuilds.end_step(failed=failed)
+        if not failed:
+            self.raise_failures()
+
+    def raise_failures(self) -> None:
+        """Raise the first transfer that failed; others that failed with it must not end the next step.
+
+        Raises:
+            TransferError: A transfer failed.
+        """
+        try:
+            self.offloader.writer.flush()  # a graph that outlives its step shall not keep memory
+            self.offloader.raise_failures()
+        except TransferError:
+            self.offloader.abandon()
             raise
 
-    @property
-    def states(self) -> tuple[OptimizerStates, ...]:
-        """The states of each optimizer whose states are offloaded."""
-        return tuple(self._parts.states)
+    def record_step(self, step: Step, number: int) -> StepRecord:
+        """Record a step that has ended well, and have the next one planned by what it was like.
 
-    @property
-    def store(self) -> ActivationStore:
-        """Where bytes go."""
-        return self._parts.store
-
-    @property
-    def offloader(self) -> Offloader:
-        """What moves them."""
-        return self._parts.offloader
-
-    @property
-    def capture(self) -> Capture:
-        """What sees the tensors that layers save."""
-        return self._parts.capture
-
-    @property
-    def gradients(self) -> Gradients:
-        """The gradients of the model."""
-        return self._parts.gradients
-
-    @property
-    def planning(self) -> Planning:
-        """The plan in force, and what renews it."""
-        return self._parts.planning
-
-    @property
-    def plan(self) -> Plan:
-        """The plan in force."""
-        return self.planning.plan
+        Args:
+            step: The step.
+            number: How many steps have ended well, this one included.
+        """
+        self.gradients.count()
+        loads, moved = self.store.take_loads(), self.weights_traffic.take()
+        record, late = record_of(self, step, number, loads, moved)
+        self.records.add(record, late)
+        if (figures := memory_event(self, number)) is not None:
+            self.records.note(MEMORY, figures)
+        waits = sorted([*self.offloader.stats.stalls, *(() if moved is None else moved.waits)])
+        curve, names = self.memory.curve, [layer.id.name for layer in self.layers]
+        seen = self.capture.trace, waits, names, self.memory.base_bytes, self.budget.limits
+        if (found := curve.figures(step, *seen)) is not None:
+            timeline: dict[str, object] = {"step": number, **found}
+            step.timeline.fill(timeline)
+            self.records.note(TIMELINE, timeline)
+        warn_after(self, record)
+        self.budget.end_step(record)
+        if not step.is_skipped:
+            learn(self, step, record, loads)
+            if self._choice is not None:
+                self._choice.step_ended(record)
+        return record
 
     # ---- for users -------------------------------------------------------------------------------
 
@@ -221,7 +464,7 @@ class Session:
         measure_memory: bool | None = None,
         trace: bool = False,
     ) -> Step:
-        """One training step, told by hand: any number of micro-batches, forward and backward.
+        """Return one training step, told by hand: any number of micro-batches, forward and backward.
 
         Args:
             tokens: Tokens that the step trains on, for the run log; by default those that the model is given.
@@ -239,28 +482,42 @@ class Session:
                 forked child.
             UnsupportedError: The memory of this device cannot be measured.
         """
-        return self._steps.new(
+        return self.new_step(
             tokens=tokens, model_flops=model_flops, measure_memory=measure_memory, trace=trace
         )
 
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self.planning.plan
+
+    @property
+    def last(self) -> StepRecord | None:
+        """The record of the last whole step; ``None`` before the first update has ended one."""
+        records = self.report()
+        return records[-1] if records else None
+
     def apply(self, config: ConfigLike) -> None:
-        """Change the placements between steps; store and budget stay as they are.
+        """Change the policy between steps: placements, ``min_tensor_bytes``, ``on_full`` and ``on_slow``.
+
+        All else of a policy is what the session was opened with, and another value is refused. The run log
+        tells what was applied.
 
         Raises:
             SessionError: A step is open, or the session is closed.
-            ConfigError: The policy is wrong or asks for another store or budget.
+            ConfigError: The policy is wrong, or asks for something else that cannot change; nothing has.
         """
-        self._ongoing.check_usable()
-        self._steps.settle()
-        if self._steps.open_step() is not None:
+        self.loop.check_usable()
+        self.loop.settle()
+        if self.loop.step is not None:
             raise SessionError("placements cannot change inside a step; apply the policy between steps")
-        wanted = read_config(config, layers=self._world.layers)
+        wanted = read_config(config, layers=self.world.layers)
         if not wanted.store.directories:
             wanted = replace(wanted, store=replace(wanted.store, directories=self.config.store.directories))
-        budgets = [(each.budget.limits, each.budget.device_bytes) for each in (wanted, self.config)]
-        if wanted.store != self.config.store or budgets[0] != budgets[1]:
+        if others := _unchangeable(wanted, self.config):
             raise ConfigError(
-                "store and budget are those that the session was opened with; close it and attach anew",
+                f"{' and '.join(others)} cannot change while a session is open: close the session, and "
+                "attach the model anew",
                 file=wanted.file,
             )
         self._start_planning(wanted)
@@ -268,6 +525,10 @@ class Session:
         self._runs.configure(wanted)
         self.capture.configure(min_tensor_bytes=wanted.min_tensor_bytes)
         self.offloader.failures.resolve(keep_when_full=wanted.on_full == "keep")
+        plan = explained(wanted.policy, self.world.layers)
+        self.records.note(
+            "policy", {"step": self.records.last_step, "policy": wanted.to_yaml(), "plan": plan}
+        )
 
     def report(self) -> list[StepRecord]:
         """Return the records of the steps so far, oldest first; of the last 10,000, the run log has all.
@@ -275,68 +536,64 @@ class Session:
         Nothing waits for a device: of steps that it has not come to the end of, the loss is missing if it was
         given as a tensor, and ``seconds`` are the host's.
         """
-        self._steps.settle()
-        self._journal.write_known()
-        return self._journal.records
+        if not self.loop.is_inert and not self.loop.is_closed:
+            self.loop.settle()
+        self.records.write_known()
+        return self.records.records
 
     def why(self) -> Diagnosis:
-        """Why memory is where it is, and the one change that would help most: ``print(session.why())``.
+        """Return why memory is where it is, and the one change that helps most: ``print(session.why())``.
 
         Raises:
             RunLogError: No step has ended yet.
         """
         self.report()
-        return Diagnosis.of(self._journal.log())
+        return Diagnosis.of(self.records.log())
 
     def close(self) -> None:
-        """Give the model back as it was, closes the store and the run log. May be called twice.
+        """Give the model back as it was; close the store and the run log. May be called twice.
 
         What a call that was interrupted has left is done by the next one.
 
         Raises:
             SessionError: A step is open.
         """
-        if not self._ongoing.is_closed:
-            self._steps.finish()
-            if self._steps.open_step() is not None:
+        if not self.loop.is_closed and not self.loop.is_inert:
+            self.loop.finish()
+            if self.loop.step is not None:
                 raise SessionError("a session cannot be closed inside one of its steps")
-        self._ongoing.close()
-        with ExitStack() as at_last:
-            for states in self.states:
-                at_last.callback(states.close)
-            if self._choice is not None:
-                at_last.callback(self._choice.close)
-            if self.weights is not None:
-                at_last.callback(self.weights.close)
-            if self in _open_sessions:
-                self._let_go()
+        self.loop.is_closed = True
+        self._close()
 
-    def _let_go(self) -> None:
-        for site in self._parts.sites:
+    def _in_parent(self, close: Callable[[], object]) -> None:
+        """Close what a forked child must leave to its parent."""
+        if not self._is_inert:
+            close()
+
+    def _uninstall(self) -> None:
+        for site in self.sites:
             site.uninstall()
-        self._runs.close()
-        if self._boundaries is not None:
-            self._boundaries.close()
-            self._steps.end_by(settle=_nothing, finish=_nothing)
-        self._parts.verifier.close()  # in cycles, as with the boundaries, all would stay alive, and the model
-        self.gradients.close()
         resize.unwatch(self.capture)
         transforms.unwatch(self.capture)
-        if not self._ongoing.is_inert:
-            self.planning.close()
-            try:
-                self.store.close()
-            finally:
-                self._parts.meters.close()
-                self._journal.close()
         _open_sessions.discard(self)
+
+    def _close_states(self) -> None:
+        with ExitStack() as opened:
+            for states in self.states:
+                opened.callback(states.close)
+
+    def _close(self) -> None:
+        """Close what was opened, the last first; an error of one keeps no other from closing."""
+        with ExitStack() as opened:
+            for close in self._closers:
+                opened.callback(close)
 
     def __repr__(self) -> str:
         placed = layers_by_placement(
             [layer.id.name for layer in self.layers], [placement.value for placement in self.plan.placements]
         )
         kind = self.store.description.get("kind", type(self.store).__name__)
-        state = "closed" if self._ongoing.is_closed else f"{self._ongoing.number} steps"
+        state = "closed" if self.loop.is_closed else f"{self.loop.number} steps"
         return f"<Session: {placed}; store {kind}; {state}>"
 
     def __enter__(self) -> Self:
@@ -348,32 +605,30 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is not None and self._ongoing.step is not None:
-            self._steps.end(failed=True)  # an interrupt struck before the step could end itself
+        if kind is not None and self.loop.step is not None:
+            self.loop.end(self.loop.step, failed=True)  # an interrupt struck before the step could end itself
         close_after(error, self.close)
 
-    def finish_step(self) -> None:
-        """End a step that opened by itself: no more of it will come. The run log is complete then."""
-        self._steps.finish()
-        if not self._ongoing.is_inert:
-            self._journal.write_all()
-
     def become_inert(self) -> None:
-        """In a forked child: its locks, threads and descriptors are those of the parent."""
-        self._ongoing.become_inert()
+        """Leave everything to the parent: this is a forked child."""
+        self._is_inert = True
+        self.loop.become_inert()
         self.offloader.become_inert()
 
     # ---- the plan --------------------------------------------------------------------------------
 
+    def _plan_of(self, config: OffloadConfig) -> Plan:
+        ids, window = [layer.id for layer in self.layers], limits_of(config).window
+        return Plan.from_policy(config.policy, ids, self.world.layers, window=window)
+
     def _start_planning(self, config: OffloadConfig) -> None:
-        """Start with the plan of a policy, and with what learns from steps and decide where that is open.
+        """Start with the plan of a policy, and with what learns from steps and decides where that is open.
 
         Without a layer that is placed ``auto`` it is of use for the run log only.
         """
-        limits, controller = self._parts.budget.limits, None
-        plan = plan_of(config, self.layers, self._world, limits)
-        is_auto = Placement.AUTO in Plan.from_policy(config.policy, self._world.layers).placements
-        if is_auto or self._journal.is_written:
+        limits, controller, plan = self.budget.limits, None, self._plan_of(config)
+        is_auto = Placement.AUTO in Plan.from_policy(config.policy, self.world.layers).placements
+        if is_auto or self.records.is_written:
             task = Task(
                 plan.placements,
                 tuple((layer.chunk, layer.id.name) for layer in self.layers),
@@ -381,48 +636,24 @@ class Session:
                 config.budget.objective or default_objective(limits),
                 host_capacity=config.store.host_capacity,
                 drives=_drives_of(config),
-                is_shared=is_auto and self._world.agree is not None,
+                is_shared=is_auto and self.world.agree is not None,
             )
             controller = Controller(task, think=InSlices)
-        self.planning.start(plan, controller, self._world.agree)
+        self.planning.start(plan, controller, self.world.agree)
 
 
-def _boundaries_of(steps: Steps, parts: Parts, count_tokens: TokenCounter) -> Boundaries:
-    tail, is_whole = TailWatch(steps.ongoing), len(parts.modules) == 1
-
-    def forward_ended(output: object) -> None:
-        collected = [] if steps.ongoing.meter is None else parts.outputs.model_ended(output)
-        if is_whole:  # a loss does not follow each chunk
-            parts.memory_watch.model_ended(collected)
-        tail.watch(output)
-
-    boundaries = Boundaries(
-        steps,
-        parts.gradients,
-        [site.layer.module for site in parts.sites],
-        parts.modules,
-        count_tokens=count_tokens,
-        forward_ended=forward_ended,
-        optimizers=parts.optimizers,
-    )
-    steps.end_by(settle=boundaries.settle, finish=boundaries.finish)
-    return boundaries
+def _unchangeable(wanted: OffloadConfig, config: OffloadConfig) -> list[str]:
+    """Return the names of the settings that another policy asks to change, and that cannot change."""
+    budgets = [(each.budget.limits, each.budget.device_bytes) for each in (wanted, config)]
+    same = [wanted.store == config.store, budgets[0] == budgets[1]]
+    same += [wanted.states == config.states, wanted.weights == config.weights]
+    names = "store", "budget", "states", "weights"
+    return [name for name, is_same in zip(names, same, strict=True) if not is_same]
 
 
-def _nothing(*_: object) -> None:
-    """Where steps are told by hand it does not matter when a backward pass ends; not all have a choice."""
-
-
-def _states_choice(config: OffloadConfig, parts: Parts, journal: Journal) -> StatesChoice | None:
-    """Decide how many sub-groups of optimizer states travel, where the policy leaves that open."""
-    if config.states is None or config.states.default != "auto":
-        return None
-    return StatesChoice(parts.planning, parts.budget, journal.note_states_choice)
-
-
-def _updated(journal: Journal, choice: StatesChoice | None, number: int, record: StatesRecord) -> None:
+def _updated(records: Records, choice: StatesChoice | None, number: int, record: StatesRecord) -> None:
     """Record that an optimizer has made an update."""
-    journal.note_states(number, record)
+    records.note_states(number, record)
     if choice is not None:
         choice.updated(number, record)
 
@@ -452,6 +683,7 @@ def session_of(model: nn.Module | Sequence[nn.Module]) -> Session | None:
 
 
 def _after_fork_in_child() -> None:
+    """Make sessions inert in a forked child: locks, threads and descriptors are those of the parent."""
     for session in list(_open_sessions):
         session.become_inert()
 
@@ -460,10 +692,12 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _finish_at_exit() -> None:
-    """Record that the last step of a session that was never closed is in its run log all the same."""
+    """Have the last step of a session that was never closed in its run log all the same."""
     for session in list(_open_sessions):
-        session.planning.end()  # for no step that comes; from Python 3.12 on it could start no thread either
-        session.finish_step()
+        if not session.loop.is_inert:
+            session.planning.end()  # for no step that comes; from Python 3.12 on it could start no thread
+            session.loop.finish()
+            session.records.write_all()
 
 
 atexit.register(_finish_at_exit)

@@ -1,14 +1,16 @@
-"""One training step of a session: what it is measured by, and its record."""
+"""One training step of a session: what is known of it, and its block."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import torch
 
 from tba_offload.errors import SessionError
 from tba_offload.report.log import TimelineEvent, read_event
-from tba_offload.session.figures import StepMemory, Times, Updates
 from tba_offload.session.record import LateValue
 
 if TYPE_CHECKING:
@@ -17,10 +19,9 @@ if TYPE_CHECKING:
     from types import TracebackType
     from weakref import ref
 
-    import torch
-
+    from tba_offload.device.memory import MemoryMeter
     from tba_offload.report.log import StepRecord
-    from tba_offload.session.steps import Steps
+    from tba_offload.session.loop import Loop
 
 
 class Step:
@@ -31,57 +32,65 @@ class Step:
         tokens: As given to :meth:`Session.step`; may be set inside the block. If it is ``None``, the tokens
             that the model was seen to take count.
         model_flops: As given to :meth:`Session.step`; may be set inside the block.
-        record: The :class:`StepRecord`, once the step has ended without an exception. Of a device that works
-            later than the host it has the figures that are known by then; :meth:`Session.report` completes
+        record: The :class:`StepRecord`, once the step has ended without an exception. On a device that works
+            later than the host, it has the figures that are known by then; :meth:`Session.report` completes
             them.
         timeline: The step over time, if it was recorded.
-        memory: Its memory.
-        updates: What optimizers did in it.
-        state: What has become of it.
-        graphs: What its forward passes have recorded.
-        opened_itself: Whether the first forward opened it, not :meth:`Session.step`.
+        opened_itself: Whether the first forward opened the step, not :meth:`Session.step`.
+        meter: Measures its memory; ``None`` if that is not wanted.
+        thread: Number of the thread that opened the step.
+        began: Time of its begin, by :func:`time.perf_counter`.
+        is_left: Whether its end has come.
+        has_failed: Whether a forward or an optimizer raised an exception in it.
+        is_skipped: Whether its gradients were dropped without an update.
+        graph_end: Number in autograd's sequence of the output of the layer that ran last.
+        updated: Ids of the parameters that optimizers have updated; the optimizers hold these parameters.
+        times: How long it took, once it has ended.
+        seconds_before: Time that optimizers worked between the last step and this one.
     """
 
     def __init__(
         self,
-        steps: Steps,
+        loop: Loop,
         *,
-        tokens: int | None,
-        model_flops: float | None,
-        memory: StepMemory,
+        tokens: int | None = None,
+        model_flops: float | None = None,
+        meter: MemoryMeter | None = None,
         opened_itself: bool = False,
         trace: bool = False,
     ) -> None:
-        self._steps = steps
+        self._loop = loop
         self.tokens = tokens
         self.model_flops = model_flops
         self.opened_itself = opened_itself
+        self.meter = meter
         self.loss: float | torch.Tensor | LateValue[float | None] | None = None
         self.record: StepRecord | None = None
         self.timeline = StepTimeline(wanted=trace)
-        self.memory = memory
-        self.updates = Updates()
-        self.state = StepState()
-        self.graphs = Graphs()
+        self.thread = threading.get_ident()
+        self.began = self.seconds_before = 0.0
+        self.times = Times(0.0, None, had_optimizer=False)
+        self.is_left = self.has_failed = self.is_skipped = False
+        self.graph_end = 0
+        self.updated: frozenset[int] = frozenset()
+        self._graphs: deque[ref[Callable[..., None]]] = deque()
+        self._updates: list[tuple[float, float]] = []
+        self._overflows: list[bool | torch.Tensor] = []
         self._seen_tokens: int | None = None
 
     def __enter__(self) -> Self:
-        self._steps.begin(self)
+        self._loop.begin(self)
         return self
 
-    def start(self, *, gradients_allocated: bool) -> None:
-        """All is ready for it: reads what its figures are differences to.
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._loop.end(self, failed=kind is not None)
 
-        Args:
-            gradients_allocated: Whether every gradient exists.
-        """
-        self.memory.begin(gradients_allocated=gradients_allocated)
-        self.state.begin()
-
-    @property
-    def began(self) -> float:
-        """When it began, by :func:`time.perf_counter`."""
-        return self.state.began
+    # ---- what is told ----------------------------------------------------------------------------
 
     def will_have_loss(
         self,
@@ -92,9 +101,9 @@ class Step:
 
         Args:
             groups: The tensors.
-            loss: Makes it of their numbers, a list for each group.
+            loss: Makes the loss of their numbers, a list for each group.
         """
-        self.loss = LateValue(self._steps.device, groups, loss)
+        self.loss = LateValue(self._loop.device, groups, loss)
 
     def saw_tokens(self, count: int) -> None:
         """Count the tokens of a micro-batch."""
@@ -105,36 +114,99 @@ class Step:
         """Tokens of the step, as told or else as seen."""
         return self._seen_tokens if self.tokens is None else self.tokens
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.state.leave()
-        steps = self._steps
-        if steps.ongoing.is_inert:
-            return
-        try:
-            times = self._times()
-            if kind is None and not self.opened_itself:
-                steps.trace.end_step()
-            self.memory.end()
-            if kind is None:
-                steps.look_back()
-        except BaseException:
-            steps.end(failed=True)
-            raise
-        steps.end(failed=kind is not None)
-        if kind is None:
-            self.record = steps.conclude(self, times)
+    # ---- graphs ----------------------------------------------------------------------------------
 
-    def _times(self) -> Times:
-        ended, backward_ends = time.perf_counter(), self._steps.trace.backward_ends
-        if self.opened_itself and backward_ends:
-            ended = backward_ends[-1]
-        updates = self.updates
-        return Times.of(self.began, ended, updates.times(backward_ends), updates.seconds_before)
+    def recorded(self, end: int, graph: ref[Callable[..., None]]) -> None:
+        """Record that a layer has run.
+
+        Args:
+            end: Number in autograd's sequence of the layer's output.
+            graph: Dead when the graph of the layer is.
+        """
+        self.graph_end = end
+        self._graphs.append(graph)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether a graph of a layer is alive."""
+        graphs = self._graphs
+        while graphs and graphs[0]() is None:
+            graphs.popleft()
+        return bool(graphs)
+
+    # ---- optimizers ------------------------------------------------------------------------------
+
+    def add_update(
+        self, began: float, ended: float, parameters: frozenset[int], *, overflowed: bool | torch.Tensor
+    ) -> None:
+        """Record that an optimizer made its step; forward and backward may have taken place in it.
+
+        Args:
+            began: When it began, by :func:`time.perf_counter`.
+            ended: When it ended.
+            parameters: The ids of the optimizer's parameters.
+            overflowed: Whether a gradient scaler made it skip the update; a tensor of one element if its
+                device is still to tell.
+        """
+        self._updates.append((began, ended))
+        self._overflows.append(overflowed)
+        self.updated |= parameters
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether an optimizer has made its step."""
+        return bool(self._updates)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether it is known that a gradient scaler made all optimizers skip the update."""
+        return self.has_updates and all(each is True for each in self._overflows)
+
+    @property
+    def undecided(self) -> list[torch.Tensor]:
+        """Flags that devices are still to tell, where these decide whether all optimizers skipped."""
+        if any(each is False for each in self._overflows):
+            return []
+        return [each for each in self._overflows if isinstance(each, torch.Tensor)]
+
+    def update_times(self, backward_ends: Sequence[float]) -> list[tuple[float, float]]:
+        """Return when each optimizer worked; forward and backward of a closure are left out.
+
+        Args:
+            backward_ends: When backward passes ended.
+        """
+        return [
+            (max([began, *(end for end in backward_ends if began < end < ended)]), ended)
+            for began, ended in self._updates
+        ]
+
+    def stop(self, backward_ends: Sequence[float]) -> None:
+        """Take the times of the step, which ends now.
+
+        Args:
+            backward_ends: When backward passes ended.
+        """
+        ended = backward_ends[-1] if self.opened_itself and backward_ends else time.perf_counter()
+        updates = self.update_times(backward_ends)
+        within = sum(max(min(until, ended) - since, 0.0) for since, until in updates)
+        seconds = self.seconds_before + sum(until - since for since, until in updates)
+        is_seen = bool(updates) or self.seconds_before > 0
+        self.times = Times(ended - self.began - within, seconds if is_seen else None, within > 0)
+
+
+class Times(NamedTuple):
+    """How long a step took.
+
+    Attributes:
+        seconds: Duration of the step less that of optimizers in it, by the host's clock; a step that opened
+            by itself ends with its last backward pass. Nothing waits for the device at its end.
+        optimizer_seconds: Duration of the steps of optimizers since the last step; ``None`` if none was seen.
+        had_optimizer: Whether optimizers worked between the step's begin and its end.
+    """
+
+    seconds: float
+    optimizer_seconds: float | None
+    had_optimizer: bool
 
 
 class StepTimeline:
@@ -151,8 +223,8 @@ class StepTimeline:
         self.is_wanted = wanted
         self._figures: Mapping[str, object] | None = None
 
-    def tell(self, figures: Mapping[str, object]) -> None:
-        """Record that the step has ended, and was recorded."""
+    def fill(self, figures: Mapping[str, object]) -> None:
+        """Take what was recorded of the step, which has ended."""
         self._figures = figures
 
     @property
@@ -184,64 +256,3 @@ class StepTimeline:
         from tba_offload.report.timeline import write_timeline
 
         write_timeline(self.event, path)
-
-
-class StepState:
-    """What has become of a step.
-
-    Attributes:
-        began: When it began, by :func:`time.perf_counter`.
-        left: Whether it has ended.
-        failed: Whether a forward in it has raised an exception.
-        skipped: Whether its gradients were dropped without an update.
-    """
-
-    def __init__(self) -> None:
-        self.began = 0.0
-        self.left = False
-        self.failed = False
-        self.skipped = False
-
-    def begin(self) -> None:
-        """Record that it begins."""
-        self.began = time.perf_counter()
-
-    def leave(self) -> None:
-        """Record that it has ended, whatever comes of it."""
-        self.left = True
-
-    def fail(self) -> None:
-        """Record that a forward has raised an exception: the step comes to nothing."""
-        self.failed = True
-
-    def skip(self) -> None:
-        """Its gradients were dropped without an update."""
-        self.skipped = True
-
-
-class Graphs:
-    """What the forward passes of a step have recorded.
-
-    Attributes:
-        end: Number in autograd's sequence of what the last layer put out.
-    """
-
-    def __init__(self) -> None:
-        self.end = 0
-        self._all: deque[ref[Callable[..., None]]] = deque()
-
-    def add(self, end: int, graph: ref[Callable[..., None]]) -> None:
-        """Record that a layer has run.
-
-        Args:
-            end: Number in autograd's sequence of what it put out.
-            graph: Is gone when the graph of the layer is.
-        """
-        self.end = end
-        self._all.append(graph)
-
-    def __bool__(self) -> bool:
-        graphs = self._all
-        while graphs and graphs[0]() is None:
-            graphs.popleft()
-        return bool(graphs)

@@ -52,7 +52,7 @@ def exact_memory(*, slots_too: bool = False) -> Iterator[None]:
     try:
         with (
             mock.patch.multiple(torch.cpu, create=True, **statistics),
-            mock.patch("tba_offload.session.meters.meter_of", meter_of),
+            mock.patch("tba_offload.session.memory.meter_of", meter_of),
             mock.patch("tba_offload.device.ranges.new_storage", counted if slots_too else new_storage),
         ):
             yield

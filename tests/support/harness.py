@@ -224,7 +224,7 @@ def session_for(
     if drive is None:
         return tba.attach(model, config, layers=layers, measure_memory=measure_memory)
     store = host_store(drive, capacity=config.store.capacity)
-    with mock.patch("tba_offload.session.parts.open_store", return_value=store):
+    with mock.patch("tba_offload.session.session.open_store", return_value=store):
         return tba.attach(model, config, layers=layers, measure_memory=measure_memory)
 
 

@@ -480,9 +480,9 @@ def watch_planner(history: History, *, at_odds: bool) -> None:
 
     session = training._session
     controller = session.planning.controller if session is not None else None
-    if session is None or controller is None or session._world.agree is None:
+    if session is None or controller is None or session.world.agree is None:
         return
-    agree = session._world.agree
+    agree = session.world.agree
 
     def noting(proposed: dict[str, Any], need: Any) -> dict[str, Any]:
         history.proposals.append({name: str(placement) for name, placement in proposed.items()})

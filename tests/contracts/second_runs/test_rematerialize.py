@@ -499,7 +499,7 @@ def scaled_again(finder: recipes.Finder, node: Any, _: int) -> recipes.Recipe | 
 def knowing_scaled() -> Any:
     """Sessions have a recipe for it."""
     return mock.patch(
-        "tba_offload.session.parts.Rebuilds", lambda capture, _: Rebuilds(capture, {Scaled: scaled_again})
+        "tba_offload.session.session.Rebuilds", lambda capture, _: Rebuilds(capture, {Scaled: scaled_again})
     )
 
 

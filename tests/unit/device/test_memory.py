@@ -281,7 +281,7 @@ def test_training_goes_on_where_memory_cannot_be_measured(monkeypatch: pytest.Mo
     def refuse(*_: object) -> None:
         raise UnsupportedError("no allocator that counts")
 
-    monkeypatch.setattr("tba_offload.session.meters.meter_of", refuse)
+    monkeypatch.setattr("tba_offload.session.memory.meter_of", refuse)
     model = make_model(layers=2)
     with pytest.warns(UserWarning, match="the activation peak is not measured: no allocator that counts"):
         session = session_for(model, measure_memory=True)

@@ -12,9 +12,8 @@ from torch import nn
 from tba_offload.capture.scope import ScopeKey
 from tba_offload.device.memory import MemoryMeter
 from tba_offload.plan.beside import Beside
-from tba_offload.session.memory_watch import EMBEDDINGS, MemoryWatch
+from tba_offload.session.memory import EMBEDDINGS, MemoryWatch, frozen_bytes, static_bytes
 from tba_offload.session.outputs import Outputs
-from tba_offload.session.static_memory import frozen_bytes, static_bytes
 
 CPU = torch.device("cpu")
 
@@ -79,7 +78,7 @@ class Bench:
         self.lookahead = Used()
         capture: Any = SimpleNamespace(trace=self.trace, lookahead=self.lookahead, offloader=offloader)
         gradients: Any = SimpleNamespace(parts=(7, 0))
-        self.watch = MemoryWatch(gradients, Outputs(capture, CPU, 1), capture, [], ["layers.0", "layers.1"])
+        self.watch = MemoryWatch(gradients, Outputs(capture, CPU, 1), capture, ["layers.0", "layers.1"])
         self.meter.tell(self.watch.seen)
         self.begin(number)
 
@@ -205,8 +204,7 @@ def test_where_looking_takes_long_few_steps_are_looked_at(samples: bool, steps: 
         bench.begin(number - 1)
         if bench.watch.is_on:
             looked.append(number)
-        bench.watch.stop()
-        assert not bench.watch.is_on
+        bench.watch.is_on = False
     assert looked == list(steps)
 
 

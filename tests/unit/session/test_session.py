@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,8 +20,6 @@ from tba_offload.report.log import read_run_log
 from tba_offload.session import Session
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from models import Model
 
 
@@ -77,6 +76,14 @@ def test_gradients_in_a_buffer_of_megatron_are_allocated(model: Model) -> None:
             parameter.grad = None
             parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
         assert one_step(session, model).gradients_allocated
+
+
+def test_the_last_step_is_none_until_one_has_ended(model: Model) -> None:
+    with session_for(model) as session:
+        loss_of(model, make_tokens(0)).backward()
+        assert session.last is None  # the update may be micro-batches away
+        torch.optim.SGD(model.parameters()).step()
+        assert session.last == session.report()[-1]
 
 
 def test_report_lists_the_steps_that_ended(model: Model) -> None:
@@ -185,10 +192,45 @@ def test_nothing_is_left_attached_when_the_store_cannot_be_opened(model: Model, 
         session_for(model, directory=tmp_path / "file")
     assert "forward" not in vars(model.layers[0])
     threads = threading.active_count()
-    (tmp_path / "log").write_text("something")
-    with pytest.raises(tba.RunLogError):
-        tba.attach(model, config_for(), run_log=tmp_path / "log")
+    with pytest.raises(tba.RunLogError, match="its directory does not exist"):
+        tba.attach(model, config_for(), run_log=tmp_path / "none" / "log")
     assert threading.active_count() == threads
+
+
+def threads_and_files() -> tuple[int, int]:
+    return threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_an_interrupted_attach_leaves_nothing_open(model: Model, tmp_path: Path) -> None:
+    class Interrupting(type(model.layers[1])):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "forward":
+                raise KeyboardInterrupt
+            super().__setattr__(name, value)
+
+    own = type(model.layers[1])
+    model.layers[1].__class__ = Interrupting
+    before = threads_and_files()
+    with pytest.raises(KeyboardInterrupt):
+        session_for(model, directory=tmp_path, measure_memory=True)
+    assert threads_and_files() == before
+    assert tba.session_of(model) is None
+    assert all("forward" not in vars(layer) for layer in model.layers)
+    assert not model._forward_pre_hooks
+    model.layers[1].__class__ = own
+    with session_for(model) as session:
+        one_step(session, model)
+
+
+def test_a_second_run_writes_a_log_of_its_own(model: Model, tmp_path: Path) -> None:
+    """As a job that is started again does: nothing is overwritten, and it does not end for that."""
+    names = ["run.jsonl", "run.2.jsonl", "run.3.jsonl"]
+    for count, name in enumerate(names, start=1):
+        with tba.attach(model, config_for(), run_log=tmp_path / "run.jsonl") as session:
+            one_step(session, model)
+            assert session.why()
+        assert sorted(each.name for each in tmp_path.iterdir()) == sorted(names[:count])
+        assert len(read_run_log(tmp_path / name).steps) == 1
 
 
 def test_apply_changes_placements_between_steps(model: Model) -> None:
@@ -199,6 +241,28 @@ def test_apply_changes_placements_between_steps(model: Model) -> None:
         session.apply(config_for(default="keep"))
         record = one_step(session, model)
         assert (record.recomputed_scopes, record.offloaded_bytes, record.forwarded_bytes) == (0, 0, 0)
+
+
+def test_the_run_log_tells_what_was_applied(model: Model, tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    wanted = config_for(default="recompute", min_tensor_bytes=123)
+    with tba.attach(model, config_for(), run_log=log) as session:
+        one_step(session, model)
+        session.apply(wanted)
+        one_step(session, model)
+    (event,) = (each for each in read_run_log(log).others if each["event"] == "policy")
+    assert event["step"] == 1
+    assert tba.OffloadConfig.from_yaml(event["policy"]) == wanted
+    assert [said["placement"] for said in event["plan"].values()] == ["recompute"] * 3
+
+
+@pytest.mark.parametrize("name", ["states", "weights"])
+def test_apply_refuses_what_it_cannot_change(model: Model, name: str) -> None:
+    sections = {"states": tba.StatesConfig(), "weights": tba.WeightsConfig()}
+    with session_for(model) as session:
+        with pytest.raises(tba.ConfigError, match=f"{name} cannot change while a session is open"):
+            session.apply(config_for(default="keep", **{name: sections[name]}))
+        assert one_step(session, model).offloaded_bytes + session.report()[-1].forwarded_bytes
 
 
 def test_apply_is_refused_inside_a_step(model: Model) -> None:
@@ -234,7 +298,7 @@ def test_apply_refuses_another_device(model: Model, budget: dict[str, str]) -> N
         "store": {"kind": "host"},
     }
     with tba.attach(model, policy, measure_memory=False) as session:
-        with pytest.raises(tba.ConfigError, match="store and budget are those"):
+        with pytest.raises(tba.ConfigError, match="budget cannot change while"):
             session.apply({**policy, "budget": budget})
         session.apply({**policy, "budget": {"device_bytes": "2TiB"}, "default": "offload"})
         assert one_step(session, model).activation_budget_bytes is not None

@@ -300,8 +300,51 @@ def test_nothing_is_planned_from_a_skipped_step(model: Model, tmp_path: Path) ->
     assert all(step % 2 == 0 for step in planned)
 
 
+def add_up_elsewhere(model: nn.Module, through: str) -> list[Any]:
+    """Has hooks take each gradient as soon as it is made, as a data-parallel wrapper does."""
+    kept = []
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+
+        def take(*_: object, of: Any = parameter) -> None:
+            of.main_grad.add_(of.grad)
+            of.grad = None
+
+        if through == "parameters":
+            parameter.register_post_accumulate_grad_hook(take)
+        else:
+            kept.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+            kept[-1].register_hook(take)
+    return kept
+
+
+@pytest.mark.parametrize("through", ["nodes", "parameters"])
+def test_gradients_that_hooks_add_up_elsewhere_end_no_step(model: Model, through: str) -> None:
+    plain = make_model(layers=LAYERS)
+    theirs, ours = adam(plain), adam(model)
+    nodes = add_up_elsewhere(model, through)
+    with session_for(model) as session, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            for number in range(4):
+                micro_batch(plain, 4 * step + number)
+                micro_batch(model, 4 * step + number)
+            for parameter in model.parameters():
+                parameter.grad = parameter.main_grad  # type: ignore[attr-defined]
+            theirs.step()
+            ours.step()
+            theirs.zero_grad()
+            for parameter in model.parameters():
+                parameter.grad, parameter.main_grad = None, torch.zeros_like(parameter)  # type: ignore[attr-defined]
+        assert scopes_of(session) == [4 * LAYERS] * 3
+        assert not any(record.skipped for record in session.report())
+    assert nodes or through == "parameters"
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert same_bits(a, b)
+
+
 class Copies:
-    """An optimizer of copies, which takes the gradients away as soon as they are made, as ZeRO does."""
+    """Updates copies, and takes the gradients away as soon as they are made, as ZeRO does."""
 
     def __init__(self, model: nn.Module) -> None:
         self.pairs = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
@@ -315,27 +358,89 @@ class Copies:
         copied.grad = parameter.grad.clone()
         parameter.grad = None
 
-    def step(self) -> None:
-        self.inner.step()
+    def step(self, *, by_hand: bool = False) -> None:
+        for _, copied in self.pairs:
+            if by_hand and copied.grad is not None:
+                copied.sub_(copied.grad, alpha=1e-3)
+        if not by_hand:
+            self.inner.step()
         for parameter, copied in self.pairs:
             parameter.data.copy_(copied)
 
 
-def test_steps_of_an_optimizer_of_copies_have_to_be_told(model: Model) -> None:
+def test_an_optimizer_of_copies_ends_steps(model: Model) -> None:
     with session_for(model) as session:  # before the hooks, or no gradient is seen at all
         optimizer = Copies(model)
-        for number in range(17):
-            micro_batch(model, number)
+        for step in range(3):
+            for number in range(2):
+                micro_batch(model, 2 * step + number)
             optimizer.step()
+        found = session.report()
+    assert [(record.scopes, record.skipped) for record in found] == [(2 * LAYERS, False)] * 3
+
+
+def test_where_no_update_is_ever_seen_steps_have_to_be_told(model: Model) -> None:
+    with session_for(model) as session:
+        optimizer = Copies(model)
+
+        def train() -> None:
+            for number in range(130):
+                micro_batch(model, number)
+                optimizer.step(by_hand=True)
+
         with pytest.warns(tba.NoEffectWarning, match="no optimizer of the model's parameters was seen"):
-            found = session.report()  # the last one ends here
-        assert [(record.scopes, record.skipped) for record in found] == [(LAYERS, True)] * 17
+            train()
+        found = session.report()
+        assert [record.scopes for record in found] == [128 * LAYERS, LAYERS, LAYERS]
+        assert all(record.skipped for record in found)
         with session.step() as step:
             for number in range(3):
                 micro_batch(model, number)
             optimizer.step()
         assert step.record is not None
         assert (step.record.scopes, step.record.skipped) == (3 * LAYERS, False)
+
+
+def test_parameters_that_take_the_place_of_others_are_known(model: Model) -> None:
+    """As many as before: the optimizer is the same object, with another model's parameters first."""
+    other = make_model(layers=LAYERS, seed=2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=1e-3)
+    with session_for(model) as session:
+        one_step(other, optimizer)
+        assert session.report() == []
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        one_step(model, optimizer)
+        assert scopes_of(session) == [LAYERS]
+        optimizer.param_groups[0]["params"] = list(other.parameters())
+        micro_batch(model)
+        one_step(other, optimizer)
+        assert scopes_of(session) == [LAYERS]
+
+
+@pytest.mark.parametrize("how", ["frozen", "detached"])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_layers_that_backward_never_reaches_are_told_at_once(
+    model: Model, how: str, *, explicit: bool
+) -> None:
+    """As of a locked tower, or a linear probe, with a head that trains."""
+    head = nn.Linear(128, 8)
+    whole = nn.Sequential(model, head)
+    if how == "frozen":
+        model.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(head.parameters(), lr=1e-3)
+
+    def step() -> None:
+        with session.step() if explicit else contextlib.nullcontext():
+            hidden = model(make_tokens(0)[:, :-1])
+            head(hidden.detach()).sum().backward()
+            del hidden
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with session_for(whole, layers=list(model.layers)) as session:
+        with pytest.warns(tba.NoEffectWarning, match="no backward pass came to an attached layer"):
+            step()
+        step()
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -374,7 +479,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        for where in ("session.step.time", "session.boundaries.time", "capture.trace.time"):
+        for where in ("session.step.time", "session.session.time", "session.loop.time", "capture.trace.time"):
             monkeypatch.setattr(f"tba_offload.{where}.perf_counter", lambda: self.now)
 
 
@@ -428,7 +533,7 @@ def measured(
 ) -> list[tba.StepRecord]:
     """The records of a session whose memory is looked at in the same moments whatever the machine does."""
     monkeypatch.setattr(
-        "tba_offload.session.meters.meter_of", lambda _device, static: MallocMeter(period=3600, static=static)
+        "tba_offload.session.memory.meter_of", lambda _device, static: MallocMeter(period=3600, static=static)
     )
     monkeypatch.setattr("tba_offload.device.memory.REST", 0)
     warm_up()
@@ -722,7 +827,7 @@ def test_a_session_that_is_never_closed_has_a_whole_run_log(tmp_path: Path, pyth
 def test_a_session_that_is_never_closed_keeps_no_model(model: Model) -> None:
     session = session_for(model, measure_memory=True)
     one_step(model, adam(model))
-    threads = session._parts.meters, session.store  # closed below: what is left of a session that nobody has
+    threads = session.memory, session.store  # closed below: what is left of a session that nobody has
     gone = weakref.ref(session), weakref.ref(model.layers[0].qkv.weight)
     fresh = make_model(layers=1)
     del session

@@ -191,7 +191,7 @@ def train_on(store: StripedStore, steps: int, before: Callable[[int], None], **s
     model, trained = make_model(layers=4), Trained()
     config = config_for(in_flight=16 * KIB, **settings)
     with (
-        mock.patch("tba_offload.session.parts.open_store", return_value=store),
+        mock.patch("tba_offload.session.session.open_store", return_value=store),
         tba.attach(model, config, measure_memory=False) as session,
     ):
         for number in range(steps):

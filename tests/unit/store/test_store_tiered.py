@@ -165,7 +165,7 @@ def attached(
     store = tiered(drive, directory, host=host, spill_bytes=0)
     config = config_for(directory=directory, host_capacity=host, **settings)
     with (
-        mock.patch("tba_offload.session.parts.open_store", return_value=store),
+        mock.patch("tba_offload.session.session.open_store", return_value=store),
         tba.attach(model, config, measure_memory=False) as session,
     ):
         yield session, store
