@@ -80,6 +80,8 @@ class LayerRuns:
         Raises:
             UnsupportedError: The policy has the layer recomputed, and it cannot be.
         """
+        if self._parts is None:  # closed, and something that wraps the layer's forward calls this still
+            return site.forward(*args, **kwargs)
         # Checks stand here and not in what they lead to: in cold caches a call costs as much as what it does.
         if not torch.is_grad_enabled() or self._ongoing.is_inert or is_recomputation():
             self._notice_outer_checkpoint(site)

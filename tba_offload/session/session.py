@@ -575,6 +575,7 @@ class Session:
             site.uninstall()
         resize.unwatch(self.capture)
         transforms.unwatch(self.capture)
+        self.capture.look_at_memory = None  # a cycle
         _open_sessions.discard(self)
 
     def _close_states(self) -> None:
@@ -587,6 +588,7 @@ class Session:
         with ExitStack() as opened:
             for close in self._closers:
                 opened.callback(close)
+        self._closers.clear()  # in cycles, the model would stay alive
 
     def __repr__(self) -> str:
         placed = layers_by_placement(
