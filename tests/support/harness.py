@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from tba_offload.session import Session
     from tba_offload.store.base import Extent
     from tba_offload.store.engine import QueuedStore
-    from tba_offload.transfer.storage import Record
 
 Result = TypeVar("Result")
 
@@ -86,11 +85,6 @@ class Direction:
     def recover(self) -> None:
         """Ends :meth:`fail`."""
         self._failing = lambda _: None
-
-    def wait_started(self, count: int = 1) -> None:
-        """Waits until ``count`` have begun since the drive was made."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: self.started >= count, PATIENCE)
 
     @contextmanager
     def under_way(self, nbytes: int) -> Iterator[None]:
@@ -240,18 +234,6 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {PATIENCE:g} s in vain: {what}"
         time.sleep(0.001)
-
-
-def state_of(record: Record) -> str:
-    """Where the bytes of a record are: "resident", "writing", "stored" or "reading"."""
-    if record.writes:
-        return "writing"
-    if record.source is not None:
-        return "resident"
-    if any(not span.arrived() for span in record.spans):
-        return "reading"
-    restored = record.spans and all(span.restored() is not None for span in record.spans)
-    return "resident" if restored else "stored"
 
 
 def in_time(work: Callable[[], Result]) -> Result:

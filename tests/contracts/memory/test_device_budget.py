@@ -10,7 +10,6 @@ import copy
 import gc
 import warnings
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +21,6 @@ from harness import KIB, MIB
 from models import loss_of, make_model, make_tokens, same_bits
 
 import tba_offload as tba
-from tba_offload.adapt.controller import Controller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,7 +64,6 @@ def run(
     *,
     by_hand: bool = False,
     states: bool = False,
-    is_shared: bool = False,
     steps: int = STEPS,
     before: Callable[[int, nn.Module], object] = lambda _step, _model: None,
     clears_late: bool = False,
@@ -91,8 +88,6 @@ def run(
         warnings.simplefilter("always")
         # Memory is measured all the same.
         with tba.attach(model, policy, run_log=log, optimizer=updated, measure_memory=keeps) as session:
-            if is_shared:
-                share_layers(session)
             for step in range(steps):
                 before(step, model)
                 clear = optimizer.zero_grad
@@ -106,14 +101,6 @@ def run(
             records = session.report()
     told = [str(each.message) for each in caught if each.category is RuntimeWarning]
     return Run(records, [parameter.detach().clone() for parameter in model.parameters()], told)
-
-
-def share_layers(session: Session) -> None:
-    """Other ranks have the same layers, and want what this one does."""
-    controller = session.planning.controller
-    assert controller is not None
-    task = replace(controller.task, is_shared=True)
-    session.planning.start(session.plan, Controller(task), lambda proposed, _need: proposed)
 
 
 def train(
@@ -277,18 +264,15 @@ class Copies:
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
-@pytest.mark.parametrize(("come", "is_shared"), in_turn([True, False], [False, True]))
-def test_copies_of_the_model_take_of_what_activations_have(
-    tmp_path: Path, *, come: bool, is_shared: bool
-) -> None:
-    """The step that finds them runs without its plan. Ranks that share layers agree on the next one later."""
+@pytest.mark.parametrize("come", [True, False])
+def test_copies_of_the_model_take_of_what_activations_have(tmp_path: Path, *, come: bool) -> None:
+    """The step that finds them runs without its plan."""
     kept = run(tmp_path, {"default": "keep"}, before=Copies(come=come))
     budget = int(0.75 * max(kept.peaks))
     found = run(
         tmp_path,
         {"default": "auto", "budget": {"device_bytes": budget}},
         before=Copies(come=come),
-        is_shared=is_shared,
         steps=2 * STEPS,
     )
     assert_below(found, budget)
@@ -298,7 +282,7 @@ def test_copies_of_the_model_take_of_what_activations_have(
     assert changes[CHANGED - 3] > 3.9 * size
     assert sum(changes) == changes[CHANGED - 3]
     peaks = [record.activation_peak_bytes or 0 for record in found.records]
-    later = peaks[-1 if is_shared else CHANGED + 1]
+    later = peaks[CHANGED + 1]
     assert (later < 0.97 * peaks[CHANGED - 1]) is come  # less is planned
     assert (later > 1.03 * peaks[CHANGED - 1]) is not come  # or more
 
