@@ -235,7 +235,8 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
 def _only_blocks(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
     """Yield the list of one block that holds most of the model, as ALBERT's, which is called in a loop."""
     for name, blocks in _outermost(model, least=1):
-        if 2 * _parameter_count(blocks.values()) > _parameter_count([model]):
+        is_loop = not isinstance(model.get_submodule(name), nn.Sequential)
+        if is_loop and 2 * _parameter_count(blocks.values()) > _parameter_count([model]):
             yield name, blocks
 
 

@@ -270,12 +270,13 @@ def test_other_blocks_that_hold_much_are_named(caplog: pytest.LogCaptureFixture)
         nn.Linear(4, 4),
         Parts(layers=nn.ModuleList()),
         Parts(embedding=nn.Embedding(64, 4), layers=blocks(1)),
+        Parts(first=nn.Linear(4, 4), last=nn.Sequential(Block())),
         Parts(layers=nn.ModuleList([Block(), OtherBlock()])),
         Parts(layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(4))),
         Parts(layers=nn.ModuleList(Adapted(dropout=nn.Dropout()) for _ in range(2))),
         Parts(layers=nn.ModuleDict({"first": Block(), "second": Block()})),
     ],
-    ids=["no list", "empty", "one small block", "mixed", "no blocks", "no parameters", "dict"],
+    ids=["no list", "empty", "one small block", "no loop", "mixed", "no blocks", "no parameters", "dict"],
 )
 def test_a_model_without_equal_blocks_says_what_to_do(model: nn.Module) -> None:
     message = (
