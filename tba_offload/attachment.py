@@ -1,4 +1,4 @@
-"""``attach``: finds the layers of a model and opens a session for them."""
+"""``attach``: find the layers of a model and open a session for them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def attach(
         ids = [layer.id for layer in stack.layers]
         chosen = with_directories(read_config(config, layers=ids), directories)
         warn_of_doubts(chosen, ids, on_cpu=_is_on_cpu(chunks))
-        optimizers = _several(optimizer)
+        optimizers = _listed(optimizer)
         if chosen.states is not None and not optimizers:
             message = "states: is about the states of optimizers, and attach() was given no optimizer"
             warn(message, NoEffectWarning)
@@ -113,8 +113,8 @@ def attach(
             status=status,
             tokens=tokens,
             optimizers=optimizers,
-            on_step=_listed(on_step),
-            trace_steps=_numbered(trace_steps),
+            on_step=_functions(on_step),
+            trace_steps=_numbers(trace_steps),
         )
     except ConfigError as error:
         raise error.with_traceback(None) from None  # the message says where; the way through here does not
@@ -124,6 +124,16 @@ _LEFT_OUT = (
     "these blocks are none of the layers that were found, so what they save stays in memory, and frozen "
     "weights of theirs too; name all that are to be placed: attach(model, config, layers=[...])"
 )
+
+
+def _find(chunks: list[nn.Module]) -> LayerStack:
+    """Ask the frameworks that are loaded, then look for blocks."""
+    if any(name.partition(".")[0] == "megatron" for name in sys.modules):
+        from tba_offload.megatron.layers import find_stack, is_megatron
+
+        if is_megatron(chunks):
+            return find_stack(chunks)
+    return find_layers(chunks)
 
 
 def _named(chunks: list[nn.Module], layers: Sequence[nn.Module]) -> LayerStack:
@@ -142,48 +152,9 @@ def _about(chunks: Sequence[nn.Module]) -> dict[str, object]:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the model in wrappers with nothing else in them, as DistributedDataParallel."""
-    while [name for name, _ in model.named_children()] in _WRAPPED:
+    while [name for name, _ in model.named_children()] in (["module"], ["_orig_mod"]):
         (model,) = model.children()
     return model
-
-
-_WRAPPED = (["module"], ["_orig_mod"])
-"""Names of the only child of a wrapper."""
-
-
-def _several(optimizer: Optimizer | Sequence[Optimizer] | None) -> Sequence[Optimizer]:
-    if optimizer is None:
-        return ()
-    return optimizer if isinstance(optimizer, Sequence) else (optimizer,)
-
-
-def _listed(on_step: OnStep | Sequence[OnStep] | None) -> Sequence[OnStep]:
-    """Return the functions that are given, each of them callable.
-
-    Raises:
-        ConfigError: One is not.
-    """
-    if on_step is None or callable(on_step):
-        return () if on_step is None else (on_step,)
-    given: Any = on_step
-    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
-    for each in found:
-        if not callable(each):
-            raise ConfigError(f"on_step is {quoted(each)}: give a function of a step's record, or a sink")
-    return found
-
-
-def _numbered(trace_steps: Iterable[int]) -> frozenset[int]:
-    """Return the numbers of steps that are given.
-
-    Raises:
-        ConfigError: One is none.
-    """
-    given = tuple(trace_steps) if isinstance(trace_steps, Iterable) else (trace_steps,)
-    for each in given:
-        if not isinstance(each, SupportsIndex) or operator.index(each) < 1:
-            raise ConfigError(f"trace_steps has {quoted(each)}: give numbers of steps, from 1")
-    return frozenset(map(operator.index, given))
 
 
 def _is_on_cpu(chunks: list[nn.Module]) -> bool:
@@ -191,11 +162,24 @@ def _is_on_cpu(chunks: list[nn.Module]) -> bool:
     return parameter is None or parameter.device.type == "cpu"
 
 
-def _find(chunks: list[nn.Module]) -> LayerStack:
-    """Ask the frameworks that are loaded, then looks for blocks."""
-    if any(name.partition(".")[0] == "megatron" for name in sys.modules):
-        from tba_offload.megatron.layers import find_stack, is_megatron
+def _listed(given: Any) -> tuple[Any, ...]:
+    """Return the objects that are given, of which a single one may stand alone."""
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
-        if is_megatron(chunks):
-            return find_stack(chunks)
-    return find_layers(chunks)
+
+def _functions(on_step: OnStep | Sequence[OnStep] | None) -> tuple[OnStep, ...]:
+    found = (on_step,) if callable(on_step) else _listed(on_step)
+    for each in found:
+        if not callable(each):
+            raise ConfigError(f"on_step is {quoted(each)}: give a function of a step's record, or a sink")
+    return found
+
+
+def _numbers(trace_steps: Iterable[int]) -> frozenset[int]:
+    found = _listed(trace_steps)
+    for each in found:
+        if not isinstance(each, SupportsIndex) or operator.index(each) < 1:
+            raise ConfigError(f"trace_steps has {quoted(each)}: give numbers of steps, from 1")
+    return frozenset(map(operator.index, found))
