@@ -53,19 +53,17 @@ class BlockList(NamedTuple):
     Attributes:
         name: Its name in its chunk.
         chunk: The model chunk it belongs to.
-        places: The names of the blocks in the list.
-        blocks: The blocks.
+        members: The blocks, by their places in the list.
     """
 
     name: str
     chunk: int
-    places: tuple[str, ...]
-    blocks: tuple[nn.Module, ...]
+    members: Blocks
 
     @property
-    def kinds(self) -> set[type]:
-        """The classes of the blocks."""
-        return set(map(type, self.blocks))
+    def blocks(self) -> list[nn.Module]:
+        """The blocks in their order."""
+        return list(self.members.values())
 
     @property
     def stack(self) -> str | None:
@@ -73,8 +71,8 @@ class BlockList(NamedTuple):
         return next((part for part in self.name.split(".") if part in _COUNTERPARTS), None)
 
     def __str__(self) -> str:
-        kinds = " and ".join(sorted(kind.__name__ for kind in self.kinds))
-        return f"{self.name} ({len(self.blocks)} of {kinds})"
+        kinds = " and ".join(sorted(kind.__name__ for kind in set(map(type, self.blocks))))
+        return f"{self.name} ({len(self.members)} of {kinds})"
 
 
 _COUNTERPARTS = {"encoder": "decoder", "decoder": "encoder"}
@@ -130,30 +128,33 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     chunks = chunks_of(model)
     if not chunks:
         raise UnsupportedError("there is no model to attach to: the list of its chunks is empty")
-    found = _block_lists(chunks, _lists) or _block_lists(chunks, _only_blocks)
-    if not found:
+    for search in (_lists, _only_blocks):
+        found = [
+            BlockList(name or type(part).__name__, chunk, members)
+            for chunk, part in enumerate(chunks)
+            for name, members in search(part)
+        ]
+        if found:
+            break
+    else:
         raise UnsupportedError(
             f"found no ModuleList of equal blocks in {type(chunks[0]).__name__}; "
             "name the layers: attach(model, config, layers=[...])"
         )
     largest = max(found, key=lambda each: _parameter_count(each.blocks))
-    counterpart = _COUNTERPARTS.get(largest.stack or "")
-    lists = [
-        each for each in found if each.kinds <= largest.kinds or (counterpart and each.stack == counterpart)
-    ]
-    stacks = {each.stack for each in lists}
-    are_two = len(stacks) == 2 and None not in stacks
+    kinds, counterpart = set(map(type, largest.blocks)), _COUNTERPARTS.get(largest.stack or "", "")
+    lists = [each for each in found if each.stack == counterpart or kinds.issuperset(map(type, each.blocks))]
+    are_two = {each.stack for each in lists} == _COUNTERPARTS.keys()
     numbers: dict[str | None, Iterator[int]] = defaultdict(itertools.count)
     layers = []
     for each in lists:
         stack = each.stack if are_two else None
-        for place, block in zip(each.places, each.blocks, strict=True):
-            layers.append(
-                Layer(LayerId(next(numbers[stack]), f"{each.name}.{place}", stack), block, each.chunk)
-            )
+        for place, block in each.members.items():
+            layer_id = LayerId(next(numbers[stack]), f"{each.name}.{place}", stack)
+            layers.append(Layer(layer_id, block, each.chunk))
     least = LEAST_LEFT_OUT * _parameter_count(layer.module for layer in layers)
     left_out = (each for each in found if each not in lists and _parameter_count(each.blocks) >= least)
-    return LayerStack(_counted(_distinct(layers)), left_out=tuple(left_out))
+    return LayerStack(_counted(layers), left_out=tuple(left_out))
 
 
 def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn.Module]) -> LayerStack:
@@ -179,9 +180,9 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
             )
         chunk, name = names[module]
         layers.append(Layer(LayerId(number, name or type(module).__name__), module, chunk))
-    layers = _distinct(layers)
-    check_disjoint(layers)
-    return LayerStack(_counted(layers))
+    counted = _counted(layers)
+    check_disjoint(counted)
+    return LayerStack(counted)
 
 
 def check_disjoint(layers: Sequence[Layer]) -> None:
@@ -200,27 +201,13 @@ def check_disjoint(layers: Sequence[Layer]) -> None:
             owner[part] = layer
 
 
-def _block_lists(
-    chunks: Sequence[nn.Module], search: Callable[[nn.Module], Iterable[tuple[str, Blocks]]]
-) -> list[BlockList]:
-    return [
-        BlockList(name or type(part).__name__, chunk, tuple(blocks), tuple(blocks.values()))
-        for chunk, part in enumerate(chunks)
-        for name, blocks in search(part)
-    ]
-
-
-def _distinct(layers: Sequence[Layer]) -> list[Layer]:
-    """Return the same without the later places of a module that stands in several: it runs several times."""
+def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """Return each layer once, knowing how many there are. A module in several places runs several times."""
     first: dict[nn.Module, Layer] = {}
     for layer in layers:
         first.setdefault(layer.module, layer)
-    return list(first.values())
-
-
-def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    own = [layer.id for layer in layers]
-    return tuple(replace(layer, id=known) for layer, known in zip(layers, with_depths(own, own), strict=True))
+    own = [layer.id for layer in first.values()]
+    return tuple(replace(each, id=i) for each, i in zip(first.values(), with_depths(own, own), strict=True))
 
 
 # Lists of blocks
@@ -236,7 +223,7 @@ def _only_blocks(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
     """Yield the list of one block that holds most of the model, as ALBERT's, which is called in a loop."""
     for name, blocks in _outermost(model, least=1):
         is_loop = not isinstance(model.get_submodule(name), nn.Sequential)
-        if is_loop and 2 * _parameter_count(blocks.values()) > _parameter_count([model]):
+        if is_loop and _are_most(blocks.values(), [model]):
             yield name, blocks
 
 
@@ -283,27 +270,24 @@ def _in_stages(stages: Blocks) -> Blocks:
     equal blocks themselves, as OLMo's block groups. Layers may hold lists too, but are equal. Experts are no
     layers: only some of them run.
     """
-    inner = {
-        (place, name): blocks
+    lists = [
+        (place, *found)
         for place, stage in stages.items()
-        for name, blocks in _outermost(stage, least=1)
-        if "expert" not in name
-    }
-    found = {
+        for found in _outermost(stage, least=1)
+        if "expert" not in found[0]
+    ]
+    blocks = {
         ".".join(filter(None, (place, name, within))): block
-        for (place, name), blocks in inner.items()
-        for within, block in blocks.items()
+        for place, name, members in lists
+        for within, block in members.items()
     }
-    if (
-        {place for place, _ in inner} != stages.keys()
-        or len(found) == len(inner)
-        or 2 * _parameter_count(found.values()) <= _parameter_count(stages.values())
-    ):
+    all_have_lists = {place for place, *_ in lists} == stages.keys() and len(blocks) > len(lists)
+    if not all_have_lists or not _are_most(blocks.values(), stages.values()):
         return {}
     shapes = {tuple(parameter.shape for parameter in stage.parameters()) for stage in stages.values()}
-    names = {tuple(name for name, _ in block.named_parameters()) for block in found.values()}
-    are_equal_lists = all(map(_members, stages.values())) and len(names) == 1
-    return found if len(shapes) > 1 or are_equal_lists else {}
+    names = {tuple(name for name, _ in block.named_parameters()) for block in blocks.values()}
+    are_groups = all(map(_members, stages.values())) and len(names) == 1
+    return blocks if are_groups or len(shapes) > 1 else {}
 
 
 def _are_alike(blocks: Blocks, *, may_differ: bool) -> bool:
@@ -311,15 +295,16 @@ def _are_alike(blocks: Blocks, *, may_differ: bool) -> bool:
     firsts = {type(block): block for block in reversed(blocks.values())}
     if not all(map(_is_block, firsts.values())):
         return False
-    return len(firsts) == 1 or (may_differ and len(firsts) < len(blocks) and not _consist_of_lists(blocks))
-
-
-def _consist_of_lists(blocks: Blocks) -> bool:
-    """Whether most of the parameters are those of lists within the blocks, as in the stages of a U-Net."""
-    inner = sum(
-        _parameter_count(held.values()) for block in blocks.values() for _, held in _outermost(block, least=2)
+    if len(firsts) == 1:
+        return True
+    # The stages of a U-Net differ in class; what they hold is found as lists of its own.
+    held = (
+        each
+        for block in blocks.values()
+        for _, inner in _outermost(block, least=2)
+        for each in inner.values()
     )
-    return 2 * inner > _parameter_count(blocks.values())
+    return may_differ and len(firsts) < len(blocks) and not _are_most(held, blocks.values())
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -341,3 +326,8 @@ def _is_called(module: nn.Module) -> bool:
 
 def _parameter_count(blocks: Iterable[nn.Module]) -> int:
     return sum(parameter.numel() for block in blocks for parameter in block.parameters())
+
+
+def _are_most(some: Iterable[nn.Module], modules: Iterable[nn.Module]) -> bool:
+    """Whether some parts of modules hold more than half of the parameters."""
+    return 2 * _parameter_count(some) > _parameter_count(modules)
