@@ -133,7 +133,7 @@ def plan(
     Without --budget it is the plan with the lowest peak at which compute waits for nothing and a step takes
     no longer than if everything was kept; where that peak is hardly lower, everything is kept.
     """
-    from tba_offload.plan.what_if import Situation
+    from tba_offload.planner.what_if import Situation
     from tba_offload.report import text
     from tba_offload.report.plans import draw_frontier
     from tba_offload.report.rok import picture_kind

@@ -50,12 +50,8 @@ class BudgetConfig:
 
     objective: Objective | None = None
     """What layers placed ``auto`` are planned for: the least ``time`` of a step, or the least ``memory`` at
-    which nothing waits. None means ``time`` with activation_bytes or device_bytes and ``memory`` without."""
-
-    def __post_init__(self) -> None:
-        if self.objective is Objective.TIME and self.activation_bytes is self.device_bytes is None:
-            why = "time needs activation_bytes or device_bytes: without a budget nothing would leave memory"
-            raise conflict("objective", why)
+    which nothing waits. By default ``time``. Without activation_bytes and device_bytes, ``time`` fits nine
+    tenths of the device."""
 
     @property
     def limits(self) -> tuple[int | None, int | None]:

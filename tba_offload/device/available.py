@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,9 @@ from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+FITTING = 0.9
+"""Share of a device that layers placed ``auto`` may fill where no budget is given."""
 
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -30,6 +34,22 @@ def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[0])
     return min([_host_bytes(root), *_group_bytes(root)])
+
+
+def fitting_bytes(device: torch.device) -> int:
+    """Return nine tenths of the memory that this process may have on a device, bytes.
+
+    Of an accelerator that is its size less what other processes hold, of a CPU the memory that this process
+    has and may still take.
+
+    Raises:
+        UnsupportedError: The kernel does not say it.
+    """
+    free = available_bytes(device)
+    if device.type != "cpu":
+        return int(FITTING * (free + torch.get_device_module(device).memory_reserved(device)))
+    resident = int(_read(Path("/proc/self/statm")).split()[1]) * resource.getpagesize()
+    return int(FITTING * (free + resident))
 
 
 def _host_bytes(root: Path) -> int:

@@ -569,19 +569,23 @@ class PlanEvent(Event):
 
     Attributes:
         names: Module names of the layers.
-        profile: The step, as :class:`tba_offload.plan.profile.StepProfile` reads it.
-        drive: Rates of drives, as :class:`tba_offload.plan.bandwidth.Bandwidth` reads them.
+        policy: Placement that the user wants for each layer.
+        plan: The plan.
+        profile: The step, as :class:`tba_offload.planner.profile.StepProfile` reads it.
+        drive: Rates of the store, as :class:`tba_offload.planner.rates.Bandwidth` reads them.
         limits: What the plan had to keep to.
-        writes: What it writes, as :class:`tba_offload.plan.writes.Writes`; empty where nothing limits that.
+        writes_bound: Whether the limit of writes leaves room to offload no layer more.
     """
 
     EVENT = PLAN
 
     names: list[str]
+    policy: list[str]
+    plan: Json
     profile: Json
     drive: Json
     limits: Json
-    writes: Json = {}
+    writes_bound: bool = False
 
 
 class HeldBytes(NamedTuple):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from tba_offload.plan.model import PlannedStep
+    from tba_offload.planner.model import PlannedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

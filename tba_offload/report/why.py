@@ -424,7 +424,7 @@ def _change_of_plan(seen: Evidence, names: list[str], better: str) -> str:
     if not all(isinstance(entry, dict) and entry.get("placement") == "auto" for entry in entries):
         return f"place them {better}"
     plans = seen.log.events(PlanEvent)
-    if better == "offload" and plans and plans[-1].writes.get("bounds"):
+    if better == "offload" and plans and plans[-1].writes_bound:
         return "raise store.write_bytes_per_day, which leaves the planner room to offload no layer more"
     than = "" if budget is None else f" below {readable_size(budget)}"
     return f"give the planner, which chose that, a budget.activation_bytes{than}"

@@ -13,7 +13,7 @@ from tba_offload.layers.checkpoint import is_recomputation
 from tba_offload.layers.graph import latest_node
 from tba_offload.layers.guards import cache_warning, holds_cache, is_checkpointed
 from tba_offload.layers.nested import TooManyError, tensors_in
-from tba_offload.plan.sizes import rough_bytes
+from tba_offload.planner.sizes import rough_bytes
 from tba_offload.session.layer_call import Call
 from tba_offload.session.notices import tell
 

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import is_lazy
 
-from tba_offload.adapt.beside import SeenBeside
 from tba_offload.device.live_bytes import plain_storage
 from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.errors import UnsupportedError
 from tba_offload.placements import Placement
-from tba_offload.plan.beside import Beside
+from tba_offload.planner.measure import SeenBeside
+from tba_offload.planner.profile import Beside
 from tba_offload.report.log import HeldBytes, PhasePeak
 from tba_offload.states.pieces import parameters_of
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.trace import ScopeTrace, StepTrace
     from tba_offload.device.live_bytes import LiveBytes
     from tba_offload.device.streams import Device
-    from tba_offload.plan.model import Limits
+    from tba_offload.planner.model import Limits
     from tba_offload.session.notices import Notices
     from tba_offload.session.outputs import Outputs, Returned
     from tba_offload.session.step import Step

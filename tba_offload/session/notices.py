@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId
     from tba_offload.layers.stack import Layer
-    from tba_offload.plan.device_share import DeviceShare
+    from tba_offload.planner.model import DeviceShare
     from tba_offload.report.log import StepRecord
     from tba_offload.session.session import Session
 

@@ -21,7 +21,7 @@ import torch
 from tba_offload.capture.trace import DeviceTimes
 from tba_offload.device.streams import device_of
 from tba_offload.placements import Placement
-from tba_offload.plan.model import Plan
+from tba_offload.planner.model import Plan
 from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter, StepRecord, describe_step
 from tba_offload.report.ranks import free_run_log
 from tba_offload.session.memory import frozen_bytes, largest_trained, static_bytes
@@ -151,14 +151,14 @@ class Records:
         self._updates[number] = {"event": "states", **document}
         self.note("states", document)
 
-    def note_states_choice(self, line: str | None, document: dict[str, object]) -> None:
+    def note_states_choice(self, line: str, document: dict[str, object]) -> None:
         """Add how many sub-groups of optimizer states are offloaded.
 
         Args:
-            line: How many, in words; ``None`` if it is as many as before.
-            document: What that was decided by.
+            line: How many, in words.
+            document: The same for the run log.
         """
-        if line is not None and self._header.rank == 0:
+        if self._header.rank == 0:
             tell(f"states after step {self.last_step}: {line}")
         self.note("states_plan", document)
 

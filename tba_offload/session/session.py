@@ -17,48 +17,44 @@ import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
 
-from tba_offload.adapt.controller import Controller
-from tba_offload.adapt.planning import Planning
-from tba_offload.adapt.task import Task
-from tba_offload.adapt.thinking import InSlices
 from tba_offload.capture import resize, transforms
 from tba_offload.capture.gradients import Gradients
 from tba_offload.capture.hooks import Capture
 from tba_offload.capture.rematerialize import Rebuilds
 from tba_offload.capture.site import Site, check_unattached
 from tba_offload.config import ConfigLike, OffloadConfig, read_config
-from tba_offload.config.policy import Placement
+from tba_offload.config.policy import Objective, Placement
+from tba_offload.device.available import fitting_bytes
 from tba_offload.device.streams import device_of_model, devices_of
 from tba_offload.errors import ConfigError, SessionError, TransferError
 from tba_offload.formatting import layers_by_placement
 from tba_offload.layers.guards import checkpointing_warning, is_checkpointed
 from tba_offload.layers.stack import LayerStack, check_disjoint
-from tba_offload.plan.goals import default_objective
-from tba_offload.plan.model import Plan
+from tba_offload.planner.auto import Controller, Task
+from tba_offload.planner.budget import Budget, StatesBeside
+from tba_offload.planner.model import DeviceShare, Limits, Plan
+from tba_offload.planner.planning import Planning
 from tba_offload.recompute.verdicts import Verifier
 from tba_offload.report.log import MEMORY, TIMELINE
 from tba_offload.report.why import Diagnosis
 from tba_offload.session.backward import BackwardWatch, Ranges
-from tba_offload.session.budget import Budget, Watched, limits_of
 from tba_offload.session.layer_runs import LayerRuns
 from tba_offload.session.loop import Loop, steps_beside, token_counter
 from tba_offload.session.memory import Memory, MemoryWatch, StepCurve, static_bytes
 from tba_offload.session.notices import Notices, tell, warn_after
 from tba_offload.session.outputs import Outputs
 from tba_offload.session.record import Records, explained, header_of, label_of, learn, memory_event, record_of
-from tba_offload.session.states_choice import StatesChoice
 from tba_offload.session.step import Step
 from tba_offload.states import offload_optimizer
 from tba_offload.states.pieces import parameters_of
 from tba_offload.store import interrupts, open_store
 from tba_offload.store.base import close_after
-from tba_offload.store.options import directories_of
+from tba_offload.store.bench import measure
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.weights import FrozenWeights, WeightsTraffic
 
@@ -69,11 +65,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from tba_offload.adapt.agreement import Agree
     from tba_offload.config.policy import LayerId
+    from tba_offload.device.streams import Device
+    from tba_offload.planner.planning import Agree
     from tba_offload.report.log import StepRecord
     from tba_offload.session.loop import TokenCounter, Tokens
-    from tba_offload.states import OptimizerStates, StatesRecord
+    from tba_offload.states import OptimizerStates
+    from tba_offload.store.base import ActivationStore
 
 
 @dataclass(frozen=True)
@@ -186,6 +184,7 @@ class Session:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet(updated_by)
         self.states: list[OptimizerStates] = []
         self.weights: FrozenWeights | None = None
+        self._states_beside: StatesBeside | None = None
         self._traced = frozenset(trace_steps)
         self._is_inert = False
         self._closers: list[Callable[[], object]] = []  # in the order of opening; close() goes backwards
@@ -206,7 +205,6 @@ class Session:
 
     def _open_engine(self, stack: LayerStack, *, measure_memory: bool) -> None:
         config, device, modules, layers = self.config, self.device, self.modules, self.layers
-        limits = limits_of(config)
         plan = self._plan_of(config)  # before anything is opened: its rules may be wrong
         names = [layer.id.name for layer in layers]
         self.notices = Notices()
@@ -215,16 +213,14 @@ class Session:
         self.offloader = Offloader(
             self.store,
             device,
-            window=limits.window,
+            window=config.budget.window,
             keep_when_full=config.on_full == "keep",
             stall_limit=config.store.stall_seconds,
             budget_bytes=config.budget.activation_bytes,
         )
-        self.capture = Capture(
-            self.offloader, min_tensor_bytes=config.min_tensor_bytes, budget_bytes=limits.budget
-        )
-        self.planning = Planning(plan, [layer.id.number for layer in layers], self.capture, self.offloader)
-        self._closers.append(partial(self._in_parent, self.planning.close))
+        self.capture = Capture(self.offloader, min_tensor_bytes=config.min_tensor_bytes)
+        numbers, probe = [layer.id.number for layer in layers], partial(_probed, self.store, device)
+        self.planning = Planning(plan, numbers, self.capture, self.offloader, probe)
         # The observers.
         self.outputs = Outputs(self.capture, device.torch_device, len(layers) - 1)
         self.weights_traffic = WeightsTraffic()
@@ -236,14 +232,10 @@ class Session:
         memory = Memory(device, live, watch, curve, self.outputs, self.notices, wanted=measure_memory)
         self.memory = memory
         self._closers.append(partial(self._in_parent, memory.close))
-        if config.budget.device_bytes is not None:
-            memory.check_measured()
-        self.budget = Budget(
-            limits,
-            Watched(self.planning, self.capture, live, self.notices),
-            device_bytes=config.budget.device_bytes,
-            static=partial(static_bytes, modules, self.optimizers, self.states, device.torch_device),
-        )
+        limits = self._limits()
+        self.capture.budget_bytes = limits.budget
+        parts = self.notices, modules, self.optimizers, self.states, device.torch_device
+        self.budget = Budget(limits, self.planning, self.capture, live, partial(_nothing_left, *parts))
         generators = stack.generators(devices_of(modules, device))
         self.verifier = Verifier(layers, generators, stack.not_compared, tell)
         self._closers.append(self.verifier.close)
@@ -275,20 +267,18 @@ class Session:
         config = self.config
         self._closers.append(self._close_states)
         is_open = config.states is not None and config.states.default == "auto"
-        choice = self._choice = (
-            StatesChoice(self.planning, self.budget, self.records.note_states_choice) if is_open else None
-        )
-        if choice is not None:
-            self._closers.append(choice.close)
         for number, optimizer in enumerate(optimizers):
             if not masters and not any(map(self.gradients.watches, parameters_of(optimizer))):
                 self.notices.foreign(optimizer)
-            updated = partial(_updated, self.records, choice, number)
+            updated = partial(self.records.note_states, number)
             self.states.append(
                 offload_optimizer(optimizer, config, model=self.modules, masters=masters, updated=updated)
             )
-        if choice is not None:
-            choice.begin(self.states)
+        if is_open:
+            self._states_beside = StatesBeside(
+                self.planning, self.budget, self.states, self.records.note_states_choice
+            )
+            self._closers.append(self._states_beside.close)
         if config.frozen_percent:
             blocks, count = [layer.module for layer in self.layers], self.gradients.live.shift
             self.weights = FrozenWeights(
@@ -450,8 +440,8 @@ class Session:
         self.budget.end_step(record)
         if not step.is_skipped:
             learn(self, step, record, loads)
-            if self._choice is not None:
-                self._choice.step_ended(record)
+            if self._states_beside is not None:
+                self._states_beside.step_ended(record)
         return record
 
     # ---- for users -------------------------------------------------------------------------------
@@ -620,8 +610,29 @@ class Session:
     # ---- the plan --------------------------------------------------------------------------------
 
     def _plan_of(self, config: OffloadConfig) -> Plan:
-        ids, window = [layer.id for layer in self.layers], limits_of(config).window
+        ids, window = [layer.id for layer in self.layers], config.budget.window
         return Plan.from_policy(config.policy, ids, self.world.layers, window=window)
+
+    def _limits(self) -> Limits:
+        """Return what plans must keep to; of a device all may be left at first.
+
+        Layers placed ``auto`` without a budget fit the device, where its memory can be measured.
+
+        Raises:
+            UnsupportedError: The policy limits all that lies on the device, and that cannot be measured.
+        """
+        budget = self.config.budget
+        limits = Limits(budget.activation_bytes, budget.window, self.config.store.write_bytes_per_day)
+        if budget.device_bytes is not None:
+            self.memory.check_measured()
+            return limits.on_device(DeviceShare(budget.device_bytes))
+        is_auto = Placement.AUTO in self.config.policy.placements(self.world.layers)
+        if not is_auto or budget.activation_bytes is not None or budget.objective is Objective.MEMORY:
+            return limits
+        if self.memory.meter_of_step(wanted=None, may_help=True) is None:
+            return limits
+        share = DeviceShare(fitting_bytes(self.device.torch_device))
+        return replace(limits.on_device(share), is_fit=True)
 
     def _start_planning(self, config: OffloadConfig) -> None:
         """Start with the plan of a policy, and with what learns from steps and decides where that is open.
@@ -635,12 +646,10 @@ class Session:
                 plan.placements,
                 tuple((layer.chunk, layer.id.name) for layer in self.layers),
                 limits,
-                config.budget.objective or default_objective(limits),
-                host_capacity=config.store.host_capacity,
-                drives=_drives_of(config),
+                config.budget.objective or (Objective.MEMORY if limits.budget is None else Objective.TIME),
                 is_shared=is_auto and self.world.agree is not None,
             )
-            controller = Controller(task, think=InSlices)
+            controller = Controller(task)
         self.planning.start(plan, controller, self.world.agree)
 
 
@@ -653,17 +662,23 @@ def _unchangeable(wanted: OffloadConfig, config: OffloadConfig) -> list[str]:
     return [name for name, is_same in zip(names, same, strict=True) if not is_same]
 
 
-def _updated(records: Records, choice: StatesChoice | None, number: int, record: StatesRecord) -> None:
-    """Record that an optimizer has made an update."""
-    records.note_states(number, record)
-    if choice is not None:
-        choice.updated(number, record)
+def _nothing_left(
+    notices: Notices,
+    modules: Sequence[nn.Module],
+    optimizers: Iterable[Optimizer],
+    states: Sequence[OptimizerStates],
+    device: torch.device,
+    share: DeviceShare,
+) -> None:
+    """Warn that what lies on the device beside activations takes all of it."""
+    if not notices.said("nothing left"):
+        notices.nothing_left(share, static_bytes(modules, optimizers, states, device))
 
 
-def _drives_of(config: OffloadConfig) -> tuple[int, ...]:
-    """Return the device numbers of the file systems that a configuration names, in its order."""
-    directories = directories_of(config.store)
-    return tuple(Path(directory).stat().st_dev for directory in directories if Path(directory).is_dir())
+def _probed(store: ActivationStore, device: Device) -> tuple[float, float]:
+    """Return the rates at which a store takes small pieces and gives them back, bytes a second."""
+    rates = measure(store, device, extent_bytes=1 << 20, extents=4, seconds=0.05)
+    return rates.write, rates.read
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

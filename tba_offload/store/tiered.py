@@ -6,7 +6,7 @@ import errno
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import StoreFullError
-from tba_offload.plan.window import Window
+from tba_offload.planner.window import Window
 from tba_offload.store.base import HOST_TIER, ActivationStore, DriveLoad, Extent
 from tba_offload.store.combined import CombinedStore, first_ranges
 

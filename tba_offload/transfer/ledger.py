@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tba_offload.device import Mark
-    from tba_offload.plan.window import Window
+    from tba_offload.planner.window import Window
     from tba_offload.transfer.storage import Record, Span
 
 NOTICEABLE = 20e-6

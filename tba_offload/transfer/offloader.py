@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tba_offload.plan.window import Window
+from tba_offload.planner.window import Window
 from tba_offload.transfer.ahead import ReadAhead
 from tba_offload.transfer.failures import Failures
 from tba_offload.transfer.reader import Reader

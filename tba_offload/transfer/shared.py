@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from tba_offload.device.streams import Device
-    from tba_offload.plan.window import Window
+    from tba_offload.planner.window import Window
     from tba_offload.store.base import ActivationStore
     from tba_offload.transfer.failures import Failures
     from tba_offload.transfer.storage import Record, Span

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from tba_offload.device.streams import Device, Event
-    from tba_offload.plan.window import Window
+    from tba_offload.planner.window import Window
     from tba_offload.store.base import ActivationStore, IoFuture
     from tba_offload.transfer.shared import Shared
     from tba_offload.transfer.storage import Piece, Record

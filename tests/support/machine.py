@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tba_offload.adapt.agreement import Agreement
-from tba_offload.adapt.controller import Controller
-from tba_offload.adapt.observation import StepObservation
-from tba_offload.adapt.task import Task
 from tba_offload.capture.scope import ActivationKey, ScopeKey
 from tba_offload.capture.trace import (
     ActivationTrace,
@@ -18,20 +14,21 @@ from tba_offload.capture.trace import (
     Treatment,
 )
 from tba_offload.config.policy import Objective, Placement
-from tba_offload.plan.model import Limits
-from tba_offload.plan.profile import computed_as
-from tba_offload.plan.simulate import simulate
+from tba_offload.planner.auto import Controller, StepObservation, Task
+from tba_offload.planner.model import Limits
+from tba_offload.planner.play import play
+from tba_offload.planner.profile import computed_as
 from tba_offload.report.log import StepRecord
 from tba_offload.store.base import DriveLoad, Load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tba_offload.adapt.agreement import Agree
-    from tba_offload.adapt.beside import SeenBeside
-    from tba_offload.plan.bandwidth import Bandwidth
-    from tba_offload.plan.model import Plan
-    from tba_offload.plan.profile import LayerKind, Slot, StepProfile, Timing
+    from tba_offload.planner.measure import SeenBeside
+    from tba_offload.planner.model import Plan
+    from tba_offload.planner.planning import Agree
+    from tba_offload.planner.profile import LayerKind, Slot, StepProfile, Timing
+    from tba_offload.planner.rates import Bandwidth
     from tba_offload.session import Session
 
 
@@ -46,6 +43,7 @@ class Machine:
 
     Attributes:
         is_behind: Whether it computes on a device that has done next to nothing when the host is done.
+        never: Layers that must not run twice.
     """
 
     def __init__(
@@ -57,7 +55,8 @@ class Machine:
         self.plan = controller.task.first()
         self.steps = 0
         self.is_behind = False
-        self._observer = controller if agree is None else Agreement(controller, agree)
+        self.never: frozenset[int] = frozenset()
+        self._agree = agree
 
     def run(self, steps: int, **options: float) -> list[Plan]:
         """Steps that are all alike, see :meth:`step`; the plan of each."""
@@ -89,7 +88,7 @@ class Machine:
         self.steps += 1
         self.controller.begin_step()
         plan = self._fitting()
-        found = simulate(self.profile, plan, bandwidth or self.bandwidth)
+        found = play(self.profile, plan, bandwidth or self.bandwidth)
         trace, ended = trace_of_step(self.profile, plan, slower)
         for scope in trace.scopes:
             scope.is_retained = retains
@@ -99,7 +98,7 @@ class Machine:
             seconds=(ended + stall) / (1000 if self.is_behind else 1),
             stall_seconds=stall,
             activation_peak_bytes=None if peak is None else int(peak * found.peak_bytes),
-            own_peak_bytes=found.peak_bytes - self.profile.rest_bytes,
+            own_peak_bytes=found.peak_bytes - self.profile.headroom,
             fallback_kept_bytes=found.fallback_bytes,
         )
         load = DriveLoad(
@@ -108,10 +107,20 @@ class Machine:
         stalls = [(ended, ended + stall)] if stall else []
         times = trace.host_times(stalls, began=0.0, ended=ended + stall)
         on_device = OnDevice(times) if self.is_behind else None
-        self.plan = self._observer.observe(
-            StepObservation(trace, stalls, [load], plan, record, 0.0, beside, on_device)
-        )
+        seen = StepObservation(trace, stalls, [load], plan, record, 0.0, beside, on_device, self.never)
+        self.plan = self._agreed(plan, self.controller.observe(seen))
         return plan
+
+    def _agreed(self, before: Plan, wanted: Plan) -> Plan:
+        if self._agree is None:
+            return wanted
+        names, agreed = self.controller.task.names, before.placements
+        if self.controller.is_time_to_talk:
+            found = self._agree(
+                dict(zip(names, wanted.placements, strict=True)), self.controller.need_of(wanted)
+            )
+            agreed = tuple(found[name] for name in names)
+        return self.controller.bind(agreed, wanted)
 
     def _fitting(self) -> Plan:
         """The plan, unless a layer is given more than it was made for."""
@@ -120,7 +129,7 @@ class Machine:
             for slot in self.profile.slots:
                 size = (1, self.profile.kind_of(slot.layer).input_bytes)
                 if not slot.backward and not self.controller.fits(slot.layer, size):
-                    plan = self._observer.least(self.plan)
+                    plan = self.controller.least(self.plan)
         return plan
 
 
@@ -158,7 +167,7 @@ def trace_of_step(profile: StepProfile, plan: Plan, slower: float = 1.0) -> tupl
         kind = profile.kind_of(slot.layer)
         key = ScopeKey(slot.layer, slot.micro_batch, 0, f"layers.{slot.layer}")
         scope = ScopeTrace(key, placement, now, kind.input_bytes, now + slower * forward)
-        saved = _saved(kind, plan.staying(slot.layer, kind), key, placement, now, slower * forward)
+        saved = _saved(kind, kind.staying(placement.percent), key, placement, now, slower * forward)
         trace.scopes.append(scope)
         trace.activations += [activation for activation, _ in saved]
         trace.kept_bytes += sum(a.nbytes for a, _ in saved if a.treatment is Treatment.PLANNED_KEEP)

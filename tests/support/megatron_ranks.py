@@ -41,8 +41,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tba_offload.adapt.controller import Controller
-    from tba_offload.adapt.task import Case
+    from tba_offload.planner.auto import Controller, StepObservation
+    from tba_offload.planner.model import Plan
 
 SEED = 1234
 STEPS = 3
@@ -493,10 +493,9 @@ def watch_planner(history: History, *, at_odds: bool) -> None:
 
 def at_odds_with_others(controller: Controller) -> Controller:
     """One that decides by its rank and by how often it has; of several, the last one needs it most."""
-    from tba_offload.adapt.controller import Controller
-    from tba_offload.adapt.phases import Moment, Phase, Settled
     from tba_offload.config.policy import Placement
-    from tba_offload.plan.model import Plan, Prediction
+    from tba_offload.planner.auto import Controller
+    from tba_offload.planner.model import Plan, Prediction
 
     choices = (
         *(Placement.KEEP, Placement.OFFLOAD, Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD),
@@ -504,31 +503,18 @@ def at_odds_with_others(controller: Controller) -> Controller:
     )
     turns = itertools.count(dist.get_rank())
 
-    def decided(moment: Moment, case: Case) -> tuple[Phase, Plan]:
-        turn = next(turns)
-        layers = range(len(moment.task.policy))
-        placements = tuple(choices[(turn + layer) % len(choices)] for layer in layers)
-        expected = Prediction(1.0, stall_seconds=0.0, peak_bytes=0, written_bytes=0)
-        plan = Plan(placements, window=moment.plan.window, prediction=expected)
-        return Decided(plan, "", planned_for=case.bandwidth), plan
-
-    class Decided(Settled):
-        def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
-            return decided(moment, case)
-
-    class Undecided(Phase):
-        def decide(self, moment: Moment, case: Case) -> tuple[Phase, Plan]:
-            return decided(moment, case)
-
     class AtOdds(Controller):
-        def __init__(self) -> None:
-            super().__init__(controller.task)
-            self._phase = Undecided()
+        def observe(self, seen: StepObservation) -> Plan:
+            self.steps += 1
+            turn = next(turns)
+            layers = range(len(self.task.policy))
+            placements = tuple(choices[(turn + layer) % len(choices)] for layer in layers)
+            return Plan(placements, window=seen.plan.window, prediction=Prediction(1.0, 0.0, 0, 0, 0))
 
         def need_of(self, proposed: Plan) -> tuple[float, float]:
             return 0.0, float(dist.get_rank())
 
-    return AtOdds()
+    return AtOdds(controller.task)
 
 
 def pretend_training_loop(arguments: argparse.Namespace) -> None:

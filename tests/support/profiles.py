@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from tba_offload.config.policy import Placement
-from tba_offload.plan.bandwidth import Bandwidth, HostTier
-from tba_offload.plan.model import Plan
-from tba_offload.plan.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.planner.model import Plan
+from tba_offload.planner.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.planner.rates import Bandwidth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ def make_profile(
         for layer, m, backward in steps_of(layers, micro_batches, warm_up)
     )
     timing = {KEEP: Timing(forward, backward)}
-    return StepProfile((kind,), (0,) * layers, (timing,), slots, tail=0.02, rest_bytes=MIB)
+    return StepProfile((kind,), (0,) * layers, (timing,), slots, tail=0.02, headroom=MIB)
 
 
 profiles = st.builds(
@@ -98,14 +98,8 @@ rebuilding_profiles = st.builds(
 
 
 all_profiles = st.one_of(profiles, rebuilding_profiles)
-drives = st.builds(Bandwidth, st.floats(5e7, 2e10), st.floats(5e7, 2e10), st.sampled_from([0.0, 1e-4]))
-hosts = st.builds(
-    HostTier, st.floats(5e7, 4e10), st.floats(5e7, 4e10), st.one_of(st.just(0), st.integers(0, 64 * MIB))
-)
-
-
+drives = st.builds(Bandwidth, st.floats(5e7, 2e10), st.floats(5e7, 2e10))
 small_capacities = st.integers(0, 32 * MIB)
-small_hosts = st.builds(HostTier, st.just(20e9), st.floats(5e7, 4e10), st.integers(0, 4 * MIB))
 behind = st.builds(Bandwidth, st.floats(1e6, 2e8), st.floats(5e7, 2e10))
 windows = st.one_of(st.none(), st.integers(MIB, 64 * MIB))
 shares = st.floats(0.05, 1.2)

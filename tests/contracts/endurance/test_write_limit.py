@@ -53,8 +53,9 @@ def test_a_run_writes_no_more_than_its_share_of_a_day(tmp_path: Path) -> None:
     found, records = run(tmp_path, budget=budget, limit=limit)
     assert_same_history(found, expected)
     events = read_run_log(tmp_path / f"{Placement.AUTO}-{limit}.jsonl").others
-    writes: Any = [event for event in events if event["event"] == "plan"][-1]["writes"]
-    assert writes["bytes_per_day"] <= writes["allowed"] == limit
+    event: Any = [event for event in events if event["event"] == "plan"][-1]
+    expected_of_step = event["plan"]["prediction"]
+    assert expected_of_step["written_bytes"] / expected_of_step["seconds"] * DAY <= limit
     assert records[-1].offloaded_bytes < records[0].offloaded_bytes / 4
 
 

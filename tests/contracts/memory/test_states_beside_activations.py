@@ -1,17 +1,16 @@
 """``states: {default: auto}``: states and activations together keep to ``budget.device_bytes``.
 
-As few sub-groups of states travel as let the whole step be fastest, and bits never change. In the small model
-of these tests states are two fifths of what lies on the device, and activations as much.
+What the plan for activations leaves is filled with sub-groups of states that stay, and bits never change. In
+the small model of these tests states are two fifths of what lies on the device, and activations as much.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import json
 import warnings
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 import torch
@@ -123,7 +122,6 @@ def test_fewer_travel_where_a_device_has_more(tmp_path: Path, *, by_hand: bool) 
         travelling.append(found.travelling)
         last = found.updates[-1]
         assert (last.read_bytes == 0) is (found.travelling == 0)
-        assert last.predicted_seconds is not None
     assert travelling[0] == 0
     assert travelling[-1] > 0.8 * last.sub_groups
 
@@ -161,34 +159,16 @@ def test_layers_that_are_placed_offload_get_what_is_left(tmp_path: Path) -> None
         assert all(map(same_bits, found.weights, kept.weights))
 
 
-def test_the_run_log_tells_what_was_chosen_and_from_what(tmp_path: Path) -> None:
-    log = tmp_path / "run.jsonl"
+def test_the_run_log_tells_what_was_chosen(tmp_path: Path) -> None:
+    """And a plan from it for a device has states fill what it leaves."""
+    log, policy = tmp_path / "run.jsonl", tmp_path / "policy.yaml"
     kept = run(tmp_path, None)
-    budget = int(0.8 * max(kept.peaks))
-    found = run(tmp_path, budget, log=log)
+    found = run(tmp_path, int(0.8 * max(kept.peaks)), log=log)
     events = [event for event in tba.read_run_log(log).others if event["event"] == "states_plan"]
-    assert events
-    for event in events:
-        tried = event["tried"]
-        assert isinstance(tried, list)
-        assert {each["travelling"] for each in tried} >= {0, event["sub_groups"], event["travelling"]}
-        assert event["sub_groups"] == found.updates[-1].sub_groups
     assert events[-1]["travelling"] == found.travelling
-    assert found.updates[-1].predicted_seconds is not None
+    assert events[-1]["sub_groups"] == found.updates[-1].sub_groups
     assert found.steps[-1].predicted_device_peak_bytes == pytest.approx(found.peaks[-1], rel=0.1)
-
-    def planned(share: float) -> dict[str, Any]:
-        size = f"{int(share * max(kept.peaks))}B"
-        policy = str(tmp_path / "policy.yaml")
-        command = ["plan", str(log), "--device-bytes", size, "--json", "-o", policy]
-        result = CliRunner().invoke(cli.main, command, catch_exceptions=False)
-        assert tba.load_config(policy).states == StatesConfig(**AUTO)
-        document: dict[str, Any] = json.loads(result.stdout)
-        return document
-
-    roomy, tight = planned(2.0), planned(0.5)
-    assert roomy["states"]["travelling"] == 0
-    assert roomy["states"]["device_peak_bytes"] == pytest.approx(max(kept.peaks), rel=0.25)
-    assert tight["states"]["travelling"] > 0.8 * found.updates[-1].sub_groups
-    told = CliRunner().invoke(cli.main, ["plan", str(log), "--device-bytes", f"{max(kept.peaks)}B"])
-    assert "sub-groups of optimizer states travel" in told.output
+    command = ["plan", str(log), "--device-bytes", f"{max(kept.peaks)}B", "-o", str(policy)]
+    result = CliRunner().invoke(cli.main, command, catch_exceptions=False)
+    assert "are left for activations" in result.output
+    assert tba.load_config(policy).states == StatesConfig(**AUTO)

@@ -188,7 +188,6 @@ store: {directories: "/tmp/\ud800"} => 1: store.directories: '/tmp/\ud800' is no
 store: {directories: {a: /mnt}} => 1: store.directories: must be a path or a list of paths, not {'a': '/mnt'}
 store: {directories: [/a, /b, /a/]} => 1: store.directories: '/a' is given twice; name each directory once
 store: {directories: ~no-such-user/tba} => 1: store.directories: '~no-such-user/tba' is no path:
-budget: {objective: time} => 1: budget.objective: time needs activation_bytes or device_bytes
 states: {default: auto} => 1: states: default: auto needs budget.device_bytes
 states:\n  micro_batches: 2 => 2: states.micro_batches: has no effect with when: step
 states: {when: backward, micro_batches: 0} => 1: states.micro_batches: '0' is no number of backward passes

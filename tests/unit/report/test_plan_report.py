@@ -1,4 +1,4 @@
-"""What ``tba-offload plan`` prints and draws, and how a new plan is told in a log."""
+"""What ``tba-offload plan`` prints and draws."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from tba_offload.config.policy import Placement
-from tba_offload.plan.describe import describe_plan
-from tba_offload.plan.model import Plan, PlannedStep, Prediction
+from tba_offload.planner.model import PlannedStep
 from tba_offload.report.plans import PlanReport
 from tba_offload.report.text import as_text
 
@@ -25,6 +24,7 @@ def planned(peak: float, seconds: float, budget: float | None, layers: str) -> P
         seconds=seconds,
         stall_seconds=0.004,
         peak_bytes=int(peak * MIB),
+        activation_peak=int(peak * MIB),
         written_bytes=258 * MIB,
     )
 
@@ -74,20 +74,3 @@ def test_the_tables() -> None:
     assert "| 300 | 284 | 1.50 | 1.00 | 12 keep |" in said
     assert "| model.layers.0-8 | offload | why offload |" in said
     assert not any("x keep" in line for line in as_text(*report_of(keep_seconds=None).parts()).splitlines())
-
-
-# A line in a log
-
-
-def test_a_new_plan_is_told_in_one_line() -> None:
-    before = Plan((OFFLOAD,) * 12, window=10 * MIB)
-    plan = Plan((OFFLOAD,) * 9 + (KEEP,) * 3, window=10 * MIB, prediction=Prediction(1.53, 0.0, 84 * MIB, 0))
-    assert describe_plan(NAMES, plan, None, "3 steps were measured") == (
-        "offload layers 0-8, keep layers 9-11; predicted peak 84.0 MiB, step 1.53 s; "
-        "made because 3 steps were measured"
-    )
-    assert "; before: offload all 12 layers; " in describe_plan(NAMES, plan, before, "why")
-    smaller = dataclasses.replace(before, window=None)
-    assert describe_plan(NAMES, smaller, before, "why") == (
-        "offload all 12 layers; window without limit instead of 10.0 MiB; made because why"
-    )

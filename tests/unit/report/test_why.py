@@ -94,8 +94,8 @@ def test_the_limit_of_writes_is_named_where_it_is_why_layers_are_kept(
     header = {"plan": {name: {"placement": "auto"} for name in NAMES}}
     path = write_run(tmp_path / "run.jsonl", keeping, header=header)
     with path.open("a") as file:
-        for writes in ({"bounds": not bounds}, {"bounds": bounds}):  # the last plan counts
-            file.write(json.dumps(plan_event() | {"writes": writes}) + "\n")
+        for bound in (not bounds, bounds):  # the last plan counts
+            file.write(json.dumps(plan_event() | {"writes_bound": bound}) + "\n")
     (found,) = (each for each in why(path).findings if each.cause == "placements")
     assert found.change.startswith(change)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tba_offload.capture.scope import ScopeKey
 from tba_offload.device.memory import MemoryMeter
-from tba_offload.plan.beside import Beside
+from tba_offload.planner.profile import Beside
 from tba_offload.session.memory import EMBEDDINGS, MemoryWatch, frozen_bytes, static_bytes
 from tba_offload.session.outputs import Outputs
 

@@ -630,17 +630,17 @@ def test_what_somebody_else_keeps_is_found_out_and_no_longer_offloaded(saves: in
         assert first.offloaded_bytes - record.offloaded_bytes == 2 * TABLE
 
 
-def test_a_slow_drive_makes_auto_keep_and_offload_wait(model: Model) -> None:
-    def kept_and_stalled(default: str) -> tuple[int, float]:
+def test_a_slow_drive_is_waited_for_unless_the_policy_says_keep(model: Model) -> None:
+    def kept_and_stalled(on_slow: str) -> tuple[int, float]:
         drive = Drive()
         drive.writes.seconds = 0.05
-        with session_for(model, drive=drive, in_flight=128 * KIB, default=default) as session:
+        with session_for(model, drive=drive, in_flight=128 * KIB, on_slow=on_slow) as session:
             record = one_step(session, model)
         return record.fallback_kept_bytes, record.stall_seconds or 0.0
 
-    kept, stalled = kept_and_stalled("auto")
+    kept, stalled = kept_and_stalled("keep")
     assert kept > 0
-    kept, waited = kept_and_stalled("offload")
+    kept, waited = kept_and_stalled("wait")
     assert kept == 0
     assert waited > max(0.05, 2 * stalled)
 

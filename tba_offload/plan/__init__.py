@@ -1,1 +1,0 @@
-"""From a policy to a frozen plan; pure: no torch, no I/O."""

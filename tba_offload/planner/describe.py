@@ -1,0 +1,150 @@
+"""Plans in words: what a plan does, why it is as it is, and why a layer is placed as it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tba_offload.config.policy import Objective, Placement
+from tba_offload.days import bytes_per_day
+from tba_offload.formatting import layers_by_placement, readable_rate, readable_size, significant
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tba_offload.planner.model import Limits, Plan
+    from tba_offload.planner.solve import Case
+
+
+def describe(names: Sequence[str], plan: Plan, occasion: str, case: Case, limits: Limits) -> str:
+    """Return what a new plan does, what is expected of it, why it is so, and what it was made after.
+
+    Args:
+        names: Module name of each layer.
+        plan: The plan.
+        occasion: What it was made after.
+        case: What it was made from.
+        limits: What the policy allows.
+    """
+    parts = [layers_by_placement(names, [placement.value for placement in plan.placements])]
+    expected = plan.prediction
+    if expected is not None:
+        waits = f", {significant(expected.stall_seconds)} s of it waits" if expected.stall_seconds else ""
+        peak = readable_size(expected.activation_peak)
+        parts.append(f"predicted peak {peak}, step {significant(expected.seconds)} s{waits}")
+    if written := written_a_day(case, plan):
+        parts.append(written)
+    return "; ".join([*parts, reason(case, limits), f"made because {occasion}"])
+
+
+def reason(case: Case, limits: Limits) -> str:
+    """Return why plans are as they are: what there is room for, and what the store takes."""
+    keep = f"keeping all takes {readable_size(case.keep.activation_peak)}"
+    if case.objective is Objective.MEMORY:
+        return f"{keep}; the peak is the lowest that costs no time, {_store(case)}"
+    budget = case.limits.budget
+    if budget is None:
+        return f"{keep}, and there is no limit"
+    room = f"there is {readable_size(budget + case.profile.gradient_bytes)}"
+    room += " until gradients come" if case.profile.gradient_bytes else ""
+    room += " on the device" if limits.device is not None else ""
+    if case.highest < budget:
+        room = f"up to {readable_size(case.highest)} may be tried, twice as much as was seen to fit"
+    if case.keep.peak_bytes <= case.limits.planned and case.keep.activation_peak <= case.highest:
+        return f"{keep}, and {room}"
+    return f"{keep}, and {room}; {_store(case)}"
+
+
+def _store(case: Case) -> str:
+    """Return the rate that the store gives, and the rate at which writing all would delay nothing."""
+    profile, given = case.profile, readable_rate(case.bandwidth.write)
+    forward = sum(
+        profile.timing(slot.layer, Placement.KEEP).forward + slot.gap
+        for slot in profile.slots
+        if not slot.backward
+    )
+    needed = profile.saved_bytes / forward if forward else 0.0
+    if needed > case.bandwidth.write:
+        return f"the store takes {given}, and offloading all without waits needs {readable_rate(needed)}"
+    return f"the store takes {given}, enough to offload all without waits ({readable_rate(needed)})"
+
+
+def written_a_day(case: Case, plan: Plan) -> str | None:
+    """Return what a plan writes in a day, and whether the limit bounds it; ``None`` without a limit."""
+    allowed = case.limits.written_per_day
+    if allowed is None:
+        return None
+    found = case.played(plan)
+    day = readable_size(bytes_per_day(found.sent_bytes, found.seconds))
+    bound = ", which leaves room for no layer more" if is_bound(case, plan) else ""
+    of_all = f"of the {readable_size(allowed)} that store.write_bytes_per_day allows"
+    return f"writes up to {day} a day {of_all}{bound}"
+
+
+def over_writes(case: Case, plan: Plan) -> str:
+    """Return the warning that no plan keeps to the limit of writes."""
+    found = case.played(plan)
+    day, allowed = bytes_per_day(found.sent_bytes, found.seconds), case.limits.written_per_day or 0
+    return (
+        f"store.write_bytes_per_day of {readable_size(allowed)} cannot be met: what is found writes up to "
+        f"{readable_size(day)} a day. Raise the limit, or place fewer layers offload"
+    )
+
+
+def is_bound(case: Case, plan: Plan) -> bool:
+    """Return True if no layer more could be offloaded within the limit of writes."""
+    if case.limits.written_per_day is None:
+        return False
+    found = case.played(plan)
+    runs = [0] * len(plan.placements)
+    for slot in case.profile.slots:
+        runs[slot.layer] += not slot.backward
+    left = [
+        runs[layer] * stays
+        for layer, (wanted, way) in enumerate(zip(case.policy, plan.placements, strict=True))
+        if wanted is Placement.AUTO and (stays := _staying_bytes(case, layer, way))
+    ]
+    return bool(left) and min(left) > case.limits.planned_in(found.seconds) - found.sent_bytes
+
+
+def _staying_bytes(case: Case, layer: int, way: Placement) -> int:
+    kind = case.profile.kind_of(layer)
+    return kind.stay_bytes(way.percent) if way.offloads else kind.nbytes
+
+
+def over_budget(limits: Limits, plan: Plan, case: Case) -> str:
+    """Return the warning that no plan keeps to the budget, and what the lowest peak consists of."""
+    profile, found = case.profile, case.played(plan)
+    left = "" if limits.device is None else f" that a device has left ({limits.device})"
+    coming = profile.gradient_bytes
+    together = f" needs {readable_size(found.peak_bytes + coming)} together with gradients"
+    needs = together if coming else f" is {readable_size(found.peak_bytes)}"
+    layer = max(kind.whole_bytes for kind in profile.kinds)
+    beside = max(profile.loss_bytes, *(max(kind.beside or (0,)) for kind in profile.kinds))
+    capacity = case.bandwidth.capacity
+    room = "" if capacity is None else f", and room for {readable_size(capacity)} in the store"
+    return (
+        f"the budget of {readable_size(limits.budget or 0)}{left} cannot be met: the lowest "
+        f"peak found{needs}, with "
+        f"{readable_size(max(beside + profile.headroom, 0))} beside the layers (logits, loss, temporaries), "
+        f"{readable_size(layer)} in the largest layer, up to {readable_size(plan.window or 0)} in "
+        f"flight{room}. Raise {limits.setting}, or take smaller micro-batches or shorter sequences"
+    )
+
+
+def explain(case: Case, plan: Plan, layer: int) -> str:
+    """Return what a layer costs under its placement, in one line."""
+    kind, way, timing = case.profile.kind_of(layer), plan.placements[layer], case.profile.timing
+    more = 1e3 * (timing(layer, way).whole - timing(layer, Placement.KEEP).whole)
+    saves = f"saves {readable_size(kind.whole_bytes)}"
+    if not way.offloads:
+        moved, held = kind.nbytes, "offloading it would take" if way is Placement.KEEP else "spares"
+    else:
+        moved, held = kind.nbytes - kind.stay_bytes(way.percent), "which takes"
+        if way.rebuilds:
+            moved -= kind.rebuilt_bytes
+        if way.recomputes:
+            moved = kind.input_bytes + (kind.attention_bytes or 0 if way.spares_attention else 0)
+        saves += f", offloads {readable_size(moved)}"
+    drive = 1e3 * (moved / case.bandwidth.write + moved / case.bandwidth.read)
+    longer = f"; computes {more:.1f} ms longer than kept" if way is not Placement.KEEP else ""
+    return f"{saves}, {held} {drive:.1f} ms of the store{longer}"

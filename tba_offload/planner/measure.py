@@ -1,0 +1,416 @@
+"""Measures the profile of a step from its trace.
+
+Times are read on the clock of what did the work: on a device that runs behind the host, the device's. Where
+in its layer an activation was saved and used is a share of the host's time: only the order counts there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import statistics
+from collections import Counter, defaultdict
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from tba_offload.config.policy import Placement
+from tba_offload.planner.profile import (
+    Beside,
+    LayerKind,
+    Saved,
+    Slot,
+    StepProfile,
+    Timing,
+    computed_as,
+    median_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTimes, StepTrace
+    from tba_offload.planner.profile import Samples
+
+LayerKey = tuple[int, str]
+"""Model chunk and module name of a layer."""
+
+ALIKE = 0.25
+"""Layers of one kind save equally many activations, and differ by at most this share of their bytes."""
+
+OFFLOADED, REBUILT, LEARNED_KEEP = "offloaded", "rebuilt", "learned keep"
+"""Treatments of activations in a trace."""
+
+REMEMBERED = 3
+"""Steps whose median tells how long layers take: one odd step does no harm."""
+
+
+class SeenBeside(NamedTuple):
+    """Most bytes seen in one step beside activations: at the loss, and while each layer ran."""
+
+    at_loss: int
+    layers: Sequence[Beside]
+
+
+class _Run(NamedTuple):
+    """One run of a layer: (from, until) forward and backward, by the clock of compute and by the host's."""
+
+    layer: int
+    scope: ScopeTrace
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    host_forward: tuple[float, float]
+    host_backward: tuple[float, float]
+
+    @property
+    def way(self) -> Placement:
+        return Placement(self.scope.placement)
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(self.forward[1] - self.forward[0], self.backward[1] - self.backward[0])
+
+
+def profile_of(
+    trace: StepTrace,
+    stalls: Sequence[tuple[float, float]],
+    layers: Sequence[LayerKey],
+    *,
+    began: float,
+    ended: float,
+    on_device: StepTimes | None = None,
+    before: StepProfile | None = None,
+    most_gradients: int | None = None,
+) -> StepProfile | None:
+    """Return the profile of a step.
+
+    Args:
+        trace: What it recorded.
+        stalls: When the training thread waited for I/O.
+        layers: Chunk and name of each layer of this process.
+        began: When the step began, by :func:`time.perf_counter`.
+        ended: When it ended.
+        on_device: Its times by the clock of a device that runs behind the host.
+        before: What earlier steps of the same size told; this step adds to it.
+        most_gradients: Most bytes of gradients that existed; ``None`` if it does not matter when they come.
+
+    Returns:
+        ``None`` if no layer ever ran with hooks, or there was no backward.
+    """
+    on_host = trace.host_times(stalls, began=began, ended=ended)
+    times = on_device or on_host
+    index = {key: number for number, key in enumerate(layers)}
+    pairs = zip(trace.whole_scopes(), _stretches(times), _stretches(on_host), strict=True)
+    runs = [_Run(index[scope.key.chunk, scope.key.name], scope, *own, *host) for scope, own, host in pairs]
+    kinds, of_layers = _kinds(trace, runs, _clock(stalls), len(layers), before) if runs else ((), ())
+    if not kinds:
+        return None
+    clock = _clock(times.stalls)
+    slots, last = _slots(runs, clock(times.began), most_gradients)
+    if before is not None:
+        slots = _with_gradients(slots, before.slots)
+    if before is not None:  # a step may run any of the layers that ran before
+        slots = _with_skipped(slots, {slot.layer for slot in before.slots})
+    samples = _samples(runs, kinds, of_layers, before)
+    return StepProfile(
+        kinds=kinds,
+        layers=of_layers,
+        timings=tuple({way: median_of(seen) for way, seen in known.items()} for known in samples),
+        samples=samples,
+        slots=slots,
+        tail=max(clock(times.ended) - last, 0.0),
+        loss_bytes=0 if before is None else before.loss_bytes,
+        headroom=0 if before is None else before.headroom,
+    )
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+def _clock(stalls: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """Return a function from time to seconds of compute: it stands still while compute waits for I/O."""
+    begins = [began for began, _ in stalls]
+    waited = [0.0, *accumulate(ended - began for began, ended in stalls)]
+
+    def compute(when: float) -> float:
+        number = bisect.bisect_right(begins, when)
+        in_last = max(stalls[number - 1][1] - when, 0.0) if number else 0.0
+        return when - (waited[number] - in_last)
+
+    return compute
+
+
+def _stretches(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """Return when each scope computed forward and backward; backward goes on until something else begins."""
+    clock = _clock(times.stalls)
+    begins = [began for scope in times.scopes for began in (scope.forward_began, scope.backward_began)]
+    borders = sorted([*begins, *times.backward_ends])
+    found = []
+    for scope in times.scopes:
+        place = bisect.bisect_right(borders, scope.backward_began)
+        end = borders[place] if place < len(borders) else scope.backward_began
+        forward = clock(scope.forward_began), clock(scope.forward_ended)
+        found.append((forward, (clock(scope.backward_began), clock(end))))
+    return found
+
+
+def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tuple[tuple[Slot, ...], float]:
+    """Return the compute of a step in its order, and when the last of it ended.
+
+    A forward pass ends where a layer of its chunk runs again, or backward begins.
+    """
+    stretches = sorted(
+        [(run.forward, run, False) for run in runs] + [(run.backward, run, True) for run in runs],
+        key=lambda stretch: stretch[0][0],
+    )
+    gradients = _gradients([(run.scope, backward) for _, run, backward in stretches], most_gradients)
+    slots, last = [], began
+    ran: defaultdict[int, set[int]] = defaultdict(set)  # in the forward pass of each chunk that goes on
+    passes: Counter[int] = Counter()
+    pass_of: dict[int, int] = {}
+    for ((start, end), run, backward), nbytes in zip(stretches, gradients, strict=True):
+        chunk = run.scope.key.chunk
+        if backward:
+            ran.clear()
+        else:
+            if not ran[chunk] or run.layer in ran[chunk]:
+                passes[chunk] += 1
+                ran[chunk] = set()
+            ran[chunk].add(run.layer)
+            pass_of[id(run.scope)] = passes[chunk] - 1
+        slots.append(Slot(run.layer, pass_of[id(run.scope)], backward, max(start - last, 0.0), nbytes))
+        last = end
+    return tuple(slots), last
+
+
+def _gradients(slots: Sequence[tuple[ScopeTrace, bool]], most: int | None) -> list[int]:
+    """Return the most bytes of gradients in each slot; zeros if they were not counted.
+
+    They come in a backward, and before it a program may let those of the last step go. So a slot has as many
+    as were there when it began, or when the next one began.
+    """
+    begins = [scope.backward_gradients if backward else scope.forward_gradients for scope, backward in slots]
+    counted = [nbytes for nbytes in begins if nbytes is not None]
+    if most is None or len(counted) < len(slots):
+        return [0] * len(slots)
+    return [max(pair) for pair in zip(counted, [*counted[1:], most], strict=True)]
+
+
+def _with_gradients(slots: tuple[Slot, ...], before: Sequence[Slot]) -> tuple[Slot, ...]:
+    """Return the slots with the most gradients of two steps: the next one may train other parameters."""
+    if [slot[:3] for slot in slots] != [slot[:3] for slot in before]:
+        return slots
+    if not (any(slot.gradients for slot in slots) and any(slot.gradients for slot in before)):
+        return slots
+    pairs = zip(slots, before, strict=True)
+    return tuple(new._replace(gradients=max(new.gradients, old.gradients)) for new, old in pairs)
+
+
+def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:
+    """Return the slots with runs of the layers that this step skipped, each beside its neighbours."""
+    found = list(slots)
+    for missing in sorted(layers - {slot.layer for slot in slots}):
+        for micro_batch in {slot.micro_batch for slot in slots}:
+            for backward in (False, True):
+                own = [
+                    place
+                    for place, slot in enumerate(found)
+                    if slot.micro_batch == micro_batch and slot.backward is backward
+                ]
+                later = [place for place in own if (found[place].layer > missing) is not backward]
+                place = later[0] if later else own[-1] + 1
+                beside = found[min(place, len(found) - 1)].gradients
+                found.insert(place, Slot(missing, micro_batch, backward, 0.0, beside))
+    return tuple(found)
+
+
+def _samples(
+    runs: Sequence[_Run], kinds: Sequence[LayerKind], layers: Sequence[int], before: StepProfile | None
+) -> tuple[Samples, ...]:
+    """Return the last measurements of each kind under each placement, with the median of this step's.
+
+    If the machine became slower under some placements, it did so under the others. Layers of which a share is
+    offloaded tell nothing of offloading; the first ``offload-remat`` of a kind finds out what to rebuild, so
+    its time counts only as long as nothing else is known.
+    """
+    found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
+    first: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
+    for run in runs:
+        finds_out = run.way.rebuilds and (before is None or not before.kind_of(run.layer).knows_rebuilt)
+        into = first if finds_out or run.way.percent < 100 else found
+        into[layers[run.layer]][computed_as(run.way)].append(run.timing)
+    renewed: list[Samples] = [{} for _ in kinds]
+    for kind, known in enumerate(renewed):
+        if before is not None and kind in layers:
+            known.update(before.samples[before.layers[layers.index(kind)]])
+        drifts = []
+        for way, timings in found[kind].items():
+            old = known.get(way, ())
+            known[way] = (*old, median_of(timings))[-REMEMBERED:]
+            if old and median_of(old).whole:
+                drifts.append(median_of(known[way]).whole / median_of(old).whole)
+        if drifts:
+            for way in known.keys() - found[kind].keys():
+                scale = statistics.mean(drifts)
+                known[way] = tuple(Timing(scale * each.forward, scale * each.backward) for each in known[way])
+        for way, timings in first[kind].items():
+            known.setdefault(way, (median_of(timings),))
+    some = next(known for known in renewed if known)
+    return tuple(known or dict(some) for known in renewed)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def _kinds(
+    trace: StepTrace,
+    runs: Sequence[_Run],
+    clock: Callable[[float], float],
+    count: int,
+    before: StepProfile | None,
+) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """Return the kinds of layers and which each layer is; nothing if no layer was ever captured.
+
+    Layers that ran without hooks in this step save what they saved before, or what most others save.
+    """
+    saved: defaultdict[object, list[ActivationTrace]] = defaultdict(list)
+    for activation in trace.activations:
+        saved[activation.key.scope].append(activation)
+    captured = [run for run in runs if run.way.is_offloaded]
+    small = trace.kept_bytes - sum(
+        a.nbytes for a in trace.activations if a.treatment.value not in (OFFLOADED, REBUILT)
+    )
+    small //= max(sum(run.way.offloads for run in runs), 1)
+    groups: list[list[tuple[_Run, list[ActivationTrace]]]] = []
+    of_layers: list[int | None] = [None] * count
+    sizes: list[tuple[int, int]] = []
+    for run in captured:
+        activations = saved[run.scope.key]
+        kind = _kind_like((len(activations), sum(a.nbytes for a in activations)), sizes)
+        if kind == len(groups):
+            groups.append([])
+        groups[kind].append((run, activations))
+        of_layers[run.layer] = kind
+    kinds = [_kind(group, clock, small, before) for group in groups]
+    if not kinds and before is None:
+        return (), ()
+    usual = kinds[statistics.mode(k for k in of_layers if k is not None)] if kinds else None
+    for layer in (layer for layer, kind in enumerate(of_layers) if kind is None):
+        known = usual if before is None else before.kind_of(layer)
+        if known is None:
+            raise RuntimeError("no layer was ever captured")
+        of_layers[layer] = _kind_like((len(known.activations), known.nbytes), sizes)
+        if of_layers[layer] == len(kinds):
+            kinds.append(known)
+    final = tuple(kind for kind in of_layers if kind is not None)
+    for run in runs:
+        if run.way is Placement.RECOMPUTE_EXCEPT_ATTENTION:
+            number = final[run.layer]
+            kinds[number] = dataclasses.replace(kinds[number], attention_bytes=run.scope.attention_bytes)
+    return tuple(kinds), final
+
+
+def _kind_like(size: tuple[int, int], sizes: list[tuple[int, int]]) -> int:
+    """Return the number of the first size that is alike; appends it if none is."""
+    for number, (count, nbytes) in enumerate(sizes):
+        if count == size[0] and abs(nbytes - size[1]) <= ALIKE * max(nbytes, size[1]):
+            return number
+    sizes.append(size)
+    return len(sizes) - 1
+
+
+def _kind(
+    group: Sequence[tuple[_Run, list[ActivationTrace]]],
+    clock: Callable[[float], float],
+    small: int,
+    before: StepProfile | None,
+) -> LayerKind:
+    """Return what runs of equal layers have in common: the most bytes, the median times."""
+    runs, columns = [run for run, _ in group], list(zip(*(each for _, each in group), strict=True))
+    old = None if before is None else before.kind_of(runs[0].layer)
+    known = (
+        old.activations if old is not None and len(old.activations) == len(columns) else [None] * len(columns)
+    )
+    return LayerKind(
+        activations=tuple(
+            _saved(runs, column, clock, last) for column, last in zip(columns, known, strict=True)
+        ),
+        small_bytes=small,
+        input_bytes=max(run.scope.input_bytes for run in runs),
+        attention_bytes=None if old is None else old.attention_bytes,
+        beside=None if old is None else old.beside,
+    )
+
+
+def _saved(
+    runs: Sequence[_Run],
+    column: Sequence[ActivationTrace],
+    clock: Callable[[float], float],
+    known: Saved | None,
+) -> Saved:
+    """Return one activation of equal layers; what this step does not tell is taken from ``known``."""
+    at: list[float] = []
+    until: list[float] = []
+    needed: list[float] = []
+    treatments: list[str] = []
+    for run, activation in zip(runs, column, strict=True):
+        at.append(_share(clock(activation.packed_at), run.host_forward))
+        if run.way.rebuilds:
+            treatments.append(activation.treatment.value)
+        if activation.unpacked_at is not None:  # to rebuild others, it may be needed before its own use
+            uses = needed if run.way.rebuilds else until
+            uses.append(_share(clock(activation.unpacked_at), run.host_backward))
+    moving = [each.nbytes for each in column if each.treatment.value != LEARNED_KEEP]
+    saved_at = statistics.median(at)
+    if until:
+        used = statistics.median(until)
+    elif known is not None:
+        used = known.until
+    else:  # backward uses first what was saved last
+        used = statistics.median(needed) if needed else 1.0 - saved_at
+    saved = Saved(max(moving, default=0), saved_at, used)
+    if not treatments:
+        return saved if known is None else saved._replace(rebuilt=known.rebuilt, needed=known.needed)
+    is_rebuilt = all(treatment == REBUILT for treatment in treatments)
+    return saved._replace(
+        rebuilt=is_rebuilt, needed=statistics.median(needed) if needed and not is_rebuilt else None
+    )
+
+
+def _share(when: float, stretch: tuple[float, float]) -> float:
+    began, ended = stretch
+    return min(max((when - began) / (ended - began), 0.0), 1.0) if ended > began else 0.0
+
+
+def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Placement]) -> StepProfile:
+    """Return the profile with the most that was seen beside the layers of each kind.
+
+    What a run leaves in memory itself, or makes again, is known to nobody while it runs; the simulator counts
+    it as the layer's, so it is taken off.
+    """
+    found: dict[int, Beside] = {}
+    for layer, (way, beside) in enumerate(zip(placements, seen.layers, strict=True)):
+        if any(beside):
+            number, kind = profile.layers[layer], profile.kind_of(layer)
+            forward, again = _own_bytes(kind, way)
+            look = Beside(*(max(a - b, 0) for a, b in zip(beside, (forward, again, again), strict=True)))
+            if computed_as(way).is_offloaded:  # with all there at once, less would lie beside it
+                look = look._replace(whole=min(look.whole, look.backward))
+            found[number] = look.at_least(found.get(number, Beside()))
+    kinds = (
+        dataclasses.replace(kind, beside=found.get(number, kind.beside))
+        for number, kind in enumerate(profile.kinds)
+    )
+    return dataclasses.replace(profile, kinds=tuple(kinds), loss_bytes=seen.at_loss)
+
+
+def _own_bytes(kind: LayerKind, way: Placement) -> tuple[int, int]:
+    """Return the bytes of a layer's own that no books have while it runs forward, and backward."""
+    if way.recomputes:
+        spared = kind.attention_bytes or 0 if way is Placement.RECOMPUTE_EXCEPT_ATTENTION else 0
+        return (0 if way.offloads else kind.input_bytes), max(kind.whole_bytes - kind.input_bytes - spared, 0)
+    if not way.offloads:
+        return kind.whole_bytes, 0
+    again = (
+        max((saved.nbytes for saved in kind.activations if saved.rebuilt), default=0) if way.rebuilds else 0
+    )
+    return kind.stay_bytes(way.percent) + kind.small_bytes, again

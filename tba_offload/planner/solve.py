@@ -1,0 +1,341 @@
+"""Finds the best plan: two numbers and a way to spare the drive, tried on the simulator.
+
+Layers that are kept are the last ones, since backward needs them first. Among the others, layers that spare
+the drive (recomputed, or rebuilt in part) are spread evenly, so that each gives it time for the next one. All
+others are offloaded. The two numbers are searched on a grid, then ever closer. The window is the largest that
+keeps to the budget even if it is full when most is held.
+
+Pure: the same question has the same answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from tba_offload.config.policy import Objective, Placement
+from tba_offload.planner.model import Limits, Plan
+from tba_offload.planner.play import Outcome, play
+from tba_offload.planner.profile import Saved, StepProfile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from tba_offload.planner.rates import Bandwidth
+
+KEEP, OFFLOAD, REMAT = Placement.KEEP, Placement.OFFLOAD, Placement.OFFLOAD_REMAT
+WAYS = (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD, Placement.RECOMPUTE_EXCEPT_ATTENTION, REMAT)
+"""Placements that spare the drive."""
+
+GRID = 6
+"""Parts that the number of layers is divided into on the first grid."""
+
+MOST_PLAYS, LEAST_PLAYS, MOST_PLAYED = 500, 40, 200_000
+"""Plans that are played, and activations in them: half a second; then the best so far is taken."""
+
+MOST_ITEMS = 1500
+"""Activations in a step; in larger steps neighbours are merged, so that a play takes milliseconds."""
+
+UNMEASURED = 0.05
+"""Share of the budget that a plan leaves free as long as no step like it was measured."""
+
+NO_WAIT, NO_SLOWER = 0.01, 0.02
+"""Shares of a step that it may wait, and be slower than keep, where memory is wanted at no cost in time."""
+
+Score = tuple[float, ...]
+"""Less is better: bytes over the limits, seconds, bytes written, peak."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question to the solver.
+
+    Attributes:
+        profile: The step.
+        bandwidth: The rates of the store.
+        limits: What the plan must keep to.
+        policy: Placement of each layer; those that are ``auto`` are free.
+        objective: Shortest step, or lowest peak at no cost in time.
+        not_recomputed: Free layers that must not be recomputed.
+        highest: Highest activation peak, bytes, beside the limits.
+    """
+
+    profile: StepProfile
+    bandwidth: Bandwidth
+    limits: Limits
+    policy: tuple[Placement, ...]
+    objective: Objective = Objective.TIME
+    not_recomputed: frozenset[int] = frozenset()
+    highest: float = math.inf
+
+    @cached_property
+    def keep(self) -> Outcome:
+        """What comes of a step in which all free layers are kept."""
+        return self.played(self.uniform(KEEP))
+
+    def allows(self, layer: int, way: Placement) -> bool:
+        """Return True if a free layer may be placed so."""
+        kind = self.profile.kind_of(layer)
+        if way.recomputes and (self.objective is Objective.MEMORY or layer in self.not_recomputed):
+            return False
+        if way is Placement.RECOMPUTE_EXCEPT_ATTENTION:
+            return bool(kind.attention_bytes)
+        return not way.rebuilds or kind.rebuilt_bytes > 0
+
+    def place(self, choose: Callable[[int], Placement]) -> tuple[Placement, ...]:
+        """Return the policy with ``choose(layer)`` for free layers, or offload where that is not allowed."""
+        return tuple(
+            wanted
+            if wanted is not Placement.AUTO
+            else way
+            if self.allows(layer, way := choose(layer))
+            else OFFLOAD
+            for layer, wanted in enumerate(self.policy)
+        )
+
+    def uniform(self, way: Placement) -> Plan:
+        """Return the plan that gives all free layers one placement."""
+        return Plan(self.place(lambda _: way), window=self.limits.window)
+
+    @property
+    def worst_planned(self) -> float:
+        """Peak in bytes that plans are made for if the window is full: nobody has measured such a step."""
+        return float("inf") if self.limits.budget is None else (1 - UNMEASURED) * self.limits.budget
+
+    def worst_peak(self, plan: Plan, found: Outcome) -> int:
+        """Return the peak if the window is full when most is held: drives have their moods."""
+        if plan.window is None:
+            return found.peak_bytes
+        return max(found.peak_bytes, min(found.held_bytes + plan.window, self.keep.peak_bytes))
+
+    def score(self, plan: Plan, found: Outcome) -> Score:
+        """Return how good a played plan is."""
+        over = max(
+            found.peak_bytes - self.limits.planned, self.worst_peak(plan, found) - self.worst_planned, 0.0
+        )
+        over = max(over, found.activation_peak - self.highest)
+        over += max(found.sent_bytes - self.limits.planned_in(found.seconds), 0.0)
+        if self.objective is not Objective.MEMORY:
+            return over, round(found.seconds, 9), found.sent_bytes, found.peak_bytes
+        waits = max(found.stall_seconds / max(found.seconds, 1e-9) - NO_WAIT, 0.0)
+        slower = max(found.seconds / max((1 + NO_SLOWER) * self.keep.seconds, 1e-9) - 1, 0.0)
+        return over, max(waits, slower), found.peak_bytes, found.sent_bytes
+
+    def played(self, plan: Plan) -> Outcome:
+        """Return what comes of a step under a plan."""
+        return play(self.profile, plan, self.bandwidth)
+
+    def predicted(self, plan: Plan) -> Plan:
+        """Return the plan with its prediction."""
+        return replace(plan, prediction=self.played(plan).prediction)
+
+    def fits(self, plan: Plan) -> bool:
+        """Return True if a plan keeps to the limits, however slow the drive is."""
+        return not self.score(plan, self.played(plan))[0]
+
+
+def solve(case: Case) -> Plan:
+    """Return the best plan that is found, with its prediction; over the limits only if none keeps to them."""
+    found = _Search(replace(case, profile=coarse(case.profile))).best()
+    plan = case.predicted(found)
+    if case.fits(found) or found.window is None:
+        return plan
+    narrow = _Search(case).fitted(found.placements)  # what merged activations hid
+    return case.predicted(narrow)
+
+
+def best_uniform(case: Case, other: Plan) -> Plan | None:
+    """Return the fastest plan but ``other`` within the limits that gives all free layers one placement."""
+    search = _Search(case)
+    plans = {search.fitted(case.uniform(way).placements) for way in (KEEP, OFFLOAD, *WAYS)}
+    scored = sorted(
+        (search.score(plan), str(plan), plan) for plan in plans if plan.placements != other.placements
+    )
+    return case.predicted(scored[0][-1]) if scored and not scored[0][0][0] else None
+
+
+class _Search:
+    """Plans that were played, and the best of them."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._found: dict[Plan, tuple[Score, Outcome]] = {}
+        self._free = [layer for layer, wanted in enumerate(case.policy) if wanted is Placement.AUTO]
+        items = sum(1 + len(case.profile.kind_of(slot.layer).activations) for slot in case.profile.slots) // 2
+        self._most_plays = max(min(MOST_PLAYS, MOST_PLAYED // max(items, 1)), LEAST_PLAYS)
+
+    def score(self, plan: Plan) -> Score:
+        """Return the score of a plan, which is played once."""
+        return self._play(plan)[0]
+
+    def _play(self, plan: Plan) -> tuple[Score, Outcome]:
+        if plan not in self._found:
+            found = self._case.played(plan)
+            self._found[plan] = self._case.score(plan, found), found
+        return self._found[plan]
+
+    def fitted(self, placements: tuple[Placement, ...]) -> Plan:
+        """Return the plan with the largest window that keeps to the budget."""
+        limits, largest = self._case.limits, self._case.profile.largest_bytes
+        plan = Plan(placements, window=limits.window)
+        for least in (largest, largest // 4):  # the last one has one activation in flight at a time
+            (over, *_), found = self._play(plan)
+            if not over or not any(way.offloads for way in placements):
+                break
+            highest = self._case.highest - self._case.profile.gradient_bytes
+            room = min(self._case.worst_planned, highest) - found.held_bytes  # the rest of it is in flight
+            window = min(room, found.peak_bytes if plan.window is None else plan.window)
+            smaller = Plan(placements, window=max(int(window), least, 1))
+            if self.score(smaller) < self.score(plan):
+                plan = smaller
+        return plan
+
+    def best(self) -> Plan:
+        """Return the best plan of all families."""
+        others = min((OFFLOAD, REMAT), key=lambda way: self._try(self._case.place(lambda _: way)))
+        orders = [self._free[::-1]]
+        if len(self._case.profile.kinds) > 1:  # which kind is kept first matters more than where it is
+            orders += [
+                sorted(orders[0], key=self._bytes_of),
+                sorted(orders[0], key=self._bytes_of, reverse=True),
+            ]
+        for order in orders:
+            ways = [way for way in WAYS if any(self._case.allows(layer, way) for layer in self._free)]
+            for way in [way for way in ways if way is not others] or [OFFLOAD]:
+                self._two_numbers(order, way, others)
+        self._shares(others)
+        self._single_changes()
+        if self._case.objective is Objective.MEMORY:
+            self._smaller_windows()
+        return min(self._found, key=lambda plan: self._found[plan][0])
+
+    def _bytes_of(self, layer: int) -> int:
+        return self._case.profile.kind_of(layer).nbytes
+
+    def _try(self, placements: tuple[Placement, ...]) -> Score:
+        return self.score(self.fitted(placements))
+
+    def _spread(
+        self, order: Sequence[int], kept: int, sparing: int, way: Placement, others: Placement
+    ) -> tuple[Placement, ...]:
+        """Keep the first ``kept`` layers of ``order``; ``sparing`` of the rest, evenly, spare the drive."""
+        rest = sorted(order[kept:])
+        chosen = dict.fromkeys(order[:kept], KEEP)
+        for place, layer in enumerate(rest):
+            is_next = (place + 1) * sparing // len(rest) > place * sparing // len(rest)
+            chosen[layer] = way if is_next else others
+        return self._case.place(chosen.__getitem__)
+
+    def _two_numbers(self, order: Sequence[int], way: Placement, others: Placement) -> None:
+        count = len(order)
+        step = max(count // GRID, 1)
+        points = {(kept, sparing) for kept in _grid(count, step) for sparing in _grid(count - kept, step)}
+        while True:
+            scores = {point: self._try(self._spread(order, *point, way, others)) for point in sorted(points)}
+            kept, sparing = min(scores, key=lambda point: scores[point])
+            if step == 1 or len(self._found) > self._most_plays:
+                return
+            step //= 2
+            near = [(kept + a, sparing + b) for a in (-step, 0, step) for b in (-step, 0, step)]
+            points = {(a, b) for a, b in near if a >= 0 and b >= 0 and a + b <= count}
+
+    def _shares(self, others: Placement) -> None:
+        """Offload a share of each layer: all alike but for the last ones, then in the best plan so far."""
+        kinds = self._case.profile.kinds
+        ways: dict[tuple[frozenset[int], ...], Placement] = {}
+        for percent in range(90, 0, -10):
+            ways.setdefault(tuple(kind.staying(percent) for kind in kinds), Placement(f"offload-{percent}%"))
+        base = min(self._found, key=lambda plan: self._found[plan][0]).placements
+        order, count = self._free[::-1], len(self._free)
+        for share in ways.values():
+            if len(self._found) > self._most_plays:
+                return
+            for kept in _grid(count, max(count // 3, 1)):
+                self._try(self._spread(order, kept, 0, others, share))
+            for replaced in ({others}, {others, KEEP}):
+                self._try(
+                    tuple(
+                        share if way in replaced and layer in self._free else way
+                        for layer, way in enumerate(base)
+                    )
+                )
+
+    def _single_changes(self) -> None:
+        """Change one layer after the other for as long as that helps."""
+        best = min(self._found, key=lambda plan: self._found[plan][0])
+        for layer in self._free[::-1]:
+            for way in (KEEP, OFFLOAD, *WAYS):
+                if len(self._found) > self._most_plays:
+                    return
+                if self._case.allows(layer, way) and best.placements[layer] is not way:
+                    placements = (*best.placements[:layer], way, *best.placements[layer + 1 :])
+                    best = min(best, self.fitted(placements), key=self.score)
+
+    def _smaller_windows(self) -> None:
+        best = min(self._found, key=lambda plan: self._found[plan][0])
+        window = best.window or self._play(best)[1].peak_bytes
+        while window > 6 * self._case.profile.largest_bytes:
+            window //= 2
+            self._play(replace(best, window=window))
+
+
+def _grid(most: int, step: int) -> Iterable[int]:
+    return sorted({*range(0, most + 1, step), most})
+
+
+def coarse(profile: StepProfile) -> StepProfile:
+    """Return a profile that saves about :data:`MOST_ITEMS` activations and behaves like this one."""
+    profile = _with_few_micro_batches(profile)
+    runs = sum(not slot.backward for slot in profile.slots)
+    most = max(MOST_ITEMS // max(runs, 1), 1)
+    if all(len(kind.activations) <= most for kind in profile.kinds):
+        return profile
+    kinds = (dataclasses.replace(kind, activations=_merged(kind.activations, most)) for kind in profile.kinds)
+    return dataclasses.replace(profile, kinds=tuple(kinds))
+
+
+def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
+    """Return the step with the micro-batches that run when most of them do, and two on either side."""
+    last = {slot.micro_batch: place for place, slot in enumerate(profile.slots)}
+    ending: dict[int, list[int]] = defaultdict(list)
+    for micro_batch, place in last.items():
+        ending[place].append(micro_batch)
+    running: dict[int, None] = {}
+    most: list[int] = []
+    for place, slot in enumerate(profile.slots):
+        running[slot.micro_batch] = None
+        if len(running) > len(most):
+            most = list(running)
+        for micro_batch in ending[place]:
+            del running[micro_batch]
+    order = list(dict.fromkeys(slot.micro_batch for slot in profile.slots))
+    places = [order.index(micro_batch) for micro_batch in most]
+    near = set(order[max(min(places) - 2, 0) : max(places) + 3]) if places else set(order)
+    if len(near) == len(order):
+        return profile
+    slots = tuple(slot for slot in profile.slots if slot.micro_batch in near)
+    return dataclasses.replace(profile, slots=slots)
+
+
+def _merged(activations: Sequence[Saved], most: int) -> tuple[Saved, ...]:
+    """Merge neighbours that are rebuilt, or offloaded, alike: saved with the last, needed with the first."""
+    size = -(-len(activations) // most)
+    groups: list[list[Saved]] = []
+    for saved in activations:
+        if not groups or len(groups[-1]) == size or groups[-1][0].rebuilt is not saved.rebuilt:
+            groups.append([])
+        groups[-1].append(saved)
+    return tuple(
+        Saved(
+            sum(saved.nbytes for saved in group),
+            group[-1].at,
+            min(saved.until for saved in group),
+            group[0].rebuilt,
+            min((saved.needed for saved in group if saved.needed is not None), default=None),
+        )
+        for group in groups
+    )

@@ -1,0 +1,311 @@
+"""What a plan would bring, from a run log alone: other budgets, devices, numbers of layers and of drives."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.config import BudgetConfig, OffloadConfig
+from tba_offload.config.policy import Objective, Placement, Rule
+from tba_offload.days import bytes_per_day
+from tba_offload.errors import ConfigError, RunLogError
+from tba_offload.formatting import readable_rate, readable_size, renumbered, significant
+from tba_offload.planner.describe import explain, written_a_day
+from tba_offload.planner.model import DeviceShare, Limits, Plan, PlannedStep
+from tba_offload.planner.play import play
+from tba_offload.planner.profile import Slot, StepProfile
+from tba_offload.planner.rates import Bandwidth
+from tba_offload.planner.solve import Case, solve
+from tba_offload.report.log import PLAN, PlanEvent, counted_steps, read_run_log, timed_steps
+from tba_offload.report.plans import PlanReport, title_of
+from tba_offload.report.ranks import paths_of_ranks
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Sequence
+
+    from tba_offload.report.log import RunLog, StepRecord
+
+FRONTIER = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05)
+"""Budgets of the frontier, as shares of the peak of keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a run has measured.
+
+    Attributes:
+        names: Module names of the layers.
+        profile: Its step; the headroom is what the log measured beyond the simulator under its plan.
+        bandwidth: The rates of its store.
+        window: Most bytes in flight, as it was configured.
+        config: Its policy.
+        elsewhere: Layers of other processes, as those of other pipeline stages, and their placements.
+        run: Activation peak and seconds of a step of the run; ``None`` if not measured.
+        title: The model and the machine.
+        not_recomputed: Layers whose forward was not the same when it ran twice, and those of their kind.
+        beside: Bytes on the device beside activations: live before a step, and gradients at one time;
+            ``None`` if not measured. Of offloaded states of optimizers the slots count.
+    """
+
+    names: tuple[str, ...]
+    profile: StepProfile
+    bandwidth: Bandwidth
+    window: int | None
+    config: OffloadConfig
+    elsewhere: tuple[tuple[str, Placement], ...] = ()
+    run: tuple[int, float] | None = None
+    title: str = ""
+    not_recomputed: frozenset[int] = frozenset()
+    beside: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Situation:
+        """Return what a run log tells, by the last time that the run was planned.
+
+        Args:
+            path: The run log.
+
+        Raises:
+            RunLogError: The log cannot be read, stands for several ranks, or has no plan.
+            ConfigError: The policy in the log cannot be read.
+        """
+        first, *others = paths_of_ranks(path)
+        if others:
+            raise RunLogError(
+                f"{path}: each of the {1 + len(others)} ranks has a log of its own; name one, such as {first}"
+            )
+        log = read_run_log(path)
+        log.events(PlanEvent)  # checked before anything is computed from one
+        event: Any = next((each for each in reversed(log.others) if each["event"] == PLAN), None)
+        if event is None:
+            raise RunLogError(
+                f"{log.path}: nothing to plan from: log at least three steps in which layers are placed "
+                "offload or auto, and save more than budget.in_flight_bytes, so that drives are measured"
+            )
+        config = OffloadConfig.from_yaml(log.header.policy or "")
+        in_backward = config.states is not None and config.states.when == "backward"
+        updates: Any = [] if in_backward else [each for each in log.others if each["event"] == "states"]
+        names = tuple(event["names"])
+        try:
+            profile, bandwidth = StepProfile.from_json(event["profile"]), Bandwidth(**event["drive"])
+            if (peak := _measured_peak(log, event)) is not None:
+                profile = _as_measured(profile, Plan.from_json(event["plan"]), bandwidth, peak)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
+        odd = {profile.layers[layer] for layer in event.get("not_recomputed", ())}
+        placed: Any = log.header.plan.items()
+        return cls(
+            names=names,
+            profile=profile,
+            bandwidth=bandwidth,
+            window=config.budget.window if event["limits"].get("device") else event["limits"]["window"],
+            config=config,
+            elsewhere=tuple((name, Placement(its["placement"])) for name, its in placed if name not in names),
+            run=_measured_step(log),
+            title=title_of(log.header.model, log.header.hardware),
+            not_recomputed=frozenset(layer for layer, kind in enumerate(profile.layers) if kind in odd),
+            beside=_beside_activations(log.steps, updates),
+        )
+
+    def changed(self, *, layers: int | None = None, drives: float = 1) -> Situation:
+        """Return the situation with another number of layers, or so many times the drives.
+
+        Raises:
+            ConfigError: The number of drives is none.
+        """
+        if not 0 < drives < math.inf:
+            raise ConfigError(f"{drives:g} is no number of drives; give a finite number above 0")
+        run = self.run if drives == 1 else None
+        situation = replace(self, bandwidth=self.bandwidth.scaled(drives), run=run)
+        if layers is None or layers == len(self.names):
+            return situation
+        likes = [layer * len(self.names) // layers for layer in range(layers)]
+        return replace(
+            situation,
+            names=renumbered(self.names, likes),
+            profile=stretched(self.profile, likes),
+            elsewhere=(),
+            run=None,
+            title=f"{self.title}; what if it had {layers} layers",
+            not_recomputed=frozenset(n for n, like in enumerate(likes) if like in self.not_recomputed),
+            beside=None,
+        )
+
+    def on_device(self, device_bytes: int) -> DeviceShare:
+        """Return what a device of that size leaves for activations if all optimizer states are offloaded.
+
+        Raises:
+            ConfigError: Nothing is left, or what lies beside activations is not known.
+        """
+        if self.beside is None:
+            raise ConfigError(
+                "what lies on the device beside activations is not known of this run; give --budget instead"
+            )
+        device = DeviceShare(device_bytes, *self.beside)
+        if device.left <= 0:
+            raise ConfigError(f"nothing is left for activations {device}; give a larger device")
+        return device
+
+    def case(self, budget: int | None) -> Case:
+        """Return the question for a budget in bytes; all layers are open.
+
+        Without a budget, the peak is to be the lowest at which training waits for nothing and a step takes no
+        longer than if everything was kept.
+        """
+        limits = Limits(budget, self.window, self.config.store.write_bytes_per_day)
+        objective = Objective.MEMORY if budget is None else Objective.TIME
+        policy = (Placement.AUTO,) * len(self.names)
+        return Case(self.profile, self.bandwidth, limits, policy, objective, self.not_recomputed)
+
+    def report(
+        self, budget: int | None = None, *, device_bytes: int | None = None, rated: int | None = None
+    ) -> tuple[PlanReport, OffloadConfig]:
+        """Return all that there is to say of the best plan, and the policy that places layers so.
+
+        Args:
+            budget: Most bytes of activations; ``None`` for no limit.
+            device_bytes: The size of a device, which gives the budget in place of ``budget``.
+            rated: Bytes that the makers of all drives together allow to be written (TBW), if known.
+        """
+        alone = replace(self, profile=self.profile.without_gradients())
+        found, device = alone, None
+        if device_bytes is not None:
+            found, device = self, self.on_device(device_bytes)
+            budget = device.budget
+        case = found.case(budget)
+        plan, keep = solve(case), alone.case(None).keep
+        frontier = (alone.case(int(share * keep.peak_bytes)) for share in FRONTIER)
+        report = PlanReport(
+            names=self.names,
+            plan=plan.as_json(),
+            whys=tuple(explain(case, plan, layer) for layer in range(len(self.names))),
+            step=_planned(case, plan),
+            frontier=tuple(_planned(each, solve(each)) for each in frontier),
+            keep_peak_bytes=keep.peak_bytes,
+            keep_seconds=keep.seconds if self.profile.is_measured(Placement.KEEP) else None,
+            run=self.run,
+            title=self.title,
+            notes=tuple(self._notes(case, plan, device, rated)),
+            beside_bytes=None if device is None else device.device_bytes - device.budget,
+        )
+        return report, self._policy(plan, budget, device_bytes)
+
+    def _notes(self, case: Case, plan: Plan, device: DeviceShare | None, rated: int | None) -> Iterator[str]:
+        outcome = case.played(plan)
+        write, read = readable_rate(self.bandwidth.write), readable_rate(self.bandwidth.read)
+        yield f"{len(self.names)} layers; the store writes {write} and reads {read}."
+        if device is not None:
+            yield f"{readable_size(device.budget)} are left for activations {device}."
+        if written := written_a_day(case, plan):
+            yield f"The plan {written}."
+        if day := bytes_per_day(outcome.written_bytes, outcome.seconds):
+            years = f": {rated / 1e12:g} TB in {significant(rated / day / 365)} years" if rated else ""
+            yield f"Day and night the drives are written {significant(day / 1e12)} TB a day{years}."
+
+    def _policy(self, plan: Plan, budget: int | None, device_bytes: int | None) -> OffloadConfig:
+        """Return a policy that places layers as the plan does, otherwise as the run was configured."""
+        placed = [*zip(self.names, plan.placements, strict=True), *self.elsewhere]
+        counts = Counter(placement for _, placement in placed)
+        ((default, _),) = counts.most_common(1)
+        rules = tuple(Rule(name, placement) for name, placement in placed if placement is not default)
+        states = self.config.states
+        if states is not None and states.when != "backward":
+            states = replace(states, default="offload" if device_bytes is None else "auto")
+        # Other ranks may have layers that are still auto; nothing else keeps to a budget.
+        is_auto = Placement.AUTO in counts
+        is_beside = states is not None and states.default == "auto"
+        kept_to = is_auto or is_beside or self.config.on_slow == "keep"
+        limits = [limit for limit in (plan.window, budget) if limit is not None]
+        return replace(
+            self.config,
+            default=default,
+            layers=rules,
+            states=states,
+            budget=BudgetConfig(
+                activation_bytes=budget if kept_to and device_bytes is None else None,
+                device_bytes=device_bytes if kept_to else None,
+                in_flight_bytes=min(limits, default=None),
+                objective=self.config.budget.objective if is_auto else None,
+            ),
+        )
+
+
+def _planned(case: Case, plan: Plan) -> PlannedStep:
+    """Return what a plan is predicted to do, and whether it keeps to the budget of its case."""
+    outcome, placements, budget = case.played(plan), plan.placements, case.limits.budget
+    return PlannedStep(
+        **dataclasses.asdict(outcome.prediction),
+        budget_bytes=None if budget is None else budget + case.profile.gradient_bytes,
+        fits=budget is None or outcome.peak_bytes <= budget,
+        layers=", ".join(f"{placements.count(each)} {each}" for each in sorted(set(placements))),
+        window_bytes=plan.window,
+    )
+
+
+def _as_measured(profile: StepProfile, plan: Plan, bandwidth: Bandwidth, peak: int) -> StepProfile:
+    """Return the profile with the peak that the log measured under a plan."""
+    found = play(replace(profile, headroom=0), plan, bandwidth)
+    return replace(profile, headroom=peak - found.activation_peak)
+
+
+def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
+    """Return the profile of a step with other layers.
+
+    Passes follow one another as in the step that was measured; other compute takes as long in each of them.
+
+    Args:
+        profile: The step that was measured.
+        likes: For each layer, the number of the layer in ``profile`` that it is like.
+    """
+    slots: list[Slot] = []
+    passes = itertools.groupby(profile.slots, key=lambda slot: (slot.micro_batch, slot.backward))
+    for (micro_batch, backward), run in passes:
+        first, *rest = run
+        members = {slot.layer for slot in (first, *rest)}
+        between = statistics.fmean(slot.gap for slot in rest) if rest else 0.0
+        order = [layer for layer, like in enumerate(likes) if like in members]
+        for place, layer in enumerate(reversed(order) if backward else order):
+            slots.append(Slot(layer, micro_batch, backward, between if place else first.gap))
+    layers = tuple(profile.layers[like] for like in likes)
+    return replace(profile, layers=layers, slots=tuple(slots))
+
+
+def _measured_peak(log: RunLog, event: dict[str, Any]) -> int | None:
+    """Return the highest activation peak under the plan of an event; ``None`` if none was measured.
+
+    Of a policy without ``auto`` that is the plan of all steps.
+    """
+    is_fixed = Placement.AUTO not in event["policy"]
+    steps = [step for step in log.steps if is_fixed or step.step > event.get("step", 0)] or log.steps
+    return max((step.activation_peak_bytes for step in steps if step.activation_peak_bytes), default=None)
+
+
+def _measured_step(log: RunLog) -> tuple[int, float] | None:
+    """Return activation peak and seconds of a step without its update; ``None`` if not measured."""
+    steps = counted_steps(log)
+    peaks = [step.activation_peak_bytes for step in steps if step.activation_peak_bytes is not None]
+    return (max(peaks), statistics.median(step.seconds for step in timed_steps(steps))) if peaks else None
+
+
+def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> tuple[int, int] | None:
+    """Return most bytes that were live before a step, with states that it made, and of gradients at one time.
+
+    Where states are offloaded it is the last step that counts, without them: how many stay may have changed.
+    """
+    measured = [step for step in steps if step.base_bytes is not None]
+    if updates and measured:
+        last = measured[-1]
+        latest = {u["optimizer"]: u for u in updates if u["step"] < last.step} or {0: updates[-1]}
+        there = sum(u.get("staying_bytes", 0) for u in latest.values())
+        bases = [(last.base_bytes or 0) - there]
+    else:
+        bases = [(step.base_bytes or 0) + (step.state_bytes or 0) for step in measured]
+    # In the first step no optimizer can free them in backward.
+    gradients = (step.gradient_peak_bytes or step.gradient_bytes or 0 for step in steps[1:] or steps)
+    return (max(bases), max(gradients)) if bases else None

@@ -1,0 +1,305 @@
+"""What is promised of layers placed ``auto``, on a machine that no test waits for."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+import threading
+import warnings
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from harness import MIB
+from machine import Machine
+from profiles import KEEP, all_of, steps_of
+
+from tba_offload.config.policy import Placement
+from tba_offload.planner.auto import Controller, Task
+from tba_offload.planner.model import Limits
+from tba_offload.planner.play import play
+from tba_offload.planner.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.planner.rates import Bandwidth
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tba_offload.planner.model import Plan
+
+AUTO = Placement.AUTO
+
+
+@pytest.fixture(autouse=True)
+def _budgets_may_be_tight() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the budget of", RuntimeWarning)
+        yield
+
+
+def kind_of(chance: random.Random, scale: int) -> LayerKind:
+    sizes = [scale * chance.choice([4, 8, 8, 16, 32]) * MIB for _ in range(chance.randint(5, 9))]
+    count = len(sizes)
+    saved = (
+        Saved(nbytes, (place + 0.5) / count, 1 - (place + 0.5) / count, chance.random() < 0.2)
+        for place, nbytes in enumerate(sizes)
+    )
+    return LayerKind(tuple(saved), 4096, min(sizes), attention_bytes=0)
+
+
+def drawn(
+    chance: random.Random, *, layers: int | None = None, kinds: int = 1, passes: tuple[int, int] | None = None
+) -> tuple[StepProfile, float]:
+    """A step, and the rate in bytes a second at which a drive would keep up with it."""
+    layers = layers or chance.choice([8, 12, 16, 24])
+    micro_batches, ahead = passes or chance.choice([(1, 1), (1, 1), (4, 1), (4, 2)])
+    forward, over = chance.uniform(0.01, 0.05), chance.uniform(1.0, 1.04)
+    timings = []
+    for one in (forward * (1 + kind) for kind in range(kinds)):
+        offloaded = Timing(one * over, 2 * one * over)
+        rebuilt = Timing(offloaded.forward, offloaded.backward + 0.1 * one)
+        timings.append(
+            {
+                KEEP: Timing(one, 2 * one),
+                Placement.OFFLOAD: offloaded,
+                Placement.RECOMPUTE: Timing(one, 3 * one),
+                Placement.OFFLOAD_REMAT: rebuilt,
+            }
+        )
+    slots = tuple(
+        Slot(layer, micro_batch, backward, 0.3 * forward if layer == (layers - 1) * backward else 0.0)
+        for layer, micro_batch, backward in steps_of(layers, micro_batches, ahead)
+    )
+    profile = StepProfile(
+        tuple(kind_of(chance, 1 + 2 * kind) for kind in range(kinds)),
+        tuple(chance.randrange(kinds) for _ in range(layers)),
+        tuple(timings),
+        slots,
+        tail=forward,
+        headroom=32 * MIB,
+    )
+    saved = sum(profile.kind_of(layer).nbytes for layer in range(layers))
+    return profile, saved / sum(profile.timings[kind][KEEP].forward for kind in profile.layers)
+
+
+def peak_of_keep(profile: StepProfile) -> int:
+    return play(profile, all_of(profile, KEEP), Bandwidth(1e12, 1e12)).peak_bytes
+
+
+def task_of(layers: int, limits: Limits, *, is_shared: bool = False) -> Task:
+    names = tuple((0, f"layers.{layer}") for layer in range(layers))
+    return Task((AUTO,) * layers, names, limits, is_shared=is_shared)
+
+
+def run(
+    chance: random.Random,
+    profile: StepProfile,
+    bandwidth: Bandwidth,
+    budget: int,
+    steps: int,
+    before: Callable[[int, Machine], object] = lambda _step, _machine: None,
+) -> list[tuple[float, int, Plan]]:
+    """Steps on a busy machine: seconds and peak of each, and the plan that was in force."""
+    machine = Machine(Controller(task_of(len(profile.layers), Limits(budget, 512 * MIB))), profile, bandwidth)
+    found = []
+    for step in range(steps):
+        before(step, machine)
+        rates = Bandwidth(
+            machine.bandwidth.write * chance.uniform(0.9, 1.1),
+            machine.bandwidth.read * chance.uniform(0.9, 1.1),
+        )
+        slower = chance.uniform(0.97, 1.03) * (1.5 if chance.random() < 0.01 else 1)
+        plan = machine.step(bandwidth=rates, slower=slower, peak=chance.uniform(0.99, 1.01))
+        outcome = play(machine.profile, plan, rates)
+        found.append((outcome.seconds, outcome.peak_bytes, plan))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_step_is_over_the_budget_and_plans_settle(seed: int) -> None:
+    """Of 40 steps; a race of two plans is decided once."""
+    chance = random.Random(seed)
+    profile, needed = drawn(chance, kinds=chance.choice([1, 1, 2]))
+    bandwidth = Bandwidth(*(needed * chance.uniform(0.15, 1.2),) * 2)
+    budget = int(peak_of_keep(profile) * chance.choice([0.3, 0.4, 0.5, 0.65, 0.8]))
+    found = run(chance, profile, bandwidth, budget, 40)
+    assert max(peak for _, peak, _ in found) <= budget
+    plans = [dataclasses.replace(plan, prediction=None) for _, _, plan in found]
+    assert len(set(plans[3:])) <= 5
+    assert len(set(plans[12:])) <= 2
+    keep = play(profile, all_of(profile, KEEP), bandwidth).seconds
+    assert statistics.mean(seconds for seconds, *_ in found[8:]) <= 1.25 * keep
+
+
+def test_a_plan_is_predicted_within_three_percent() -> None:
+    chance = random.Random(1)
+    profile, needed = drawn(chance, layers=16)
+    bandwidth = Bandwidth(0.5 * needed, 0.5 * needed)
+    for share in (0.3, 0.5, 0.8):
+        machine = Machine(
+            Controller(task_of(16, Limits(int(share * peak_of_keep(profile)), 512 * MIB))), profile, bandwidth
+        )
+        machine.run(12)
+        assert machine.plan.prediction is not None
+        outcome = play(profile, machine.plan, bandwidth)
+        assert machine.plan.prediction.activation_peak == pytest.approx(outcome.activation_peak, rel=0.03)
+        assert machine.plan.prediction.seconds == pytest.approx(outcome.seconds, rel=0.03)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_drive_that_falls_to_a_quarter_is_answered_within_a_few_steps(seed: int) -> None:
+    chance = random.Random(seed)
+    profile, needed = drawn(chance)
+    budget = int(0.45 * peak_of_keep(profile))
+
+    def before(step: int, machine: Machine) -> None:
+        if step == 16:
+            machine.bandwidth = machine.bandwidth.scaled(0.25)
+
+    found = run(chance, profile, Bandwidth(needed, needed), budget, 48, before)
+    assert max(peak for _, peak, _ in found) <= budget
+    later = statistics.median(seconds for seconds, *_ in found[36:])
+    assert next(step for step, each in enumerate(found[16:]) if each[0] < 1.1 * later) <= 4
+
+
+def scaled(profile: StepProfile, factor: float) -> StepProfile:
+    """The same step with larger layers."""
+    kinds = (
+        dataclasses.replace(
+            kind,
+            activations=tuple(each._replace(nbytes=int(factor * each.nbytes)) for each in kind.activations),
+            input_bytes=int(factor * kind.input_bytes),
+        )
+        for kind in profile.kinds
+    )
+    timings = (
+        {way: Timing(factor * forward, factor * backward) for way, (forward, backward) in known.items()}
+        for known in profile.timings
+    )
+    return dataclasses.replace(profile, kinds=tuple(kinds), timings=tuple(timings))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_larger_step_keeps_to_the_budget(seed: int) -> None:
+    """It leaves its plan in the middle."""
+    chance = random.Random(seed)
+    profile, needed = drawn(chance, passes=(1, 1))
+    large = scaled(profile, 1.6)
+    budget = int(0.5 * peak_of_keep(large))
+
+    def before(step: int, machine: Machine) -> None:
+        machine.profile = large if step in (12, 13) or step > 20 else profile
+
+    found = run(chance, profile, Bandwidth(0.8 * needed, 0.8 * needed), budget, 40, before)
+    assert max(peak for _, peak, _ in found) <= budget
+
+
+def test_steps_that_skip_layers_keep_to_the_budget_when_others_run() -> None:
+    chance = random.Random(4)
+    profile, needed = drawn(chance, layers=16, passes=(1, 1))
+    budget, skips = int(0.5 * peak_of_keep(profile)), random.Random(9)
+
+    def before(_: int, machine: Machine) -> None:
+        skipped = {layer for layer in range(16) if skips.random() < 0.2}
+        slots = tuple(slot for slot in profile.slots if slot.layer not in skipped)
+        machine.profile = dataclasses.replace(profile, slots=slots)
+
+    found = run(chance, profile, Bandwidth(0.6 * needed, 0.6 * needed), budget, 60, before)
+    assert max(peak for _, peak, _ in found) <= budget
+    assert any(way is KEEP for *_, plan in found[-20:] for way in plan.placements)
+
+
+def test_ranks_with_unlike_drives_recompute_the_same_layers() -> None:
+    chance, size = random.Random(5), 4
+    profile, needed = drawn(chance, layers=12, passes=(1, 1))
+    budget = int(0.45 * peak_of_keep(profile))
+    wanted: dict[int, Any] = {}
+    barrier = threading.Barrier(size)
+    recomputed: list[list[tuple[bool, ...]]] = [[] for _ in range(size)]
+    peaks: list[list[int]] = [[] for _ in range(size)]
+
+    def work(rank: int) -> None:
+        def agree(mine: dict[str, Placement], need: tuple[float, float]) -> dict[str, Placement]:
+            wanted[rank] = need, mine
+            barrier.wait(60)
+            _, found = max(wanted.values(), key=lambda each: each[0])
+            barrier.wait(60)
+            return found  # type: ignore[no-any-return]
+
+        rate = needed * (0.3, 0.6, 1.0, 0.2)[rank]
+        task = task_of(12, Limits(budget, 512 * MIB), is_shared=True)
+        machine = Machine(Controller(task), profile, Bandwidth(rate, rate), agree)
+        for _ in range(24):
+            plan = machine.step()
+            recomputed[rank].append(tuple(way.recomputes for way in plan.placements))
+            peaks[rank].append(play(profile, plan, machine.bandwidth).peak_bytes)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(set(ranks)) == 1 for ranks in zip(*recomputed, strict=True))
+    assert any(recomputed[0][-1])
+    assert max(map(max, peaks)) <= budget
+
+
+def test_without_a_limit_each_plan_peaks_at_most_twice_as_high_as_what_was_seen() -> None:
+    """Until everything is kept."""
+    profile, needed = drawn(random.Random(6), layers=12, passes=(1, 1))
+    device = 4 * peak_of_keep(profile)
+    task = task_of(12, Limits(device, 64 * MIB, is_fit=True))
+    machine = Machine(Controller(task), profile, Bandwidth(needed, needed))
+    peaks = [play(profile, plan, machine.bandwidth).peak_bytes for plan in machine.run(16)]
+    assert all(peak <= 2 * max(peaks[:step]) for step, peak in enumerate(peaks) if step)
+    assert set(machine.plan.placements) == {KEEP}
+
+
+def test_without_a_limit_the_device_is_filled() -> None:
+    profile, needed = drawn(random.Random(7), layers=12, passes=(1, 1))
+    device = int(0.6 * peak_of_keep(profile))
+    machine = Machine(
+        Controller(task_of(12, Limits(device, 64 * MIB, is_fit=True))), profile, Bandwidth(needed, needed)
+    )
+    peaks = [play(profile, plan, machine.bandwidth).peak_bytes for plan in machine.run(24)]
+    assert max(peaks) <= device
+    assert peaks[-1] >= 0.8 * device
+
+
+def test_layers_that_must_not_run_twice_are_not_recomputed() -> None:
+    profile, needed = drawn(random.Random(8), layers=12, passes=(1, 1))
+    task = task_of(12, Limits(int(0.3 * peak_of_keep(profile)), 512 * MIB))
+    machine = Machine(Controller(task), profile, Bandwidth(0.2 * needed, 0.2 * needed))
+    machine.never = frozenset({2, 7})
+    plans = machine.run(10)
+    assert any(way.recomputes for way in plans[-1].placements)
+    assert not any(plan.placements[layer].recomputes for plan in plans for layer in (2, 7))
+
+
+def test_an_error_of_the_planner_ends_no_step_and_is_told_once() -> None:
+    profile, needed = drawn(random.Random(9), layers=8, passes=(1, 1))
+    controller = Controller(task_of(8, Limits(int(0.5 * peak_of_keep(profile)), 512 * MIB)))
+    machine = Machine(controller, profile, Bandwidth(needed, needed))
+    machine.run(2)
+    before = machine.plan
+    seen: Any = SimpleNamespace(plan=before, loads=None)  # a record that nothing can be made of
+    with pytest.warns(RuntimeWarning, match="no plan could be made after step 3: .*please report") as told:
+        assert [controller.observe(seen) for _ in range(2)] == [before] * 2
+    assert len(told) == 1
+
+
+def test_the_reason_of_a_plan_is_told_in_numbers() -> None:
+    profile, needed = drawn(random.Random(10), layers=12, passes=(1, 1))
+    controller = Controller(task_of(12, Limits(int(0.4 * peak_of_keep(profile)), 512 * MIB)))
+    machine = Machine(controller, profile, Bandwidth(0.25 * needed, 0.25 * needed))
+    machine.run(3)
+    news = controller.news(machine.plan)
+    assert news is not None
+    said = str(news["summary"])
+    for part in (
+        "keeping all takes ",
+        "there is ",
+        "the store takes ",
+        "offloading all without waits needs ",
+    ):
+        assert part in said

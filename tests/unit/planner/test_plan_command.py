@@ -1,0 +1,241 @@
+"""``tba-offload plan``: plans from a run log alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+from click.testing import CliRunner
+from harness import MIB, config_for
+from models import make_model, train
+
+import tba_offload as tba
+from tba_offload.cli import main
+from tba_offload.config import load_config
+from tba_offload.config.policy import LayerId, Placement
+from tba_offload.errors import RunLogError
+from tba_offload.planner.what_if import FRONTIER, Situation
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEEP, OFFLOAD, AUTO = Placement.KEEP, Placement.OFFLOAD, Placement.AUTO
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def run_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "run.jsonl"
+    model = make_model(layers=LAYERS)
+    config = config_for(in_flight=MIB, default=OFFLOAD)
+    with tba.attach(model, config, run_log=path, measure_memory=False) as session:
+        train(model, session, steps=4, micro_batches=2)
+    return path
+
+
+def invoke_plan(*arguments: object, whole_sweep: bool = False) -> Any:
+    """What the command prints; of the budgets of its sweep two, unless the test is about the sweep."""
+    with mock.patch("tba_offload.planner.what_if.FRONTIER", FRONTIER if whole_sweep else (0.25, 1.05)):
+        return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+
+
+def run_plan(*arguments: object, whole_sweep: bool = False) -> Any:
+    result = invoke_plan(*arguments, whole_sweep=whole_sweep)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def with_rates(run_log: Path, path: Path, rate: float) -> Path:
+    """A copy of a log whose drives write and read at a rate."""
+    events = list(map(json.loads, run_log.read_text().splitlines()))
+    for event in events:
+        if event["event"] == "plan":
+            event["drive"] |= {"write": rate, "read": rate}
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return path
+
+
+def test_a_run_that_was_not_auto_can_be_planned_from(run_log: Path) -> None:
+    found = json.loads(run_plan(run_log, "--json", whole_sweep=True).output)
+    assert len(found["frontier"]) >= 8
+    assert found["names"] == [f"layers.{layer}" for layer in range(LAYERS)]
+    fitting = [row for row in found["frontier"] if row["fits"]]
+    assert all(row["peak_bytes"] <= row["budget_bytes"] for row in fitting)
+    seconds = [round(row["seconds"], 9) for row in fitting]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_policy_file_reproduces_the_plan(run_log: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    slow = with_rates(run_log, tmp_path / "slow.jsonl", 1e5)
+    found = json.loads(run_plan(slow, "--budget", "3MiB", "-o", policy, "--json").output)
+    assert set(found["plan"]["placements"]) != {"offload"}
+    model = make_model(layers=LAYERS)
+    config = load_config(policy)
+    with tba.attach(model, config, measure_memory=False) as session:
+        assert [placement.value for placement in session.plan.placements] == found["plan"]["placements"]
+        assert session.plan.window == found["plan"]["window"]
+
+
+def test_a_plan_for_a_device_has_what_the_run_left_on_it(tmp_path: Path, run_log: Path) -> None:
+    path, policy = tmp_path / "run.jsonl", tmp_path / "policy.yaml"
+    model = make_model(layers=LAYERS)
+    with tba.attach(model, config_for(in_flight=MIB, default=OFFLOAD), run_log=path) as session:
+        train(model, session, steps=4, micro_batches=2)
+        records = session.report()
+    beside = max(record.base_bytes or 0 for record in records)
+    gradients = max(record.gradient_peak_bytes or 0 for record in records)
+    device_bytes = beside + gradients + 4 * MIB
+    options = ("--device-bytes", f"{device_bytes}B")
+    said = run_plan(path, *options, "-o", policy).output
+    assert re.search(
+        r"^3\.9\d MiB are left for activations of .*, less .* live before a step and", said, re.MULTILINE
+    )
+    assert load_config(policy).budget.device_bytes is None  # each layer is placed, and waits for its drive
+    for arguments, what in (
+        ((path, "--device-bytes", "1MiB"), "nothing is left for activations of 1.00 MiB, less"),
+        ((path, *options, "--layers", "9"), "what lies on the device beside activations is not known"),
+        ((run_log, *options), "what lies on the device beside activations is not known"),
+        ((path, *options, "--budget", "3MiB"), "--budget and --device-bytes both say"),
+    ):
+        failed = invoke_plan(*arguments)
+        assert failed.exit_code != 0
+        assert what in failed.output
+
+
+def test_the_policy_of_one_stage_leaves_the_others_as_they_were(run_log: Path, tmp_path: Path) -> None:
+    """Those that are not in the log of this rank: the header of each names all."""
+    header, *lines = run_log.read_text().splitlines()
+    document = json.loads(header)
+    for layer in range(LAYERS, 3 * LAYERS):
+        document["plan"][f"layers.{layer}"] = {"layer": layer, "placement": "auto", "why": "default"}
+    stage, policy = tmp_path / "run.rank0.jsonl", tmp_path / "policy.yaml"
+    stage.write_text("\n".join([json.dumps(document), *lines]) + "\n")
+    found = json.loads(run_plan(stage, "--budget", "3MiB", "-o", policy, "--json").output)
+    placed = load_config(policy).policy
+    layers = [LayerId(layer, f"layers.{layer}") for layer in range(3 * LAYERS)]
+    own, others = layers[:LAYERS], layers[LAYERS:]
+    assert [placed.explain(layer)[0].value for layer in own] == found["plan"]["placements"]
+    assert {placed.explain(layer)[0] for layer in others} == {AUTO}
+    assert placed.resolve(layers)
+    assert Situation.of(stage).changed(layers=LAYERS + 1).elsewhere == ()
+
+
+def test_of_several_ranks_one_has_to_be_named(run_log: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"run.rank{rank}.jsonl").write_text(run_log.read_text())
+    result = invoke_plan(tmp_path / "run.jsonl")
+    assert result.exit_code == 1
+    assert "each of the 2 ranks has a log of its own" in " ".join(result.output.split())
+    assert "run.rank0.jsonl" in result.output
+
+
+def test_the_table_says_why(run_log: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "frontier.svg"
+    output = run_plan(run_log, "--budget", "3MiB", "--picture", picture, "--rated", "600TB").output
+    assert re.search(r"written \S+ TB a day: 600 TB in \S+ years", output)
+    assert "8 layers; the store writes" in output
+    assert "The best plan for each budget" in output
+    assert re.search(r"saves \S+ [KM]iB, .* ms of the store", output)
+    assert picture.read_bytes().startswith(b"<?xml")
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "runs"),
+    [
+        ((), 8, 32),
+        (("--layers", "3"), 3, 12),
+    ],
+)
+def test_what_if_there_were_more(run_log: Path, options: tuple[str, ...], layers: int, runs: int) -> None:
+    found = json.loads(run_plan(run_log, "--json", *options).output)
+    assert found["names"] == [f"layers.{layer}" for layer in range(layers)]
+    assert len(found["plan"]["placements"]) == layers
+    assert len(Situation.of(run_log).changed(layers=layers).profile.slots) == runs
+
+
+def test_what_if_the_drives_were_faster(run_log: Path, tmp_path: Path) -> None:
+    slow = with_rates(run_log, tmp_path / "slow.jsonl", 1e5)
+    plans = [run_plan(slow, "--budget", "3MiB", "--json", "--drives", drives) for drives in (1, 100, 1e6)]
+    times = [json.loads(plan.output)["plan"]["prediction"]["seconds"] for plan in plans]
+    assert times[0] > times[2]
+    assert all(slow >= (1 - 1e-9) * fast for slow, fast in pairwise(times))
+
+
+def test_where_a_layer_was_kept_keeps_time_is_known(tmp_path: Path) -> None:
+    path, model = tmp_path / "run.jsonl", make_model(layers=LAYERS)
+    config = config_for(in_flight=MIB, default=OFFLOAD, rules=(tba.Rule("6-7", KEEP),))
+    with tba.attach(model, config, run_log=path, measure_memory=False) as session:
+        train(model, session, steps=4)
+    assert json.loads(run_plan(path, "--json").output)["keep_seconds"] > 0
+    slow = run_plan(with_rates(path, tmp_path / "slow.jsonl", 1e3)).output  # there is only one thing to do
+    assert re.search(r"\bx keep \|", slow)
+    assert slow.splitlines()[-1].startswith("Keep every layer (peak ")
+
+
+def test_what_failed_a_second_run_is_not_recomputed_in_what_ifs(run_log: Path, tmp_path: Path) -> None:
+    """Nor those of their kind, here all."""
+    lines = list(map(json.loads, run_log.read_text().splitlines()))
+    for event in lines:
+        if event.get("event") == "plan":
+            event["not_recomputed"] = [2]
+    changed = tmp_path / "run.jsonl"
+    changed.write_text("".join(json.dumps(event) + "\n" for event in lines))
+    assert Situation.of(changed).not_recomputed == set(range(LAYERS))
+    found = json.loads(run_plan(with_rates(changed, changed, 1e5), "--budget", "3MiB", "--json").output)
+    assert not any("recompute" in placement for placement in found["plan"]["placements"])
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--budget", "0"), "must be more than 0"),
+        (("--budget", "12"), "has no unit"),
+    ],
+)
+def test_a_wrong_option_is_told(options: tuple[str, ...], problem: str, run_log: Path) -> None:
+    result = invoke_plan(run_log, *options)
+    assert result.exit_code == 2
+    assert problem in result.output
+    for drives in ("nan", "0", "inf"):
+        assert (
+            f"{drives} is no number of drives; give a finite number above 0"
+            in invoke_plan(run_log, "--drives", drives).output
+        )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [config_for(default=KEEP), config_for(default=OFFLOAD, in_flight=256 * MIB)],
+    ids=["nothing is offloaded", "all stays in the window"],
+)
+def test_a_log_that_captured_nothing_is_told(tmp_path: Path, config: tba.OffloadConfig) -> None:
+    path = tmp_path / "run.jsonl"
+    model = make_model(layers=2)
+    with tba.attach(model, config, run_log=path, measure_memory=False) as session:
+        train(model, session, steps=4)
+    with pytest.raises(RunLogError, match=r"log at least three steps .* save more than budget.in_flight"):
+        Situation.of(path)
+
+
+def test_a_policy_that_was_not_planned_is_not_replaced(run_log: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("default: keep  # by hand\n")
+    result = invoke_plan(run_log, "-o", policy)
+    assert result.exit_code == 1
+    assert "policy.yaml: was not written by this command" in result.output
+    assert policy.read_text() == "default: keep  # by hand\n"
+    run_plan(run_log, "-o", policy, "--force")
+    planned = policy.read_text()
+    assert planned.startswith("# Written by tba-offload plan")
+    run_plan(run_log, "-o", policy)  # its own
+    assert policy.read_text() == planned
+    before = run_log.read_bytes()
+    result = invoke_plan(run_log, "-o", run_log, "--force")
+    assert result.exit_code == 1
+    assert "is a run log, and stays as it is" in result.output
+    assert run_log.read_bytes() == before

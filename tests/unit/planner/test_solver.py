@@ -1,0 +1,344 @@
+"""The simulator of a step, and the solver that finds the best plan by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from covering import EVERYTHING
+from harness import MIB
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from profiles import (
+    AUTO,
+    FAST,
+    KEEP,
+    OFFLOAD,
+    OFFLOAD_REMAT,
+    RECOMPUTE,
+    RECOMPUTE_OFFLOAD,
+    all_of,
+    all_profiles,
+    drives,
+    make_profile,
+    profiles,
+    rebuilding,
+    shares,
+    small_capacities,
+    windows,
+)
+
+from tba_offload.config.policy import Objective, Placement
+from tba_offload.planner.model import Limits, Plan
+from tba_offload.planner.play import play
+from tba_offload.planner.profile import Beside, Saved, StepProfile, Timing
+from tba_offload.planner.rates import Bandwidth, Rates
+from tba_offload.planner.solve import Case, solve
+from tba_offload.store.base import DriveLoad, Load
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Sequence
+
+quick = settings(max_examples=60 if EVERYTHING else 10, deadline=None)
+SPARED = Placement.RECOMPUTE_EXCEPT_ATTENTION
+WINDOW = 32 * MIB
+
+
+def case_of(
+    profile: StepProfile,
+    bandwidth: Bandwidth,
+    share: float | None,
+    *,
+    not_recomputed: frozenset[int] = frozenset(),
+) -> Case:
+    """The question for a share of what keeping all takes, or for the lowest peak at no cost in time."""
+    budget = None if share is None else int(share * play(profile, all_of(profile, KEEP), FAST).peak_bytes)
+    objective = Objective.MEMORY if share is None else Objective.TIME
+    limits = Limits(budget, WINDOW)
+    return Case(profile, bandwidth, limits, (AUTO,) * len(profile.layers), objective, not_recomputed)
+
+
+def compute_seconds(profile: StepProfile, plan: Plan) -> float:
+    """Time of a step in which nothing waits."""
+    return profile.tail + sum(
+        slot.gap + profile.timing(slot.layer, plan.placements[slot.layer])[slot.backward]
+        for slot in profile.slots
+    )
+
+
+# The simulator
+
+
+@given(all_profiles)
+@quick
+def test_a_profile_survives_its_way_through_a_run_log(profile: StepProfile) -> None:
+    assert StepProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile
+
+
+def test_what_is_kept_moves_nothing_and_peaks_with_everything() -> None:
+    profile = make_profile(8)
+    outcome = play(profile, all_of(profile, KEEP), FAST)
+    assert outcome.peak_bytes == 8 * (12 * MIB + 1000) + MIB
+    assert outcome.stall_seconds == outcome.written_bytes == outcome.read_bytes == 0
+    assert outcome.seconds == pytest.approx(8 * 0.09 + 0.03)
+
+
+def test_what_is_recomputed_keeps_inputs_and_one_layer() -> None:
+    profile = make_profile(8)
+    outcome = play(profile, all_of(profile, RECOMPUTE), FAST)
+    assert outcome.peak_bytes >= 7 * 2 * MIB + 12 * MIB + 1000 + MIB
+    assert outcome.seconds == pytest.approx(8 * 0.12 + 0.03)
+
+
+@pytest.mark.parametrize("layers", [4, 32])
+def test_what_is_offloaded_peaks_with_its_window_however_deep(layers: int) -> None:
+    profile = make_profile(layers)
+    outcome = play(profile, all_of(profile, OFFLOAD, 8 * MIB), FAST)
+    assert outcome.peak_bytes <= 8 * MIB + 3 * 2 * MIB + layers * 1000 + MIB
+    assert outcome.stall_seconds < 0.01 * outcome.seconds
+    assert outcome.read_bytes + outcome.forwarded_bytes == layers * 12 * MIB
+
+
+def test_a_drive_at_half_the_needed_rate_takes_twice_the_forward() -> None:
+    """As much as the writes cannot do while forward computes, it waits; and so with reads."""
+    profile = make_profile(40, gap=0.0)
+    rate = 40 * 12 * MIB / (40 * 0.03) / 2
+    outcome = play(profile, all_of(profile, OFFLOAD, 8 * MIB), Bandwidth(rate, 100e9))
+    assert outcome.stall_seconds == pytest.approx(40 * 0.03, rel=0.05)
+    outcome = play(profile, all_of(profile, OFFLOAD, 8 * MIB), Bandwidth(100e9, rate / 2))
+    assert outcome.stall_seconds == pytest.approx(40 * 0.06, rel=0.05)
+
+
+def test_what_a_second_forward_works_with_lies_beside_the_gradient_of_the_output() -> None:
+    profile = make_profile(4)
+    kind = dataclasses.replace(profile.kinds[0], beside=Beside(forward=20 * MIB, backward=MIB, whole=4 * MIB))
+    profile = dataclasses.replace(profile, kinds=(kind,), headroom=0)
+    again, kept = (play(profile, all_of(profile, way), FAST).peak_bytes for way in (RECOMPUTE, KEEP))
+    inputs = 3 * kind.input_bytes  # of the other layers
+    assert again == inputs + kind.whole_bytes + 20 * MIB + kind.input_bytes
+    assert kept == 4 * kind.whole_bytes + 20 * MIB
+
+
+@pytest.mark.parametrize(
+    ("gradients", "taken"),
+    [
+        ((0, 0, 5, 10), 24 - 5),  # half of them come with each layer
+        ((0, 0, 10, 10), 24),  # all with the last layer, or before it as those of a head
+        ((10, 10, 0, 10), 24),  # those of the step before are there in forward
+        ((0, 0, 0, 0), 24),  # nothing is known of them
+        ((0, 0, 0, 60), 12),  # more than there are activations: what is left when they come
+    ],
+)
+def test_activations_may_lie_where_gradients_come_later(gradients: Sequence[int], taken: int) -> None:
+    """MiB: two layers keep 12 each."""
+    profile = dataclasses.replace(make_profile(2), headroom=0)
+    kind = dataclasses.replace(profile.kinds[0], small_bytes=0)
+    slots = [
+        slot._replace(gradients=nbytes * MIB) for slot, nbytes in zip(profile.slots, gradients, strict=True)
+    ]
+    profile = dataclasses.replace(profile, kinds=(kind,), slots=tuple(slots))
+    outcome = play(profile, all_of(profile, KEEP), FAST)
+    assert (outcome.activation_peak, outcome.peak_bytes) == (24 * MIB, taken * MIB)
+    assert profile.gradient_bytes == max(gradients) * MIB
+    assert StepProfile.from_json(profile.as_json()) == profile
+    alone = play(profile.without_gradients(), all_of(profile, KEEP), FAST)
+    assert alone.peak_bytes == alone.activation_peak == 24 * MIB
+
+
+@given(all_profiles, drives, windows, st.randoms(use_true_random=False))
+@quick
+def test_every_byte_and_every_second_is_accounted_for(
+    profile: StepProfile, bandwidth: Bandwidth, window: int | None, chance: random.Random
+) -> None:
+    share = Placement(f"offload-{chance.randrange(1, 100)}%")
+    choices = [KEEP, OFFLOAD, share, RECOMPUTE, RECOMPUTE_OFFLOAD, OFFLOAD_REMAT]
+    placements = tuple(chance.choice(choices) for _ in profile.layers)
+    (kind,) = profile.kinds
+    plan = Plan(placements, window=window)
+    outcome = play(profile, plan, bandwidth)
+    moves = {
+        OFFLOAD: kind.nbytes,
+        share: kind.nbytes - kind.stay_bytes(share.percent),
+        RECOMPUTE_OFFLOAD: kind.input_bytes,
+        OFFLOAD_REMAT: kind.nbytes - kind.rebuilt_bytes,
+    }
+    saved = sum(slot.backward * moves.get(placements[slot.layer], 0) for slot in profile.slots)
+    assert outcome.read_bytes + outcome.forwarded_bytes == saved
+    assert outcome.read_bytes <= outcome.written_bytes <= saved
+    assert outcome.stall_seconds >= 0
+    assert outcome.read_seconds <= outcome.seconds * (1 + 1e-9)
+    assert outcome.write_seconds * bandwidth.write == pytest.approx(outcome.written_bytes)
+    assert play(profile, plan, bandwidth) == outcome
+    if not any(placement.percent < 100 for placement in placements):
+        assert outcome.seconds == pytest.approx(compute_seconds(profile, plan) + outcome.stall_seconds)
+
+
+@given(profiles, drives, small_capacities, windows)
+@quick
+def test_what_no_drive_has_room_for_stays(
+    profile: StepProfile, bandwidth: Bandwidth, capacity: int, window: int | None
+) -> None:
+    plan = all_of(profile, OFFLOAD, window)
+    outcome = play(profile, plan, dataclasses.replace(bandwidth, capacity=capacity))
+    moved = sum(slot.backward * profile.kinds[0].nbytes for slot in profile.slots)
+    assert outcome.read_bytes + outcome.forwarded_bytes + outcome.fallback_bytes == moved
+    roomy = dataclasses.replace(bandwidth, capacity=1 << 40)
+    assert play(profile, plan, roomy) == play(profile, plan, bandwidth)
+
+
+def test_rates_are_the_median_of_three_steps_and_no_less_than_a_probe_as_long_as_little_moved() -> None:
+    rates = Rates()
+    assert rates.bandwidth() is None
+    rates.note_probe(2e9, 1e9)
+    few = DriveLoad(Load(1000, 1.0), Load(1000, 1.0))
+    rates.note([few], fell_back=False)
+    assert rates.bandwidth() == Bandwidth(2e9, 1e9)
+    for rate in (5e8, 3e8, 9e8):
+        rates.note([DriveLoad(Load(int(rate), 1.0), Load(int(rate), 1.0))], fell_back=False)
+    assert rates.bandwidth() == Bandwidth(5e8, 5e8)
+
+
+# The solver
+
+
+@given(all_profiles, drives, shares)
+@quick
+def test_a_budget_is_kept_and_no_simple_plan_within_it_is_faster(
+    profile: StepProfile, bandwidth: Bandwidth, share: float
+) -> None:
+    case = case_of(profile, bandwidth, share)
+    plan = solve(case)
+    found = case.played(plan)
+    assert plan == solve(case)
+    assert plan.prediction == found.prediction
+    assert AUTO not in plan.placements
+    for placement in (KEEP, OFFLOAD, RECOMPUTE, OFFLOAD_REMAT):
+        other = all_of(profile, placement, WINDOW)
+        if case.fits(other):
+            assert case.fits(plan)
+            assert found.seconds <= case.played(other).seconds * (1 + 1e-9)
+
+
+@given(all_profiles, drives, st.floats(0.0, 2.0))
+@quick
+def test_for_the_lowest_peak_nothing_waits_and_nothing_is_recomputed(
+    profile: StepProfile, bandwidth: Bandwidth, cost: float
+) -> None:
+    """Layers that offload compute for longer by a share: for hooks and transfers."""
+    (timing,) = profile.timings
+    offloaded = Timing(*((1 + cost) * seconds for seconds in timing[KEEP]))
+    profile = dataclasses.replace(profile, timings=({**timing, OFFLOAD: offloaded},))
+    case = case_of(profile, bandwidth, None)
+    found = case.played(plan := solve(case))
+    assert not any(placement.recomputes for placement in plan.placements)
+    assert found.seconds <= 1.02 * case.keep.seconds
+    assert found.stall_seconds <= 0.01 * found.seconds + 1e-9
+    assert found.peak_bytes <= case.keep.peak_bytes
+
+
+def test_where_a_budget_has_room_for_everything_all_is_kept() -> None:
+    profile = make_profile(12)
+    unknown = dataclasses.replace(profile, timings=({OFFLOAD: profile.timings[0][KEEP]},))
+    assert solve(case_of(unknown, FAST, 2.0)).placements == (KEEP,) * 12
+
+
+@pytest.mark.parametrize("share", [0.2, 0.35, 0.5])
+def test_a_slower_drive_means_more_recomputation(share: float) -> None:
+    profile = make_profile(16)
+    plans = [solve(case_of(profile, Bandwidth(rate, rate), share)) for rate in (4e9, 4e8, 2e8, 1e8)]
+    recomputed = [sum(placement.recomputes for placement in plan.placements) for plan in plans]
+    assert recomputed == sorted(recomputed)
+    assert recomputed[0] == 0 < recomputed[-1]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_the_last_layers_are_kept_and_those_that_spare_the_drive_lie_evenly(share: float) -> None:
+    profile = make_profile(24)
+    rate = 0.3 * 12 * MIB / 0.03
+    plan = solve(case_of(profile, Bandwidth(rate, rate), share))
+    kept = [layer for layer, way in enumerate(plan.placements) if way is KEEP]
+    others = [way.recomputes for way in plan.placements if way is not KEEP]
+    assert min(kept, default=23) >= 24 - len(kept) - 2
+    assert any(others)
+    halves = sum(others[: len(others) // 2]), sum(others[len(others) // 2 :])
+    assert abs(halves[0] - halves[1]) <= 2
+
+
+def test_the_policy_of_the_user_stands() -> None:
+    profile = make_profile(10)
+    policy = (AUTO, OFFLOAD_REMAT, KEEP, RECOMPUTE, OFFLOAD) * 2
+    plan = solve(dataclasses.replace(case_of(profile, Bandwidth(2e8, 2e8), 0.4), policy=policy))
+    assert all(wanted in {AUTO, found} for wanted, found in zip(policy, plan.placements, strict=True))
+
+
+@given(profiles, drives, st.integers(MIB, 64 * MIB), shares)
+@quick
+def test_no_window_is_larger_than_the_user_allows(
+    profile: StepProfile, bandwidth: Bandwidth, window: int, share: float
+) -> None:
+    every = frozenset(range(len(profile.layers)))
+    case = case_of(profile, bandwidth, share, not_recomputed=every)
+    plan = solve(dataclasses.replace(case, limits=dataclasses.replace(case.limits, window=window)))
+    assert plan.window is not None
+    assert plan.window <= max(window, profile.largest_bytes)
+    assert not any(way.recomputes for way in plan.placements)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.35])
+def test_what_is_cheap_to_rebuild_spares_a_drive_that_cannot_follow(share: float) -> None:
+    unknown = make_profile(16)
+    profile = rebuilding(unknown, seconds=0.001)
+    rate = 0.75 * 12 * MIB / 0.03
+    case, before = (case_of(each, Bandwidth(rate, rate), share) for each in (profile, unknown))
+    plan = solve(case)
+    assert OFFLOAD_REMAT in plan.placements
+    assert case.fits(plan)
+    assert case.played(plan).seconds < before.played(solve(before)).seconds
+
+
+@pytest.mark.parametrize(("attention", "is_chosen"), [(MIB, True), (0, False), (None, False)])
+def test_attention_is_spared_where_the_drive_has_no_time(attention: int | None, *, is_chosen: bool) -> None:
+    profile = make_profile(8)
+    times = {RECOMPUTE: Timing(0.03, 0.09), SPARED: Timing(0.03, 0.065)}
+    kind = dataclasses.replace(profile.kinds[0], attention_bytes=attention)
+    timing = {**profile.timings[0], **times}
+    profile = dataclasses.replace(profile, kinds=(kind,), timings=(timing,))
+    plan = solve(case_of(profile, Bandwidth(100e6, 100e6), 0.4))
+    assert (SPARED in plan.placements) is is_chosen
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 0)])
+def test_a_step_that_saves_nothing_has_a_plan(sizes: tuple[int, ...]) -> None:
+    profile = make_profile(4)
+    kind = dataclasses.replace(profile.kinds[0], activations=tuple(Saved(n, 0.5, 0.5) for n in sizes))
+    plan = solve(case_of(dataclasses.replace(profile, kinds=(kind,)), FAST, None))
+    assert plan.prediction is not None
+    assert plan.prediction.written_bytes == 0
+
+
+def test_no_plan_peaks_higher_than_what_may_be_tried() -> None:
+    case = case_of(make_profile(12), FAST, 2.0)
+    for highest in (40 * MIB, 80 * MIB):
+        found = case.played(solve(dataclasses.replace(case, highest=highest)))
+        assert 0.8 * highest <= found.activation_peak <= highest
+
+
+@pytest.mark.parametrize("shape", [(100, 50, 4), (100, 25, 25)])
+def test_a_large_step_is_planned_in_seconds(shape: tuple[int, int, int]) -> None:
+    """50,000 activations and more; by the processor's time, however busy the machine is."""
+    layers, micro_batches, warm_up = shape
+    profile = make_profile(layers, sizes=(MIB,) * 20, micro_batches=micro_batches, warm_up=warm_up)
+    case = case_of(profile, Bandwidth(1e9, 1e9), 0.35)
+    began = time.process_time()
+    plan = solve(case)
+    assert time.process_time() - began < 10
+    assert case.fits(plan)
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="a plan for 3 layers does not fit 8"):
+        play(make_profile(8), Plan((KEEP,) * 3), FAST)
