@@ -18,7 +18,6 @@ from models import loss_of, make_model, make_tokens
 from torch import nn
 
 import tba_offload as tba
-from tba_offload.report.log import StepRecord, describe_step
 
 if TYPE_CHECKING:
     from models import Model
@@ -83,26 +82,6 @@ def test_a_program_without_logging_sees_it_on_stderr(
     lines = [line for line in done.stderr.splitlines() if "step 1" in line]
     assert len(lines) == 1
     assert lines[0].startswith(f"{prefix}step 1; activation peak ")
-
-
-def test_a_step_in_a_line() -> None:
-    record = StepRecord(
-        step=7,
-        seconds=1.5,
-        stall_seconds=0.004,
-        skipped=True,
-        activation_peak_bytes=43_620_762,
-        gradient_bytes=2**20,
-        offloaded_bytes=258 * 2**20,
-        read_bytes=0,
-        recomputed_scopes=3,
-        scopes=12,
-        loss=2.25,
-    )
-    assert describe_step(record) == (
-        "step 7 (skipped); activation peak 41.6 MiB; gradients 1.00 MiB; 1.50 s, 0.00400 s of it waits; "
-        "258 MiB written; 3 of 12 layers recomputed; loss 2.25"
-    )
 
 
 @pytest.mark.parametrize(("layers", "window"), [(4, 64 * MIB), (2, 1 * MIB)])
