@@ -212,7 +212,7 @@ def _follow_copies(child: Any, states: OptimizerStates) -> None:
         # After a checkpoint without optimizer: those of a sub-group at a time.
         mains = [main for _, main in _pairs(child)]
         away = [main for main in mains if main is not None and is_away(main)]
-        for some in gathered(away, max(states.sizes, default=0)):
+        for some in gathered(away, max(states.sizes, default=0), lambda main: main.nbytes):
             with ExitStack() as taken:
                 for main in some:
                     taken.enter_context(states.setting(main, states=False))

@@ -19,8 +19,6 @@ from tba_offload.store.options import saves_nothing
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch.optim import Optimizer
-
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId
     from tba_offload.layers.stack import Layer
@@ -143,16 +141,6 @@ class Notices:
         elif number == 1:
             self.warn_once("no layer", _NO_LAYER_RAN, NoEffectWarning)
 
-    def foreign(self, optimizer: Optimizer) -> None:
-        """Warn that an optimizer whose states are offloaded does not train the model."""
-        self.warn_once(
-            "foreign optimizer",
-            f"no parameter of the {type(optimizer).__name__} that attach() was given belongs to the model: "
-            "offloading its states saves nothing of this training. give attach() the optimizer that updates "
-            "the model, made from model.parameters()",
-            NoEffectWarning,
-        )
-
     def no_update(self) -> None:
         """Step that were found end without an update."""
         self.warn_once("no update", _NO_UPDATE, NoEffectWarning)
@@ -269,11 +257,18 @@ def warn_after(session: Session, record: StepRecord) -> None:
         return
     states, slots = sum(each.states_bytes for each in records), sum(each.slot_bytes for each in records)
     if _LEAST_STATES <= states <= slots:  # all optimizers count together
+        name, widest = max((each.widest for each in session.states), key=lambda each: each[1])
+        advice = f"with states.sub_group_bytes: {format_size(_eighth(states))} most of them leave memory"
+        if 3 * widest >= states:
+            advice = (
+                f"no states.sub_group_bytes cuts the {readable_size(widest)} of {name}, for which each slot "
+                "has room. Give that parameter an optimizer of its own whose states stay, or one of "
+                "torch.optim in 32 bits, whose states are cut"
+            )
         notices.warn_once(
             "slots",
             f"offloading the states of the optimizer frees nothing: they are {readable_size(states)}, and "
-            f"the slots that updates go through hold {readable_size(slots)}; with "
-            f"states.sub_group_bytes: {format_size(_eighth(states))} most of them leave memory",
+            f"the slots that updates go through hold {readable_size(slots)}; {advice}",
             NothingSavedWarning,
         )
 

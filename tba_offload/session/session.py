@@ -51,7 +51,6 @@ from tba_offload.session.outputs import Outputs
 from tba_offload.session.record import Records, explained, header_of, label_of, learn, memory_event, record_of
 from tba_offload.session.step import Step
 from tba_offload.states import offload_optimizer
-from tba_offload.states.pieces import parameters_of
 from tba_offload.store import interrupts, open_store
 from tba_offload.store.base import close_after
 from tba_offload.store.bench import measure
@@ -268,8 +267,6 @@ class Session:
         self._closers.append(self._close_states)
         is_open = config.states is not None and config.states.default == "auto"
         for number, optimizer in enumerate(optimizers):
-            if not masters and not any(map(self.gradients.watches, parameters_of(optimizer))):
-                self.notices.foreign(optimizer)
             updated = partial(self.records.note_states, number)
             self.states.append(
                 offload_optimizer(optimizer, config, model=self.modules, masters=masters, updated=updated)

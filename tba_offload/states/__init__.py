@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tba_offload.states.figures import StatesRecord
-from tba_offload.states.optimizer import OptimizerStates, offload_optimizer
+from tba_offload.states.optimizer import OptimizerStates, StatesRecord, offload_optimizer
 
 __all__ = ["OptimizerStates", "StatesRecord", "offload_optimizer"]

@@ -1,4 +1,4 @@
-"""What stands for a tensor whose bytes are away: in an optimizer's ``state``, and for a master copy."""
+"""Tensors without memory: an optimizer's state, a master copy or a gradient whose bytes are away."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ def _given(args: tuple[Any, ...], kwargs: Any) -> list[Any]:
     return [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
 
 
-class AwayTensor(torch.Tensor):
-    """A tensor without memory: it tells size, strides, data type and device, and every use is an error.
+def _refusing(use: str) -> Any:
+    """Return a method that raises, because it would read memory that is not there."""
 
-    So an optimizer that is asked what its states are like answers as ever, and what would compute with their
-    bytes, copy or save them ends with an error that says what to do instead.
+    def refuse(self: AwayTensor, *_: object, **__: object) -> NoReturn:
+        raise self.refused(use)
+
+    return refuse
+
+
+class AwayTensor(torch.Tensor):
+    """A state without memory: size, strides, data type and device are known, and every use is an error.
+
+    An optimizer that is asked what its states are like answers as ever. What would compute with their bytes,
+    copy or save them, raises an error that says what to do instead.
 
     Args:
         size: That of the state.
         stride: Likewise, elements.
         dtype: Likewise.
         device: Where the state lies while it is updated.
-        name: What it is, for messages: ``exp_avg of parameter 3``.
+        name: What it is, for messages: ``'exp_avg' of layers.0.weight``.
     """
 
     _name: str
     origin: tuple[torch.Tensor | None, str] = None, ""
-    """The parameter whose state it is, if it was said, and the name of the state."""
+    """The parameter whose state it is, and the name of the state."""
 
     @staticmethod
     def __new__(
-        cls,
-        size: Sequence[int],
-        stride: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        name: str,
+        cls, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, name: str
     ) -> Self:
         """Make one."""
         made: Self = torch.Tensor._make_wrapper_subclass(
@@ -51,11 +55,6 @@ class AwayTensor(torch.Tensor):
         )
         made._name = name
         return made
-
-    def stands_for(self, parameter: torch.Tensor, key: str) -> Self:
-        """Say which state it is: that of a parameter, by its name; return itself."""
-        self.origin = parameter, key  # no weak reference: PyTorch swaps no tensors that have one
-        return self
 
     def refused(self, use: str) -> StatesAwayError:
         """Return the error of a use of it.
@@ -85,41 +84,15 @@ class AwayTensor(torch.Tensor):
         """Return what it is made of: nothing, so that what counts memory by this protocol finds none."""
         return [], None
 
-    def numpy(self, **_: Any) -> NoReturn:
-        """Raise, as every use does."""
-        raise self._error(self._name, "numpy() was called")
-
-    def data_ptr(self) -> NoReturn:
-        """Likewise."""
-        raise self._error(self._name, "data_ptr() was called")
-
-    def tolist(self) -> NoReturn:
-        """Likewise."""
-        raise self._error(self._name, "tolist() was called")
-
-    def share_memory_(self) -> NoReturn:
-        """Likewise."""
-        raise self._error(self._name, "share_memory_() was called")
-
-    def apply_(self, *_: object) -> NoReturn:
-        """Likewise."""
-        raise self._error(self._name, "apply_() was called")
-
-    @property
-    def data(self) -> NoReturn:
-        """Likewise."""
-        raise self._error(self._name, "its data was asked for")
-
-    @data.setter
-    def data(self, _: object) -> NoReturn:
-        """Likewise: other bytes would not be those that come to the next update."""
-        raise self._error(self._name, "its data was set")
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise self._error(self._name, "it was pickled")
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise self._error(self._name, "it was copied")
+    numpy = _refusing("numpy() was called")
+    data_ptr = _refusing("data_ptr() was called")
+    tolist = _refusing("tolist() was called")
+    share_memory_ = _refusing("share_memory_() was called")
+    apply_ = _refusing("apply_() was called")
+    # Other bytes would not be those that come to the next update.
+    data = property(_refusing("its data was asked for"), _refusing("its data was set"))
+    __reduce_ex__ = _refusing("it was pickled")
+    __deepcopy__ = _refusing("it was copied")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # untyped there
         return f"<{self._name}, away: {tuple(self.shape)}, {self.dtype}>"
@@ -226,32 +199,24 @@ class AwayMaster(torch.Tensor):
             return made
         name = next((each._tba_offload_name for each in _given(args, kwargs) if type(each) is cls), "")
         raise StatesAwayError(
-            f"the master {name} is not in memory between updates, and {func} was called with it; set "
+            f"the master of {name} is not in memory between updates, and {func} was called with it; set "
             "states.masters to keep, or close the OptimizerStates first"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # untyped there
-        return f"<master {self._tba_offload_name}, away: {tuple(self.shape)}, {self.dtype}>"
+        return f"<master of {self._tba_offload_name}, away: {tuple(self.shape)}, {self.dtype}>"
 
 
 def stands_for(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[AwayTensor]:
-    """Whether a value is what stands for a state of a parameter."""
-    if type(value) is not AwayTensor:
-        return False
-    owner, name = value.origin
-    return owner is parameter and name == key
-
-
-def has_moved(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[AwayTensor]:
-    """Whether a value that a parameter has under a name stands for another state."""
-    return type(value) is AwayTensor and not stands_for(value, parameter, key)
-
-
-def memory_for(value: torch.Tensor) -> torch.Tensor:
-    """Memory for what a tensor stands for that is away, with undefined contents."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    """Return True if a value is what stands for a state of a parameter."""
+    return type(value) is AwayTensor and value.origin[0] is parameter and value.origin[1] == key
 
 
 def is_away(value: object) -> bool:
-    """Whether a value is a state or a master copy whose bytes are away."""
+    """Return True for a state or a master copy whose bytes are away."""
     return type(value) in (AwayTensor, AwayMaster)
+
+
+def memory_for(value: torch.Tensor) -> torch.Tensor:
+    """Return memory for what a tensor stands for that is away, with undefined contents."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

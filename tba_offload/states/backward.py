@@ -20,8 +20,7 @@ from tba_offload.device.digest import are_equal, digests_of
 from tba_offload.errors import SessionError
 from tba_offload.layers.untraced import not_traced
 from tba_offload.states.away import FreedGradient
-from tba_offload.states.pieces import parameters_of
-from tba_offload.states.shards import in_place_of, local
+from tba_offload.states.pieces import in_place_of, local, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,10 +29,8 @@ if TYPE_CHECKING:
 
     from tba_offload.device import Device
     from tba_offload.device.digest import Digest
-    from tba_offload.states.figures import StatesRecord
-    from tba_offload.states.roster import Roster
-    from tba_offload.states.stream import Stream
-    from tba_offload.states.subgroup import SubGroup
+    from tba_offload.states.groups import SubGroup
+    from tba_offload.states.optimizer import StatesRecord, Updates
 
 _CLOSELY = 3
 """First steps in which all bytes of parameters are compared, as in those whose number is a power of two."""
@@ -66,26 +63,15 @@ class BackwardUpdates:
     """Updates the parameters of one optimizer in the last backward pass before each of its steps.
 
     Args:
-        optimizer: The optimizer.
-        stream: Updates sub-groups.
-        roster: The sub-groups.
+        updates: Those of the optimizer.
         micro_batches: Backward passes between two steps.
-        device: Where the optimizer updates.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        stream: Stream,
-        roster: Roster,
-        micro_batches: int,
-        device: Device,
-    ) -> None:
-        self._optimizer = optimizer
-        self._stream = stream
-        self._roster = roster
+    def __init__(self, updates: Updates, micro_batches: int) -> None:
+        self._optimizer = updates.optimizer
+        self._updates = updates
         self._micro_batches = micro_batches
-        self._order = StreamOrder(device)
+        self._order = StreamOrder(updates.homes.device)
         self._handles: dict[torch.Tensor, RemovableHandle] = {}
         self._references: dict[torch.Tensor, int] = {}
         self._steps = 0
@@ -131,13 +117,13 @@ class BackwardUpdates:
             groups = self._missing.pop(parameter, None)
             if groups is None:
                 return
-            self._stream.prefetch()
+            self._updates.prefetch()
             self._waits.subtract(groups)
             for group in groups:
                 if not self._waits[group] and not any(map(self._is_read_later, _parameters(group))):
                     self._is_updating = True
                     self._done.append(group)
-                    self._stream.update_in_backward(group)
+                    self._updates.update_in_backward(group)
                     self._unfinished.subtract(_parameters(group))
                     self._free(each for each in _parameters(group) if not self._unfinished[each])
 
@@ -158,7 +144,7 @@ class BackwardUpdates:
             )
         self._passes += 1
         if self._passes < self._micro_batches:
-            self._stream.prefetch()
+            self._updates.prefetch()
             return
         _at_the_end_of_the_pass(partial(_at_the_end_of_the_pass, self._pass_ends))  # after those of FSDP2
         self._freed: dict[torch.Tensor, torch.Tensor] = {}
@@ -166,10 +152,10 @@ class BackwardUpdates:
         self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         if self._keeps_graph:
             return  # the graph still reads parameters: all of them are updated at the end
-        self._stream.follow()
-        self._waits = Counter(dict.fromkeys(self._roster.groups, 0))
-        self._unfinished = Counter(each for group in self._roster.groups for each in _parameters(group))
-        for group in self._roster.groups:
+        self._updates.follow()
+        self._waits = Counter(dict.fromkeys(self._updates.groups, 0))
+        self._unfinished = Counter(each for group in self._updates.groups for each in _parameters(group))
+        for group in self._updates.groups:
             for each in _parameters(group) & self._handles.keys():
                 self._missing.setdefault(each, []).append(group)
                 self._waits[group] += 1
@@ -187,7 +173,7 @@ class BackwardUpdates:
     def _free(self, parameters: Any) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
-                name = f"the gradient of {self._roster.name_of(parameter)}"
+                name = f"the gradient of {self._updates.groups.name_of(parameter)}"
                 freed = in_place_of(parameter.grad, partial(FreedGradient.like, name=name))
                 parameter.grad = self._freed[parameter] = freed
 
@@ -196,7 +182,7 @@ class BackwardUpdates:
         with self._order:
             self._missing.clear()
             self._is_updating = True
-            record = self._stream.step({}, done=self._done)
+            record = self._updates.step({}, done=self._done)
             self._free(each for each in parameters_of(self._optimizer) if each not in self._freed)
             if not self._keeps_graph:
                 for each in self._freed:
@@ -253,7 +239,7 @@ class BackwardUpdates:
                 return "another gradient, or none,"
             if not _are_same(self._settings, self._settings_now()):
                 return "another setting of the optimizer"
-            if not self._stream.is_current:
+            if not self._updates.is_current:
                 return "another state of the optimizer"
             if self._versions != [each._version for each in self._freed]:
                 return "another value of a parameter"

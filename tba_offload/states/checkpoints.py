@@ -1,45 +1,40 @@
-"""``state_dict`` gives plain tensors and ``load_state_dict`` takes them, a sub-group at a time."""
+"""States that are saved, loaded, read and set: plain tensors, a sub-group at a time."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.states.away import AwayTensor
-from tba_offload.states.incoming import Incoming
-from tba_offload.states.pieces import parameters_of
-from tba_offload.states.shards import is_distributed
+from tba_offload.states.away import AwayTensor, is_away, memory_for
+from tba_offload.states.groups import Incoming
+from tba_offload.states.pieces import is_distributed, parameters_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.utils.hooks import RemovableHandle
 
+    from tba_offload.states.optimizer import Updates
+
     StateDict = dict[str, Any]
-    OnHost = Callable[[set[torch.Tensor]], dict[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 class Checkpoints:
-    """Hooks on the checkpoints of one optimizer.
+    """Hooks on the checkpoints of one optimizer, and states parameter by parameter.
 
     Args:
-        optimizer: The optimizer.
-        on_host: Copies states of parameters to host memory.
-        follow: Called before a checkpoint is made: states that an interrupted load left are taken first.
+        updates: Those of the optimizer.
         loaded: Called when a checkpoint was loaded: ``optimizer.state`` shows it.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        on_host: OnHost,
-        follow: Callable[[], object],
-        loaded: Callable[[], object],
-    ) -> None:
-        self._on_host = on_host
-        self._follow = follow
+    def __init__(self, updates: Updates, loaded: Callable[[], object]) -> None:
+        self._updates = updates
         self._loaded = loaded
+        self._copies: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._set_bytes = 0
+        optimizer = updates.optimizer
         self._handles: list[RemovableHandle] = [
             optimizer.register_state_dict_pre_hook(self._before_save),
             optimizer.register_state_dict_post_hook(self._fill, prepend=True),
@@ -48,55 +43,98 @@ class Checkpoints:
         ]
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks away, and forget the function: its object would live until garbage is collected."""
         for handle in self._handles:
             handle.remove()
+        self._loaded = lambda: None
 
-    def _before_save(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002 - as torch calls it
-        self._follow()
+    # ---- all states ------------------------------------------------------------------------------
+
+    def _before_save(self, _: torch.optim.Optimizer) -> None:
+        self._updates.follow()
 
     def _fill(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         """Return a state dict in which each state is a tensor in host memory."""
-        entries = state_dict["state"]
-        parameters = parameters_of(optimizer)
-        away = {number for number, entry in entries.items() if _has(entry, AwayTensor)}
-        found = self._on_host({parameters[number] for number in away})
-        full = {
-            number: entry | found[parameters[number]] if number in away else entry
-            for number, entry in entries.items()
-        }
+        parameters, full = parameters_of(optimizer), dict(state_dict["state"])
+        away = [number for number, entry in full.items() if _shows_away(entry)]
+        found = self._updates.entries.on_host({parameters[number] for number in away})
+        full.update({number: full[number] | found[parameters[number]] for number in away})
         return state_dict | {"state": full}
 
-    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002 - as torch calls it
+    def _after_load(self, _: torch.optim.Optimizer) -> None:
         self._loaded()
+
+    # ---- parameter by parameter --------------------------------------------------------------------
+
+    def read(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the states of a parameter, and the master if it is one; of what is away, copies on the host.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        self._updates.entries.check_owner(parameter)
+        entry = self._updates.masters.with_states(parameter, self._updates.optimizer.state.get(parameter, {}))
+        if not any(map(is_away, entry.values())):
+            return entry
+        if parameter not in self._copies:  # others of its sub-group are likely to be asked for next
+            self._copies = self._updates.entries.on_host({parameter}, masters=True)
+        copies = self._copies.pop(parameter)
+        return {key: copies[key] if is_away(value) else value for key, value in entry.items()}
+
+    @contextmanager
+    def setting(self, parameter: torch.Tensor, *, states: bool) -> Iterator[None]:
+        """Within, what is away has memory, which is undefined; after an error it is away as before."""
+        entry = self._updates.optimizer.state.get(parameter, {}) if states else {}
+        away = {key: value for key, value in entry.items() if isinstance(value, AwayTensor)}
+        was_away = is_away(parameter)
+        entry.update({key: memory_for(value) for key, value in away.items()})
+        self._updates.masters.bring_back(parameter)
+        try:
+            yield
+        except BaseException:
+            entry.update(away)
+            if was_away:
+                self._updates.masters.send_away(parameter)
+            raise
+        self.take(parameter)
+
+    def take(self, parameter: torch.Tensor) -> None:
+        """Take states that were put into ``optimizer.state[parameter]``, once there are enough of them.
+
+        Likewise a master that was brought back.
+        """
+        self.forget()
+        entry = self._updates.masters.with_states(parameter, self._updates.optimizer.state.get(parameter, {}))
+        tensors = [each for each in entry.values() if isinstance(each, torch.Tensor) and not is_away(each)]
+        self._set_bytes += sum(each.nbytes for each in tensors)
+        if self._set_bytes >= self._updates.most:
+            self._set_bytes = 0
+            self._updates.follow()
+
+    def forget(self) -> None:
+        """Drop copies of states, which are about to change."""
+        self._copies.clear()
 
 
 def _hold_back(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """Get a state dict whose states come to the device one sub-group after the other, when all is checked."""
+    """Return a state dict whose states come to the device by sub-groups, when all of it is checked."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     known = dict(zip(dict.fromkeys(numbers), parameters_of(optimizer), strict=False))
     full = {
-        number: _held_back(entry, known[number]) if number in known else entry
+        number: {key: _held_back(value, known[number]) for key, value in entry.items()}
+        if number in known and isinstance(entry, dict)
+        else entry
         for number, entry in state_dict["state"].items()
     }
     return state_dict | {"state": full}
 
 
-def _held_back(entry: Any, parameter: torch.Tensor) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    return {
-        key: Incoming(value, _wanted(value, parameter))
-        if (type(value) is torch.Tensor or is_distributed(value)) and value.numel() > 1
-        else value
-        for key, value in entry.items()
-    }
+def _held_back(value: Any, parameter: torch.Tensor) -> Any:
+    if not (type(value) is torch.Tensor or is_distributed(value)) or value.numel() <= 1:
+        return value
+    # The data type in which PyTorch itself loads a state, in Optimizer.load_state_dict.
+    return Incoming(value, parameter.dtype if parameter.is_floating_point() else value.dtype)
 
 
-def _wanted(value: torch.Tensor, parameter: torch.Tensor) -> torch.dtype:
-    """Return the data type in which PyTorch loads a state, as it does in ``Optimizer.load_state_dict``."""
-    return parameter.dtype if parameter.is_floating_point() else value.dtype
-
-
-def _has(entry: Any, kind: type) -> bool:
-    return isinstance(entry, dict) and any(type(value) is kind for value in entry.values())
+def _shows_away(entry: Any) -> bool:
+    return isinstance(entry, dict) and any(type(value) is AwayTensor for value in entry.values())

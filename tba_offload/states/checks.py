@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tba_offload.device.peers import has_peers
 from tba_offload.errors import UnsupportedError
-from tba_offload.states.pieces import is_known, is_of_torch, parameters_of
-from tba_offload.states.shards import is_distributed, is_fully_sharded
-from tba_offload.states.takeover import is_taken
+from tba_offload.states.pieces import (
+    is_distributed,
+    is_fully_sharded,
+    is_known,
+    is_of_torch,
+    parameters_of,
+)
+from tba_offload.states.twin import is_taken
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
@@ -44,8 +48,7 @@ def check(
         UnsupportedError: It cannot.
     """
     _check_parts(optimizer, trusted=config.trust)
-    is_on_cpu = device_of_parameters(optimizer).type == "cpu"
-    if config.update != "device" and not is_on_cpu:
+    if config.update != "device" and device_of_parameters(optimizer).type != "cpu":
         _check_host(optimizer, config.update)
     if config.when == "backward":
         _check_backward(optimizer, modules, has_masters=has_masters)
@@ -71,53 +74,35 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS updates all parameters as one vector, so that nothing can be away")
-    if not is_known(optimizer):
-        _check_stranger(optimizer, trusted=trusted)
-    for group in optimizer.param_groups:
-        if len(set(group["params"])) < len(group["params"]):
-            raise UnsupportedError(
-                f"a parameter stands twice in one group of this {name}, so that a step would update it "
-                "twice; give it once"
-            )
-        if isinstance(optimizer, torch.optim.Adafactor) and _takes_eps_from_the_first(group):
-            raise UnsupportedError(
-                "Adafactor with parameters of several data types in one group cannot be updated in parts; "
-                "give each data type a group of its own, or set eps"
-            )
-        for setting in ("capturable", "differentiable"):
-            if group.get(setting):
-                raise UnsupportedError(
-                    f"{name} with {setting}=True cannot be updated in parts; set it to False"
-                )
-
-
-def _check_stranger(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
-    """Check an optimizer of another package.
-
-    Raises:
-        UnsupportedError: It is not trusted, or shows that it should not be.
-    """
-    name = type(optimizer).__name__
-    if not trusted:
+    if not (trusted or is_known(optimizer)):
         raise UnsupportedError(
             f"whether {name} updates each parameter by itself is not known; if it computes nothing over all "
             "of them, set states.trust to true"
-        )
-    if all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
-        raise UnsupportedError(
-            f"{name} changes parameters between training and evaluation by states that would be away then"
-        )
-    norms = [group.get("max_grad_norm") for group in (optimizer.defaults, *optimizer.param_groups)]
-    if any(norm is not None and 0 < norm < math.inf for norm in norms):
-        raise UnsupportedError(
-            f"{name} with max_grad_norm divides by the norm of all gradients, which no part of them has; "
-            "make it without, and clip before the step"
         )
     if _goes_by_position(optimizer):
         raise UnsupportedError(
             f"{name} has settings for some parameters by their position, which is another one in a part; "
             "give these parameters a group or an optimizer of their own"
         )
+    for group in optimizer.param_groups:
+        _check_group(name, group, of_adafactor=isinstance(optimizer, torch.optim.Adafactor))
+
+
+def _check_group(name: str, group: dict[str, Any], *, of_adafactor: bool) -> None:
+    if len(set(group["params"])) < len(group["params"]):
+        raise UnsupportedError(
+            f"a parameter stands twice in one group of this {name}, so that a step would update it "
+            "twice; give it once"
+        )
+    # PyTorch's Adafactor gives all parameters of a group an eps that depends on the first one.
+    if of_adafactor and group["eps"][0] is None and len({each.dtype for each in group["params"]}) > 1:
+        raise UnsupportedError(
+            "Adafactor with parameters of several data types in one group cannot be updated in parts; "
+            "give each data type a group of its own, or set eps"
+        )
+    for setting in ("capturable", "differentiable"):
+        if group.get(setting):
+            raise UnsupportedError(f"{name} with {setting}=True cannot be updated in parts; set it to False")
 
 
 def _goes_by_position(optimizer: torch.optim.Optimizer) -> bool:
@@ -133,21 +118,11 @@ def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:
     """Where an optimizer has others of its parameters, as ZeroRedundancyOptimizer; ``None`` if nowhere."""
     own = set(parameters_of(optimizer))
     for attribute, value in vars(optimizer).items():
-        others = [each for each in _flat(value) if isinstance(each, torch.optim.Optimizer)]
-        if any(each is not optimizer and not own.isdisjoint(parameters_of(each)) for each in others):
-            return attribute
+        others = value if isinstance(value, (list, tuple)) else [value]
+        for other in others:
+            if isinstance(other, torch.optim.Optimizer) and not own.isdisjoint(parameters_of(other)):
+                return attribute
     return None
-
-
-def _flat(value: object, depth: int = 2) -> Iterator[object]:
-    """Yield a value, or what is in it where that is a container, or a container of containers."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if depth and isinstance(value, (list, tuple, set)):
-        for each in value:
-            yield from _flat(each, depth - 1)
-    else:
-        yield value
 
 
 def _check_backward(
@@ -205,11 +180,6 @@ def _lie_on_host(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether parameters of a device are in host memory: there is one, and they are not on it."""
     on_host = any(parameter.device.type == "cpu" for parameter in parameters)
     return on_host and torch.accelerator.is_available()
-
-
-def _takes_eps_from_the_first(group: dict[str, Any]) -> bool:
-    """Whether PyTorch's Adafactor gives all parameters of a group an eps that depends on the first one."""
-    return group["eps"][0] is None and len({each.dtype for each in group["params"]}) > 1
 
 
 def device_of_parameters(optimizer: torch.optim.Optimizer) -> torch.device:

@@ -33,15 +33,21 @@ TRIES = 3
 
 
 class Homes:
-    """What the homes of all sub-groups share.
+    """What the homes of all sub-groups, or of all frozen weights, share.
 
     Args:
         store: Where bytes go.
         device: Where the optimizer updates.
         stall_limit: Seconds that a transfer is waited for; ``None`` for no limit.
-        keep_when_full: Whether states that cannot be written live in host memory, or are an error.
+        keep_when_full: Whether bytes that cannot be written live in host memory, or are an error.
         tell: Called with a line when the first of them cannot be written.
         padded: Whether memory that is read into has room for whole blocks around the bytes.
+
+    Attributes:
+        read_bytes: Bytes whose reads have begun.
+        written_bytes: Bytes whose writes have begun.
+        waited: Seconds that were waited for transfers.
+        waits: Begin and end of each wait; who wants them sets a longer one.
     """
 
     def __init__(
@@ -56,15 +62,14 @@ class Homes:
     ) -> None:
         self.store = store
         self.device = device
+        self.stall_limit = stall_limit
         self.keep_when_full = keep_when_full
+        self.tell = tell
         self.padded = padded
-        self.part_bytes = part_bytes_of(store)
+        self.part_bytes = HOST_PART if store.kind == HostStore.kind else PART
         self.read_bytes = self.written_bytes = 0
         self.waited = 0.0
-        # From, until; who wants them sets one that is longer.
         self.waits: deque[tuple[float, float]] = deque(maxlen=0)
-        self._limit = stall_limit
-        self._tell = tell
         self._has_told = False
 
     def on_host(self) -> Homes:
@@ -72,11 +77,17 @@ class Homes:
         return Homes(
             self.store,
             CpuDevice(),
-            stall_limit=self._limit,
+            stall_limit=self.stall_limit,
             keep_when_full=self.keep_when_full,
-            tell=self._tell,
+            tell=self.tell,
             padded=self.padded,
         )
+
+    def hand_over(self, others: Homes) -> None:
+        """Count with others what was moved until now."""
+        others.read_bytes += self.read_bytes
+        others.written_bytes += self.written_bytes
+        self.read_bytes = self.written_bytes = 0
 
     def wait(self, transfer: IoFuture) -> None:
         """Wait for a transfer, within the limit.
@@ -89,40 +100,29 @@ class Homes:
             return
         began = time.perf_counter()
         try:
-            transfer.wait(self._limit)
+            transfer.wait(self.stall_limit)
         except TimeoutError:
-            if self._limit is None or time.perf_counter() - began < self._limit:
+            if self.stall_limit is None or time.perf_counter() - began < self.stall_limit:
                 raise  # by other code, which a signal had run meanwhile
-            raise HangingError(
-                errno.ETIMEDOUT, f"the drive has not answered for {self._limit} s (store.stall_seconds)"
-            ) from None
+            reason = f"the drive has not answered for {self.stall_limit} s (store.stall_seconds)"
+            raise HangingError(errno.ETIMEDOUT, reason) from None
         finally:
             ended = time.perf_counter()
             self.waited += ended - began
             self.waits.append((began, ended))
 
-    def count(self, *, read: int = 0, written: int = 0) -> None:
-        """Count bytes whose transfers begin."""
-        self.read_bytes += read
-        self.written_bytes += written
-
-    def hand_over(self, others: Homes) -> None:
-        """Count with others what was moved until now."""
-        others.count(read=self.read_bytes, written=self.written_bytes)
-        self.read_bytes = self.written_bytes = 0
-
     def tell_of(self, cause: BaseException) -> None:
         """Say, the first time, that the states of a sub-group stay in host memory."""
         if not self._has_told:
             self._has_told = True
-            self._tell(
+            self.tell(
                 f"optimizer states stay in host memory, since they cannot be written: {cause}; they are "
                 "tried again at the next update"
             )
 
 
 class Home:
-    """Where the states of one sub-group live.
+    """Where the states of one sub-group, or one frozen weight, live.
 
     Args:
         homes: What all share.
@@ -132,8 +132,7 @@ class Home:
 
     def __init__(self, homes: Homes, owner: str, what: str = "optimizer states") -> None:
         self._homes = homes
-        self._owner = owner
-        self._what = what
+        self._what = f"the {what} of {owner}"
         self._extents: tuple[Extent, ...] = ()
         self._kept: torch.Tensor | None = None
 
@@ -143,7 +142,7 @@ class Home:
         return self._homes.device
 
     def serve(self, homes: Homes) -> None:
-        """From now on its bytes come from, and go to, memory of another device; no transfer is under way.
+        """Have its bytes come from, and go to, memory of another device; no transfer is under way.
 
         Args:
             homes: Of that device, with the same store.
@@ -156,7 +155,7 @@ class Home:
         return not self._extents and self._kept is None
 
     def write(self, memory: ByteRange) -> list[IoFuture]:
-        """Begin to write all bytes of the sub-group; the caller waits for them with :meth:`settle_writes`.
+        """Begin to write all bytes; the caller waits for them with :meth:`settle_writes`.
 
         Args:
             memory: The bytes, page-aligned; as many each time.
@@ -169,12 +168,13 @@ class Home:
         try:
             self._reserve(memory)
             after = homes.device.event()
-            orders = [(extent, part, after, None) for extent, part in self._parts(memory)]
-            writes = homes.store.write_many(orders)
+            writes = homes.store.write_many(
+                [(extent, part, after, None) for extent, part in self._parts(memory)]
+            )
         except StoreError as error:
             self._keep(memory, error)
             return []
-        homes.count(written=memory.nbytes)
+        homes.written_bytes += memory.nbytes
         return writes
 
     def settle_writes(self, writes: list[IoFuture], memory: ByteRange) -> None:
@@ -187,10 +187,10 @@ class Home:
         for write in writes:
             try:
                 self._homes.wait(write)
+            except HangingError as error:  # it may write yet, so that the bytes must not change
+                raise self._unwritten(error, "check the drive, and load a checkpoint") from error
             except StoreError as error:
                 failed = error
-                if isinstance(error, HangingError):  # it may write yet, so that the bytes must not change
-                    raise self._unwritten(error, "check the drive, and load a checkpoint") from error
         if failed is not None:
             self._keep(memory, failed)
 
@@ -209,15 +209,15 @@ class Home:
         homes = self._homes
         if self.is_empty:
             raise TransferError(
-                f"the {self._what} of {self._owner} are lost, since an update or the loading of a "
-                "checkpoint was interrupted; load a checkpoint"
+                f"{self._what} are lost, since an update or the loading of a checkpoint was interrupted; "
+                "load a checkpoint"
             )
         if self._kept is not None:
             memory.tensor().copy_(self._kept)
             return []
         after = homes.device.event() if after is None else after
+        homes.read_bytes += memory.nbytes
         orders = [(extent, part, after) for extent, part in self._parts(memory)]
-        homes.count(read=memory.nbytes)
         return homes.store.read_many(orders, padded=homes.padded)
 
     def settle_reads(self, reads: list[IoFuture], memory: ByteRange) -> None:
@@ -227,28 +227,20 @@ class Home:
             TransferError: The bytes cannot be read.
         """
         for read, (extent, part) in zip(reads, self._parts(memory) if reads else (), strict=True):
-            self._settle(read, extent, part)
+            self._settle(read, extent, part, TRIES)
 
-    def _settle(self, read: IoFuture, extent: Extent, part: ByteRange) -> None:
+    def _settle(self, read: IoFuture, extent: Extent, part: ByteRange, tries: int) -> None:
         homes = self._homes
-        for tries_left in reversed(range(TRIES)):
-            try:
-                homes.wait(read)
-            except StoreError as error:
-                if not tries_left or isinstance(error, HangingError):
-                    raise self._lost(extent, error) from error
-            else:
-                return
+        try:
+            homes.wait(read)
+        except StoreError as error:
+            if tries == 1 or isinstance(error, HangingError):
+                raise TransferError(
+                    f"{self._what} cannot be read back from {homes.store.place(extent)}: {error}; check the "
+                    "drive, and load a checkpoint"
+                ) from error
             read = homes.store.read(extent, part, homes.device.event(), padded=homes.padded)
-
-    def _unwritten(self, error: StoreError, remedy: str) -> TransferError:
-        return TransferError(f"the {self._what} of {self._owner} cannot be written: {error}; {remedy}")
-
-    def _lost(self, extent: Extent, error: StoreError) -> TransferError:
-        return TransferError(
-            f"the {self._what} of {self._owner} cannot be read back from "
-            f"{self._homes.store.place(extent)}: {error}; check the drive, and load a checkpoint"
-        )
+            self._settle(read, extent, part, tries - 1)
 
     def on_host(self, nbytes: int) -> torch.Tensor:
         """Return a copy of the bytes in new host memory, 1-D uint8; the slots are left alone.
@@ -270,23 +262,18 @@ class Home:
         if sum(extent.nbytes for extent in self._extents) == memory.nbytes:
             return
         self.release()
-        taken: list[Extent] = []
         try:
             for start in range(0, memory.nbytes, self._homes.part_bytes):
                 nbytes = min(self._homes.part_bytes, memory.nbytes - start)
-                taken.append(self._homes.store.reserve(nbytes, memory.address + start))
+                self._extents += (self._homes.store.reserve(nbytes, memory.address + start),)
         except BaseException:
-            for extent in taken:
-                self._homes.store.release(extent)
+            self.release()
             raise
-        self._extents = tuple(taken)
 
     def _parts(self, memory: ByteRange) -> list[tuple[Extent, ByteRange]]:
         starts = range(0, memory.nbytes, self._homes.part_bytes)
-        return [
-            (extent, memory.part(start, extent.nbytes))
-            for start, extent in zip(starts, self._extents, strict=True)
-        ]
+        extents = zip(starts, self._extents, strict=True)
+        return [(extent, memory.part(start, extent.nbytes)) for start, extent in extents]
 
     def _keep(self, memory: ByteRange, cause: StoreError) -> None:
         if not self._homes.keep_when_full:
@@ -295,10 +282,8 @@ class Home:
         self._kept = memory.tensor().to("cpu", copy=True)
         self._homes.tell_of(cause)
 
-
-def part_bytes_of(store: ActivationStore) -> int:
-    """Bytes that travel as one extent of a store at most."""
-    return HOST_PART if store.kind == HostStore.kind else PART
+    def _unwritten(self, error: StoreError, remedy: str) -> TransferError:
+        return TransferError(f"{self._what} cannot be written: {error}; {remedy}")
 
 
 def page_aligned(nbytes: int, device: Device, alignment: int) -> ByteRange:

@@ -24,16 +24,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tba_offload.states.exchange import Exchange
+    from tba_offload.states.entries import Entries
+    from tba_offload.states.groups import Entry, Groups, SubGroup
     from tba_offload.states.home import Homes
     from tba_offload.states.host_share import HostShare
     from tba_offload.states.host_update import HostUpdate
     from tba_offload.states.host_workers import Done
     from tba_offload.states.masters import Masters
-    from tba_offload.states.own_step import Entry
     from tba_offload.states.pieces import Piece
-    from tba_offload.states.roster import Roster
-    from tba_offload.states.subgroup import SubGroup
 
 
 class NoHostLane:
@@ -133,8 +131,8 @@ class HostLane(NoHostLane):
         optimizer: torch.optim.Optimizer,
         kind: type[torch.optim.Optimizer],
         homes: Homes,
-        exchange: Exchange,
-        roster: Roster,
+        exchange: Entries,
+        roster: Groups,
         masters: Masters,
         share: HostShare,
     ) -> None:
@@ -185,7 +183,7 @@ class HostLane(NoHostLane):
         store takes no memory for them.
         """
         if self._ring.is_home and can_be_copied(group):
-            sizes = [each.nbytes for each in self._roster.groups if can_be_copied(each)]
+            sizes = [each.nbytes for each in self._roster if can_be_copied(each)]
             if self._share.count(sizes, len(self._groups)) > len(self._groups):
                 slots = self._exchange.slots
                 if (slot := slots.of(group)) is not None:
@@ -232,7 +230,7 @@ class HostLane(NoHostLane):
         return [group for group in groups if group in chosen]
 
     def _resident(self, group: SubGroup) -> dict[Piece, Entry]:
-        return {piece: self._exchange.entry(piece) for piece in group.pieces}
+        return {piece: self._exchange.resident(piece) for piece in group.pieces}
 
     def _end(self, jobs: Mapping[SubGroup, Future[Done]]) -> None:
         """Let no job begin any more, wait for those that run, and take what was done."""

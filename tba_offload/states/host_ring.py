@@ -10,9 +10,9 @@ from tba_offload.store.host import HostStore
 if TYPE_CHECKING:
     import torch
 
+    from tba_offload.states.groups import SubGroup
     from tba_offload.states.home import Homes
     from tba_offload.states.slots import Slots
-    from tba_offload.states.subgroup import SubGroup
 
 
 class HostRing:
@@ -27,10 +27,11 @@ class HostRing:
         is_home: Whether sub-groups live in it.
     """
 
-    def __init__(self, homes: Homes, own_homes: Homes, slots: Slots[SubGroup]) -> None:
+    def __init__(self, homes: Homes, own_homes: Homes, slots: Slots) -> None:
         self._homes = homes
         self._own_homes = own_homes
         self._slots = slots
+        slots.next_use = self._next_use
         self.is_home = homes.store.kind == HostStore.kind  # no need to travel any further
         self._busy: set[SubGroup] = set()
         self._lock = threading.Lock()
@@ -47,9 +48,7 @@ class HostRing:
             states: Its bytes on the device, 1-D uint8.
         """
         self.enter(group)
-        slot = self._slots.stay(group)
-        slot.lend().copy_(states)
-        slot.give_to(group)
+        self._slots.own(group).lend()[: group.nbytes].copy_(states)
 
     def leave(self, group: SubGroup) -> None:
         """Record that a sub-group is the device's again.
@@ -66,7 +65,7 @@ class HostRing:
 
     def drop(self, group: SubGroup) -> None:
         """Likewise, when its states lie elsewhere."""
-        self._slots.drop(group)
+        self._slots.empty(group, drops=True)
         group.home.serve(self._homes)
 
     def load(self, group: SubGroup) -> torch.Tensor:
@@ -80,16 +79,15 @@ class HostRing:
             slot = self._slots.of(group)
             if slot is None and self.is_home:
                 slot = self._slots.stay(group)
-                self._slots.came(group)
             elif slot is None:
-                slot = self._slots.take(group.room, self._next_use)
+                slot = self._slots.take(group.room)
                 slot.read(group)
         try:
             slot.settle()
         except BaseException:
             self.store(group)
             raise
-        slot.touch()
+        slot.hold(group)
         return slot.lend()
 
     def store(self, group: SubGroup) -> None:

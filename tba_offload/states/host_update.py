@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tba_offload.states.away import AwayMaster
-from tba_offload.states.exchange import is_alike
-from tba_offload.states.layout import is_dense, side_by_side
+from tba_offload.states.entries import is_alike
+from tba_offload.states.groups import side_by_side
 from tba_offload.states.masters import MASTER
-from tba_offload.states.own_step import OwnStep
+from tba_offload.states.pieces import is_dense
+from tba_offload.states.twin import Twin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tba_offload.device import Device
+    from tba_offload.states.groups import Entry, SubGroup
     from tba_offload.states.masters import Masters
-    from tba_offload.states.own_step import Entry
     from tba_offload.states.pieces import Piece
-    from tba_offload.states.subgroup import SubGroup
 
     Pair = tuple[torch.Tensor, torch.Tensor]
 
 _HOST = torch.device("cpu")
 
 
-class HostStep(OwnStep):
+class HostStep(Twin):
     """The update of an optimizer over tensors in host memory.
 
     Where the optimizer leaves the implementation to PyTorch, the fused one is taken if there is one: the loop
@@ -191,7 +191,7 @@ class HostUpdate:
             for piece, entry in self.entries.items()
         }
 
-    def run(self, own: OwnStep, options: Mapping[str, Any]) -> None:
+    def run(self, own: Twin, options: Mapping[str, Any]) -> None:
         """Run the optimizer's code.
 
         Args:
@@ -236,7 +236,7 @@ class HostUpdate:
 
 def can_be_copied(group: SubGroup) -> bool:
     """Whether a sub-group has states, and the processor can update all of its pieces."""
-    if group.layout is None or group.is_new:
+    if not group.places or group.is_new:
         return False
     return all(_is_plain(piece.parameter) for piece in group.pieces)
 

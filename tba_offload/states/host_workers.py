@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     import torch
 
     from tba_offload.device import Device, Event
+    from tba_offload.states.groups import Entry, SubGroup
     from tba_offload.states.host_ring import HostRing
     from tba_offload.states.masters import Masters
-    from tba_offload.states.own_step import Entry
     from tba_offload.states.pieces import Piece
-    from tba_offload.states.subgroup import SubGroup
 
 _THREADS = 2
 """While one updates, on all cores, the other copies what it has updated and what it is going to."""

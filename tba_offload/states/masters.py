@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import AwayMaster
-from tba_offload.states.layout import travels
-from tba_offload.states.pieces import parameters_of
+from tba_offload.states.pieces import parameters_of, travels
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tba_offload.states.own_step import Entry
     from tba_offload.states.pieces import Piece
 
 MASTER = "tba_offload.master"
@@ -35,16 +33,11 @@ class Masters:
         UnsupportedError: A parameter has another shape than its master, or one of them is not contiguous.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        copies: Mapping[torch.Tensor, torch.Tensor],
-    ) -> None:
-        self._names: dict[torch.Tensor, str] = {}
+    def __init__(self, optimizer: torch.optim.Optimizer, copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
         own = set(parameters_of(optimizer))
-        self._copies = {
-            master: copy for master, copy in copies.items() if master in own and travels_as(master)
-        }
+        self._copies = {master: copy for master, copy in copies.items() if master in own}
+        self._copies = {each: copy for each, copy in self._copies.items() if travels(each.detach(), each)}
+        self._names: dict[torch.Tensor, str] = {}
         for master, copy in self._copies.items():
             if master.shape != copy.shape or master.is_contiguous() != copy.is_contiguous():
                 raise UnsupportedError(
@@ -53,15 +46,19 @@ class Masters:
                 )
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter of the optimizer is a master that travels."""
+        """Return True if a parameter of the optimizer is a master that travels."""
         return parameter in self._copies
 
+    def copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the parameter of the model that a master is a copy of; any other parameter is itself."""
+        return self._copies.get(parameter, parameter)
+
     def can_be_cut(self, parameter: torch.Tensor) -> bool:
-        """Whether slices of what a parameter is copied to, if it is a master, are views of that."""
+        """Return True unless slices of the parameter of the model are copies, not views."""
         return parameter not in self._copies or self._copies[parameter].is_contiguous()
 
-    def with_states(self, parameter: torch.Tensor, entry: Entry) -> Entry:
-        """States of a parameter, and the master where it is one, as a plain tensor unless it is away."""
+    def with_states(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the states of a parameter, and the master where it is one, a plain tensor unless away."""
         return {**entry, MASTER: parameter.detach()} if parameter in self._copies else dict(entry)
 
     def tensor(self, piece: Piece, bound: torch.Tensor | None) -> torch.Tensor:
@@ -73,16 +70,9 @@ class Masters:
         bound.grad = piece.gradient()
         return bound
 
-    def copy(self, piece: Piece, value: torch.Tensor) -> None:
-        """Set the parameter of the model to its master, which was updated."""
-        self.model_part(piece).copy_(value)
-
     def model_part(self, piece: Piece) -> torch.Tensor:
-        """Return what an update of a piece changes of the model.
-
-        What a master is a copy of, else the piece.
-        """
-        return piece.own(self._copies.get(piece.parameter, piece.parameter))
+        """Return the part of the model that an update of a piece changes."""
+        return piece.own(self.copy_of(piece.parameter))
 
     def send_away(self, master: torch.Tensor, name: str | None = None) -> None:
         """Free the memory of a master.
@@ -91,13 +81,12 @@ class Masters:
             master: The master, whose bytes lie in a slot or at home.
             name: What messages call it; as before, unless it is given.
         """
-        if name is not None:
-            self._names[master] = name
+        name = self._names[master] = name or self._names[master]
         if type(master) is not AwayMaster:
-            AwayMaster.begin(master, self._names[master])
+            AwayMaster.begin(master, name)
 
     def bring_back(self, master: torch.Tensor) -> None:
-        """Record that it is in memory, with the bytes of :meth:`fill`, or with undefined ones."""
+        """Have a master in memory, with the bytes of :meth:`fill`, or with undefined ones."""
         if type(master) is AwayMaster:
             AwayMaster.end(master)
 
@@ -107,8 +96,3 @@ class Masters:
             AwayMaster.allocate(piece.parameter)
         with torch._C.DisableTorchFunctionSubclass():
             piece.own(piece.parameter).copy_(value)
-
-
-def travels_as(master: torch.Tensor) -> bool:
-    """Whether a tensor that is in memory can be away as a master."""
-    return travels(master.detach(), master)

@@ -1,17 +1,22 @@
-"""Which parameters are updated together: pieces, and the sub-groups that travel as one."""
+"""Pieces: what one update gets as a parameter, and which optimizers and parameters can be cut into slices."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from tba_offload.states.away import AwayMaster
-from tba_offload.states.shards import local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import nn
+
+    Wrap = Callable[[torch.Tensor], torch.Tensor]
 
 SLICE = 1024
 """Elements: a parameter is cut at multiples of it, so that no kernel meets another alignment or remainder.
@@ -27,7 +32,15 @@ _SLICED = frozenset(
         *("adamax.Adamax", "nadam.NAdam", "radam.RAdam", "asgd.ASGD", "rprop.Rprop"),
     )
 )
-"""Optimizers that treat each element of a parameter by itself."""
+"""Optimizers that treat each element of a parameter by itself, and draw no random numbers."""
+
+_FUSED = frozenset(
+    (
+        "apex.optimizers.fused_adam.FusedAdam",
+        "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+    )
+)
+"""Optimizers of other packages that update each parameter by itself."""
 
 _EXACT = frozenset((torch.float32, torch.float64))
 """Data types in which the vectors of a kernel and the scalar loop for its last elements give the same bits.
@@ -72,30 +85,18 @@ class Piece:
         return view
 
     def gradient(self) -> torch.Tensor | None:
-        """Its part of the parameter's gradient; ``None`` if there is none."""
+        """Return its part of the parameter's gradient; ``None`` if there is none."""
         gradient = self.parameter.grad
         return gradient if gradient is None or self.is_whole else self.part_of(gradient)
 
     def own(self, value: Any) -> torch.Tensor:
-        """Its part of the parameter or of a tensor like that, on this rank and without a gradient."""
+        """Return its part of the parameter, or of a tensor like that, on this rank and without a gradient."""
         plain: torch.Tensor = local(value.detach())
         return plain if self.is_whole else self.part_of(plain)
 
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the slice of a tensor of the parameter's shape, 1-D.
-
-        A copy where that one is not contiguous.
-        """
+        """Return the slice of a tensor of the parameter's shape, 1-D; a copy if that is not contiguous."""
         return value.reshape(-1)[self.start : self.stop]
-
-
-_FUSED = frozenset(
-    (
-        "apex.optimizers.fused_adam.FusedAdam",
-        "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
-    )
-)
-"""Optimizers of other packages that update each parameter by itself."""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -104,17 +105,17 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is known to update each parameter by itself: PyTorch's do, but for LBFGS."""
+    """Return True if an optimizer is known to update each parameter by itself, as PyTorch's do but LBFGS."""
     return is_of_torch(optimizer) or _name_of(optimizer) in _FUSED
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of PyTorch's own."""
+    """Return True for PyTorch's own optimizers."""
     return _name_of(optimizer).startswith("torch.optim.")
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer treats each element of a parameter by itself, and draws no random numbers."""
+    """Return True if an optimizer treats each element of a parameter by itself, so that slices are exact."""
     return _name_of(optimizer) in _SLICED
 
 
@@ -124,7 +125,7 @@ def _name_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def can_be_cut(parameter: torch.Tensor) -> bool:
-    """Whether slices of a parameter are views of it, and an update of them gives the bits of the whole.
+    """Return True if slices of a parameter are views of it, and updates of them give the bits of the whole.
 
     A sparse gradient has no slices.
     """
@@ -137,41 +138,109 @@ def can_be_cut(parameter: torch.Tensor) -> bool:
     )
 
 
-def pieces_of(parameter: torch.Tensor, most: int, *, sliced: bool) -> Iterator[Piece]:
-    """Yield a parameter as pieces.
-
-    Args:
-        parameter: The parameter.
-        most: Bytes of a piece at most; one of an element at least.
-        sliced: Whether it may be cut.
-    """
+def pieces_of(parameter: torch.Tensor, most: int) -> Iterator[Piece]:
+    """Yield a parameter that can be cut as pieces of at most ``most`` bytes, or of ``SLICE`` elements."""
     count = parameter.numel()
     step = max(most // parameter.element_size() // SLICE, 1) * SLICE
-    if not sliced or count <= step or not can_be_cut(parameter):
-        yield Piece(parameter, 0, count)
-        return
-    starts = range(0, count - 1, step)  # the last has two elements at least: a state of one never travels
+    starts = range(0, max(count - 1, 1), step)  # the last has two elements at least: one of one stays
     for start in starts:
         yield Piece(parameter, start, count if start == starts[-1] else start + step)
 
 
-class _Sized(Protocol):
-    @property
-    def nbytes(self) -> int: ...
+_Part = TypeVar("_Part")
 
 
-_Part = TypeVar("_Part", bound=_Sized)
-
-
-def gathered(parts: Iterable[_Part], most: int) -> Iterator[tuple[_Part, ...]]:
-    """Pieces or tensors in groups of at most ``most`` bytes; a larger one is a group of its own."""
+def gathered(
+    parts: Iterable[_Part], most: int, nbytes_of: Callable[[_Part], int]
+) -> Iterator[tuple[_Part, ...]]:
+    """Yield parts in groups of at most ``most`` bytes; a larger one is a group of its own."""
     together: list[_Part] = []
     nbytes = 0
     for part in parts:
-        if together and nbytes + part.nbytes > most:
+        if together and nbytes + nbytes_of(part) > most:
             yield tuple(together)
             together, nbytes = [], 0
         together.append(part)
-        nbytes += part.nbytes
+        nbytes += nbytes_of(part)
     if together:
         yield tuple(together)
+
+
+def travels(value: object, parameter: torch.Tensor) -> bool:
+    """Return True if a state can be away: a dense tensor, or shard, of several elements with own memory.
+
+    What is something else (a number, a step count, a tensor of a subclass, a view of memory that other
+    tensors share) stays where the optimizer put it.
+    """
+    value = local(value)
+    return (
+        type(value) is torch.Tensor
+        and value.numel() > 1
+        and value.layout == torch.strided
+        and value.device == parameter.device
+        and value.untyped_storage().nbytes() == value.nbytes
+        and is_dense(value)
+        and not (value.is_conj() or value.is_neg())
+    )
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Return True if the elements fill a range of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+# ---- distributed tensors: what travels is the part that lies on this rank ------------------------------
+
+
+def is_distributed(value: object) -> bool:
+    """Return True for a ``DTensor``; none is before PyTorch's module of them was imported."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_fully_sharded(modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
+    """Return True if ``fully_shard`` has spread all parameters of a model.
+
+    FSDP2 calls the hooks of a parameter when its gradient is reduced over the ranks, and so final.
+    """
+    module: Any = sys.modules.get("torch.distributed.fsdp")
+    return (
+        module is not None
+        and all(map(is_distributed, parameters))
+        and any(isinstance(each, module.FSDPModule) for root in modules for each in root.modules())
+    )
+
+
+def local(value: Any) -> Any:
+    """Return the part of a distributed tensor that lies on this rank; anything else is itself."""
+    if not is_distributed(value):
+        return value
+    with torch.no_grad():  # where gradients are recorded this would be a node of the graph
+        return value.to_local()
+
+
+def wrap_of(value: Any) -> Wrap | None:
+    """Return a function that makes a distributed tensor of other local bytes; ``None`` for a plain value."""
+    if not is_distributed(value):
+        return None
+    return partial(
+        type(value).from_local,
+        device_mesh=value.device_mesh,
+        placements=value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
+def in_place_of(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return what is made of the part on this rank, as a distributed tensor if the value is one."""
+    if not is_distributed(value):
+        return make(value)
+    return type(value)(make(local(value)), value._spec, requires_grad=False)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Memory of the device for a few sub-groups at a time: what is updated, what is read, what is written.
+"""Memory of the device for three sub-groups: one is updated, the next is read, the last is written.
 
 A sub-group that stays has a slot of its own, which no other takes.
 """
@@ -6,7 +6,8 @@ A sub-group that stays has a slot of its own, which no other takes.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,49 +16,46 @@ from tba_offload.errors import TransferError
 from tba_offload.states.home import page_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from tba_offload.device import ByteRange
-    from tba_offload.states.home import Home, Homes
+    from tba_offload.states.groups import SubGroup
+    from tba_offload.states.home import Homes
     from tba_offload.store.base import IoFuture
 
 SLOTS = 3
-"""Slots: one for the sub-group that is updated, one for the next, which is read, one for the last, which is
-written. More would not shorten a step whose drive is busy all the time."""
+"""More would not shorten a step whose drive is busy all the time."""
+
+_FAR = 2**62
 
 
-class Traveller(Protocol):
-    """What a slot can hold: a sub-group."""
-
-    home: Home
-    """Home of its bytes."""
-
-    @property
-    def nbytes(self) -> int:
-        """How many there are."""
-
-
-T = TypeVar("T", bound=Traveller)
-
-
-class Slot(Generic[T]):
+class Slot:
     """Memory for one sub-group.
 
     Args:
         nbytes: Its size.
         homes: The store and the device.
+
+    Attributes:
+        holder: The sub-group whose bytes lie here, or are on their way.
     """
 
     def __init__(self, nbytes: int, homes: Homes) -> None:
         self._homes = homes
         self._allocate(nbytes)
-        self.holder: T | None = None
+
+    @torch.inference_mode(mode=False)  # or the memory could be changed in an evaluation only
+    def _allocate(self, nbytes: int) -> None:
+        self.memory: ByteRange = page_aligned(nbytes, self._homes.device, self._homes.store.alignment)
+        self._bytes: torch.Tensor = self.memory.tensor()
+        self._is_used = True  # by whatever had the memory before
+        self.holder: SubGroup | None = None
         self._is_newer = False
         self._reads: list[IoFuture] = []
         self._writes: list[IoFuture] = []
 
     def lend(self) -> torch.Tensor:
-        """All its memory, 1-D uint8, for work of the device, after which the next read of others comes."""
+        """Return all its memory, 1-D uint8, for work of the device, which the next read waits for."""
         self._is_used = True
         return self._bytes
 
@@ -66,11 +64,11 @@ class Slot(Generic[T]):
         """Whether no transfer is under way, and its bytes need not be written."""
         return not self._is_newer and all(each.is_done for each in (*self._reads, *self._writes))
 
-    def give_to(self, group: T) -> None:
-        """Let it hold a sub-group, whose bytes the caller puts there."""
+    def hold(self, group: SubGroup) -> None:
+        """Note that the caller changes the bytes of a sub-group here, so that they are newer than at home."""
         self.holder, self._is_newer = group, True
 
-    def read(self, group: T) -> None:
+    def read(self, group: SubGroup) -> None:
         """Begin to read a sub-group from where it lives."""
         # The host may be far ahead: what it records now is reached long after this slot's own work is done.
         after = self._homes.device.event() if self._is_used else READY
@@ -91,26 +89,17 @@ class Slot(Generic[T]):
         Raises:
             TransferError: The bytes cannot be read, or not be written where the policy forbids to keep them.
         """
-        self._settle_reads()
-        if self.holder is not None:
-            self.holder.home.settle_writes(self._writes, self._part(self.holder))
-            self._writes = []
-
-    def _settle_reads(self) -> None:
-        group = self.holder
-        if group is None:
+        if self.holder is None:
             return
+        home, part = self.holder.home, self._part(self.holder)
         try:
-            group.home.settle_reads(self._reads, self._part(group))
+            home.settle_reads(self._reads, part)
         except BaseException:
             self._allocate(self.memory.nbytes)  # a read that hangs may fill the old memory yet
-            self.holder, self._reads = None, []
             raise
         self._reads = []
-
-    def touch(self) -> None:
-        """Say that an update is about to change what it holds."""
-        self._is_newer = True
+        home.settle_writes(self._writes, part)
+        self._writes = []
 
     def clear(self) -> None:
         """Let go of what it holds, once no transfer is under way.
@@ -118,8 +107,9 @@ class Slot(Generic[T]):
         Raises:
             TransferError: It could not be written, and the policy forbids to keep it.
         """
-        with suppress(TransferError):  # what was read ahead and is not needed now may be read again
-            self._settle_reads()
+        if self._reads:
+            with suppress(TransferError):  # what was read ahead and is not needed now may be read again
+                self.settle()
         self.settle()
         self.holder, self._is_newer = None, False
 
@@ -128,94 +118,159 @@ class Slot(Generic[T]):
         try:
             self.clear()
         except TransferError:
-            self.holder, self._is_newer, self._writes = None, False, []
             self._allocate(self.memory.nbytes)  # a write that hangs may take from the old memory yet
 
-    def grow(self, nbytes: int) -> None:
-        """Get larger memory, if it is smaller; it holds nothing."""
+    def emptied(self, nbytes: int) -> Slot:
+        """Write what it holds, let go of that, and return itself with so many bytes at least."""
+        self.write()
+        self.clear()
         if self.memory.nbytes < nbytes:
             del self.memory, self._bytes  # before there is more
             self._allocate(nbytes)
+        return self
 
-    @torch.inference_mode(mode=False)  # or the memory could be changed in an evaluation only
-    def _allocate(self, nbytes: int) -> None:
-        self.memory: ByteRange = page_aligned(nbytes, self._homes.device, self._homes.store.alignment)
-        self._bytes: torch.Tensor = self.memory.tensor()
-        self._is_used = True  # by whatever had the memory before
-
-    def _part(self, group: T) -> ByteRange:
+    def _part(self, group: SubGroup) -> ByteRange:
         return self.memory.part(0, group.nbytes)
 
 
-class Slots(Generic[T]):
+class Slots:
     """The slots of one optimizer.
 
     Args:
         homes: The store and the device.
+        next_use: When a sub-group is needed again; the greater, the later.
     """
 
-    def __init__(self, homes: Homes) -> None:
+    def __init__(self, homes: Homes, next_use: Callable[[SubGroup], int]) -> None:
         self._homes = homes
-        self._slots: list[Slot[T]] = []
-        self._own: dict[T, Slot[T]] = {}
+        self.next_use = next_use
+        self._ring: list[Slot] = []
+        self._own: dict[SubGroup, Slot] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots, without those of sub-groups that stay."""
-        return sum(slot.memory.nbytes for slot in self._slots)
+        return sum(slot.memory.nbytes for slot in self._ring)
 
     @property
     def all_bytes(self) -> int:
         """Bytes of all slots, with those of sub-groups that stay."""
         return self.nbytes + sum(slot.memory.nbytes for slot in self._own.values())
 
-    def of(self, group: T) -> Slot[T] | None:
+    def of(self, group: SubGroup) -> Slot | None:
         """Return the slot that holds a sub-group, or is about to."""
-        if self.stays(group):
-            return self._own[group]
-        return next((slot for slot in self._slots if slot.holder is group), None)
+        slots = (slot for slot in self._ring if slot.holder is group)
+        return self._own[group] if self.stays(group) else next(slots, None)
 
-    def held(self) -> list[T]:
+    def held(self) -> list[SubGroup]:
         """Return the sub-groups that slots hold, or are about to."""
-        return [*self._own, *(slot.holder for slot in self._slots if slot.holder is not None)]
+        return [*self._own, *(slot.holder for slot in self._ring if slot.holder is not None)]
+
+    def load(self, group: SubGroup) -> Slot:
+        """Return the slot with the bytes of a sub-group, once they are there.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        slot = self.of(group)
+        if slot is None:
+            slot = self.take(group.room, SLOTS - group.is_new)
+            slot.read(group)
+        slot.settle()
+        return slot
+
+    def take(self, nbytes: int, most: int = SLOTS) -> Slot:
+        """Return a slot for other bytes; wait until there is one.
+
+        Args:
+            nbytes: How many.
+            most: Slots that there may be.
+
+        Raises:
+            TransferError: What the slot held cannot be written where the policy forbids to keep it.
+        """
+        return (self._unheld(nbytes, most) or max(self._ring, key=self._needed)).emptied(nbytes)
+
+    def read_ahead(self, group: SubGroup) -> bool:
+        """Begin to read a sub-group if there is a slot for which nothing has to be waited; return whether."""
+        most = SLOTS - group.is_new  # new states are in memory too, before they get their places
+        slot, before = self._unheld(group.room, most), self.next_use(group)
+        if slot is None:
+            free = [each for each in self._ring if each.is_free and self._needed(each) > before]
+            slot = max(free, key=self._needed, default=None)
+        if slot is not None:
+            slot.emptied(group.room).read(group)
+        return slot is not None
+
+    def _unheld(self, nbytes: int, most: int) -> Slot | None:
+        slot = next((slot for slot in self._ring if slot.holder is None), None)
+        if slot is None and len(self._ring) < most:
+            slot = Slot(nbytes, self._homes)
+            self._ring.append(slot)
+        return slot
+
+    def _needed(self, slot: Slot) -> int:
+        return -1 if slot.holder is None else self.next_use(slot.holder)
+
+    def write(self, group: SubGroup) -> None:
+        """Begin to write a sub-group that a slot holds, unless it stays."""
+        slot = self.of(group)
+        if slot is not None and not self.stays(group):
+            slot.write()
+
+    def empty(self, group: SubGroup, *, drops: bool = False) -> None:
+        """Let go of a sub-group, if a slot holds it.
+
+        Args:
+            group: The sub-group.
+            drops: Whether its bytes are given up, written or not.
+
+        Raises:
+            TransferError: It could not be written, and the policy forbids to keep it.
+        """
+        slot = self.of(group)
+        if slot is not None:
+            (slot.drop if drops else slot.clear)()
+            self._own.pop(group, None)
+
+    def clear(self) -> None:
+        """Let go of all that does not stay, and free the memory."""
+        for slot in self._ring:
+            slot.clear()
+        self._ring.clear()
 
     # ---- sub-groups that stay --------------------------------------------------------------------
 
-    def stays(self, group: T) -> bool:
-        """Whether a sub-group lies in a slot of its own."""
-        own = self._own.get(group)
-        return own is not None and own.holder is group
+    def stays(self, group: SubGroup) -> bool:
+        """Return True if a sub-group lies in a slot of its own."""
+        return group in self._own and self._own[group].holder is group
 
-    def stay(self, group: T) -> Slot[T]:
-        """Give a sub-group a slot of its own; its bytes are on the way, or the caller puts them there."""
-        slot: Slot[T] = Slot(group.nbytes, self._homes)
-        held = self.of(group)
-        if held is not None:
+    def own(self, group: SubGroup) -> Slot:
+        """Return a new slot that only a sub-group has, whose bytes the caller puts there."""
+        self._own[group] = slot = Slot(group.nbytes, self._homes)
+        slot.hold(group)
+        return slot
+
+    def stay(self, group: SubGroup) -> Slot:
+        """Bring a sub-group into a slot of its own, and return that.
+
+        Raises:
+            TransferError: It cannot be read.
+        """
+        slot, held = Slot(group.nbytes, self._homes), self.of(group)
+        if held is None:
+            slot.read(group)
+            slot.settle()
+        else:
             held.settle()
             slot.lend().copy_(held.lend()[: group.nbytes])
             held.clear()
-            slot.give_to(group)
-        elif not group.home.is_empty:
-            slot.read(group)
         self._own[group] = slot
+        slot.hold(group)
+        group.home.release()
         return slot
 
-    def came(self, group: T) -> None:
-        """Wait until the bytes of a sub-group are in its own slot.
-
-        Raises:
-            TransferError: They cannot be read; it has none.
-        """
-        slot = self._own[group]
-        try:
-            slot.settle()
-        except BaseException:
-            del self._own[group]
-            raise
-        group.home.release()
-        slot.give_to(group)
-
-    def leave(self, group: T) -> None:
+    def leave(self, group: SubGroup) -> None:
         """Wait until a sub-group is written, and free the slot of its own.
 
         Raises:
@@ -226,92 +281,78 @@ class Slots(Generic[T]):
             slot.write()
             slot.settle()
         except BaseException:
-            slot.touch()
+            slot.hold(group)
             raise
         del self._own[group]
 
-    # ---- for all ---------------------------------------------------------------------------------
 
-    def write(self, group: T) -> None:
-        """Begin to write a sub-group that a slot holds, unless it stays."""
-        slot = self.of(group)
-        if slot is not None and not self.stays(group):
-            slot.write()
+class Order:
+    """The order in which sub-groups are updated, and so the order in which they are needed again.
 
-    def empty(self, group: T) -> None:
-        """Let go of a sub-group, if a slot holds it."""
-        slot = self.of(group)
-        if slot is not None:
-            slot.clear()
-            self._own.pop(group, None)
+    Args:
+        turns: Whether the next update goes in the reverse order. What was updated last is still in its slot
+            then, and needs neither be written nor read.
 
-    def drop(self, group: T) -> None:
-        """Give up what a slot holds of a sub-group, written or not, if one does."""
-        slot = self.of(group)
-        if slot is not None:
-            slot.drop()
-            self._own.pop(group, None)
+    Attributes:
+        turns: As given.
+    """
 
-    def take(self, nbytes: int, next_use: Callable[[T], int], most: int = SLOTS) -> Slot[T]:
-        """Return a slot for other bytes; wait until there is one.
+    def __init__(self, *, turns: bool) -> None:
+        self.turns = turns
+        self._is_reversed = False
+        self._places: dict[SubGroup, int] = {}
+        self._at = -1
+        self._next: Sequence[SubGroup] = ()
 
-        Args:
-            nbytes: How many.
-            next_use: When a sub-group is needed again; the greater, the later.
-            most: Slots that there may be.
+    def __len__(self) -> int:
+        return len(self._places)
 
-        Raises:
-            TransferError: What the slot held cannot be written where the policy forbids to keep it.
+    def begin(self, done: Sequence[SubGroup], groups: Sequence[SubGroup]) -> list[SubGroup]:
+        """Line sub-groups up after those that are updated already, and return them in their order."""
+        self._line_up([*done, *(reversed(groups) if self._is_reversed else groups)])
+        self._at = len(done) - 1
+        return list(self._places)[len(done) :]
+
+    def reach(self, group: SubGroup) -> None:
+        """Note that a sub-group is updated now; a new one is the last in line."""
+        self._at = self._places.setdefault(group, len(self._places))
+
+    def end(self) -> None:
+        """Have the next update turn round, or begin in the same order at any time."""
+        if self.turns:
+            self._is_reversed = not self._is_reversed
+        else:
+            self._at = -1
+
+    def remove(self, groups: Iterable[SubGroup]) -> None:
+        """Forget sub-groups."""
+        gone = set(groups)
+        self._line_up([group for group in self._places if group not in gone])
+
+    def next(self, count: int, stays: Callable[[SubGroup], bool]) -> Sequence[SubGroup]:
+        """Return what is updated next and does not stay, ``count`` at most; these keep their slots."""
+        # A generator that is left half-way would swallow an interrupt that comes while it is closed.
+        upcoming = [group for group in islice(self._places, self._at + 1, None) if not stays(group)]
+        self._next = upcoming[:count]
+        return self._next
+
+    def needs_more_than(self, held: Iterable[SubGroup]) -> bool:
+        """Return True if some that are still to be updated are not among these."""
+        upcoming = len(self._places) - self._at - 1
+        return upcoming > sum(self._places.get(group, -1) > self._at for group in held)
+
+    def next_use(self, group: SubGroup) -> int:
+        """Return when a sub-group is needed again: in this update, or later, in the order of the next one.
+
+        An order that never turns is another matter: there the first to make room is what the last update has
+        left in memory, then what this one updated first, although both are needed before what was updated
+        last. It costs as many reads as there are slots. But their writes are over, whereas each read into the
+        slot of what was updated last would wait for that write first, and none would run beside another.
         """
-        slot = self._unheld() or self._new(nbytes, most) or _latest(self._slots, next_use)
-        slot.write()
-        slot.clear()
-        slot.grow(nbytes)
-        return slot
+        place = self._places.get(group, 2 * _FAR)
+        if place <= self._at:
+            return -1 if place == self._at else _FAR - place
+        return place if self.turns or place > _FAR or group in self._next else _FAR + place
 
-    def take_now(
-        self, group: T, nbytes: int, next_use: Callable[[T], int], most: int = SLOTS
-    ) -> Slot[T] | None:
-        """Return a slot for a sub-group, if there is one for which nothing has to be waited.
-
-        Args:
-            group: The sub-group.
-            nbytes: How many bytes it needs.
-            next_use: When a sub-group is needed again; the greater, the later.
-            most: Slots that there may be.
-        """
-        slot = self._unheld() or self._new(nbytes, most)
-        if slot is None:
-            this = next_use(group)
-            later = [each for each in self._slots if each.is_free and _next_use(each, next_use) > this]
-            if not later:
-                return None
-            slot = _latest(later, next_use)
-        slot.clear()
-        slot.grow(nbytes)
-        return slot
-
-    def clear(self) -> None:
-        """Let go of all that does not stay, and free the memory."""
-        for slot in self._slots:
-            slot.clear()
-        self._slots.clear()
-
-    def _unheld(self) -> Slot[T] | None:
-        return next((slot for slot in self._slots if slot.holder is None), None)
-
-    def _new(self, nbytes: int, most: int) -> Slot[T] | None:
-        if len(self._slots) >= most:
-            return None
-        slot: Slot[T] = Slot(nbytes, self._homes)
-        self._slots.append(slot)
-        return slot
-
-
-def _next_use(slot: Slot[T], next_use: Callable[[T], int]) -> int:
-    return -1 if slot.holder is None else next_use(slot.holder)
-
-
-def _latest(slots: Sequence[Slot[T]], next_use: Callable[[T], int]) -> Slot[T]:
-    """Return the slot whose sub-group is needed last."""
-    return max(slots, key=lambda slot: _next_use(slot, next_use))
+    def _line_up(self, groups: Iterable[SubGroup]) -> None:
+        self._places, self._next = {group: place for place, group in enumerate(groups)}, ()

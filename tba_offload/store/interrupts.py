@@ -43,7 +43,7 @@ _CHANGES_LEDGERS = (
     "capture/scope.py",
     "capture/trace.py",
     "session/step.py",
-    "states/exchange.py",
+    "states/entries.py",
     "states/home.py",
     "states/host_lane.py",
     "states/host_ring.py",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from functools import partial
+from collections.abc import Callable
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,22 +18,43 @@ from torch import nn, optim
 
 import tba_offload as tba
 from tba_offload.errors import StatesAwayError
-from tba_offload.states.pieces import SLICE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from torch import Tensor
-
-DTYPES = [torch.float32, torch.bfloat16]
 
 UNSTEADY = {"sgd-fused"}
 """Optimizers that give other bits each time in 16 bits: PyTorch's fused SGD reads memory that is not set."""
 
 
+@contextmanager
+def offloaded(make: Any, place: Path, **settings: Any) -> Iterator[tuple[Training, Training, Any]]:
+    """Two trainings that are alike at the end, within and when all is closed, one of which is offloaded."""
+    found, expected = pair(make)
+    chosen = policy(place)
+    chosen["states"] |= settings
+    with tba.offload_optimizer(found.optimizer, chosen) as states:
+        yield found, expected, states
+        assert_same(found, expected)
+    assert_same(found, expected)
+
+
+Change = Callable[[Training, int], object]
+
+
+def train(found: Training, expected: Training, *seeds: int, before: Change | None = None) -> None:
+    for seed in seeds:
+        for training in (found, expected):
+            if before is not None:
+                before(training, seed)
+            training.step(seed)
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype", "threads", "kind"), each_once(list(MAKERS), DTYPES, [1, 2], ["file", "host"])
+    ("name", "dtype", "threads", "kind"),
+    each_once(list(MAKERS), [torch.float32, torch.bfloat16], [1, 2], ["file", "host"]),
 )
 def test_training(name: str, dtype: torch.dtype, threads: int, kind: str, tmp_path: Path) -> None:
     found, expected = pair(name, torch.float32 if name in UNSTEADY else dtype)
@@ -40,17 +62,14 @@ def test_training(name: str, dtype: torch.dtype, threads: int, kind: str, tmp_pa
     torch.set_num_threads(threads)
     try:
         with tba.offload_optimizer(found.optimizer, policy(tmp_path, store=store)) as states:
-            for seed in range(4):
-                found.step(seed)
-                expected.step(seed)
+            train(found, expected, 0, 1, 2, 3)
             assert_same(found, expected)
             record = states.records[-1]
             assert record.states_bytes <= record.slot_bytes or record.read_bytes > 0 < record.written_bytes
     finally:
         torch.set_num_threads(1)
     assert_same(found, expected)  # states came back into memory
-    found.step(9)
-    expected.step(9)
+    train(found, expected, 9)
     assert_same(found, expected)
     assert type(found.optimizer) is type(expected.optimizer)
 
@@ -58,13 +77,9 @@ def test_training(name: str, dtype: torch.dtype, threads: int, kind: str, tmp_pa
 @pytest.mark.parametrize("name", of_which(MAKERS, "adamw", "adagrad", "sgd-momentum"))
 def test_an_optimizer_that_has_trained_before(name: str, tmp_path: Path) -> None:
     found, expected = pair(name)
-    for seed in range(2):
-        found.step(seed)
-        expected.step(seed)
+    train(found, expected, 0, 1)
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        for seed in range(2, 5):
-            found.step(seed)
-            expected.step(seed)
+        train(found, expected, 2, 3, 4)
         assert_same(found, expected)
 
 
@@ -76,30 +91,22 @@ def test_schedulers(before: bool, tmp_path: Path) -> None:
         return optim.lr_scheduler.OneCycleLR(training.optimizer, 0.1, total_steps=9)
 
     found, expected = pair("adamw")
-    schedulers = [schedule(expected)]
-    if before:
-        schedulers.append(schedule(found))
+    schedulers = [schedule(each) for each in (expected, found)[: 1 + before]]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a scheduler warns where it is called before a step
         with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-            if not before:
-                schedulers.append(schedule(found))
+            schedulers += [schedule(found)] * (not before)
             for seed in range(5):
-                found.step(seed)
-                expected.step(seed)
+                train(found, expected, seed)
                 for scheduler in schedulers:
                     scheduler.step()
             assert_same(found, expected)
-        found.step(7)
-        expected.step(7)
-        for scheduler in schedulers:
-            scheduler.step()
+        train(found, expected, 7)
     assert_same(found, expected)
 
 
 def test_accumulation_clipping_and_gradients_that_stay(tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+    with offloaded("adamw", tmp_path) as (found, expected, _):
         for seed in range(4):
             for training in (found, expected):
                 training.backward(2 * seed)
@@ -107,52 +114,39 @@ def test_accumulation_clipping_and_gradients_that_stay(tmp_path: Path) -> None:
                 nn.utils.clip_grad_norm_(training.model.parameters(), 0.01)
                 training.optimizer.step()
                 training.optimizer.zero_grad(set_to_none=seed % 2 == 0)
-        assert_same(found, expected)
 
 
-def test_a_closure(tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    losses: list[list[Any]] = [[], []]
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+def test_closures_and_hooks(tmp_path: Path) -> None:
+    calls: list[str] = []
+    losses: list[Any] = []
+
+    def halve(optimizer: optim.Optimizer, *_: object) -> None:
+        calls.append("before")
+        for parameter in optimizer.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad /= 2
+
+    with offloaded("adamw", tmp_path) as (found, expected, _):
+        for training in (found, expected):
+            training.optimizer.register_step_pre_hook(halve)
+        found.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
         for seed in range(3):
-            for training, told in ((found, losses[0]), (expected, losses[1])):
+            for training in (found, expected):
 
                 def closure(training: Training = training, seed: int = seed) -> Any:
                     assert torch.is_grad_enabled()
                     training.optimizer.zero_grad()
                     return training.backward(seed)
 
-                told.append(training.optimizer.step(closure))
-        assert_same(found, expected)
-    assert losses[0] == losses[1]
-
-
-def test_hooks_are_called_once_a_step(tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    calls: list[str] = []
-
-    def halve(optimizer: optim.Optimizer, *_: object) -> None:
-        calls.append("before")
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad /= 2
-
-    found.optimizer.register_step_pre_hook(halve)
-    expected.optimizer.register_step_pre_hook(halve)
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        found.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-        for seed in range(3):
-            found.step(seed)
-            expected.step(seed)
-        assert_same(found, expected)
-    assert calls == ["before", "after", "before"] * 3
+                losses.append(training.optimizer.step(closure))
+            assert losses.pop() == losses.pop()
+            train(found, expected, 10 + seed)
+    assert calls == ["before", "after", "before"] * 6
 
 
 def test_a_gradient_scaler_that_skips(tmp_path: Path) -> None:
-    found, expected = pair("adamw")
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
+    with offloaded("adamw", tmp_path) as (found, expected, states):
         for seed in range(5):
             for training, scaler in zip((found, expected), scalers, strict=True):
                 training.optimizer.zero_grad()
@@ -161,8 +155,10 @@ def test_a_gradient_scaler_that_skips(tmp_path: Path) -> None:
                 scaler.step(training.optimizer)
                 scaler.update()
         assert len(states.records) == 4  # one step had infinite gradients
-        assert_same(found, expected)
     assert scalers[0].state_dict() == scalers[1].state_dict()
+
+
+# ---- parameters and states that change ---------------------------------------------------------------
 
 
 def test_parameter_groups(tmp_path: Path) -> None:
@@ -172,227 +168,234 @@ def test_parameter_groups(tmp_path: Path) -> None:
         parameters = list(parameters)
         return optim.AdamW([{"params": parameters[:4], "lr": 0.1}, {"params": parameters[4:9]}], lr=1e-2)
 
-    found, expected = pair(in_groups)
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        for seed in range(6):
-            for training in (found, expected):
-                if seed == 2:
-                    late = {"params": list(training.model.parameters())[9:], "weight_decay": 0.3}
-                    training.optimizer.add_param_group(late)
-                if seed == 4:
-                    training.optimizer.param_groups[0]["lr"] /= 3
-                training.model.layers[1].requires_grad_(seed != 3)
-                training.step(seed)
-        assert_same(found, expected)
+    def change(training: Training, seed: int) -> None:
+        if seed == 2:
+            late = {"params": list(training.model.parameters())[9:], "weight_decay": 0.3}
+            training.optimizer.add_param_group(late)
+        if seed == 4:
+            training.optimizer.param_groups[0]["lr"] /= 3
+        training.model.layers[1].requires_grad_(seed != 3)
+
+    with offloaded(in_groups, tmp_path) as (found, expected, _):
+        train(found, expected, *range(6), before=change)
 
 
-def test_a_parameter_that_leaves_its_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("then", ["leaves", "leaves and is cleared", "is cleared and moves"])
+def test_a_parameter_that_leaves_its_group(then: str, tmp_path: Path) -> None:
+    def change(training: Training, seed: int) -> None:
+        if seed == 2:
+            embedding, optimizer = training.model.embed.weight, training.optimizer
+            group = optimizer.param_groups[0]
+            group["params"] = [each for each in group["params"] if each is not embedding]
+            if "cleared" in then:
+                del optimizer.state[embedding]
+            if "moves" in then:
+                optimizer.add_param_group({"params": [embedding], "lr": 0.1})
+
     found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        for seed in range(5):
-            for training in (found, expected):
-                if seed == 2:
-                    group = training.optimizer.param_groups[0]
-                    group["params"] = [each for each in group["params"] if each.shape != (301, 48)]
-                training.step(seed)
-        assert {
-            key: value.sum().item()
-            for key, value in found.optimizer.state[found.model.embed.weight].items()
-            if key != "step"
-        } == {
-            key: value.sum().item()
-            for key, value in expected.optimizer.state[expected.model.embed.weight].items()
-            if key != "step"
-        }
-        for a, b in zip(found.model.parameters(), expected.model.parameters(), strict=True):
-            assert same_bits(a.detach(), b.detach())
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
+        train(found, expected, *range(5), before=change)
+        assert states.records[-1].states_bytes > 0
+    for a, b in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+        assert same_bits(a.detach(), b.detach())
+        assert found.optimizer.state.get(a, {}).keys() == expected.optimizer.state.get(b, {}).keys()
+        for key, value in expected.optimizer.state.get(b, {}).items():
+            assert same_bits(found.optimizer.state[a][key], value)
 
 
-@pytest.mark.parametrize("reset", ["clear", "assign", "anew"])
-def test_states_that_a_training_sets_itself(reset: str, tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        for seed in range(5):
-            for training in (found, expected):
-                if seed == 2:
-                    _set_states(training, reset)
-                training.step(seed)
-        assert_same(found, expected)
-
-
-def _set_states(training: Training, how: str) -> None:
-    state, embedding = training.optimizer.state, training.model.embed.weight
+def _reset(training: Training, how: str) -> None:
+    optimizer, embedding = training.optimizer, training.model.embed.weight
     if how == "clear":
-        state.clear()
+        optimizer.state.clear()
+    elif how == "pop":
+        optimizer.state.pop(embedding)
+    elif how == "another dictionary":
+        optimizer.state = type(optimizer.state)(dict)
     elif how == "assign":
         for parameter in (embedding, training.model.layers[0].weight):
-            state[parameter]["exp_avg"] = torch.full_like(parameter, 0.25, requires_grad=False)
+            optimizer.state[parameter]["exp_avg"] = torch.full_like(parameter, 0.25, requires_grad=False)
+    elif how == "further states":
+        for parameter in (embedding, training.model.layers[0].bias):
+            optimizer.state[parameter]["mine"] = torch.arange(100.0)  # a parameter that has it is not cut
     else:
-        state[embedding] = {}
+        optimizer.state[embedding] = {}
 
 
-class Counting(optim.SGD):
-    """An optimizer of a user: it counts steps in itself and in its groups, and draws random numbers."""
+RESETS = ("clear", "pop", "another dictionary", "assign", "further states", "anew")
+
+
+@pytest.mark.parametrize("reset", RESETS)
+def test_states_that_a_training_sets_itself(reset: str, tmp_path: Path) -> None:
+    def change(training: Training, seed: int) -> None:
+        if seed == 2:
+            _reset(training, reset)
+
+    with offloaded("adamw", tmp_path) as (found, expected, _):
+        train(found, expected, *range(5), before=change)
+
+
+def test_states_that_go_to_another_parameter_are_an_error_that_changes_nothing(tmp_path: Path) -> None:
+    with offloaded("adamw", tmp_path) as (found, expected, states):
+        train(found, expected, 0, 1)
+        state, layers = found.optimizer.state, found.model.layers
+        first, second = layers[0].weight, layers[1].weight
+        state[first], state[second] = state[second], state[first]
+        with pytest.raises(StatesAwayError, match=r"state 'exp_avg' of parameter \d+ .* it was given to"):
+            found.step(2)
+        with pytest.raises(StatesAwayError, match="give it back"):
+            states.read(first)
+        state[first], state[second] = state[second], state[first]
+        found.optimizer.zero_grad()
+        train(found, expected, 2)
+
+
+def test_a_cut_parameter_whose_memory_gets_another_order(tmp_path: Path) -> None:
+    """Its slices are views no more: an update of copies would be lost."""
+
+    def change(training: Training, seed: int) -> None:
+        if seed == 2:
+            weight = training.model.embed.weight
+            weight.data = weight.data.t().contiguous().t()
+
+    with offloaded("adamw", tmp_path) as (found, expected, _):
+        train(found, expected, *range(5), before=change)
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_a_slice_of_one_element(more: int, tmp_path: Path) -> None:
+    """What is left of a parameter after slices of as many elements as a sub-group has."""
+    weights = [nn.Parameter(torch.ones(4096 + more)) for _ in range(2)]
+    found, expected = [optim.Adadelta([weight]) for weight in weights]
+    with tba.offload_optimizer(found, policy(tmp_path)):
+        for seed in range(4):
+            for weight, optimizer in zip(weights, (found, expected), strict=True):
+                weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+                optimizer.step()
+        assert same_bits(weights[0].detach(), weights[1].detach())
+        assert_same_state_dicts(found.state_dict(), expected.state_dict())
+    assert_same_state_dicts(found.state_dict(), expected.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("sparse_from", [0, 2])
+def test_sparse_gradients(sparse_from: int, tmp_path: Path) -> None:
+    def change(training: Training, seed: int) -> None:
+        training.model.embed.sparse = seed >= sparse_from
+
+    with offloaded("adagrad", tmp_path) as (found, expected, _):
+        train(found, expected, *range(5), before=change)
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class that a program has made."""
+
+
+@pytest.mark.parametrize("kind", ["shares memory", "of a class"])
+def test_a_state_that_stays_keeps_its_parameter_whole(kind: str, tmp_path: Path) -> None:
+    found, expected = pair("sgd-momentum")
+    for training in (found, expected):
+        weight = training.model.embed.weight
+        given = torch.full((2, *weight.shape), 3.0)[0]
+        as_found = given if kind == "shares memory" else given.clone().as_subclass(Marked)
+        training.optimizer.state[weight]["momentum_buffer"] = as_found if training is found else given.clone()
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
+        train(found, expected, 0, 1)
+    state = found.optimizer.state[found.model.embed.weight]["momentum_buffer"]
+    assert isinstance(state, Marked) == (kind == "of a class")
+    found.optimizer.state[found.model.embed.weight]["momentum_buffer"] = state.as_subclass(torch.Tensor)
+    assert_same(found, expected)
+
+
+def test_an_update_in_inference_mode_with_a_rate_in_a_tensor(tmp_path: Path) -> None:
+    rates = [torch.tensor(0.1) for _ in range(2)]
+    trainings = [Training(lambda each, rate=rate: optim.Adam(each, lr=rate)) for rate in rates]
+    with tba.offload_optimizer(trainings[0].optimizer, policy(tmp_path)):
+        for training in trainings:
+            for seed in range(2):
+                training.optimizer.zero_grad()
+                training.backward(seed)
+                with torch.inference_mode():
+                    training.optimizer.step()
+        pairs = zip(trainings[0].model.parameters(), trainings[1].model.parameters(), strict=True)
+        assert all(same_bits(a.detach(), b.detach()) for a, b in pairs)
+    assert trainings[0].optimizer.param_groups[0]["lr"] is rates[0]
+
+
+# ---- optimizers of other packages ----------------------------------------------------------------------
+
+
+class Counting(optim.Optimizer):
+    """Counts steps wherever one can, also as MADGRAD by a name, and draws random numbers.
+
+    Its states are replaced, get another shape, and are forgotten in each fourth step.
+    """
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=1e-2)
-        self.steps = 0
+        super().__init__(parameters, {"lr": torch.tensor(1e-2), "steps": 0, "count": torch.zeros(())})
+        self.steps, self.count = 0, torch.zeros(())
         self.generator = torch.Generator().manual_seed(3)
-        for group in self.param_groups:
-            group["steps"] = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        self.steps += 1
-        for group in self.param_groups:
-            group["steps"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group["steps"])
-
-    def _update(self, parameter: torch.Tensor, steps: int) -> None:
-        state = self.state[parameter]
-        noise = torch.rand(parameter.shape, generator=self.generator)
-        # Replaced, not changed in place, and of another shape from the third step on.
-        state["mean"] = parameter.grad / steps + 0.9 * state.get("mean", torch.zeros_like(parameter))
-        if steps > 2:
-            state["row"] = state["mean"].reshape(-1)[:: 1 + steps % 2].clone()
-        parameter -= 1e-2 * state["mean"] + 1e-3 * noise
-
-
-def test_an_optimizer_of_a_user(tmp_path: Path) -> None:
-    found, expected = pair(Counting)
-    settings = policy(tmp_path)
-    with pytest.raises(tba.UnsupportedError, match="whether Counting updates each parameter by itself"):
-        tba.offload_optimizer(found.optimizer, settings)
-    settings["states"]["trust"] = True
-    with tba.offload_optimizer(found.optimizer, settings) as states:
-        for seed in range(6):
-            found.step(seed)
-            expected.step(seed)
-        assert states.records[-1].states_bytes > 0
-        assert_same(found, expected)
-    assert found.optimizer.steps == expected.optimizer.steps == 6
-    assert found.optimizer.param_groups[0]["steps"] == 6
-
-
-class CountingInPlace(optim.Optimizer):
-    """It counts steps in tensors: in itself, in its groups, and, as MADGRAD, in its state by a name."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": torch.tensor(1e-2)})
-        self.steps = torch.zeros(())
-        for group in self.param_groups:
-            group["steps"] = torch.zeros(())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         state: Any = self.state  # as of names too
-        if "k" not in state:
-            state["k"] = torch.tensor([0])
-        state["all"]["steps"] = state["all"].get("steps", 0) + 1
+        state["all"]["k"] = state["all"].get("k", 0) + 1
         self.steps += 1
+        self.count += 1
         for group in self.param_groups:
             group["steps"] += 1
-            rate = group["lr"] * (state["k"].item() + group["steps"] + self.steps + state["all"]["steps"])
+            group["count"] += 1
+            rate = group["lr"] * (group["steps"] + group["count"] + self.count + state["all"]["k"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    mean = state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                    parameter -= rate * mean.mul_(0.9).add_(parameter.grad)
-        state["k"] += 1
+                    self._update(parameter, state[parameter], rate)
+
+    def _update(self, parameter: Tensor, state: dict[str, Tensor], rate: Tensor) -> None:
+        noise = torch.rand(parameter.shape, generator=self.generator)
+        state["mean"] = parameter.grad + 0.9 * state.get("mean", torch.zeros_like(parameter))
+        if self.steps > 2:
+            state["row"] = state["mean"].reshape(-1)[: 5 + self.steps % 2].clone()
+        parameter -= rate * 1e-2 * (state["mean"] + noise)
+        if self.steps % 4 == 0:
+            state.clear()
 
 
-def test_counts_in_tensors_go_up_once_a_step(tmp_path: Path) -> None:
-    found, expected = pair(CountingInPlace)
-    settings = policy(tmp_path)
-    settings["states"]["trust"] = True
-    rate, steps = found.optimizer.param_groups[0]["lr"], found.optimizer.steps
-    with tba.offload_optimizer(found.optimizer, settings) as states:
-        for seed in range(4):
-            for training in (found, expected):
-                training.step(seed)
-                training.optimizer.param_groups[0]["lr"].mul_(0.9)
-        assert states.records[-1].sub_groups > 3
-        for training in (found, expected):
-            named: Any = training.optimizer.state
-            assert (named.pop("k").item(), named.pop("all")) == (4, {"steps": 4})
-        assert_same(found, expected)
-    assert found.optimizer.param_groups[0]["lr"] is rate
-    assert found.optimizer.steps is steps
-    assert steps.item() == 4
-
-
-class Forgetful(optim.SGD):
-    """In every third step it has no state any more."""
-
-    steps = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        self.steps += 1
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                state = self.state[parameter]
-                state["mean"] = parameter.grad + 0.9 * state.get("mean", torch.zeros_like(parameter))
-                parameter -= 1e-2 * state["mean"]
-                if self.steps % 3 == 0:
-                    state.clear()
-
-
-def test_an_update_that_leaves_no_state(tmp_path: Path) -> None:
-    found, expected = pair(Forgetful)
-    settings = policy(tmp_path)
-    settings["states"]["trust"] = True
-    with tba.offload_optimizer(found.optimizer, settings):
+def test_an_optimizer_of_a_user(tmp_path: Path) -> None:
+    with pytest.raises(tba.UnsupportedError, match="whether Counting updates each parameter by itself"):
+        tba.offload_optimizer(Training(Counting).optimizer, policy(tmp_path))
+    with offloaded(Counting, tmp_path, trust=True) as (found, expected, states):
+        rate, count = found.optimizer.param_groups[0]["lr"], found.optimizer.count
         for seed in range(7):
-            found.step(seed)
-            expected.step(seed)
-            assert_same(found, expected)
+            train(found, expected, seed)
+            for training in (found, expected):
+                training.optimizer.param_groups[0]["lr"].mul_(0.9)
+        assert states.records[2].states_bytes > 0
+        assert states.records[-1].sub_groups > 1
+        for training in (found, expected):
+            assert training.optimizer.state.pop("all") == {"k": 7}
+    group = found.optimizer.param_groups[0]
+    assert group["lr"] is rate
+    assert found.optimizer.count is count
+    assert (found.optimizer.steps, group["steps"], int(count), int(group["count"])) == (7, 7, 7, 7)
 
 
-def test_a_trusted_optimizer_is_not_updated_in_backward_and_told_what_to_set(tmp_path: Path) -> None:
-    found, _ = pair(Counting)
-    settings = policy(tmp_path)
-    settings["states"] |= {"trust": True, "when": "backward"}
-    with pytest.raises(tba.UnsupportedError, match=r"Counting can be updated .* set states.when to step"):
-        tba.offload_optimizer(found.optimizer, settings, model=found.model)
-
-
-class CountingInTensors(Counting):
-    """Counts the steps of a group in a tensor that it changes in place."""
+class Clipped(optim.AdamW):
+    """Of a trainer that clips by a setting of the group before the step."""
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters)
-        for group in self.param_groups:
-            group["steps"] = torch.zeros((), dtype=torch.int64)
+        super().__init__(parameters, lr=1e-3)
+        self.param_groups[0]["max_grad_norm"] = 1.0
 
 
-def test_a_count_in_a_tensor_of_a_group_goes_up_once_a_step(tmp_path: Path) -> None:
-    found, expected = pair(CountingInTensors)
-    settings = policy(tmp_path)
-    settings["states"]["trust"] = True
-    count = found.optimizer.param_groups[0]["steps"]
-    with tba.offload_optimizer(found.optimizer, settings) as states:
-        for seed in range(4):
-            found.step(seed)
-            expected.step(seed)
-        assert states.records[-1].sub_groups > 1
-        assert_same(found, expected)
-    assert found.optimizer.param_groups[0]["steps"] is count
-    assert count == expected.optimizer.param_groups[0]["steps"] == 4
+def test_trust_is_taken_at_its_word(tmp_path: Path) -> None:
+    with offloaded(Clipped, tmp_path, trust=True) as (found, expected, _):
+        train(found, expected, 0, 1, 2)
 
 
 class Estimating(optim.SGD):
     """Estimates something over all parameters, as D-Adaptation, Prodigy and AvaGrad do."""
 
-    def __init__(self, parameters: Any, where: str) -> None:
-        super().__init__(parameters, lr=1e-2, momentum=0.9)
-        self.where = where
-        for group in self.param_groups:
-            group["d"] = torch.zeros(()) if where == "a tensor of the group" else 0.0
+    where = ""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -401,7 +404,7 @@ class Estimating(optim.SGD):
             if self.where == "a number of the group":
                 group["d"] = float(norm)
             elif self.where == "a tensor of the group":
-                group["d"] += norm
+                group["d"] = norm
             else:
                 self.state["estimate"]["d"] = float(norm)  # type: ignore[index]
         super().step(closure)
@@ -409,14 +412,13 @@ class Estimating(optim.SGD):
 
 @pytest.mark.parametrize("where", ["a number of the group", "a tensor of the group", "the state"])
 def test_an_optimizer_that_estimates_over_all_parameters_is_found_out(where: str, tmp_path: Path) -> None:
-    found, _ = pair(lambda parameters: Estimating(parameters, where))
+    found, _ = pair(lambda parameters: Estimating(parameters, 1e-2, momentum=0.9))
+    found.optimizer.where = where  # type: ignore[attr-defined]
     settings = policy(tmp_path)
     settings["states"]["trust"] = True
     with tba.offload_optimizer(found.optimizer, settings):
         what = r"state\['estimate'\]" if where == "the state" else "d in its parameter group"
-        with pytest.raises(
-            tba.UnsupportedError, match=f"Estimating does not update .* makes {what} of several"
-        ):
+        with pytest.raises(tba.UnsupportedError, match=f"Estimating does not update .* makes {what} of sev"):
             found.step(0)
 
 
@@ -427,41 +429,8 @@ class Around(optim.Optimizer):
         super().__init__(parameters, {})
         self.optim = optim.AdamW([each for group in self.param_groups for each in group["params"]])
 
-    def step(self, closure: object = None) -> None:
-        assert closure is None
-        self.optim.step()
 
-
-def test_an_optimizer_around_another_is_refused_whatever_is_trusted(tmp_path: Path) -> None:
-    found, expected = pair(Around)
-    settings = policy(tmp_path)
-    settings["states"]["trust"] = True
-    with pytest.raises(tba.UnsupportedError, match="give what is in its attribute optim instead"):
-        tba.offload_optimizer(found.optimizer, settings)
-    with tba.offload_optimizer(found.optimizer.optim, settings) as states:
-        for seed in range(3):
-            found.step(seed)
-            expected.step(seed)
-        assert states.records[-1].states_bytes > 0
-    for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
-        assert same_bits(one, other)
-
-
-class Stranger(optim.AdamW):
-    """As one of another package."""
-
-
-class Switching(Stranger):
-    """As schedule-free optimizers, whose parameters are others in an evaluation."""
-
-    def train(self) -> None:
-        """Makes parameters those of training."""
-
-    def eval(self) -> None:
-        """Makes parameters those of an evaluation."""
-
-
-class Overriding(Stranger):
+class Overriding(optim.AdamW):
     """As optimizers of bitsandbytes: settings of embeddings are known by numbers of groups and parameters."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -469,47 +438,29 @@ class Overriding(Stranger):
         self.mng = SimpleNamespace(index2config={(0, 0): {"optim_bits": 32}}, module_weight_config_triple=[])
 
 
-class Clipping(Stranger):
-    """As LAMB."""
-
-    def __init__(self, parameters: Iterable[Tensor], max_grad_norm: float | None = 1.0) -> None:
-        super().__init__(parameters)
-        for group in self.param_groups:
-            group["max_grad_norm"] = max_grad_norm
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Switching, "changes parameters between training and evaluation"),
+        (Around, "give what is in its attribute optim instead"),
         (Overriding, "has settings for some parameters by their position"),
-        (Clipping, "with max_grad_norm divides by the norm of all gradients"),
+        (lambda each: SimpleNamespace(optim_map={"weight": optim.SGD(each)}), "is no torch.optim.Optimizer"),
     ],
 )
-def test_what_shows_that_it_should_not_be_trusted_is_refused(make: Any, message: str, tmp_path: Path) -> None:
-    found = Training(make)
+def test_what_no_trust_makes_right_is_refused(make: Any, message: str, tmp_path: Path) -> None:
     settings = policy(tmp_path)
     settings["states"]["trust"] = True
     with pytest.raises(tba.UnsupportedError, match=message):
-        tba.offload_optimizer(found.optimizer, settings)
-    for allowed in (Stranger, partial(Clipping, max_grad_norm=None)):
-        with tba.offload_optimizer(Training(allowed).optimizer, settings):
-            pass
+        tba.offload_optimizer(make([nn.Parameter(torch.ones(3))]), settings)
 
 
-def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
-    wrapper: Any = SimpleNamespace(optim_map={"weight": optim.SGD([torch.ones(1, requires_grad=True)])})
-    with pytest.raises(tba.UnsupportedError, match=r"is no torch\.optim\.Optimizer; give"):
-        tba.offload_optimizer(wrapper, policy(tmp_path))
+# ---- checkpoints ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", of_which(MAKERS, "adamw-foreach", "adafactor", "sgd-momentum"))
 def test_checkpoints_go_both_ways(name: str, tmp_path: Path) -> None:
     found, expected = pair(name)
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        for seed in range(3):
-            found.step(seed)
-            expected.step(seed)
+        train(found, expected, 0, 1, 2)
         path = tmp_path / "checkpoint.pt"
         torch.save(found.optimizer.state_dict(), path)
         saved = torch.load(path)
@@ -526,31 +477,28 @@ def test_checkpoints_go_both_ways(name: str, tmp_path: Path) -> None:
                 assert_same(training, expected)
 
 
-def test_a_checkpoint_that_is_loaded_in_the_middle(tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        for seed in range(6):
-            for training in (found, expected):
-                training.step(seed)
-                if seed == 1:
-                    saved = training.optimizer.state_dict()
-                    training.kept = torch.save(saved, tmp_path / f"{training is found}")  # type: ignore[attr-defined]
-                if seed == 3:
-                    training.optimizer.load_state_dict(torch.load(tmp_path / f"{training is found}"))
-        assert_same(found, expected)
+@pytest.mark.parametrize("of", ["itself", "an optimizer with states"])
+def test_a_checkpoint_that_is_loaded_in_the_middle(of: str, tmp_path: Path) -> None:
+    with offloaded("adamw" if of == "itself" else "sgd", tmp_path) as (found, expected, _):
+        train(found, expected, 0)
+        source = expected if of == "itself" else pair("sgd-momentum")[0]
+        source.step(1)
+        saved = copy.deepcopy(source.optimizer.state_dict())
+        if source is expected:
+            found.step(1)
+        train(found, expected, 2, 3)
+        for training in (found, expected):
+            training.optimizer.load_state_dict(copy.deepcopy(saved))
+        train(found, expected, 4, 5)
 
 
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        found.step(0)
-        expected.step(0)
+    with offloaded("adamw", tmp_path) as (found, expected, _):
+        train(found, expected, 0)
         other = optim.AdamW([nn.Parameter(torch.ones(3))])
         with pytest.raises(ValueError, match="size of optimizer's group"):
             found.optimizer.load_state_dict(other.state_dict())
-        found.step(1)
-        expected.step(1)
-        assert_same(found, expected)
+        train(found, expected, 1)
 
 
 @pytest.mark.parametrize("placement", ["offload", "recompute"])
@@ -559,148 +507,9 @@ def test_activations_and_states_together(placement: str, tmp_path: Path) -> None
     settings = policy(tmp_path, default=placement, min_tensor_bytes=0)
     layers = list(found.model.layers)
     with tba.attach(found.model, settings, layers=layers, optimizer=found.optimizer) as session:
-        for seed in range(4):
-            found.step(seed)
-            expected.step(seed)
+        train(found, expected, 0, 1, 2, 3)
         assert_same(found, expected)
         assert session.states[0].records[-1].written_bytes > 0
         assert len(session.report()) == 4
-    found.step(5)
-    expected.step(5)
+    train(found, expected, 5)
     assert_same(found, expected)
-
-
-def test_a_cut_parameter_whose_memory_gets_another_order(tmp_path: Path) -> None:
-    """Its slices are views no more: an update of copies would be lost."""
-    found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        for seed in range(5):
-            for training in (found, expected):
-                if seed == 2:
-                    weight = training.model.embed.weight
-                    weight.data = weight.data.t().contiguous().t()
-                training.step(seed)
-        assert_same(found, expected)
-
-
-@pytest.mark.parametrize("more", [0, 1, 2])
-def test_a_slice_of_one_element(more: int, tmp_path: Path) -> None:
-    """What is left of a parameter after slices of as many elements as a sub-group has."""
-    weights = [nn.Parameter(torch.ones(4 * SLICE + more)) for _ in range(2)]
-    found, expected = [optim.Adadelta([weight]) for weight in weights]
-    with tba.offload_optimizer(found, policy(tmp_path)):
-        for seed in range(4):
-            for weight, optimizer in zip(weights, (found, expected), strict=True):
-                weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
-                optimizer.step()
-        assert same_bits(weights[0].detach(), weights[1].detach())
-        assert_same_state_dicts(found.state_dict(), expected.state_dict())
-    assert_same_state_dicts(found.state_dict(), expected.state_dict())
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("sparse_from", [0, 2])
-def test_sparse_gradients(sparse_from: int, tmp_path: Path) -> None:
-    found, expected = pair("adagrad")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        for seed in range(5):
-            for training in (found, expected):
-                training.model.embed.sparse = seed >= sparse_from
-                training.step(seed)
-        assert_same(found, expected)
-
-
-def in_place_of(training: Training, weight: nn.Parameter) -> nn.Parameter:
-    """A new parameter where another one was, with the states of that."""
-    new, optimizer = nn.Parameter(weight.detach().clone()), training.optimizer
-    for module in training.model.modules():
-        if getattr(module, "weight", None) is weight:
-            module.weight = new
-    for group in optimizer.param_groups:
-        group["params"] = [new if each is weight else each for each in group["params"]]
-    optimizer.state[new] = optimizer.state.pop(weight)
-    return new
-
-
-def test_states_that_go_to_another_parameter(tmp_path: Path) -> None:
-    """To one that is new and takes the place of another, and to one that had states of its own."""
-    found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
-        for seed in range(6):
-            for training in (found, expected):
-                state, layers = training.optimizer.state, training.model.layers
-                if seed == 2:
-                    new = in_place_of(training, training.model.embed.weight)
-                    in_place_of(training, layers[4].weight)
-                    if training is found:
-                        with pytest.raises(StatesAwayError, match="exp_avg"):
-                            state[new]["exp_avg"].sum()
-                if seed == 4:
-                    first, second = layers[0].weight, layers[1].weight
-                    state[first], state[second] = state[second], state[first]
-                training.step(seed)
-            assert_same(found, expected)
-        assert states.records[-1].states_bytes == states.records[1].states_bytes
-
-
-def test_states_of_another_shape_than_their_parameter(tmp_path: Path) -> None:
-    """A program may keep what it likes there; a parameter that has such a state is not cut."""
-    found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
-        for seed in range(5):
-            for training in (found, expected):
-                if seed in (1, 3):
-                    for parameter in (training.model.embed.weight, training.model.layers[0].bias):
-                        training.optimizer.state[parameter]["mine"] = torch.arange(100.0 * seed)
-                training.step(seed)
-            assert_same(found, expected)
-        mine = states.read(found.model.embed.weight)["mine"]
-        assert same_bits(mine, torch.arange(300.0))
-    assert_same(found, expected)
-
-
-def test_states_that_are_no_more_are_named_where_they_are_given(tmp_path: Path) -> None:
-    found, _ = pair("adamw")
-    state, layers = found.optimizer.state, found.model.layers
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        found.step(0)
-        gone = state.pop(layers[0].weight)
-        found.step(1)
-        state[layers[1].weight] = gone
-        with pytest.raises(StatesAwayError, match=r"state 'exp_avg' of parameter \d+ .* given it"):
-            found.step(2)
-        del state[layers[1].weight]
-        found.step(2)
-
-
-@pytest.mark.parametrize("then", ["leaves", "moves"])
-def test_states_that_were_cleared_do_not_come_back(then: str, tmp_path: Path) -> None:
-    """Of a parameter that leaves its group, or moves to another."""
-    found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
-        for seed in range(4):
-            for training in (found, expected):
-                if seed == 2:
-                    embedding, optimizer = training.model.embed.weight, training.optimizer
-                    group = optimizer.param_groups[0]
-                    group["params"] = [each for each in group["params"] if each is not embedding]
-                    del optimizer.state[embedding]
-                    if then == "moves":
-                        optimizer.add_param_group({"params": [embedding], "lr": 0.1})
-                training.step(seed)
-        assert_same(found, expected)
-        assert (found.model.embed.weight in found.optimizer.state) is (then == "moves")
-        assert states.records[-1].states_bytes > 0
-    assert_same(found, expected)
-
-
-def test_a_checkpoint_with_states_where_there_were_none(tmp_path: Path) -> None:
-    found, expected = pair("sgd")
-    other = pair("sgd-momentum")[0]
-    other.step(0)
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        for training in (found, expected):
-            training.step(0)
-            training.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
-            training.step(1)
-        assert_same(found, expected)

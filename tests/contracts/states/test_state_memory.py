@@ -1,4 +1,4 @@
-"""At most three sub-groups of states are in memory: in the first update, at a save and at a load too."""
+"""At most three sub-groups of states are in memory, and those that stay; in the first update too."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from covering import of_which
 from live_bytes import LiveBytes
-from optimizers import Training, policy
+from optimizers import MAKERS, Training, assert_same, pair, plain_copy, policy
 from torch import nn, optim
 
 import tba_offload as tba
-from tba_offload.errors import StatesAwayError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tba_offload.states import OptimizerStates
 
 WIDTH = 64
 SUB_GROUP = 2 * 4 * WIDTH * WIDTH * 4
@@ -48,19 +50,18 @@ def test_updates_stay_below_three_sub_groups(depth: int, tmp_path: Path) -> None
         model = chain(depth)
         optimizer = optim.AdamW(model.parameters(), fused=True)
         with tba.offload_optimizer(optimizer, settings(tmp_path)) as states:
-            first = updated(model, optimizer, meter)
-            assert first <= 3 * SUB_GROUP + SMALL
+            assert updated(model, optimizer, meter) <= 3 * SUB_GROUP + SMALL
             assert states.records[0].states_bytes == 2 * 4 * WIDTH * WIDTH * depth
             for _ in range(4):
-                assert (
-                    updated(model, optimizer, meter) <= 3 * SUB_GROUP + SMALL - states.records[0].slot_bytes
-                )
+                most = 3 * SUB_GROUP + SMALL - states.records[0].slot_bytes
+                assert updated(model, optimizer, meter) <= most
             assert states.records[-1].slot_bytes <= 3 * SUB_GROUP
 
 
-def test_a_first_parameter_of_one_number_says_nothing_of_the_others(tmp_path: Path) -> None:
-    """As the temperature of CLIP, whose states stay."""
-    scale, others = nn.Parameter(torch.ones(())), chain(32)
+@pytest.mark.parametrize("first", [(), (WIDTH, 65 * WIDTH)])
+def test_a_first_parameter_says_nothing_wrong_of_the_others(first: tuple[int, ...], tmp_path: Path) -> None:
+    """The temperature of CLIP, whose states stay, and an embedding that is larger than a slot."""
+    scale, others = nn.Parameter(torch.ones(first)), chain(32)
     optimizer = optim.AdamW([scale, *others.parameters()], fused=True)
     with tba.offload_optimizer(optimizer, settings(tmp_path)) as states:
         for each in (scale, *others.parameters()):
@@ -96,11 +97,66 @@ def test_a_checkpoint_is_loaded_without_all_of_it_beside_it(tmp_path: Path) -> N
         updated(model, optimizer, meter)
 
 
-def test_what_a_state_stands_for_has_no_memory(tmp_path: Path) -> None:
-    training = Training(optim.AdamW)
-    with tba.offload_optimizer(training.optimizer, policy(tmp_path)):
-        training.step(0)
-        shown = training.optimizer.state[training.model.embed.weight]["exp_avg"]
-        assert shown.shape == (301, 48)
-        with pytest.raises(StatesAwayError):
-            shown.data_ptr()
+# ---- sub-groups that stay ------------------------------------------------------------------------------
+
+CHANGES = (0, 99, 4, 4, 7, 2, 0, 5)
+"""How many sub-groups travel in each step: none, all, and some."""
+
+
+def train(found: Training, expected: Training, states: OptimizerStates, *counts: int) -> None:
+    for seed, count in enumerate(counts):
+        found.step(seed)
+        expected.step(seed)
+        states.arrange(min(count, len(states.sizes)))
+
+
+@pytest.mark.parametrize("name", of_which(MAKERS, "adamw-fused", "sgd-momentum", "adafactor"))
+def test_whatever_stays_the_bits_are_the_same(name: str, tmp_path: Path) -> None:
+    found, expected = pair(name, torch.bfloat16 if name == "adamw-foreach" else torch.float32)
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
+        train(found, expected, states, *CHANGES)
+        assert_same(found, expected)
+    assert_same(found, expected)
+
+
+def test_what_stays_neither_travels_nor_is_forgotten(tmp_path: Path) -> None:
+    found, expected = pair("adamw-fused")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
+        train(found, expected, states, 99, 99)
+        sizes, (_, all_away) = states.sizes, states.records
+        assert len(sizes) > 6
+        train(found, expected, states, 5, 5)
+        some = states.records[-1]
+        assert (some.staying, some.staying_bytes) == (len(sizes) - 5, sum(sizes[5:]))
+        assert some.states_bytes == sum(sizes[:5])
+        assert 0 < some.read_bytes <= some.states_bytes < all_away.states_bytes
+        saved = plain_copy(found.optimizer.state_dict())
+        for training in (found, expected):
+            training.optimizer.load_state_dict(plain_copy(saved))
+        train(found, expected, states, 5, 5)
+        assert states.records[-1].staying == len(sizes) - 5
+        for training in (found, expected):
+            first = training.optimizer.param_groups[0]
+            gone = [first["params"].pop(3) for _ in range(2)]
+            training.optimizer.add_param_group({"params": gone, "lr": 1e-3})
+        train(found, expected, states, 4, 4, 2, 0, 0)
+        none = states.records[-1]
+        assert (none.read_bytes, none.written_bytes, none.slot_bytes) == (0, 0, 0)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("travelling", [0, 4, 6])
+def test_memory_is_that_of_what_stays_and_of_three_slots(travelling: int, tmp_path: Path) -> None:
+    with LiveBytes() as meter:
+        model = chain(32)
+        optimizer = optim.AdamW(model.parameters(), fused=True)
+        with tba.offload_optimizer(optimizer, settings(tmp_path)) as states:
+            updated(model, optimizer, meter)
+            before = meter.live - states.device_bytes
+            assert len(states.sizes) > 6
+            states.arrange(travelling)
+            for _ in range(3):
+                updated(model, optimizer, meter)
+                staying = sum(states.sizes[travelling:])
+                assert staying <= states.device_bytes <= staying + bool(travelling) * 3 * SUB_GROUP
+                assert abs(meter.live - before - states.device_bytes) < 100_000

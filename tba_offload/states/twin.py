@@ -1,0 +1,285 @@
+"""The optimizer's own update code, run over some of its parameters, and how its ``step`` comes here."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from tba_offload.errors import StatesAwayError, UnsupportedError
+from tba_offload.formatting import quoted
+from tba_offload.states.pieces import is_known
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from tba_offload.states.groups import Entry
+
+    Step = Callable[..., Any]
+    Kind = type[torch.optim.Optimizer]
+
+_APART = ("params", "param_groups", "state")
+
+
+class Twin:
+    """Runs the update of an optimizer on a twin of it that has only some parameters and their states.
+
+    The twin starts with the attributes that the optimizer has, each time: a count of steps that an optimizer
+    keeps in itself, in a parameter group or in its state by a name goes up by one in a step, however many
+    twins there are. The optimizer itself is changed once, by :meth:`commit`.
+
+    Args:
+        optimizer: The optimizer.
+        kind: Its class.
+
+    Attributes:
+        kind: As given.
+        states: What the last run has left.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: Kind) -> None:
+        self._optimizer = optimizer
+        self.kind = kind
+        step: Any = kind.step  # without the wrapper that calls the user's hooks, which come once a step
+        self._update: Step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        self._is_known = is_known(optimizer)  # each parameter by itself, and no states but theirs
+        self._named: dict[str, Any] = {}
+        self._groups: dict[int, _Loan] = {}
+        self._left: dict[int, dict[str, Any]] = {}
+        self._attributes = _Loan({}, {})
+        self.states: dict[torch.Tensor, Entry] = {}
+
+    @property
+    def ran_for(self) -> set[int]:
+        """The numbers of the parameter groups that were updated since :meth:`commit`."""
+        return set(self._groups)
+
+    def run(self, number: int, entries: Mapping[torch.Tensor, Entry], options: Mapping[str, Any]) -> None:
+        """Update some parameters of one parameter group; ``states`` holds their states afterwards.
+
+        After an error it holds what there is of them. What the update leaves in the parameter group, and in
+        states of no parameter, must not depend on which parameters of the group were updated.
+
+        Args:
+            number: The number of the parameter group.
+            entries: Parameters, or views of slices, and their states; an empty entry where there are none.
+            options: Further arguments of the optimizer's ``step``.
+
+        Raises:
+            UnsupportedError: It does.
+        """
+        if not (self._is_known or self._groups):  # once a step
+            self._named = _named_in(self._optimizer.state)
+        twin: Any = object.__new__(self.kind)
+        group = _Loan(self._settings(number, entries) | {"params": list(entries)}, {})
+        states: defaultdict[Any, Any] = defaultdict(dict, deepcopy(self._named))
+        states.update({tensor: entry for tensor, entry in entries.items() if entry})
+        own = self._own_attributes() | {"param_groups": [group.taken], "state": states}
+        self.states, self._groups[number], self._attributes = states, group, _Loan(own, vars(twin))
+        try:
+            self._update(twin, **options)
+        finally:
+            group.taken["params"] = []  # or views of them would live on
+        self.states = twin.state
+        if not self._is_known:
+            self._check(number)
+
+    def _settings(
+        self,
+        number: int,
+        entries: Mapping[torch.Tensor, Entry],  # noqa: ARG002 - a choice may depend on them
+    ) -> dict[str, Any]:
+        """Return what the twin's parameter group says."""
+        return self._optimizer.param_groups[number]
+
+    def _own_attributes(self) -> dict[str, Any]:
+        """Return the attributes that the twin starts with."""
+        return vars(self._optimizer)
+
+    def _check(self, number: int) -> None:
+        """Check that parameters are updated each by itself, as far as what updates have left tells."""
+        named = {f"state[{quoted(key)}]": each for key, each in _named_in(self.states).items()}
+        left = self._groups[number].changes()
+        now = {f"{key} in its parameter group": each for key, each in left.items()} | named
+        first = self._left.setdefault(number, now)
+        for name in () if first is now else {**first, **now}:
+            if not _are_same(now.get(name), first.get(name)):
+                raise UnsupportedError(
+                    f"{self.kind.__name__} does not update each parameter by itself, since it makes {name} "
+                    "of several of them, and updates wrongly in parts; load a checkpoint, and do not offload "
+                    "its states"
+                )
+
+    def commit(self) -> None:
+        """Give the optimizer what its update changed in itself and in its parameter groups."""
+        for number, group in self._groups.items():
+            group.give_back(self._optimizer.param_groups[number])
+        self._attributes.give_back(vars(self._optimizer))
+        if not self._is_known:
+            vars(self._optimizer)["state"].update(_named_in(self.states))  # typed as having parameters only
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget what the update changed there."""
+        self._named, self._groups, self._left, self.states = {}, {}, {}, {}
+        self._attributes = _Loan({}, {})
+
+
+class _Loan:
+    """Values of an optimizer that a twin takes: what it changes of them, the optimizer gets.
+
+    A number in a tensor is copied, since an update may count in it, in place.
+
+    Args:
+        values: The values by their names.
+        taken: Where the twin has them.
+
+    Attributes:
+        taken: As given.
+    """
+
+    def __init__(self, values: Mapping[str, Any], taken: dict[str, Any]) -> None:
+        is_number = {
+            name: type(value) is torch.Tensor and value.numel() == 1 for name, value in values.items()
+        }
+        self._numbers = {name: value for name, value in values.items() if is_number[name]}
+        with torch.inference_mode(mode=False):  # whose tensors do not tell that they are changed
+            copies = {name: each.detach().clone() for name, each in self._numbers.items()}
+        self._given = {**values, **copies}
+        self.taken = taken
+        taken.update(self._given)
+
+    def changes(self) -> dict[str, Any]:
+        """Return what the twin has changed: other values, and numbers in tensors that it has written to."""
+        return {
+            name: value
+            for name, value in self.taken.items()
+            if name not in _APART and (not self._is_given(name) or (name in self._numbers and value._version))
+        }
+
+    def give_back(self, own: dict[str, Any]) -> None:
+        """Change the optimizer's own values where the twin has; others may have been changed meanwhile."""
+        for name, value in self.changes().items():
+            if self._is_given(name):
+                self._numbers[name].copy_(value)  # others may hold it, as schedulers do
+            else:
+                own[name] = value
+
+    def _is_given(self, name: str) -> bool:
+        return name in self._given and self.taken[name] is self._given[name]
+
+
+def _named_in(states: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the states that an optimizer keeps by a name: they are of no parameter."""
+    return {key: value for key, value in states.items() if not isinstance(key, torch.Tensor)}
+
+
+def _are_same(one: object, other: object) -> bool:
+    """Whether two values are the same, as far as they are numbers, alone or in dictionaries."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(_are_same(one.get(key), other.get(key)) for key in {**one, **other})
+    if isinstance(one, torch.Tensor | int | float) and isinstance(other, torch.Tensor | int | float):
+        values = torch.as_tensor(one), torch.as_tensor(other)
+        return torch.equal(*(each.nan_to_num() for each in values))
+    return (one is None) is (other is None)
+
+
+# ---- the optimizer's step --------------------------------------------------------------------------
+
+_taken: dict[Kind, Kind] = {}
+
+_STEP, _ZERO_GRAD = "_tba_offload_step", "_tba_offload_zero_grad"
+"""Attributes of an optimizer that hold what its methods call, so that this lives as long as it."""
+
+
+class Takeover:
+    """Has ``optimizer.step`` call another function, beneath the hooks of users.
+
+    The optimizer stays the same object, of its class by ``isinstance``, with a ``step`` that is a method:
+    schedulers, ``GradScaler`` and hooks work as before.
+
+    Args:
+        optimizer: The optimizer.
+
+    Raises:
+        UnsupportedError: Its ``step`` was replaced by something that is not known.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.kind = type(optimizer)
+        self._optimizer = optimizer
+        self._instance_step = vars(optimizer).get("step")
+        if self._instance_step is not None and not hasattr(self._instance_step, "_wrapped_by_lr_sched"):
+            raise UnsupportedError(
+                f"the step of this {self.kind.__name__} was replaced by {self._instance_step!r}; offload its "
+                "states first, and replace it afterwards"
+            )
+
+    def begin(self, step: Step, zero_grad: Step | None = None) -> None:
+        """Have ``optimizer.step(closure, **options)`` call ``step(closure, options)`` from now on.
+
+        Args:
+            step: The function.
+            zero_grad: Called before gradients are cleared, with the arguments of that.
+        """
+        vars(self._optimizer).pop("step", None)
+        vars(self._optimizer).update({_STEP: step, _ZERO_GRAD: zero_grad})
+        self._optimizer.__class__ = _class_for(self.kind)
+
+    def end(self) -> None:
+        """Give the optimizer its own class and step back."""
+        for name in (_STEP, _ZERO_GRAD):
+            vars(self._optimizer).pop(name, None)
+        self._optimizer.__class__ = self.kind
+        if self._instance_step is not None:
+            vars(self._optimizer)["step"] = self._instance_step
+
+
+def is_taken(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer's states are offloaded already."""
+    return _STEP in vars(optimizer)
+
+
+def _class_for(kind: Kind) -> Kind:
+    if kind not in _taken:
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        methods = {"step": _hooked(kind), "zero_grad": _clearing(kind), "__reduce_ex__": _refuse_copy}
+        _taken[kind] = type(kind.__name__, (kind,), names | methods)
+    return _taken[kind]
+
+
+def _hooked(kind: Kind) -> Step:
+    """Return a step that calls the user's hooks once, and what :meth:`Takeover.begin` was given between."""
+
+    @functools.wraps(kind.step)
+    def step(self: torch.optim.Optimizer, closure: Any = None, **options: Any) -> Any:
+        vars(self)["_opt_called"] = True  # as a scheduler's own wrapper notes it
+        return vars(self)[_STEP](closure, options)
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # so that PyTorch does not wrap it again
+    hooked._wrapped_by_lr_sched = True  # nor a scheduler
+    made: Step = hooked
+    return made
+
+
+def _clearing(kind: Kind) -> Step:
+    """Return a ``zero_grad`` that calls what :meth:`Takeover.begin` was given first."""
+
+    @functools.wraps(kind.zero_grad)
+    def zero_grad(self: torch.optim.Optimizer, *arguments: Any, **options: Any) -> None:
+        if (first := vars(self)[_ZERO_GRAD]) is not None:
+            first(*arguments, **options)
+        kind.zero_grad(self, *arguments, **options)
+
+    return zero_grad
+
+
+def _refuse_copy(self: torch.optim.Optimizer, _: object) -> NoReturn:
+    raise StatesAwayError(
+        f"the states of this {type(self).__name__} are not in memory between updates, and it was copied or "
+        "pickled; use optimizer.state_dict(), or close the OptimizerStates first"
+    )
