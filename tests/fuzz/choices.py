@@ -144,9 +144,12 @@ DENIED: dict[str, Callable[[Program], bool]] = {
             or p.accumulate_hook
         )
     ),
+    "the guide: what is read between backward and the step is the updated value": lambda p: (
+        p.frees_gradients and p.evaluation == "between micro-batches"
+    ),
     "a step that does not follow updates in backward is an error": lambda p: (
         p.frees_gradients
-        and (p.skipped or p.mishap == "update" or (p.mishap != "none" and p.zero == "by model"))
+        and (p.skipped or p.mishap == "update" or (p.mishap != "none" and max(p.micro_batches) > 1))
     ),
     "PyTorch: a tensor as learning rate is not for all implementations": lambda p: (
         p.tensor_rate and p.implementation == "foreach"
