@@ -16,9 +16,9 @@ states of all lanes are compared, bit for bit.
 With ``--rows`` the matrices are the layers of a model, each step trains it on that number of rows, and whole
 steps are timed. One more lane updates in backward, and frees gradients there.
 
-On a GPU there are lanes in which the processor updates all sub-groups (``host``), half of them while the GPU
-updates the others (``half``), or as many as let both end together (``both``). Their bits are other ones,
-since the processor's kernels are, and are not compared. Printed is what the lanes' rates predicted as well.
+On a GPU there are lanes in which the processor updates all sub-groups (``host``), or as many as let both end
+together (``both``). Their bits are other ones, since the processor's kernels are, and are not compared.
+Printed is what the lanes' rates predicted as well.
 
 With ``--deepspeed`` one more lane, or one for each JSON object of settings for its ``aio``, is DeepSpeed's
 ZeRO-3 with ``offload_optimizer`` on the same drive, with sub-groups of the same size. Its parameters are
@@ -69,12 +69,11 @@ SETTINGS: dict[str, dict[str, str] | None] = {
     "offload": {},
     "backward": {"when": "backward"},
     "host": {"update": "host"},
-    "half": {"update": "host-50%"},
     "both": {"update": "auto"},
 }
 """Settings of the states of each lane in the policy; ``None`` where they are not offloaded."""
 
-BY_PROCESSOR = ("host", "half", "both")
+BY_PROCESSOR = ("host", "both")
 """Lanes in which the processor updates as well."""
 
 LATER = ("backward",)

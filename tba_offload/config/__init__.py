@@ -146,11 +146,11 @@ class StatesConfig:
     """Whether copies in fp32, which the optimizer of Megatron-LM updates in place of parameters in 16 bits,
     are away with their states, or are kept in memory."""
 
-    update: values.Updates = "device"
-    """Where sub-groups are updated: on the ``device``; in ``host`` memory, by the processor; or both at the
-    same time, ``host-25%`` of them by the processor or, with ``auto``, as many as let both end together. The
-    processor's kernels may round differently, so parameters get other bits than in plain training, and with
-    ``auto`` others in each run. Without an accelerator it means nothing."""
+    update: Literal["device", "host", "auto"] = "device"
+    """Where sub-groups are updated: on the ``device``; in ``host`` memory, by the processor; or with ``auto``
+    both at the same time, each sub-group in the lane that ends it first. The processor's kernels may round
+    differently, so parameters get other bits than in plain training, and with ``auto`` others in each run.
+    Experimental; without an accelerator it means nothing."""
 
     def __post_init__(self) -> None:
         in_backward = self.when == "backward"
@@ -160,11 +160,6 @@ class StatesConfig:
             raise conflict("micro_batches", "has no effect with when: step. Remove it")
         if self.update != "device" and (in_backward or self.default == "auto"):
             raise conflict("update", f"{self.update} goes with when: step, default: offload only; set both")
-
-    @property
-    def host_percent(self) -> int | None:
-        """Percent of the sub-groups that the processor updates; None if that is to be found out."""
-        return None if self.update == "auto" else _percent(self.update, none="device")
 
     def sub_group_on(self, device_type: str) -> int:
         """Return the bytes of states that travel as one on a device.

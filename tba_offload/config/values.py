@@ -174,5 +174,4 @@ Kind = Annotated[str, BeforeValidator(_kind), WithJsonSchema({"enum": KINDS[:4]}
 Directories = Annotated[tuple[Path, ...], BeforeValidator(_directories), WithJsonSchema(_PATH_TEXTS)]
 PlacementName = Annotated[Placement, BeforeValidator(placement), WithJsonSchema(_PLACEMENT_TEXTS)]
 Passes = Annotated[int, Field(ge=1), BeforeValidator(_passes)]
-Updates = Annotated[str, Field(pattern=r"^(device|host|auto|host-[1-9][0-9]?%)$")]
 Share = Annotated[str, Field(pattern=r"^(keep|offload|offload-[1-9][0-9]?%)$")]

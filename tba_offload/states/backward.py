@@ -8,8 +8,6 @@ would have used. Whatever asks for a freed gradient gets an error.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
@@ -23,7 +21,7 @@ from tba_offload.states.away import FreedGradient
 from tba_offload.states.pieces import in_place_of, local, parameters_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch.utils.hooks import RemovableHandle
 
@@ -34,6 +32,11 @@ if TYPE_CHECKING:
 
 _CLOSELY = 3
 """First steps in which all bytes of parameters are compared, as in those whose number is a power of two."""
+
+_HALFWAY = (
+    "a backward pass ended halfway through its updates: some parameters are updated and others are not. Load "
+    "a checkpoint of the model and of the optimizer"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +77,9 @@ class BackwardUpdates:
         self._order = StreamOrder(updates.homes.device)
         self._handles: dict[torch.Tensor, RemovableHandle] = {}
         self._references: dict[torch.Tensor, int] = {}
+        self._freed: dict[torch.Tensor, torch.Tensor] = {}
         self._steps = 0
-        self._task = -1
+        self._task: int | None = None
         self.forget()
         logger.warning(
             "states.when: backward: parameters have their new values when backward() returns; what reads "
@@ -86,8 +90,6 @@ class BackwardUpdates:
         """Forget what was updated since the last step: a checkpoint was loaded, or the step came."""
         self._passes = 0
         self._is_updating = False
-        self._done: list[SubGroup] = []
-        self._missing: dict[torch.Tensor, list[SubGroup]] = {}
         self._record: StatesRecord | None = None
 
     def follow(self) -> None:
@@ -95,10 +97,9 @@ class BackwardUpdates:
         wanted = {each for each in parameters_of(self._optimizer) if each.is_leaf and each.requires_grad}
         for parameter in self._handles.keys() - wanted:
             self._handles.pop(parameter).remove()
-        came = _Hook(self._gradient_came)
         for parameter in wanted - self._handles.keys():
             register: Any = parameter.register_post_accumulate_grad_hook
-            self._handles[parameter] = register(came)
+            self._handles[parameter] = register(_weakly(WeakMethod(self._gradient_came)))
 
     def close(self) -> None:
         """Take all hooks off."""
@@ -114,18 +115,18 @@ class BackwardUpdates:
             if task != self._task:
                 self._task = task
                 self._begin_pass()
-            groups = self._missing.pop(parameter, None)
-            if groups is None:
-                return
-            self._updates.prefetch()
-            self._waits.subtract(groups)
-            for group in groups:
-                if not self._waits[group] and not any(map(self._is_read_later, _parameters(group))):
-                    self._is_updating = True
-                    self._done.append(group)
-                    self._updates.update_in_backward(group)
-                    self._unfinished.subtract(_parameters(group))
-                    self._free(each for each in _parameters(group) if not self._unfinished[each])
+            if self._open:
+                self._updates.prefetch()
+            for group in [group for group, missing in self._open.items() if parameter in missing]:
+                self._open[group].discard(parameter)
+                if self._open[group] or any(map(self._is_read_later, _parameters(group))):
+                    continue  # the latter are updated at the end
+                self._is_updating = True
+                self._done.append(group)
+                self._updates.update_in_backward(group)
+                del self._open[group]
+                others = (_parameters(other) for other in self._open)  # with slices of the same
+                self._free(_parameters(group).difference(*others))
 
     def _begin_pass(self) -> None:
         """Count a backward pass, and let updates begin if it is the last before the step.
@@ -134,31 +135,27 @@ class BackwardUpdates:
             SessionError: Parameters were updated in a pass before, and no step came.
         """
         if self._is_updating:
-            if self._record is None:
-                raise SessionError(_HALFWAY)
             raise SessionError(
                 "another backward pass came after the parameters were updated in backward, and before "
                 f"optimizer.step(): states.micro_batches is {self._micro_batches}. Set it to the number of "
                 "backward passes between two steps, call step() after them, use torch's checkpoints with "
                 "use_reentrant=False, or set states.when to step"
+                if self._record is not None
+                else _HALFWAY
             )
         self._passes += 1
+        self._done: list[SubGroup] = []
+        self._open: dict[SubGroup, set[torch.Tensor]] = {}
         if self._passes < self._micro_batches:
             self._updates.prefetch()
             return
-        _at_the_end_of_the_pass(partial(_at_the_end_of_the_pass, self._pass_ends))  # after those of FSDP2
-        self._freed: dict[torch.Tensor, torch.Tensor] = {}
-        self._missing = {}  # a pass that failed may have left some
+        at_the_end = torch.autograd.Variable._execution_engine.queue_callback
+        at_the_end(partial(at_the_end, self._pass_ends))  # after what FSDP2 does there
+        self._freed.clear()
         self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        if self._keeps_graph:
-            return  # the graph still reads parameters: all of them are updated at the end
-        self._updates.follow()
-        self._waits = Counter(dict.fromkeys(self._updates.groups, 0))
-        self._unfinished = Counter(each for group in self._updates.groups for each in _parameters(group))
-        for group in self._updates.groups:
-            for each in _parameters(group) & self._handles.keys():
-                self._missing.setdefault(each, []).append(group)
-                self._waits[group] += 1
+        if not self._keeps_graph:  # else it reads parameters again, so that all are updated at the end
+            self._updates.follow()
+            self._open = {group: _parameters(group) & self._handles.keys() for group in self._updates.groups}
 
     def _is_read_later(self, parameter: torch.Tensor) -> bool:
         """Whether something else holds the memory of a parameter, as a node of the graph that comes later.
@@ -170,7 +167,7 @@ class BackwardUpdates:
         usual = self._references[parameter] = min(self._references.get(parameter, now), now)
         return now > usual
 
-    def _free(self, parameters: Any) -> None:
+    def _free(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
                 name = f"the gradient of {self._updates.groups.name_of(parameter)}"
@@ -180,19 +177,13 @@ class BackwardUpdates:
     def _pass_ends(self) -> None:
         """Update what was not updated yet: parameters without states, and those of incomplete sub-groups."""
         with self._order:
-            self._missing.clear()
-            self._is_updating = True
+            self._is_updating, self._open = True, {}
             record = self._updates.step({}, done=self._done)
             self._free(each for each in parameters_of(self._optimizer) if each not in self._freed)
-            if not self._keeps_graph:
-                for each in self._freed:
-                    self._references.setdefault(each, _references_to(each))
-            self._settings = deepcopy(self._settings_now())
-            self._versions = [each._version for each in self._freed]
+            for each in () if self._keeps_graph else self._freed:
+                self._references.setdefault(each, _references_to(each))
             self._steps += 1
-            self._digests: list[Digest] | None = None
-            if self._steps <= _CLOSELY or not self._steps & (self._steps - 1):
-                self._digests = digests_of(local(each.detach()) for each in self._freed)
+            self._settings, self._values = self._settings_now(), self._values_now()
             self._record = record
 
     # ---- the step --------------------------------------------------------------------------------
@@ -213,19 +204,19 @@ class BackwardUpdates:
         Raises:
             SessionError: A plain step would have used something else than what backward used.
         """
-        record = self._record
-        if record is None:
-            if self._is_updating:
-                raise SessionError(_HALFWAY)
-            if any(map(_is_freed, parameters_of(self._optimizer))):
-                raise SessionError(
-                    "optimizer.step() came without a backward pass since the last one, whose gradients are "
-                    "freed. Call it once after backward(), or set states.when to step"
-                )
-        elif (what := self._what_differs(options)) is not None:
+        record, parameters = self._record, parameters_of(self._optimizer)
+        if record is None and self._is_updating:
+            raise SessionError(_HALFWAY)
+        if record is None and any(type(local(each.grad)) is FreedGradient for each in parameters):
             raise SessionError(
-                f"{what} came after backward(), in which states.when: backward had already updated the "
-                "parameters with the gradients and settings of that time. Change parameters, states and "
+                "optimizer.step() came without a backward pass since the last one, whose gradients are freed."
+                " Call it once after backward(), or set states.when to step"
+            )
+        what = None if record is None else self._what_differs(options)
+        if what is not None:
+            raise SessionError(
+                f"another {what} came after backward(), in which states.when: backward had already updated "
+                "the parameters with the gradients and settings of that time. Change parameters, states and "
                 "settings after optimizer.step(), or set states.when to step"
             )
         self.forget()
@@ -233,43 +224,38 @@ class BackwardUpdates:
 
     def _what_differs(self, options: Mapping[str, Any]) -> str | None:
         with self._order:
-            if any(options.values()):
-                return "an argument of step()"
             if any(each.grad is not self._freed.get(each) for each in parameters_of(self._optimizer)):
-                return "another gradient, or none,"
-            if not _are_same(self._settings, self._settings_now()):
-                return "another setting of the optimizer"
+                return "gradient, or none,"
+            if any(options.values()) or self._settings != self._settings_now():
+                return "setting of the optimizer"
             if not self._updates.is_current:
-                return "another state of the optimizer"
-            if self._versions != [each._version for each in self._freed]:
-                return "another value of a parameter"
-            now = None if self._digests is None else digests_of(local(each.detach()) for each in self._freed)
-            is_same = self._digests is None or now is None or are_equal(self._digests, now)
-            return None if is_same else "another value of a parameter"
+                return "state of the optimizer"
+            before, now = self._values, self._values_now()
+            return None if before[0] == now[0] and are_equal(before[1], now[1]) else "value of a parameter"
 
-    def _settings_now(self) -> list[dict[str, Any]]:
-        apart = ("params", "param_names")
-        groups = self._optimizer.param_groups
-        return [{key: value for key, value in group.items() if key not in apart} for group in groups]
+    def _settings_now(self) -> str:
+        """Return the settings of all parameter groups as text, numbers in tensors among them."""
+        groups = [group.items() for group in self._optimizer.param_groups]
+        settings = [(key, each) for group in groups for key, each in group if not key.startswith("param")]
+        return repr(
+            [(key, each.tolist() if isinstance(each, torch.Tensor) else each) for key, each in settings]
+        )
+
+    def _values_now(self) -> tuple[list[int], list[Digest]]:
+        """Return the versions of parameters, and in some steps digests: ``.data`` leaves versions alone."""
+        closely = self._steps <= _CLOSELY or not self._steps & (self._steps - 1)
+        values = (local(each.detach()) for each in (self._freed if closely else ()))
+        return [each._version for each in self._freed], digests_of(values)
 
 
-_HALFWAY = (
-    "a backward pass ended halfway through its updates: some parameters are updated and others are not. Load "
-    "a checkpoint of the model and of the optimizer"
-)
+def _weakly(came: WeakMethod[Any]) -> Any:
+    """Return a hook on parameters that keeps nothing alive."""
 
+    def hook(parameter: torch.Tensor) -> None:
+        if (method := came()) is not None:
+            method(parameter)
 
-class _Hook:
-    """A hook on parameters that keeps nothing alive."""
-
-    def __init__(self, came: Any) -> None:
-        self._came = WeakMethod(came)
-
-    @partial(not_traced, nor_what_it_calls=True)
-    def __call__(self, parameter: torch.Tensor) -> None:
-        came = self._came()
-        if came is not None:
-            came(parameter)
+    return not_traced(hook, nor_what_it_calls=True)
 
 
 def _parameters(group: SubGroup) -> set[torch.Tensor]:
@@ -279,21 +265,3 @@ def _parameters(group: SubGroup) -> set[torch.Tensor]:
 def _references_to(parameter: torch.Tensor) -> int:
     """Return how many tensors have the memory of a parameter."""
     return int(torch._C._storage_Use_Count(local(parameter).untyped_storage()._cdata))
-
-
-def _is_freed(parameter: torch.Tensor) -> bool:
-    return type(local(parameter.grad)) is FreedGradient
-
-
-def _are_same(some: Any, others: Any) -> bool:
-    if isinstance(some, torch.Tensor) and isinstance(others, torch.Tensor):
-        return torch.equal(some, others)
-    if isinstance(some, dict) and isinstance(others, dict):
-        return some.keys() == others.keys() and all(_are_same(some[key], others[key]) for key in some)
-    if isinstance(some, list | tuple) and isinstance(others, list | tuple):
-        return len(some) == len(others) and all(map(_are_same, some, others))
-    return bool(some == others)
-
-
-def _at_the_end_of_the_pass(function: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -25,8 +25,7 @@ from tba_offload.states.checks import check, device_of_parameters, innermost
 from tba_offload.states.entries import Entries
 from tba_offload.states.groups import Groups
 from tba_offload.states.home import Homes
-from tba_offload.states.host_lane import HostLane, NoHostLane
-from tba_offload.states.host_share import HostShare
+from tba_offload.states.host import HostLane
 from tba_offload.states.masters import MASTER, Masters
 from tba_offload.states.pieces import is_elementwise, parameters_of
 from tba_offload.states.slots import SLOTS, Order
@@ -87,11 +86,10 @@ class Updates:
         self.order = Order(turns=self._is_elementwise and not self._in_backward)
         self.entries = Entries(optimizer, self.homes, self.masters, self.groups, self.order.next_use)
         self._twin = Twin(optimizer, kind)
-        self._host = NoHostLane()
-        if states.update != "device" and device.runs_behind:  # a CPU's memory is the host's
-            share = HostShare(states.host_percent)
-            self._host = HostLane(optimizer, kind, self.homes, self.entries, self.groups, self.masters, share)
-            self.entries.arrived = WeakMethod(self._host.welcome)
+        self._host = HostLane(
+            optimizer, kind, self.homes, self.entries, self.groups, self.masters, states.update
+        )
+        self.entries.arrived = WeakMethod(self._host.welcome)
         self._counts = _Counts()
         self._failure: TransferError | None = None
 
@@ -286,7 +284,6 @@ class Updates:
         Raises:
             TransferError: One of them cannot be read or written; those that are not arranged go on as before.
         """
-        self._host.check_may_stay()
         slots, groups = self.entries.slots, self.groups.spread
         with put_off(self):
             for number, group in enumerate(groups):

@@ -45,8 +45,7 @@ _CHANGES_LEDGERS = (
     "session/step.py",
     "states/entries.py",
     "states/home.py",
-    "states/host_lane.py",
-    "states/host_ring.py",
+    "states/host.py",
     "states/slots.py",
 )
 _LEDGERS = (weakref.__file__, _weakrefset.__file__, *(f"{_PACKAGE}/{part}" for part in _CHANGES_LEDGERS))

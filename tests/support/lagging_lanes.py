@@ -70,7 +70,7 @@ def main(operations: float, copies: float) -> None:
         operations: Milliseconds that each operation of the device takes longer.
         copies: Milliseconds that each copy does.
     """
-    lanes = [Lane(update) for update in ("device", "host", "host-50%", "auto")]
+    lanes = [Lane(update) for update in ("device", "host", "auto")]
     with lagging.late(operations=operations / 1000, copies=copies / 1000):
         for _ in range(UPDATES):
             for lane in lanes:

@@ -10,7 +10,6 @@ import json
 import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import lagging
 import pytest
@@ -32,19 +31,16 @@ from torch import nn, optim
 
 import tba_offload as tba
 from tba_offload.errors import ConfigError, TransferError, UnsupportedError
-from tba_offload.states.slots import SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-
-UPDATES = ("host", "host-50%", "auto")
-STORES = ("file", "host")
+UPDATES, STORES = ("host", "auto"), ("file", "host")
 SAME_KERNELS = [name for name in MAKERS if "fused" not in name and name != "adam-foreach"]
 
 
-def lanes(tmp_path: Path, update: str = "host-50%", store: str = "host", **states: Any) -> dict[str, Any]:
+def lanes(tmp_path: Path, update: str = "auto", store: str = "host", **states: Any) -> dict[str, Any]:
     directories = [str(tmp_path)] if store == "file" else []
     chosen = policy(tmp_path, store={"kind": store, "directories": directories})
     chosen["states"] |= {"update": update, **states}
@@ -96,12 +92,10 @@ def test_both_lanes_give_the_bits_of_the_optimizer(
     with tba.offload_optimizer(found.optimizer, lanes(tmp_path, update, store)) as states:
         train(found, expected, *range(5))
         assert_same(found, expected)
-        last = states.records[-1]
+        second = states.records[1]  # of which auto splits in halves
         if name != "sgd":  # which has no states
-            assert 0 < last.on_host <= last.sub_groups
-            assert last.host_bytes > 0
-            if update == "host-50%":
-                assert last.on_host < last.sub_groups
+            assert 0 < second.on_host <= second.sub_groups
+            assert second.host_bytes > 0
     assert_same(found, expected)
 
 
@@ -116,37 +110,41 @@ def test_the_processor_takes_the_fused_kernel_where_the_choice_is_left_to_pytorc
                 go_on_from(found, expected)
         assert states.records[-1].on_host == states.records[-1].sub_groups - 1  # that of one number stays
         whole = [name for name, each in found.model.named_parameters() if each.numel() > 1]
-        assert [
-            name for name in whole if not same_bits(found.parameter(name), expected.parameter(name))
-        ] == []
+        assert all(same_bits(found.parameter(name), expected.parameter(name)) for name in whole)
     assert found.optimizer.param_groups[0]["fused"] is None
+
+
+def test_a_slow_device_leaves_more_to_the_processor_and_the_time_is_foretold(tmp_path: Path) -> None:
+    found = Given(looped("adamw"), device=lagging.LAG)
+    with (
+        lagging.late(operations=0.003),
+        tba.offload_optimizer(found.optimizer, lanes(tmp_path)) as states,
+    ):
+        for seed in range(4):
+            found.step(seed)
+            torch.accelerator.synchronize()
+        halves, last = states.records[1], states.records[-1]
+        assert 0 < halves.on_host < last.on_host
+        assert (halves.predicted_seconds, last.predicted_seconds is not None) == (None, True)
 
 
 # What is done to an optimizer between updates
 
 
-def test_checkpoints_hold_what_the_processor_has(tmp_path: Path) -> None:
+def test_checkpoints_and_settings_hold_for_both_lanes(tmp_path: Path) -> None:
     found, expected = pair()
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")) as states:
-        train(found, expected, 0, 1, 2)
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path)):
+        schedulers = [optim.lr_scheduler.StepLR(each.optimizer, 1, 0.5) for each in (found, expected)]
+        for seed in range(3):
+            train(found, expected, seed)
+            for scheduler in schedulers:
+                scheduler.step()
         saved = copied(found.optimizer.state_dict())
         assert_same_state_dicts(saved, expected.optimizer.state_dict())
         train(found, expected, 3)
         for training in (found, expected):
             training.optimizer.load_state_dict(copied(saved))
         train(found, expected, 4, 5)
-        assert_same(found, expected)
-        assert states.records[-1].on_host
-
-
-def test_settings_that_change_hold_for_both_lanes(tmp_path: Path) -> None:
-    found, expected = pair()
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path)):
-        schedulers = [optim.lr_scheduler.StepLR(each.optimizer, 1, 0.5) for each in (found, expected)]
-        for seed in range(4):
-            train(found, expected, seed)
-            for scheduler in schedulers:
-                scheduler.step()
         assert_same(found, expected)
 
 
@@ -198,28 +196,23 @@ class Many(Given):
         return [n for n, (a, b) in enumerate(pairs) if not same_bits(a.detach(), b.detach())]
 
 
-def many(make: Callable[..., optim.Optimizer] | str = "adamw") -> tuple[Many, Many]:
-    return Many(looped(make)), Many(looped(make))
-
-
 @pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("which", [3, 7, 11])
-def test_states_that_begin_anew_are_no_others_bytes(which: int, store: str, tmp_path: Path) -> None:
-    found, expected = many()
+def test_states_that_begin_anew_are_no_others_bytes(store: str, tmp_path: Path) -> None:
+    found, expected = Many(looped("adamw")), Many(looped("adamw"))
     with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host", store)) as states:
         train(found, expected, 0, 1, 2)
-        for training in (found, expected):
-            training.optimizer.state[training.parameters[which]].clear()
-        train(found, expected, 3, 4)
-        assert found.differing(expected) == []
-        assert states.records[-1].on_host > SLOTS
+        for which in (3, 7, 11):
+            for training in (found, expected):
+                training.optimizer.state[training.parameters[which]].clear()
+            train(found, expected, which)
+            assert found.differing(expected) == []
+        assert states.records[-1].on_host > 3
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(("update", "store"), each_once(UPDATES, STORES))
 def test_gradients_that_come_late(store: str, update: str, tmp_path: Path) -> None:
     """As those of an expert that no token was sent to; momentum comes with the first."""
-    found, expected = many("sgd-momentum")
+    found, expected = Many(looped("sgd-momentum")), Many(looped("sgd-momentum"))
     with tba.offload_optimizer(found.optimizer, lanes(tmp_path, update, store)):
         for seed in range(6):
             for training in (found, expected):
@@ -275,9 +268,6 @@ def test_a_fused_update_leaves_gradients_unscaled(tmp_path: Path) -> None:
             assert all(each.grad.cpu().eq(expected).all() for each in found.parameters)
 
 
-# Masters
-
-
 class Mixed(Given):
     """A model in bf16, and an optimizer over copies of its parameters in fp32."""
 
@@ -298,8 +288,7 @@ class Mixed(Given):
                 each.data.copy_(master)
 
 
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(("update", "store"), each_once(UPDATES, STORES))
 def test_masters_are_updated_in_host_memory(update: str, store: str, tmp_path: Path) -> None:
     found, expected = Mixed(), Mixed()
     chosen = lanes(tmp_path, update, store)
@@ -309,21 +298,20 @@ def test_masters_are_updated_in_host_memory(update: str, store: str, tmp_path: P
             found.copy(only_small=True)
             expected.step(seed)
             expected.copy(only_small=False)
-        assert states.records[-1].on_host
+        assert states.records[1].on_host
         assert_same_state_dicts(found.optimizer.state_dict(), expected.optimizer.state_dict())
     named = zip(found.model.named_parameters(), expected.model.parameters(), strict=True)
     assert [name for (name, a), b in named if not same_bits(a.detach(), b.detach())] == []
-    both = zip(found.masters, expected.masters, strict=True)
-    assert all(same_bits(a, b) for a, b in both)
+    assert all(same_bits(a, b) for a, b in zip(found.masters, expected.masters, strict=True))
 
 
-# What goes wrong
+# What goes wrong, and what it goes with
 
 
-@pytest.mark.parametrize("fault", ["fail-read:n=5", "flip-read:n=7"])
-def test_reads_that_fail_are_tried_again(fault: str, tmp_path: Path) -> None:
+def test_reads_that_fail_are_tried_again(tmp_path: Path) -> None:
     found, expected = pair()
-    with inject(fault), tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host", "file")):
+    chosen = lanes(tmp_path, "host", "file")
+    with inject("fail-read:n=5", "flip-read:n=7"), tba.offload_optimizer(found.optimizer, chosen):
         train(found, expected, *range(4))
         assert_same(found, expected)
 
@@ -332,10 +320,7 @@ def test_states_that_cannot_be_read_are_an_error_with_a_name(tmp_path: Path) -> 
     found, expected = pair()
     with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host", "file")):
         train(found, expected, 0, 1)
-        with (
-            inject("fail-read"),
-            pytest.raises(TransferError, match=r"states of parameters? .* be read back"),
-        ):
+        with inject("fail-read"), pytest.raises(TransferError, match=r"states of .* be read back"):
             found.step(2)
         found.optimizer.load_state_dict(copied(expected.optimizer.state_dict()))
         found.model.load_state_dict(expected.model.state_dict())
@@ -343,27 +328,10 @@ def test_states_that_cannot_be_read_are_an_error_with_a_name(tmp_path: Path) -> 
         assert_same(found, expected)
 
 
-class Failing(optim.SGD):
-    fails = False
-
-    def step(self, closure: Any = None) -> None:
-        if Failing.fails:
-            raise ZeroDivisionError
-        super().step(closure)
-
-
-Failing.__module__ = "torch.optim.failing"
-
-
-# What it goes with
-
-
 @pytest.mark.parametrize(
     ("states", "message"),
     [
-        ({"update": "cpu"}, "must be one of device, host, auto, host-N%"),
-        ({"update": "host-100%"}, "must be one of device"),
-        ({"update": "host-0%"}, "must be one of device"),
+        ({"update": "cpu"}, "must be .*host"),
         ({"update": "auto", "when": "backward"}, "goes with when: step, default: offload only"),
     ],
 )
@@ -382,33 +350,6 @@ def test_an_optimizer_of_others_is_refused(tmp_path: Path) -> None:
         tba.offload_optimizer(found.optimizer, lanes(tmp_path, trust=True))
 
 
-@pytest.mark.parametrize(
-    ("update", "what", "message"),
-    [
-        ("auto", "has_peers", "with several processes each would choose for itself"),
-        ("host-50%", "has_peers", "with several processes each would choose for itself"),
-        ("host", "is_distributed", "distributed parameters, as fully_shard makes them"),
-    ],
-)
-def test_what_ranks_cannot_do_is_refused(update: str, what: str, message: str, tmp_path: Path) -> None:
-    found, _ = pair()
-    with (
-        mock.patch(f"tba_offload.states.checks.{what}", return_value=True),
-        pytest.raises(UnsupportedError, match=message),
-    ):
-        tba.offload_optimizer(found.optimizer, lanes(tmp_path, update))
-
-
-def test_no_sub_group_is_told_to_stay(tmp_path: Path) -> None:
-    found, expected = pair()
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")) as states:
-        train(found, expected, 0, 1)
-        with pytest.raises(UnsupportedError, match=r"set states.update to device"):
-            states.arrange(0)
-        train(found, expected, 2)
-        assert_same(found, expected)
-
-
 def test_a_session_tells_which_lane_updated(tmp_path: Path) -> None:
     def trained(log: Path | None = None) -> nn.Module:
         torch.manual_seed(0)
@@ -416,7 +357,9 @@ def test_a_session_tells_which_lane_updated(tmp_path: Path) -> None:
         optimizer, inputs = looped("adamw")(model.parameters()), torch.ones(5, 48, device=lagging.LAG)
         session = None
         if log is not None:
-            session = tba.attach(model, lanes(tmp_path), layers=list(model), optimizer=optimizer, run_log=log)
+            session = tba.attach(
+                model, lanes(tmp_path, "host"), layers=list(model), optimizer=optimizer, run_log=log
+            )
         for _ in range(4):
             with nullcontext() if session is None else session.step():
                 model(inputs).square().sum().backward()
@@ -432,4 +375,3 @@ def test_a_session_tells_which_lane_updated(tmp_path: Path) -> None:
     assert all(same_bits(a.detach(), b.detach()) for a, b in pairs)
     updates = [event for event in map(json.loads, log.read_text().splitlines()) if "on_host" in event]
     assert [event["on_host"] > 0 for event in updates] == [False, True, True, True]
-    assert updates[-1]["predicted_seconds"] > 0

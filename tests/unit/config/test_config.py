@@ -133,7 +133,7 @@ _LIMITS = st.none() | st.integers(1 << 20, 1 << 50)
             checksum=st.booleans(),
             stall_seconds=st.none() | st.floats(0, 1e6),
         ),
-        states=st.none() | st.builds(StatesConfig, sub_group_bytes=_LIMITS, update=st.just("host-25%")),
+        states=st.none() | st.builds(StatesConfig, sub_group_bytes=_LIMITS, update=st.just("host")),
         on_full=st.sampled_from(["keep", "error"]),
         on_slow=st.sampled_from([None, "wait", "keep"]),
         min_tensor_bytes=st.integers(0, 2**30),
@@ -159,7 +159,7 @@ store:\n  stall_seconds: -1 => 2: store.stall_seconds: '-1' is not a time; write
 store:\n  stall_seconds: inf => 2: store.stall_seconds: 'inf' is not a time; write seconds
 store:\n  readers: 0 => 2: store.readers: '0' is no number of threads; write one from 1 to 256
 store:\n  checksum: yes => 2: store.checksum: must be true or false, not 'yes'
-states: {update: hots} => 1: states.update: must be one of device, host, auto, host-N%, not 'hots'
+states: {update: hots} => 1: states.update: must be 'device', 'host' or 'auto', not 'hots'
 layers: {match: 1} => 1: layers: must be a list, not {'match': '1'}
 layers:\n- 0-3 => 2: layers[0]: must be a mapping with the keys match, placement, not '0-3'
 - a => 1: must be a mapping with the keys {TOP_KEYS}, not ['a']

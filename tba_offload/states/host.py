@@ -1,0 +1,451 @@
+"""Updates in host memory: the processor updates some sub-groups while the device updates the others.
+
+The states of its sub-groups do not cross the link between device and host: gradients come, and parameters go
+instead. Deep Optimizer States does so (arXiv 2410.21316). The optimizer's own code updates both, by its
+kernels for a CPU here, which may round differently.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tba_offload.states.away import AwayMaster
+from tba_offload.states.entries import is_alike
+from tba_offload.states.groups import side_by_side
+from tba_offload.states.masters import MASTER
+from tba_offload.states.pieces import Piece, is_dense
+from tba_offload.states.twin import Twin
+from tba_offload.store.host import HostStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
+
+    from tba_offload.device import Event
+    from tba_offload.states.entries import Entries
+    from tba_offload.states.groups import Entry, Groups, SubGroup
+    from tba_offload.states.home import Homes
+    from tba_offload.states.masters import Masters
+
+    States = dict[Piece, Entry]
+
+_THREADS = 2
+"""While one updates, on all cores, the other copies what it has updated and what it is going to."""
+
+_RECENT = 5
+"""Updates whose median counts: single ones are as slow as whatever else runs on the host makes them."""
+
+_WORTH_IT = 0.95
+"""Of the expected time: what another split must come down to, since a sub-group that changes lanes is written
+and read once more. Less would follow the noise of single updates."""
+
+
+class HostLane:
+    """The processor updates some sub-groups, or all, beside the device.
+
+    Where states live in host memory, those of its sub-groups lie in slots of their own there and are updated
+    in place. From drives they travel through a ring of slots, as those of the device do.
+
+    Args:
+        optimizer: The optimizer.
+        kind: Its class.
+        homes: Where sub-groups live.
+        entries: Shows states in ``optimizer.state``.
+        groups: The sub-groups.
+        masters: The master copies among the parameters.
+        update: ``device``, ``host`` or ``auto``: who updates.
+
+    Attributes:
+        updated: How many sub-groups the processor has updated in the last update.
+        predicted_seconds: What that was expected to take; ``None`` if nothing was expected.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kind: type[torch.optim.Optimizer],
+        homes: Homes,
+        entries: Entries,
+        groups: Groups,
+        masters: Masters,
+        update: str,
+    ) -> None:
+        self._optimizer, self._entries, self._groups, self._masters = optimizer, entries, groups, masters
+        self._homes, self._device, self._slots = homes, homes.device, entries.host_slots
+        self._is_home = homes.store.kind == HostStore.kind
+        self._is_on = update != "device" and homes.device.runs_behind  # a CPU's memory is the host's
+        self._rates = _Rates(is_auto=update == "auto")
+        self._twin = _HostTwin(optimizer, kind)
+        self._mine: set[SubGroup] = set()
+        self._busy: set[SubGroup] = set()
+        self._slots.next_use = partial(_next_use, self._busy)  # no method, a cycle
+        self._lock, self._computing = threading.Lock(), threading.Lock()
+        self._desks = [torch.empty(0, dtype=torch.uint8) for _ in range(_THREADS)]
+        self._pool = ThreadPoolExecutor(_THREADS, "tba-update", homes.device.bind_thread)
+        self._last: tuple[Any, tuple[int, int], float] | None = None
+        self.updated = 0
+        self.predicted_seconds: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that it has, for states and for copies."""
+        return self._slots.all_bytes + sum(desk.numel() for desk in self._desks)
+
+    @contextmanager
+    def updating(
+        self, groups: Sequence[SubGroup], options: Mapping[str, Any]
+    ) -> Iterator[Sequence[SubGroup]]:
+        """Update some sub-groups while the device updates the others.
+
+        Args:
+            groups: All that are updated.
+            options: Further arguments of the optimizer's ``step``.
+
+        Yields:
+            Those that are left to the device.
+
+        Raises:
+            TransferError: States cannot be read or written.
+        """
+        if not self._is_on:
+            yield groups
+            return
+        if self._last is not None:  # by now the device is done with that
+            marks, sizes, host_seconds = self._last
+            began, ended = self._device.seconds(marks)
+            self._rates.learn(sizes, (ended - began, host_seconds))
+            self._last = None
+        mine = self._chosen(groups)
+        rest = [group for group in groups if group not in self._mine]
+        on_device, on_host = (sum(group.nbytes for group in some) for some in (rest, mine))
+        self.updated, self.predicted_seconds = len(mine), self._rates.seconds(on_device, on_host)
+        resident = {group: {piece: self._entries.resident(piece) for piece in group.pieces} for group in mine}
+        after, began = self._device.event(), self._device.mark()
+        jobs = {
+            group: self._pool.submit(self._update, group, resident[group], options, after) for group in mine
+        }
+        try:
+            yield rest
+            ended, done = self._device.mark(), [job.result() for job in jobs.values()]
+        finally:
+            self._end(jobs)
+        if done:
+            seconds = max(each.ended for each in done) - min(each.began for each in done)
+            self._last = (began, ended), (on_device, on_host), seconds
+
+    def welcome(self, group: SubGroup) -> None:
+        """Take a sub-group that has just got its states in a slot of the device, if it is the next.
+
+        Where states live in host memory they come to a slot there at once, so that the store takes none.
+        """
+        if not (self._is_on and self._is_home and _can_be_copied(group)):
+            return
+        sizes = [each.nbytes for each in self._groups if _can_be_copied(each)]
+        slot = self._entries.slots.of(group)
+        if slot is not None and self._rates.count(sizes, len(self._mine)) > len(self._mine):
+            self._serve(group, on_host=True)
+            self._slots.own(group).lend()[: group.nbytes].copy_(slot.lend()[: group.nbytes])
+            self._entries.slots.empty(group)
+
+    def give_up(self, groups: Iterable[SubGroup]) -> None:
+        """Leave sub-groups to the device.
+
+        Raises:
+            TransferError: Their states cannot be written.
+        """
+        for group in self._mine.intersection(groups):
+            is_needed = self._entries.shows_any(group)  # else others are there in place of its states
+            if is_needed:
+                (self._slots.leave if self._slots.stays(group) else self._slots.write)(group)
+            self._slots.empty(group, drops=not is_needed)
+            self._serve(group, on_host=False)
+
+    def forget(self, groups: Iterable[SubGroup]) -> None:
+        """Forget sub-groups that are no more."""
+        self._mine.difference_update(groups)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+    # ---- which sub-groups --------------------------------------------------------------------------
+
+    def _chosen(self, groups: Sequence[SubGroup]) -> list[SubGroup]:
+        """Take over the sub-groups that the processor updates now, and give up the others."""
+        updated = set(groups)
+        able = [group for group in self._groups.spread if group in updated and _can_be_copied(group)]
+        able.sort(key=lambda group: group not in self._mine)  # those that it has stay as far as they may
+        chosen = set(able[: self._rates.count([group.nbytes for group in able], len(self._mine))])
+        self.give_up(updated - chosen)
+        for group in chosen - self._mine:
+            self._entries.slots.write(group)
+            self._entries.slots.empty(group)
+            self._serve(group, on_host=True)
+        return [group for group in groups if group in chosen]
+
+    def _serve(self, group: SubGroup, *, on_host: bool) -> None:
+        (self._mine.add if on_host else self._mine.discard)(group)
+        group.home.serve(self._entries.host_homes if on_host else self._homes)
+
+    # ---- the way of one sub-group ------------------------------------------------------------------
+
+    def _update(self, group: SubGroup, resident: States, options: Mapping[str, Any], after: Event) -> _Done:
+        """Update a sub-group: read its states, copy gradients here, update, copy parameters back, write.
+
+        Args:
+            group: The sub-group.
+            resident: States of its pieces that do not travel.
+            options: Further arguments of the optimizer's ``step``.
+            after: The device has made the gradients when this point is reached.
+        """
+        desk = self._desks.pop()
+        try:
+            bound = group.views(self._load(group))
+            after.synchronize()
+            began = time.perf_counter()
+            with self._device.on_side_stream():  # another one would wait for all that the device has to do
+                before = {piece: _on_host(resident[piece]) | bound.get(piece, {}) for piece in group.pieces}
+                pieces = [piece for piece in group.pieces if piece.parameter.grad is not None]
+                likes: list[Any] = [*map(self._masters.model_part, pieces), *map(Piece.gradient, pieces)]
+                starts, end = side_by_side(like.nbytes for like in likes)
+                desk = self._device.host_memory(end) if end > desk.numel() else desk
+                copies = [_laid(desk[start:], like) for like, start in zip(likes, starts, strict=True)]
+                both = [*zip(likes, copies, strict=True)]
+                parts = [
+                    _Part(piece, *model, *gradient, before[piece].get(MASTER, model[1]))
+                    for piece, model, gradient in zip(pieces, both, both[len(pieces) :], strict=False)
+                ]
+                for part in parts:
+                    part.gradient_copy.copy_(part.gradient, non_blocking=True)
+                    if part.tensor is part.copy:
+                        part.copy.copy_(part.model, non_blocking=True)
+            with self._computing:  # one update at a time has all cores
+                left = before | self._run(group.number, parts, before, options)
+            is_as_before = _settle(bound, before, left)
+            with self._device.on_side_stream():
+                for part in parts:
+                    part.model.copy_(part.copy, non_blocking=True)
+                    if "grad_scale" in vars(
+                        self._optimizer
+                    ):  # a fused kernel divides gradients by it, in place
+                        part.gradient.copy_(part.gradient_copy, non_blocking=True)
+                for piece, entry in left.items():
+                    for key in entry.keys() - (bound.get(piece, {}).keys() if is_as_before else ()):
+                        entry[key] = _put_back(entry[key], resident[piece].get(key))
+        finally:
+            self._desks.append(desk)
+            with self._lock:
+                self._slots.write(group)
+                self._busy.discard(group)
+        return _Done(bound if is_as_before else {}, left, began, time.perf_counter())
+
+    def _load(self, group: SubGroup) -> torch.Tensor:
+        with self._lock:
+            slot = self._slots.of(group)
+            if slot is None and self._is_home:
+                slot = self._slots.stay(group)
+            elif slot is None:
+                slot = self._slots.take(group.room)
+                slot.read(group)
+            self._busy.add(group)
+        slot.settle()
+        slot.hold(group)
+        return slot.lend()
+
+    def _run(self, number: int, parts: Sequence[_Part], before: States, options: Mapping[str, Any]) -> States:
+        """Run the optimizer's code, and return the states that it has left."""
+        entries: dict[torch.Tensor, Entry] = {}
+        for part in parts:
+            part.tensor.grad = part.gradient_copy
+            entries[part.tensor] = {key: each for key, each in before[part.piece].items() if key != MASTER}
+        try:
+            self._twin.run(number, entries, options)
+            left = {
+                each.piece: {**self._twin.states.get(each.tensor, entries[each.tensor])} for each in parts
+            }
+        finally:
+            self._twin.discard()
+        for part in parts:
+            if part.tensor is not part.copy:
+                left[part.piece][MASTER] = part.tensor
+                part.copy.copy_(part.tensor)
+        return left
+
+    def _end(self, jobs: Mapping[SubGroup, Future[_Done]]) -> None:
+        """Let no job begin any more, wait for those that run, and show what they have left."""
+        for job in jobs.values():
+            job.cancel()
+        wait(jobs.values())
+        for group, job in jobs.items():
+            if job.cancelled() or job.exception() is not None:
+                continue
+            done = job.result()
+            if not done.bound:  # there are others now, which come to the device, on the stream that uses them
+                for piece, entry in done.left.items():
+                    large = {
+                        key: each for key, each in entry.items() if torch.is_tensor(each) and each.numel() > 1
+                    }
+                    entry.update({key: each.to(piece.parameter.device) for key, each in large.items()})
+                self._slots.empty(group, drops=True)
+                self._serve(group, on_host=False)
+            self._entries.take(group, done.bound, done.left)
+        self._entries.host_homes.hand_over(self._homes)
+
+
+class _Done(NamedTuple):
+    """An update of the processor: states as it got them and left them, and when, by ``perf_counter``."""
+
+    bound: Mapping[Piece, Mapping[str, torch.Tensor]]
+    left: States
+    began: float
+    ended: float
+
+
+class _Part(NamedTuple):
+    """One piece: what the device has of it, copies of that in host memory, and what is updated there."""
+
+    piece: Piece
+    model: torch.Tensor
+    copy: torch.Tensor
+    gradient: torch.Tensor
+    gradient_copy: torch.Tensor
+    tensor: torch.Tensor
+
+
+class _HostTwin(Twin):
+    """The update of an optimizer over tensors in host memory.
+
+    Where the optimizer leaves the implementation to PyTorch, the fused one is taken if there is one: the loop
+    that PyTorch chooses for tensors of a CPU goes through memory some ten times. It takes no parameters of
+    which some have states and others are about to get theirs.
+    """
+
+    def _settings(self, number: int, entries: Mapping[torch.Tensor, Entry]) -> dict[str, Any]:
+        settings = _on_host(super()._settings(number, entries))
+        if "fused" in settings and settings["fused"] is None and settings.get("foreach") is None:
+            settings["fused"] = all(entries.values()) or None
+        return settings
+
+    def _own_attributes(self) -> dict[str, Any]:
+        return _on_host(super()._own_attributes())
+
+
+# ---- the performance model -----------------------------------------------------------------------
+
+
+class _Rates:
+    """What the lanes take for each byte of states, and how many sub-groups the processor gets.
+
+    An update takes ``max(bytes on the device / its rate, bytes on the host / its rate)``, as Deep Optimizer
+    States has it, with rates that hold what host memory and link allow when both work. So each sub-group goes
+    to the lane that ends it first. Updates are split in halves until one was timed.
+
+    Args:
+        is_auto: Whether both lanes work; else the processor updates all.
+    """
+
+    def __init__(self, *, is_auto: bool) -> None:
+        self._is_auto = is_auto
+        self._lanes: tuple[deque[float], deque[float]] = (deque(maxlen=_RECENT), deque(maxlen=_RECENT))
+
+    def count(self, sizes: Sequence[int], before: int) -> int:
+        """Return how many sub-groups the processor updates, the first ones of these.
+
+        Args:
+            sizes: Bytes of the states of each.
+            before: How many of them it has.
+        """
+        if not self._is_auto:
+            return len(sizes)
+        if not all(self._lanes):
+            return len(sizes) // 2
+        on_host = [0, *accumulate(sizes)]
+        seconds = [self.seconds(on_host[-1] - nbytes, nbytes) or 0.0 for nbytes in on_host]
+        best, now = min(range(len(seconds)), key=seconds.__getitem__), min(before, len(sizes))
+        return best if seconds[best] < _WORTH_IT * seconds[now] else now
+
+    def seconds(self, *nbytes: int) -> float | None:
+        """Return the seconds of an update; ``None`` as long as the rate of a lane that works is not known.
+
+        Args:
+            nbytes: Bytes of states that the device updates, and that the processor does.
+        """
+        busy = [(some, rates) for some, rates in zip(nbytes, self._lanes, strict=True) if some]
+        if not busy or not all(rates for _, rates in busy):
+            return None
+        return max(some * statistics.median(rates) for some, rates in busy)
+
+    def learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        """Note the bytes and the seconds of the lanes of an update."""
+        for nbytes, took, rates in zip(sizes, seconds, self._lanes, strict=True):
+            if nbytes:
+                rates.append(took / nbytes)
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+def _settle(bound: Mapping[Piece, Entry], before: States, left: States) -> bool:
+    """Have states lie in the bytes where they lay before; False if there are others now."""
+    for piece, entry in left.items():
+        views = bound.get(piece, {})
+        if entry.keys() != before[piece].keys() or not all(is_alike(entry[key], views[key]) for key in views):
+            return False
+    for piece, views in bound.items():
+        entry = left[piece]
+        entry.update({key: view.copy_(entry[key]) for key, view in views.items() if entry[key] is not view})
+    return True
+
+
+def _next_use(busy: set[SubGroup], group: SubGroup) -> int:
+    return -1 if group in busy else 1
+
+
+def _can_be_copied(group: SubGroup) -> bool:
+    """Whether a sub-group has states, and the processor can update all of its pieces."""
+    return bool(group.places) and not group.is_new and all(_is_plain(each.parameter) for each in group.pieces)
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    """Whether a parameter and its gradient are plain tensors of real numbers, which fused kernels need."""
+    kind, gradient = type(parameter.data), parameter.grad
+    return (
+        (kind is AwayMaster or (kind is torch.Tensor and is_dense(parameter)))
+        and parameter.is_floating_point()
+        and (gradient is None or (type(gradient) is torch.Tensor and gradient.layout == torch.strided))
+    )
+
+
+def _laid(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the first bytes of memory as a tensor like another one, but dense; it is not filled."""
+    stride = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
+    return memory[: like.nbytes].view(like.dtype).as_strided(like.size(), stride)
+
+
+def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same, with tensors of a device copied to host memory; also those in tuples, as betas are."""
+
+    def moved(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(moved, value))
+        is_data = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+        return value.to("cpu") if is_data else value
+
+    return {name: moved(value) for name, value in values.items()}
+
+
+def _put_back(value: Any, before: Any) -> Any:
+    """Return a state where it lay before; a copy of one that lies in the bytes of a slot, or is new."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if before is None else value.to(before.device)
