@@ -83,9 +83,10 @@ class Gradients:
 
     def _told_of(self, parameter: torch.Tensor) -> bool:
         """Whether its gradient, if it has one, came with a word. One that is given other bytes still has."""
-        if not self.watches(parameter) or hasattr(parameter, "main_grad"):
+        watched = self._watched.get(id(parameter))  # as in watches(): models have thousands of parameters
+        if watched is None or watched.parameter() is not parameter or hasattr(parameter, "main_grad"):
             return False
-        return parameter.grad is self._watched[id(parameter)].gradient()
+        return parameter.grad is watched.gradient()
 
     def _count(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -150,7 +151,8 @@ class Gradients:
             del self._watched[key]
 
     def _watch(self, parameter: torch.Tensor) -> None:
-        if not self.watches(parameter):
+        known = self._watched.get(id(parameter))
+        if known is None or known.parameter() is not parameter:
             self._watched[id(parameter)] = _Watched(parameter, weakref.ref(self))
 
     def accumulated(self, watched: _Watched, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
