@@ -15,13 +15,10 @@ from tba_offload.layers.graph import first_differentiable, keeps_graph, nearest_
 from tba_offload.session.memory import BETWEEN, EMBEDDINGS
 
 if TYPE_CHECKING:
-    from tba_offload.capture.gradients import Gradients
-    from tba_offload.capture.hooks import Capture
     from tba_offload.capture.site import Site
     from tba_offload.capture.trace import ScopeTrace, StepTrace
-    from tba_offload.session.loop import Loop
     from tba_offload.session.memory import Memory
-    from tba_offload.session.notices import Notices
+    from tba_offload.session.session import Session
     from tba_offload.session.step import Step
 
 _TAIL = 32
@@ -32,25 +29,12 @@ class BackwardWatch:
     """Notes when backward comes back to a layer.
 
     Args:
-        loop: Knows the step that is open.
-        capture: Knows what layers have saved.
-        gradients: Gradients of the model.
-        memory: The memory of the step.
-        ranges: Marks what a step is at.
-        notices: Takes the warning that a step is over.
+        session: Whose layers. It is not kept: graphs, which keep this, would keep the model.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        capture: Capture,
-        gradients: Gradients,
-        memory: Memory,
-        ranges: Ranges,
-        notices: Notices,
-    ) -> None:
-        self._loop, self._capture, self._gradients = loop, capture, gradients
-        self._memory, self._ranges, self._notices = memory, ranges, notices
+    def __init__(self, session: Session) -> None:
+        self._loop, self._capture, self._gradients = session.loop, session.capture, session.gradients
+        self._memory, self._ranges, self._notices = session.memory, session.ranges, session.notices
 
     def note_gone(self) -> None:
         """Note which graphs are gone that a backward pass had left alive.

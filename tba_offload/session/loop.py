@@ -201,7 +201,7 @@ class Loop:
     def _left_behind(self) -> Step | None:
         """Return the step that is open; one whose end was interrupted is ended now."""
         if self.step is not None and self.step.is_left:
-            self.end(self.step, failed=True)
+            self.step.end(failed=True)
         return self.step
 
     def _check_alone(self) -> None:
@@ -225,7 +225,9 @@ class Loop:
             self._conclude(step)
         else:
             self._running.clear()
-        self.begin(self._session.new_step(opened_itself=True))
+        opened = self._session.step()
+        opened.opened_itself = True
+        opened.__enter__()
 
     # ---- is it over? -----------------------------------------------------------------------------
 
@@ -253,14 +255,14 @@ class Loop:
         if step.has_failed or trace.in_backward or not trace.backward_ends:
             if step.has_updates and not step.has_failed and not trace.left_alone:
                 self._session.notices.no_layer_trained(self._session, self.number + 1)
-            self.end(step, failed=True)
+            step.end(failed=True)
             return
         if step.has_updates:
             step.is_skipped = step.overflowed
         else:
             is_gone = gradients.are_cleared or (gradients.were_taken and not gradients.went_elsewhere)
             step.is_skipped = gradients.was_dropped or (is_gone and not gradients.updated)
-        self.end(step, failed=False)
+        step.end(failed=False)
 
     # ---- the model -------------------------------------------------------------------------------
 
@@ -340,7 +342,7 @@ class Loop:
                 try:
                     self._session.raise_failures()
                 except BaseException:
-                    self.end(step, failed=True)
+                    step.end(failed=True)
                     raise
             self._session.memory.pause()
         self._running.append((optimizer, time.perf_counter(), self.number))

@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -769,9 +769,10 @@ class StepCurve:
         moves = [
             (what, move)
             for what, seen in self._moves.items()
-            for move in _few([move for move in list(seen) if move.began >= step.began])
+            for move in list(seen)
+            if move.began >= step.began
         ]
-        moves.sort(key=lambda each: each[1].began)
+        moves = sorted(moves, key=lambda each: each[1].began)[:_MOST_LINES]
         drives = sorted({(what, move.drive, move.place) for what, move in moves})
         number_of: dict[int, int] = {}  # of I/O threads, in the order in which each first moved bytes
         return {
@@ -798,21 +799,6 @@ class StepCurve:
                 for what, move in moves
             ],
         }
-
-
-def _few(moves: list[Moved]) -> list[Moved]:
-    """Return the calls, or where they are too many, pairs of those that follow each other on a thread."""
-    while len(moves) > _MOST_LINES:
-        waiting: dict[tuple[int, bool, int], Moved] = {}
-        paired: list[Moved] = []
-        for move in moves:
-            key = move.drive, move.writes, move.thread
-            if (first := waiting.pop(key, None)) is None:
-                waiting[key] = move
-            else:
-                paired.append(first._replace(ended=move.ended, nbytes=first.nbytes + move.nbytes))
-        moves = sorted([*paired, *waiting.values()], key=attrgetter("began"))
-    return moves
 
 
 # Memory that lasts from step to step

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tba_offload.config import format_size
 from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn
 from tba_offload.formatting import readable_size
+from tba_offload.layers.guards import checkpointing_warning, is_checkpointed
 from tba_offload.placements import Placement
 from tba_offload.store.options import saves_nothing
 
@@ -144,6 +145,13 @@ class Notices:
     def no_update(self) -> None:
         """Step that were found end without an update."""
         self.warn_once("no update", _NO_UPDATE, NoEffectWarning)
+
+    def checkpointing(self, session: Session) -> None:
+        """Warn that a layer that is offloaded or recomputed is checkpointed by its own framework."""
+        placed = zip(session.layers, session.plan.placements, strict=True)
+        others = [layer.module for layer, placement in placed if placement is not Placement.KEEP]
+        if not self.said("checkpointing") and (count := sum(map(is_checkpointed, others))):
+            self.warn_once("checkpointing", checkpointing_warning(count, len(session.layers)))
 
     def overlap(self) -> None:
         """Another attached model trains on the same device at the same time."""

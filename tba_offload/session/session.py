@@ -33,7 +33,6 @@ from tba_offload.device.available import fitting_bytes
 from tba_offload.device.streams import device_of_model, devices_of
 from tba_offload.errors import ConfigError, SessionError, TransferError
 from tba_offload.formatting import layers_by_placement
-from tba_offload.layers.guards import checkpointing_warning, is_checkpointed
 from tba_offload.layers.stack import LayerStack, check_disjoint
 from tba_offload.planner.auto import Controller, Task
 from tba_offload.planner.budget import Budget, StatesBeside
@@ -103,9 +102,8 @@ class World:
         if self.ranks > 1:
             return False
         distributed = torch.distributed
-        return not (distributed.is_available() and distributed.is_initialized()) or (
-            distributed.get_world_size() == 1
-        )
+        is_begun = distributed.is_available() and distributed.is_initialized()
+        return not is_begun or distributed.get_world_size() == 1
 
 
 class Session:
@@ -246,9 +244,7 @@ class Session:
         self._start_planning(self.config)
         self.loop = Loop(self, self.optimizers)
         self._closers.append(self.loop.close)
-        self._watch = BackwardWatch(
-            self.loop, self.capture, self.gradients, self.memory, self.ranges, self.notices
-        )
+        self._watch = BackwardWatch(self)
         self.sites = [Site(layer, index) for index, layer in enumerate(stack.layers)]
         self._runs = LayerRuns(stack, self.config, self.loop, self, self._watch)
         self._closers.append(self._runs.close)
@@ -265,16 +261,14 @@ class Session:
         """Offload the states of optimizers, and frozen weights."""
         config = self.config
         self._closers.append(self._close_states)
-        is_open = config.states is not None and config.states.default == "auto"
         for number, optimizer in enumerate(optimizers):
             updated = partial(self.records.note_states, number)
             self.states.append(
                 offload_optimizer(optimizer, config, model=self.modules, masters=masters, updated=updated)
             )
-        if is_open:
-            self._states_beside = StatesBeside(
-                self.planning, self.budget, self.states, self.records.note_states_choice
-            )
+        if config.states is not None and config.states.default == "auto":
+            told = self.records.note_states_choice
+            self._states_beside = StatesBeside(self.planning, self.budget, self.states, told)
             self._closers.append(self._states_beside.close)
         if config.frozen_percent:
             blocks, count = [layer.module for layer in self.layers], self.gradients.live.shift
@@ -284,28 +278,6 @@ class Session:
             self._closers.append(self.weights.close)
 
     # ---- one step, as the loop asks for it -------------------------------------------------------
-
-    def new_step(
-        self,
-        *,
-        tokens: int | None = None,
-        model_flops: float | None = None,
-        measure_memory: bool | None = None,
-        trace: bool = False,
-        opened_itself: bool = False,
-    ) -> Step:
-        """Return a step that has not begun; see :meth:`step`."""
-        trace = trace or self.loop.number + 1 in self._traced
-        may_help = trace or self.planning.wants_memory or self.budget.is_of_device
-        meter = self.memory.meter_of_step(wanted=measure_memory, may_help=may_help)
-        return Step(
-            self.loop,
-            tokens=tokens,
-            model_flops=model_flops,
-            meter=meter,
-            opened_itself=opened_itself,
-            trace=trace,
-        )
 
     def begin_step(self, step: Step) -> None:
         """Have everything ready for a step.
@@ -324,7 +296,7 @@ class Session:
         self.weights_traffic.begin_step(gradients.live.parts[1])
         # The model may have other buffers and parameters now, and trainers switch checkpointing on late.
         self.capture.static.refresh(self.modules)
-        self._warn_of_checkpointing()
+        self.notices.checkpointing(self)
         gradients.begin_step()
         gradients.live.take_most()
         # The books of the layers are empty, and the plan is the one that was made for this step.
@@ -361,12 +333,6 @@ class Session:
             self.capture.trace.mark_times(self.device)
         if self.budget.limits.nets_gradients:
             self.capture.trace.count_gradients(self.gradients.alone)
-
-    def _warn_of_checkpointing(self) -> None:
-        placed = zip(self.layers, self.plan.placements, strict=True)
-        others = [layer.module for layer, placement in placed if placement is not Placement.KEEP]
-        if not self.notices.said("checkpointing") and (count := sum(map(is_checkpointed, others))):
-            self.notices.warn_once("checkpointing", checkpointing_warning(count, len(self.layers)))
 
     def forward_ended(self, output: object) -> None:
         """Look at what the model's forward has put out: the loss comes next."""
@@ -469,9 +435,10 @@ class Session:
                 forked child.
             UnsupportedError: The memory of this device cannot be measured.
         """
-        return self.new_step(
-            tokens=tokens, model_flops=model_flops, measure_memory=measure_memory, trace=trace
-        )
+        trace = trace or self.loop.number + 1 in self._traced
+        may_help = trace or self.planning.wants_memory or self.budget.is_of_device
+        meter = self.memory.meter_of_step(wanted=measure_memory, may_help=may_help)
+        return Step(self.loop, tokens=tokens, model_flops=model_flops, meter=meter, trace=trace)
 
     @property
     def plan(self) -> Plan:
@@ -595,7 +562,7 @@ class Session:
         traceback: TracebackType | None,
     ) -> None:
         if kind is not None and self.loop.step is not None:
-            self.loop.end(self.loop.step, failed=True)  # an interrupt struck before the step could end itself
+            self.loop.step.end(failed=True)  # an interrupt struck before the step could end itself
         close_after(error, self.close)
 
     def become_inert(self) -> None:

@@ -59,11 +59,9 @@ class Step:
         opened_itself: bool = False,
         trace: bool = False,
     ) -> None:
-        self._loop = loop
-        self.tokens = tokens
-        self.model_flops = model_flops
+        self._loop, self.meter = loop, meter
+        self.tokens, self.model_flops = tokens, model_flops
         self.opened_itself = opened_itself
-        self.meter = meter
         self.loss: float | torch.Tensor | LateValue[float | None] | None = None
         self.record: StepRecord | None = None
         self.timeline = StepTimeline(wanted=trace)
@@ -88,7 +86,11 @@ class Step:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._loop.end(self, failed=kind is not None)
+        self.end(failed=kind is not None)
+
+    def end(self, *, failed: bool) -> None:
+        """End the step. As in all of this file, an interrupt waits until that is done."""
+        self._loop.end(self, failed=failed)
 
     # ---- what is told ----------------------------------------------------------------------------
 
