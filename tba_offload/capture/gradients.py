@@ -129,13 +129,16 @@ class Gradients:
         return watched is not None and watched.parameter() is parameter
 
     def pass_ended(self) -> None:
-        """Forget gradients that hooks have taken away within backward, as those of data parallelism do.
+        """Forget gradients that hooks took away within backward, and follow those that hooks replaced.
 
-        The program has not dropped these gradients: they are added up elsewhere.
+        Data parallelism does so: the program has not dropped these gradients, they are added up elsewhere, or
+        lie in a bucket.
         """
-        if self._born and all(born.is_gone for born in self._born.values()):
-            self._born.clear()
-            self.were_taken = True
+        first = next(iter(self._born.values()), None)
+        if first is None or not first.is_gone:  # of thousands, mostly
+            return
+        self._born = {key: born for key, born in self._born.items() if born.follow()}
+        self.were_taken = not self._born
 
     def reached(self, module: nn.Module) -> bool:
         """Whether this step has made a gradient of a parameter of a module."""
@@ -231,6 +234,15 @@ class _Watched:
         parameter = self.parameter()
         gradient = parameter.grad if parameter is not None else None
         return gradient is None or gradient is not self.gradient()
+
+    def follow(self) -> bool:
+        """Take a gradient that stands in the place of the one that was made; return whether there is one."""
+        parameter = self.parameter()
+        gradient = parameter.grad if parameter is not None else None
+        if gradient is None:
+            return False
+        self.gradient, self.gradient_version = weakref.ref(gradient), gradient._version
+        return True
 
     @property
     def is_cleared(self) -> bool:

@@ -42,12 +42,7 @@ class LayerRuns:
     """
 
     def __init__(
-        self,
-        stack: LayerStack,
-        config: OffloadConfig,
-        ongoing: Loop,
-        parts: Session,
-        watch: BackwardWatch,
+        self, stack: LayerStack, config: OffloadConfig, ongoing: Loop, parts: Session, watch: BackwardWatch
     ) -> None:
         self._stack = stack
         self._config = config

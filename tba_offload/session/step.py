@@ -81,10 +81,7 @@ class Step:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.end(failed=kind is not None)
 
@@ -95,9 +92,7 @@ class Step:
     # ---- what is told ----------------------------------------------------------------------------
 
     def will_have_loss(
-        self,
-        groups: Sequence[Sequence[torch.Tensor]],
-        loss: Callable[[list[list[float]]], float | None],
+        self, groups: Sequence[Sequence[torch.Tensor]], loss: Callable[[list[list[float]]], float | None]
     ) -> None:
         """Have :attr:`loss` made of small tensors when the device has come to them; nothing waits for that.
 

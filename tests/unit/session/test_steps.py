@@ -336,6 +336,29 @@ def test_gradients_that_hooks_add_up_elsewhere_end_no_step(model: Model, through
         assert same_bits(a, b)
 
 
+def test_gradients_that_hooks_replace_are_followed(model: Model) -> None:
+    """As by views of the buckets of DistributedDataParallel."""
+    optimizer = adam(model)
+
+    def replace(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.clone()
+
+    with session_for(model) as session:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(replace)
+        for skipped in (False, True, False):
+            micro_batch(model)
+            micro_batch(model, 1)
+            if not skipped:
+                optimizer.step()
+            optimizer.zero_grad()
+        found = session.report()
+    assert [(record.scopes, record.skipped) for record in found] == [
+        (2 * LAYERS, skipped) for skipped in (False, True, False)
+    ]
+
+
 class Copies:
     """Updates copies, and takes the gradients away as soon as they are made, as ZeRO does."""
 
