@@ -268,26 +268,29 @@ def _in_stages(stages: Blocks) -> Blocks:
 
     Stages hold most of their parameters in lists of blocks. They differ in width or depth, or are lists of
     equal blocks themselves, as OLMo's block groups. Layers may hold lists too, but are equal. Experts are no
-    layers: only some of them run.
+    layers: only some of them run. What a stage holds beside its lists, as the downsampling, is a layer too.
     """
-    lists = [
-        (place, *found)
-        for place, stage in stages.items()
-        for found in _outermost(stage, least=1)
-        if "expert" not in found[0]
-    ]
-    blocks = {
-        ".".join(filter(None, (place, name, within))): block
-        for place, name, members in lists
-        for within, block in members.items()
-    }
-    all_have_lists = {place for place, *_ in lists} == stages.keys() and len(blocks) > len(lists)
-    if not all_have_lists or not _are_most(blocks.values(), stages.values()):
+    found: Blocks = {}
+    listed: list[nn.Module] = []
+    longest = 0
+    for place, stage in stages.items():
+        lists = dict(_outermost(stage, least=1))
+        if not lists or any("expert" in name for name in lists):
+            return {}
+        longest = max(longest, *map(len, lists.values()))
+        for top, part in (("", stage), *stage.named_children()):
+            inner = {name: each for name, each in lists.items() if name.partition(".")[0] == top}
+            for name, members in inner.items():
+                listed += members.values()
+                found |= {".".join(filter(None, (place, name, key))): each for key, each in members.items()}
+            if not inner and top and "" not in lists and _is_block(part):
+                found[f"{place}.{top}"] = part
+    if longest == 1 or not _are_most(listed, stages.values()):
         return {}
     shapes = {tuple(parameter.shape for parameter in stage.parameters()) for stage in stages.values()}
-    names = {tuple(name for name, _ in block.named_parameters()) for block in blocks.values()}
+    names = {tuple(name for name, _ in block.named_parameters()) for block in found.values()}
     are_groups = all(map(_members, stages.values())) and len(names) == 1
-    return blocks if are_groups or len(shapes) > 1 else {}
+    return found if are_groups or len(shapes) > 1 else {}
 
 
 def _are_alike(blocks: Blocks, *, may_differ: bool) -> bool:

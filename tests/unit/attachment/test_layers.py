@@ -229,7 +229,7 @@ CONVNEXT = {"hidden_sizes": [8, 16, 24], "depths": [1, 3, 1], "num_stages": 3}
         ("llama", DEPTH, "layers.0", None, 4),
         ("mixtral", DEPTH | MOE, "layers.0", None, 4),
         ("resnet", RESNET, "encoder.stages.0.layers.0", "encoder.stages.1.layers.2", 5),
-        ("swin", SWIN, "encoder.layers.0.blocks.0", "encoder.layers.1.blocks.3", 6),
+        ("swin", SWIN, "encoder.layers.0.blocks.0", "encoder.layers.1.blocks.3", 7),
         ("t5", {"d_model": 64, "d_kv": 16, "num_layers": 4}, "encoder.block.0", "decoder.block.3", 8),
         ("vit", DEPTH, "layers.0", None, 4),
         ("whisper", TWO_STACKS, "encoder.layers.0", "decoder.layers.3", 6),
