@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -53,9 +53,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
     from types import TracebackType
 
-    from tba_offload.capture.recipes import Unpack
     from tba_offload.capture.registry import SeenView
     from tba_offload.transfer.offloader import Offloader
+
+    Unpack = Callable[[Any], torch.Tensor]
 
 GATHER_BELOW = 0.75
 """Strided views that need less than this share of the bytes they span are gathered before they travel."""

@@ -156,6 +156,7 @@ class StepTrace:
     Attributes:
         scopes: In the order in which their forward began.
         activations: In the order in which they were saved.
+        sources: Tensors that autograd does not save, offloaded because others are made again from them.
         kept_bytes: Bytes of saved tensors that stayed because they are small, not understood, learned to be
             kept elsewhere, or by plan. Parameters and buffers do not count, nor layers placed ``keep``, which
             run without hooks.
@@ -174,6 +175,7 @@ class StepTrace:
 
     scopes: list[ScopeTrace] = field(default_factory=list)
     activations: list[ActivationTrace] = field(default_factory=list)
+    sources: list[ActivationTrace] = field(default_factory=list)
     kept_bytes: int = 0
     planned_kept_bytes: int = 0
     deduplicated_bytes: int = 0

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -87,9 +87,6 @@ class LayerStack:
         checkpoint: Recomputes one layer, with the random state of the framework.
         micro_batch: Number of the micro-batch that a layer is about to run, where the framework tells;
             otherwise ``None`` and executions are counted.
-        functions: How outputs of the framework's own autograd functions are computed anew: a
-            :data:`tba_offload.capture.recipes.Maker` for each.
-        generators: What random numbers come from where layers compute on some devices.
         not_compared: Why a layer must not be run once more than training has it run; ``None`` if it may.
         left_out: Lists of other blocks that have a share of the parameters.
     """
@@ -97,7 +94,6 @@ class LayerStack:
     layers: tuple[Layer, ...]
     checkpoint: Checkpoint = torch_checkpoint
     micro_batch: Callable[[nn.Module], int | None] | None = None
-    functions: Mapping[type, Callable[..., Any]] = field(default_factory=dict)
     generators: Callable[[Iterable[torch.device]], Sequence[Generator]] = generators_of
     not_compared: Callable[[nn.Module], str | None] = lambda _: None
     left_out: tuple[BlockList, ...] = ()

@@ -6,23 +6,19 @@ import itertools
 import sys
 from collections import defaultdict
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tba_offload.capture.hooks import set_aside
-from tba_offload.capture.recipes import recipe
 from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
 from tba_offload.layers.randomness import Generator, generators_of
 from tba_offload.layers.stack import Layer, LayerStack, chunks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from tba_offload.capture.recipes import Finder, Maker, Recipe
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     _Arguments = dict[int | str, Any]  # by position or name
 
@@ -65,7 +61,6 @@ def find_stack(
         layers,
         checkpoint=checkpoint_layer,
         micro_batch=current_microbatch,
-        functions=fused_functions(),
         generators=_generators_of,
         not_compared=_logs_losses,
     )
@@ -268,49 +263,3 @@ def _identify(name: str, layer: nn.Module) -> LayerId:
         parts[-1] = str(number - 1)
     stack, within_a_stack, _ = ".".join(parts).partition(".layers.")
     return LayerId(number - 1, ".".join(parts), stack if within_a_stack else None)
-
-
-# Recipes: what fused activation functions put out is computed anew from what they saved
-
-_FUSED = (
-    ("fused_bias_gelu", "GeLUFunction", "bias_gelu", (1, 0)),
-    ("fused_bias_geglu", "GeGLUFunction", "geglu", (0,)),
-    ("fused_bias_geglu", "BiasGeGLUFunction", "bias_geglu", (1, 0)),
-    ("fused_bias_geglu", "WeightedQuickGeGLUFunction", "weighted_quick_geglu", (0, 1, 2)),
-    ("fused_bias_geglu", "WeightedBiasQuickGeGLUFunction", "weighted_bias_quick_geglu", (0, 1, 2, 3)),
-    ("fused_bias_swiglu", "SwiGLUFunction", "swiglu", (0,)),
-    ("fused_bias_swiglu", "BiasSwiGLUFunction", "bias_swiglu", (0, 1)),
-    ("fused_bias_swiglu", "WeightedSwiGLUFunction", "weighted_swiglu", (0, 1)),
-    ("fused_weighted_squared_relu", "WeightedSquaredReLUFunction", "weighted_squared_relu", (0, 1)),
-)
-"""Module, autograd function, what its forward calls, and its arguments' places in what is saved."""
-
-
-def fused_functions() -> Mapping[type, Maker]:
-    """Return the recipes of the autograd functions that megatron-core has loaded."""
-    found: dict[type, Maker] = {}
-    for module_name, name, called, order in _FUSED:
-        module = sys.modules.get(f"megatron.core.fusions.{module_name}")
-        function = getattr(module, called, None)
-        if function is not None and hasattr(module, name):
-            found[getattr(module, name)] = partial(_fused_recipe, name, function, order)
-    return found
-
-
-def _fused_recipe(
-    name: str, function: Callable[..., Tensor], order: tuple[int, ...], finder: Finder, node: Any, _: int
-) -> Recipe | None:
-    saved = finder.all_saved(node)
-    if getattr(node, "fp8_input_store", False) or len(saved) != len(order):
-        return None  # what was saved is not what the function was given
-    needs = [edge is not None for edge, _ in node.next_functions]
-
-    def call(*saved: Tensor) -> Tensor:
-        # Compiled functions ask whether arguments need a gradient, and may not compute the same otherwise.
-        tensors = [
-            tensor if tensor.requires_grad is needed else tensor.detach().requires_grad_(needed)
-            for tensor, needed in zip(saved, needs, strict=True)
-        ]
-        return function(*(tensors[place] for place in order))
-
-    return recipe(name, call, *saved)

@@ -139,9 +139,8 @@ class Call:
 
     def _hooks(self) -> LayerHooks:
         key, slow = self._scope.key, self._keeps_when_slow
-        if self._placement.rebuilds and not self._site.is_compiled:  # a graph of one node tells nothing
-            layer, recipes = self._site.layer.module, self._parts.rebuilds
-            return RematerializingHooks(recipes, layer, key, when_slow=slow)
+        if self._placement.rebuilds and not self._site.is_compiled:  # modes do not see into a compiled graph
+            return RematerializingHooks(self._parts.capture, key, self._parts.second_runs, when_slow=slow)
         if self._placement.percent < 100:
             stays = Staying(self._placement.percent).stays
             return SharingHooks(self._parts.capture, key, stays, when_slow=slow)

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 
-from tba_offload.capture import resize, transforms
+from tba_offload.capture import rematerialize, resize, transforms
 from tba_offload.capture.gradients import Gradients
 from tba_offload.capture.hooks import Capture
-from tba_offload.capture.rematerialize import Rebuilds
 from tba_offload.capture.site import Site, check_unattached
 from tba_offload.config import ConfigLike, OffloadConfig, read_config
 from tba_offload.config.policy import Objective, Placement
@@ -39,6 +38,7 @@ from tba_offload.planner.budget import Budget, StatesBeside
 from tba_offload.planner.model import DeviceShare, Limits, Plan
 from tba_offload.planner.planning import Planning
 from tba_offload.recompute.verdicts import Verifier
+from tba_offload.recompute.verify import Verifier as SecondRuns
 from tba_offload.report.log import MEMORY, TIMELINE
 from tba_offload.report.why import Diagnosis
 from tba_offload.session.backward import BackwardWatch, Ranges
@@ -236,7 +236,8 @@ class Session:
         generators = stack.generators(devices_of(modules, device))
         self.verifier = Verifier(layers, generators, stack.not_compared, tell)
         self._closers.append(self.verifier.close)
-        self.rebuilds = Rebuilds(self.capture, stack.functions)
+        self.second_runs = SecondRuns()
+        self._closers.append(self.second_runs.close)
         self.ranges = Ranges()
 
     def _open_control(self, stack: LayerStack, count_tokens: TokenCounter | None) -> None:
@@ -303,7 +304,6 @@ class Session:
         samples = meter is not None and meter.samples
         self.capture.begin_step(look_at_memory=memory.sample if samples else None)
         self.verifier.begin_step()
-        self.rebuilds.begin_step()
         for site in self.sites:
             site.begin_step()
         self.planning.begin_step()
@@ -362,8 +362,8 @@ class Session:
             memory.stop()
             self.ranges.end_step()
             self.capture.end_step(failed=failed)
-            self.rebuilds.end_step(failed=failed)
         if not failed:
+            self.second_runs.check()
             self.raise_failures()
 
     def raise_failures(self) -> None:
@@ -529,6 +529,7 @@ class Session:
             site.uninstall()
         resize.unwatch(self.capture)
         transforms.unwatch(self.capture)
+        rematerialize.unwrap_classes()
         self.capture.look_at_memory = None  # a cycle
         _open_sessions.discard(self)
 

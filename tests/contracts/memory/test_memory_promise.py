@@ -140,16 +140,14 @@ def test_resident_activations_keep_to_the_promise(block: type[nn.Module], direct
 
 @pytest.mark.parametrize("direction", ["writes", "reads", "both"])
 def test_the_promise_holds_where_activations_are_made_again(direction: str) -> None:
-    """In the first step, in which all travel and are made again as well, to compare, and in later ones."""
     scope = scope_bytes(activated)
     stack = make_stack(activated, 6)
     with session_for(
         stack, drive=slow_drive(direction), default="offload-remat", in_flight=CEILING
     ) as session:
-        for number in range(3):
+        for _ in range(3):
             assert peak_of(stack, session) <= CEILING + 1.2 * scope
-            made_again = session.report()[-1].rebuilt_bytes
-            assert made_again > 3 * scope if number else made_again == 0
+            assert session.report()[-1].rebuilt_bytes > 3 * scope
         assert_all_given_back(session)
 
 

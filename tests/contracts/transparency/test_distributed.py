@@ -77,7 +77,7 @@ def test_a_spread_model_offloads_its_activations_and_not_its_weights(found: Foun
 
 @pytest.mark.parametrize("spread", of_which(SPREAD, "by parameters, in bf16"))
 def test_a_spread_model_has_its_cheap_parts_made_again(found: Found, spread: str) -> None:
-    """Not where they are distributed tensors: recipes know one rank."""
+    """Not where they are distributed tensors: calls of one rank say nothing of the others."""
     for rank in found:
         case = rank[f"offload-remat, {spread}"]
         assert case["different"] == 0

@@ -1,4 +1,4 @@
-"""What megatron-core's fused activation functions put out is rebuilt in layers placed ``offload-remat``."""
+"""What fused activation functions of megatron-core put out is made again in ``offload-remat`` layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import tba_offload as tba
 from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import seed_all, single_process
-from tba_offload.megatron.layers import fused_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -157,19 +156,3 @@ def test_what_is_saved_in_another_precision_is_no_source() -> None:
     found, nbytes = run(2, call, session=True)
     assert_same(found, expected)
     assert nbytes == 0
-
-
-def test_every_function_that_there_is_has_a_recipe() -> None:
-    """Those of the installed version, so that a new one is not forgotten."""
-    import megatron.core.fusions as package
-
-    for module in (GELU, GEGLU, SWIGLU, RELU):
-        fused(module, "torch")
-    known = {function.__name__ for function in fused_functions()}
-    written = {
-        name
-        for module in (GELU, GEGLU, SWIGLU, RELU)
-        for name, found in vars(getattr(package, module)).items()
-        if isinstance(found, type) and issubclass(found, torch.autograd.Function)
-    }
-    assert known == written
