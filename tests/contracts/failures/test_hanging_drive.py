@@ -7,18 +7,16 @@ import itertools
 import threading
 import time
 import weakref
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from covering import full, of_which
 from faults import inject
-from harness import in_time
 from store_contract import CPU, PATIENCE, READY, descriptors, io_threads, pattern
 
 from tba_offload.device import ByteRange
 from tba_offload.errors import StoreError
-from tba_offload.store import lanes, open_store, posix, run_file
+from tba_offload.store import open_store, posix
 from tba_offload.store.file import FileStore
 
 if TYPE_CHECKING:
@@ -30,9 +28,6 @@ if TYPE_CHECKING:
 
 LIMIT = 2.0
 """Seconds that the drive may stand still."""
-
-HOUR = 3600.0
-"""Seconds that no test waits."""
 
 SETUP = """
 import atexit, sys, time, warnings
@@ -103,12 +98,6 @@ def run(python: Warm, script: str) -> tuple[int, str, float]:
     return ended.returncode, ended.stderr, float(last.split()[2])
 
 
-GROWING = """
-from tba_offload.store import run_file
-run_file._GROWTH = 1 << 16
-"""
-
-
 def told(directories: list[Path], fault: str) -> str:
     for directory in directories:
         directory.mkdir()
@@ -134,16 +123,6 @@ def test_a_script_ends_with_the_named_error(
     assert str(tmp_path / "drive") in errors
     assert "are given up: their threads, their memory and the file stay" in errors
     assert seconds < LIMIT + 5 + 20  # a busy machine may take long for the rest
-
-
-@pytest.mark.full
-def test_a_file_system_that_hangs_while_a_file_grows(tmp_path: Path, python_with_torch: Warm) -> None:
-    script = told([tmp_path / "drive"], "hang-grow") + GROWING + ENDS["with"].replace("train(2)", "")
-    code, errors, seconds = run(python_with_torch, script)
-    assert code == 1
-    assert f"nothing has moved for {LIMIT:g} s: the file in {tmp_path / 'drive'} does not grow" in errors
-    assert "the attempts to grow the file have not ended" in errors
-    assert seconds < LIMIT + 5 + 20
 
 
 @pytest.mark.full
@@ -185,16 +164,6 @@ while not faults.fired:  # what no thread has taken up yet is dropped at the end
     code, errors, seconds = run(python_with_torch, script)
     assert code == 0
     assert errors.count("are given up") == 1
-    assert seconds < LIMIT + 5 + 20
-
-
-@pytest.mark.full
-def test_one_of_two_drives_hangs(tmp_path: Path, python_with_torch: Warm) -> None:
-    script = told([tmp_path / "a", tmp_path / "b"], "hang-write:drive=1") + ENDS["with"]
-    code, errors, seconds = run(python_with_torch, script)
-    assert code == 1
-    given_up = next(line for line in errors.splitlines() if "are given up" in line)
-    assert str(tmp_path / "b") in given_up
     assert seconds < LIMIT + 5 + 20
 
 
@@ -283,65 +252,6 @@ def test_memory_that_a_hanging_write_reads_stays(tmp_path: Path) -> None:
                 thread.join(PATIENCE)
     assert memory() is None
     assert io_threads() == []
-
-
-def test_a_wait_that_was_given_up_is_not_waited_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An hour has passed before the store is closed, and a wait of an hour more would outlast the test."""
-    with inject("hang-write") as faults:
-        store = FileStore(tmp_path, device=CPU)
-        hanging_write(faults, store, pattern(100_000))
-        monkeypatch.setattr(lanes, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + HOUR))
-        store.limit_waits(HOUR)
-        with pytest.raises(StoreError, match="given up"):
-            in_time(store.close)
-
-
-def test_a_slow_drive_is_waited_for(tmp_path: Path) -> None:
-    with inject("delay-write:seconds=0.5") as faults, FileStore(tmp_path, device=CPU, writers=1) as store:
-        store.limit_waits(PATIENCE)
-        hanging_write(faults, store, pattern(100_000))
-    assert io_threads() == []
-
-
-def test_an_error_of_the_block_stays_the_error(tmp_path: Path) -> None:
-    with inject("hang-write") as faults, pytest.warns(RuntimeWarning, match="are given up") as caught:
-        fail_in_the_block(faults, tmp_path)
-    assert str(tmp_path) in str(caught[0].message)
-
-
-def fail_in_the_block(faults: Faults, directory: Path) -> None:
-    with pytest.raises(ZeroDivisionError), FileStore(directory, device=CPU) as store:
-        store.limit_waits(0.2)
-        hanging_write(faults, store, pattern(5000))
-        raise ZeroDivisionError
-
-
-def test_a_file_that_grows_slowly_is_named_and_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_file, "_GROWTH", 1 << 16)
-    with inject("delay-grow:seconds=0.5"), FileStore(tmp_path, device=CPU) as store:
-        store.limit_waits(4.0)
-        with pytest.warns(
-            RuntimeWarning, match=r"nothing has moved for 0\.4 s: the file in .* does not grow"
-        ):
-            store.reserve(100_000, 0)
-
-
-def test_no_limit_is_no_limit(tmp_path: Path) -> None:
-    with inject("hang-write") as faults:
-        store = FileStore(tmp_path, device=CPU)
-        store.limit_waits(None)
-        hanging_write(faults, store, pattern(5000))
-        closing = threading.Thread(target=store.close)
-        closing.start()
-        closing.join(0.5)
-        assert closing.is_alive()
-        faults.release()
-        closing.join(PATIENCE)
-        assert not closing.is_alive()
 
 
 @pytest.mark.parametrize("drive", [0, 1])

@@ -384,17 +384,6 @@ def test_a_forked_child_cannot_use_the_session(model: Model) -> None:
         loss.backward()
 
 
-def test_a_child_forked_while_the_books_are_locked_does_not_hang(model: Model) -> None:
-    """An I/O thread may hold the lock at the fork; in the child nobody will ever release it."""
-    with session_for(model) as session, session.step():
-        loss = loss_of(model, make_tokens(0))
-        session.offloader.quiesce()
-        with session.offloader.drops.lock:
-            assert in_child(lambda: plain_gradients(model) and session.close()) is None
-            assert "forked" in in_child(lambda: refused(loss.backward))
-        loss.backward()
-
-
 class Tokens(Dataset[Tensor]):
     def __len__(self) -> int:
         return 6
