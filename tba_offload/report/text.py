@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import io
+import random
 import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table as Grid
-from rich.text import Text
-
 from tba_offload.formatting import visible
+
+_state = random.getstate()  # rich draws a number when it is imported; a program may have seeded them
+
+from rich import box  # noqa: E402
+from rich.cells import cell_len  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table as Grid  # noqa: E402
+from rich.text import Text  # noqa: E402
+
+random.setstate(_state)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

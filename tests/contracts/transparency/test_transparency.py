@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from _pytest.mark import ParameterSet
     from torch import nn
+    from warm import Warm
 
 MEGATRON = "megatron-"
 KINDS = ["gpt", "llama", "encoder", *(MEGATRON + kind for kind in ("gpt", "llama", "encoder"))]
@@ -221,3 +222,25 @@ def test_placements_change_between_steps(kind: str, tmp_path: Path) -> None:
         recomputed = [record.recomputed_scopes for record in session.report()]
     assert_same_history(found, expected)
     assert recomputed == [0, LAYERS, 1]
+
+
+FIRST = """
+import random, torch
+random.seed(1)
+state = random.getstate()
+import tba_offload as tba
+layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+with tba.attach(layers, {"default": "offload", "store": {"kind": "host"}}, layers=list(layers)) as session:
+    with session.step():
+        layers(torch.ones(2, 4)).sum().backward()
+    print(session.why())
+assert random.getstate() == state
+"""
+
+
+def test_the_first_session_of_a_process_leaves_numbers_of_python_alone(
+    python_with_torch: Warm,
+) -> None:
+    """Though packages that it imports draw some."""
+    done = python_with_torch.run("-c", FIRST)
+    assert done.returncode == 0, done.stderr
