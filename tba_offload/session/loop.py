@@ -85,9 +85,8 @@ class Loop:
         # The optimizers whose step has begun, when that was, and the number of steps until then.
         self._running: list[tuple[Optimizer, float, int]] = []
         self._closures = 0  # of optimizers, that are running
-        self._forwards: dict[
-            nn.Module, bool
-        ] = {}  # those that run, outermost first: whether it called itself
+        # The forwards that run, outermost first, and whether each has called itself.
+        self._forwards: dict[nn.Module, bool] = {}
         self._tokens_are_known = False  # of the outermost forward
         self._count_tokens: TokenCounter = _no_tokens
         self._handles: list[RemovableHandle | HookFreeCopies] = []

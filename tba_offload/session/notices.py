@@ -89,6 +89,7 @@ class Notices:
 
     def __init__(self) -> None:
         self._said: set[str] = set()
+        self._unreached = 0  # steps in which layers ran, and backward came to none
 
     def said(self, what: str) -> bool:
         """Whether that was said."""
@@ -138,7 +139,12 @@ class Notices:
                 NoEffectWarning,
             )
         elif session.capture.trace.scopes:
-            self.warn_once("no layer", _NO_BACKWARD, NoEffectWarning)
+            self._unreached += 1
+            weights = (weight for layer in session.layers for weight in layer.module.parameters())
+            is_frozen = not any(weight.requires_grad for weight in weights)
+            # A GAN in one model has steps whose generator is detached, and others.
+            if is_frozen or self._unreached >= max(number, 3):
+                self.warn_once("no layer", _NO_BACKWARD, NoEffectWarning)
         elif number == 1:
             self.warn_once("no layer", _NO_LAYER_RAN, NoEffectWarning)
 

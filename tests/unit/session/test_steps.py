@@ -454,6 +454,8 @@ def test_layers_that_backward_never_reaches_are_told_at_once(
         optimizer.zero_grad()
 
     with session_for(whole, layers=list(model.layers)) as session:
+        for _ in range(0 if how == "frozen" else 2):  # one model may have steps of several kinds
+            step()
         with pytest.warns(tba.NoEffectWarning, match="no backward pass came to an attached layer"):
             step()
         step()
