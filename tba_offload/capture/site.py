@@ -1,13 +1,16 @@
-"""Where a session stands: in front of a layer's forward."""
+"""Where a session stands: in front of a layer's forward, and on no copy of the layer."""
 
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import sys
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -15,10 +18,9 @@ from tba_offload.capture.scope import ScopeKey
 from tba_offload.errors import SessionError, warn
 from tba_offload.layers import untraced
 from tba_offload.layers.checkpoint import is_recomputation
-from tba_offload.layers.hooks import HookFreeCopies, InstalledHook
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from types import FrameType
 
     from tba_offload.layers.stack import Layer
@@ -129,6 +131,74 @@ class Site:
             del module.forward
         else:
             module.forward = self.own
+
+
+class InstalledHook:
+    """A hook on a module, or a function among its attributes, that belongs to one session.
+
+    Attributes:
+        replaced: The attribute that stood in its place; ``None`` for none.
+    """
+
+    replaced: object = None
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        # Modules that copy themselves by methods of their own get a function of Python's that does nothing.
+        return getattr, (nullcontext(), "__exit__")
+
+
+class HookFreeCopies:
+    """Copies and pickles of modules without any :class:`InstalledHook`, until :meth:`remove` is called.
+
+    A file that was saved from an attached model is that of the bare model: ``torch.load`` needs no other safe
+    globals, and no package. Python's registry of reducers is by class, and tells the reducer which object is
+    copied, also where copies share the attributes of another module.
+
+    Args:
+        modules: The modules.
+    """
+
+    _users: ClassVar[Counter[type]] = Counter()
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._kinds = [
+            kind
+            for kind in set(map(type, modules))
+            if copyreg.dispatch_table.get(kind, _reduce_without_hooks) is _reduce_without_hooks
+        ]
+        self._users.update(self._kinds)
+        for kind in self._kinds:
+            copyreg.pickle(kind, _reduce_without_hooks)
+
+    def remove(self) -> None:
+        """Have modules copied as ever. May be called twice."""
+        kinds, self._kinds = self._kinds, []
+        self._users.subtract(kinds)
+        for kind in kinds:
+            if not self._users[kind]:
+                del self._users[kind], copyreg.dispatch_table[kind]
+
+
+def _reduce_without_hooks(module: nn.Module) -> Any:
+    reduced = module.__reduce_ex__(2)
+    if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    hooks = {name: held for name, held in reduced[2].items() if type(held) is OrderedDict and "hooks" in name}
+    ours = {
+        key
+        for held in hooks.values()
+        for key, hook in held.items()
+        if isinstance(getattr(hook, "hook", hook), InstalledHook)  # PyTorch wraps some
+    }
+    state: dict[str, object] = {}
+    for name, value in reduced[2].items():
+        if name in hooks and not ours.isdisjoint(value):  # there are dictionaries of the keys of hooks, too
+            state[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in ours)
+        elif not isinstance(value, InstalledHook):
+            state[name] = value
+        elif value.replaced is not None:
+            state[name] = value.replaced
+    return (*reduced[:2], state, *reduced[3:])
 
 
 class _AttachedForward(InstalledHook):
