@@ -128,6 +128,8 @@ class Notices:
             session: Whose step.
             number: Of the step, from 1.
         """
+        if self.said("no layer"):
+            return
         present = {module for model in session.modules for module in model.modules()}
         gone = [layer.id.name for layer in session.layers if layer.module not in present]
         if gone:
