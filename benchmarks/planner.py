@@ -5,17 +5,24 @@
     python benchmarks/planner.py --rate 200MB       on a drive slowed down to 200 MB/s in each direction
     python benchmarks/planner.py --budget 0         without a budget, against keep and offload
     python benchmarks/planner.py --adapt            the drive halves its rate in the middle of a run
+    python benchmarks/planner.py --grid             five models, four budgets, and four drives
+    python benchmarks/planner.py --against DIR      in turn with the planner of another checkout, too
 
 For every budget (a share of keep's activation peak) auto races the policies that a user could write down:
 keep the last layers and offload, or recompute, the others, as many as fit; offload or recompute all; half and
 half. One process each, single steps alternating. Policies that do not fit the budget race too, and count not.
-The lane ``keep again`` is keep in a second process: its ratio to keep is noise.
+The lane ``keep again`` is keep in a second process: its ratio to keep is noise. With ``--against`` the lane
+``auto elsewhere`` is the same program with the package of another checkout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -37,7 +44,7 @@ from tba_lab.race import MEASURE_EVERY, Entrant, measures_memory, paired_ratio, 
 from tba_offload.config import parse_size
 from tba_offload.device.malloc import keep_freed_pages
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from around import put_around
 
@@ -56,6 +63,21 @@ VOCABULARY = 1024
 
 UNITS = (1, 1, 1, 1, 1, 1, 1, 1, 4, 4)
 """Tensors that a sleeping layer saves, in sizes of its input: two norms, attention, and an MLP."""
+
+ELSEWHERE = "auto elsewhere"
+"""The planner of another checkout."""
+
+GRID: dict[str, Figures] = {
+    "gpt": {"family": "gpt2"},
+    "llama": {"family": "llama"},
+    "moe": {"family": "moe"},
+    "wide and narrow": {"family": "mixed"},
+    "long sequences": {"family": "llama", "sequence": 1024, "batch_size": 1},
+}
+"""The models of ``--grid``."""
+
+RATES = (None, "400MB", "200MB", "100MB")
+"""The drives of ``--grid``; ``None`` is the drive as it is."""
 
 FORWARD = 0.06
 """Seconds of the forward of a layer that sleeps; its backward takes twice as long."""
@@ -203,25 +225,93 @@ class PlanRunner:
         return loss
 
 
+class Elsewhere:
+    """A :class:`PlanRunner` in a process of its own, with the package of another checkout."""
+
+    def __init__(self, *, checkout: str, shape: GptShape, **arguments: Any) -> None:
+        self._place = tempfile.TemporaryDirectory(prefix="tba-elsewhere-")
+        (Path(self._place.name) / "tba_offload").symlink_to(Path(checkout).resolve() / "tba_offload")
+        here = Path(__file__).resolve().parent
+        paths = (self._place.name, here.parent, here)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "import planner; planner.work()"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONSAFEPATH": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._ask({"shape": dataclasses.asdict(shape), **arguments})
+
+    def _ask(self, what: object) -> Any:
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the other process has no pipes")
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        raise RuntimeError(f"the process with the other package ended with {self._process.wait()}")
+
+    def step(self) -> Figures:
+        """Do one step there."""
+        found: Figures = self._ask("step")
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        self._ask("close")
+        self._process.wait()
+        self._place.cleanup()
+
+
+ANSWER = "answer: "
+"""Begins the lines that :func:`work` answers with; others are of libraries."""
+
+
+def work() -> None:
+    """Do what :class:`Elsewhere` asks for by lines of standard input."""
+    arguments = json.loads(sys.stdin.readline())
+    rates = {int(step): rate for step, rate in arguments.pop("rates").items()}
+    runner = PlanRunner(shape=GptShape(**arguments.pop("shape")), rates=rates, **arguments)
+    print(ANSWER + "null", flush=True)
+    for line in sys.stdin:
+        if json.loads(line) == "close":
+            break
+        print(ANSWER + json.dumps(runner.step()), flush=True)
+    runner.close()
+    print(ANSWER + "null", flush=True)
+
+
 class Bench:
     """The races of one command line."""
 
-    def __init__(self, place: str, window: str, family: str, shape: GptShape, batch_size: int) -> None:
-        self._place, self._window = place, window
-        self.layers = shape.layers
+    def __init__(
+        self,
+        place: str,
+        window: str,
+        family: str,
+        shape: GptShape,
+        batch_size: int,
+        *,
+        against: str | None = None,
+        few: bool = False,
+    ) -> None:
+        self._place, self._window, self._few = place, window, few
+        self.layers, self.against = shape.layers, against
         self._common = {"shape": shape, "family": family, "batch_size": batch_size}
 
     def race(
         self, configs: Mapping[str, Figures], steps: int, rates: Mapping[int, float | None]
     ) -> dict[str, list[Figures]]:
         """Race policies by name."""
-        return shown_race(
-            {
-                name: Entrant(PlanRunner, {"config": config, "rates": rates, **self._common})
-                for name, config in configs.items()
-            },
-            steps,
-        )
+        lanes = {
+            name: Entrant(PlanRunner, {"config": config, "rates": rates, **self._common})
+            for name, config in configs.items()
+        }
+        if self.against is not None and "auto" in lanes:
+            there = {"checkout": self.against, **lanes["auto"].arguments}
+            lanes[ELSEWHERE] = Entrant(Elsewhere, there)
+        return shown_race(lanes, steps)
 
     def policy(
         self, default: str, *, rules: Mapping[str, str] | None = None, budget: int | None = None
@@ -242,6 +332,8 @@ class Bench:
         one, last = peak / self.layers, self.layers - 1
         everywhere = ("offload", "recompute", "recompute-offload", "recompute-except-attention")
         everywhere += ("offload-remat", *(f"offload-{percent}%" for percent in (25, 50, 75)))
+        if self._few:
+            everywhere = everywhere[:2]
         found = {f"{name} all": self.policy(name) for name in everywhere}
         for name, needed in (("offload", parse_size(self._window)), ("recompute", one)):
             kept = min(int((budget - needed - 0.1 * peak) / one), last)
@@ -284,8 +376,11 @@ def judged(name: str, results: Mapping[str, list[Figures]], share: int, budget: 
         "name": name,
         "peak_bytes": peak,
         "fits": peak <= budget or not share,
+        "steps_measured": len(measured),
+        "steps_kept": sum(step["peak"] <= budget or not share for step in measured),
         "seconds_median": statistics.median(step["seconds"] for step in own),
         "auto_over_it": str(ratio),
+        "auto_over_it_median": ratio.median,
         "stall_median": statistics.median(step["stall"] for step in steps[WARM_UP:]),
         "same_losses": [step["loss"] for step in steps] == [step["loss"] for step in results["keep"]],
         "peak_error": error_of(measured, "predicted_peak", "peak"),
@@ -325,7 +420,13 @@ def verdict(rows: Sequence[Figures]) -> str:
     """Return how auto compares with the best of the others, and its predictions with what was measured."""
     auto = next(row for row in rows if row["name"] == "auto")
     said = f"auto: peak {auto['peak_bytes'] / auto['budget_bytes']:.3f} x the budget"
-    others = [row for row in rows if row["fits"] and row["name"] not in {"auto", CONTROL}]
+    if auto["steps_measured"]:
+        said += f", kept in {auto['steps_kept']} of {auto['steps_measured']} measured steps"
+    before = next((row for row in rows if row["name"] == ELSEWHERE), None)
+    if before is not None:
+        kept = f"which kept the budget in {before['steps_kept']} of {before['steps_measured']}"
+        said += f", {before['auto_over_it']} x the time of the other checkout, {kept}"
+    others = [row for row in rows if row["fits"] and row["name"] not in {"auto", CONTROL, ELSEWHERE}]
     if others:
         best = min(others, key=lambda row: row["seconds_median"])
         said += f", {best['auto_over_it']} x the time of the best ({best['name']})"
@@ -354,6 +455,58 @@ def adapt(bench: Bench, steps: int, rate: float) -> list[Figures]:
     return rows
 
 
+def grid(
+    place: str,
+    window: str,
+    common: Mapping[str, Any],
+    shares: Sequence[int],
+    steps: int,
+    against: str | None,
+) -> list[Figures]:
+    """Race auto for every model, budget and drive; print how it did in the median and at worst."""
+    rows = []
+    for name, changes in GRID.items():
+        settings = {**common, **changes}
+        family, batch_size = settings.pop("family"), settings.pop("batch_size")
+        bench = Bench(place, window, family, shape_of(**settings), batch_size, against=against, few=True)
+        for rate in RATES:
+            click.echo(f"== {name}, {rate or 'the drive as it is'}")
+            found = sweep(bench, shares, steps, None if rate is None else parse_size(rate))
+            rows += [{"model": name, "rate": rate, **row} for row in found]
+    summary(rows)
+    return rows
+
+
+def summary(rows: Sequence[Figures]) -> None:
+    """Print the median and the worst cell, against the other checkout and the best policy by hand."""
+    cells: dict[Any, list[Figures]] = {}
+    for row in rows:
+        cells.setdefault((row["model"], row["rate"], row["share"]), []).append(row)
+    ratios: dict[str, list[float]] = {ELSEWHERE: [], "the best by hand": []}
+    errors = []
+    for found in cells.values():
+        lanes = {row["name"]: row for row in found}
+        if ELSEWHERE in lanes:
+            ratios[ELSEWHERE].append(lanes[ELSEWHERE]["auto_over_it_median"])
+        by_hand = [
+            row for name, row in lanes.items() if row["fits"] and name not in {"auto", CONTROL, ELSEWHERE}
+        ]
+        if by_hand:
+            best = min(by_hand, key=lambda row: row["seconds_median"])
+            ratios["the best by hand"].append(best["auto_over_it_median"])
+        if lanes["auto"]["peak_error"] is not None:
+            errors.append(abs(lanes["auto"]["peak_error"]))
+    for name, known in ratios.items():
+        if known:
+            median, worst = statistics.median(known), max(known)
+            click.echo(f"auto / {name}: median {median:.3f}, worst {worst:.3f}, of {len(known)} cells")
+    kept = sum(each["steps_kept"] for each in rows if each["name"] == "auto")
+    measured = sum(each["steps_measured"] for each in rows if each["name"] == "auto")
+    click.echo(f"budgets kept in {kept} of {measured} measured steps")
+    if errors:
+        click.echo(f"predicted peaks: off by {statistics.median(errors):.1%} in the median")
+
+
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option(
     "--budget",
@@ -364,6 +517,8 @@ def adapt(bench: Bench, steps: int, rate: float) -> list[Figures]:
     show_default=True,
     help="Percent of keep's peak; 0 for no budget.",
 )
+@click.option("--against", type=click.Path(exists=True, file_okay=False), help="Another checkout.")
+@click.option("--grid", "is_grid", is_flag=True, help="Every model, budget and drive; prints the medians.")
 @click.option("--rate", help="Slow the drive down to this much a second, such as 200MB.")
 @click.option("--adapt", "adapts", is_flag=True, help="Halve the rate in the middle; --rate is 800MB.")
 @click.option(
@@ -387,6 +542,8 @@ def main(
     shares: tuple[int, ...],
     rate: str | None,
     adapts: bool,
+    against: str | None,
+    is_grid: bool,
     directory: str | None,
     json_file: str | None,
     steps: int,
@@ -398,8 +555,11 @@ def main(
     """Race auto against policies written by hand."""
     with contextlib.ExitStack() as stack:
         place = directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="tba-bench-"))
-        bench = Bench(place, window, family, shape_of(**shape), batch_size)
-        if adapts:
+        bench = Bench(place, window, family, shape_of(**shape), batch_size, against=against)
+        if is_grid:
+            common = {**shape, "family": family, "batch_size": batch_size}
+            rows = grid(place, window, common, shares, steps, against)
+        elif adapts:
             rows = adapt(bench, steps, parse_size(rate or "800MB"))
         else:
             rows = sweep(bench, shares, steps, None if rate is None else parse_size(rate))

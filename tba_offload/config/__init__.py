@@ -304,13 +304,22 @@ class OffloadConfig:
         """Write every setting as YAML that :meth:`from_yaml` reads back to an equal configuration."""
         exclude: Any = {"source": True, "layers": {"__all__": {"line"}}}
         document = _ADAPTER.dump_python(self, mode="json", exclude=exclude)
-        for name in ("states", "weights"):
-            if document[name] is None:
-                del document[name]
+        for section, setting in (("budget", "in_flight_bytes"), ("store", "stall_seconds")):
+            document[section][setting] = document[section][setting] or 0  # no limit is not what is usual
+        document = _without_nulls(document)
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 
 _ADAPTER = TypeAdapter(OffloadConfig)
+
+
+def _without_nulls(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that have a value; the others are those by default."""
+    return {
+        name: _without_nulls(value) if isinstance(value, dict) else value
+        for name, value in document.items()
+        if value is not None
+    }
 
 
 def _checked(read: Callable[[], Any], layers: Layers, file: str | None = None) -> OffloadConfig:

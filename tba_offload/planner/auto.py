@@ -336,7 +336,8 @@ class Controller:
     def _next_lesson(self) -> Plan:
         """Return a plan in which every fourth layer of a kind is kept, recomputed or rebuilt in part."""
         first = self.task.first()
-        case = replace(self._case(), limits=replace(self.task.limits, window=first.window))
+        case = self._case(UNMEASURED)
+        case = replace(case, limits=replace(case.limits, window=first.window))
         for ways in ((Placement.KEEP, *self._spares()), self._spares(), ()):
             for stride in (4, 8, 16):
                 placements = list(self.task.policy)

@@ -70,14 +70,26 @@ def _store(case: Case) -> str:
 
 def written_a_day(case: Case, plan: Plan) -> str | None:
     """Return what a plan writes in a day, and whether the limit bounds it; ``None`` without a limit."""
-    allowed = case.limits.written_per_day
+    allowed, found = case.limits.written_per_day, case.played(plan)
     if allowed is None:
         return None
-    found = case.played(plan)
     day = readable_size(bytes_per_day(found.sent_bytes, found.seconds))
     bound = ", which leaves room for no layer more" if is_bound(case, plan) else ""
     of_all = f"of the {readable_size(allowed)} that store.write_bytes_per_day allows"
     return f"writes up to {day} a day {of_all}{bound}"
+
+
+def is_bound(case: Case, plan: Plan) -> bool:
+    """Return True if the limit of writes leaves no room to offload one more of the layers that are not."""
+    found, free = case.played(plan), enumerate(zip(case.policy, plan.placements, strict=True))
+    more = [
+        case.profile.kind_of(layer).stay_bytes(way.percent)
+        if way.offloads
+        else case.profile.kind_of(layer).nbytes
+        for layer, (wanted, way) in free
+        if wanted is Placement.AUTO and (way.percent < 100 or not way.offloads)
+    ]
+    return bool(more) and min(more) > case.limits.planned_in(found.seconds) - found.sent_bytes
 
 
 def over_writes(case: Case, plan: Plan) -> str:
@@ -90,42 +102,19 @@ def over_writes(case: Case, plan: Plan) -> str:
     )
 
 
-def is_bound(case: Case, plan: Plan) -> bool:
-    """Return True if no layer more could be offloaded within the limit of writes."""
-    if case.limits.written_per_day is None:
-        return False
-    found = case.played(plan)
-    runs = [0] * len(plan.placements)
-    for slot in case.profile.slots:
-        runs[slot.layer] += not slot.backward
-    left = [
-        runs[layer] * stays
-        for layer, (wanted, way) in enumerate(zip(case.policy, plan.placements, strict=True))
-        if wanted is Placement.AUTO and (stays := _staying_bytes(case, layer, way))
-    ]
-    return bool(left) and min(left) > case.limits.planned_in(found.seconds) - found.sent_bytes
-
-
-def _staying_bytes(case: Case, layer: int, way: Placement) -> int:
-    kind = case.profile.kind_of(layer)
-    return kind.stay_bytes(way.percent) if way.offloads else kind.nbytes
-
-
 def over_budget(limits: Limits, plan: Plan, case: Case) -> str:
     """Return the warning that no plan keeps to the budget, and what the lowest peak consists of."""
     profile, found = case.profile, case.played(plan)
     left = "" if limits.device is None else f" that a device has left ({limits.device})"
-    coming = profile.gradient_bytes
-    together = f" needs {readable_size(found.peak_bytes + coming)} together with gradients"
-    needs = together if coming else f" is {readable_size(found.peak_bytes)}"
-    layer = max(kind.whole_bytes for kind in profile.kinds)
-    beside = max(profile.loss_bytes, *(max(kind.beside or (0,)) for kind in profile.kinds))
-    capacity = case.bandwidth.capacity
+    lowest = f"is {readable_size(found.peak_bytes)}"
+    if profile.gradient_bytes:
+        lowest = f"needs {readable_size(found.peak_bytes + profile.gradient_bytes)} together with gradients"
+    beside = max(profile.loss_bytes, *(max(kind.beside or (0,)) for kind in profile.kinds)) + profile.headroom
+    layer, capacity = max(kind.whole_bytes for kind in profile.kinds), case.bandwidth.capacity
     room = "" if capacity is None else f", and room for {readable_size(capacity)} in the store"
     return (
-        f"the budget of {readable_size(limits.budget or 0)}{left} cannot be met: the lowest "
-        f"peak found{needs}, with "
-        f"{readable_size(max(beside + profile.headroom, 0))} beside the layers (logits, loss, temporaries), "
+        f"the budget of {readable_size(limits.budget or 0)}{left} cannot be met: the lowest peak found "
+        f"{lowest}, with {readable_size(max(beside, 0))} beside the layers (logits, loss, temporaries), "
         f"{readable_size(layer)} in the largest layer, up to {readable_size(plan.window or 0)} in "
         f"flight{room}. Raise {limits.setting}, or take smaller micro-batches or shorter sequences"
     )
@@ -134,17 +123,14 @@ def over_budget(limits: Limits, plan: Plan, case: Case) -> str:
 def explain(case: Case, plan: Plan, layer: int) -> str:
     """Return what a layer costs under its placement, in one line."""
     kind, way, timing = case.profile.kind_of(layer), plan.placements[layer], case.profile.timing
-    more = 1e3 * (timing(layer, way).whole - timing(layer, Placement.KEEP).whole)
+    moved = kind.nbytes - kind.stay_bytes(way.percent) - (kind.rebuilt_bytes if way.rebuilds else 0)
+    if way.offloads and way.recomputes:
+        moved = kind.input_bytes + (kind.attention_bytes or 0 if way.spares_attention else 0)
+    store = f"{1e3 * moved * (1 / case.bandwidth.write + 1 / case.bandwidth.read):.1f} ms of the store"
     saves = f"saves {readable_size(kind.whole_bytes)}"
+    if way is Placement.KEEP:
+        return f"{saves}; offloading them would take {store}"
+    more = f"{1e3 * (timing(layer, way).whole - timing(layer, Placement.KEEP).whole):.1f} ms longer than kept"
     if not way.offloads:
-        moved, held = kind.nbytes, "offloading it would take" if way is Placement.KEEP else "spares"
-    else:
-        moved, held = kind.nbytes - kind.stay_bytes(way.percent), "which takes"
-        if way.rebuilds:
-            moved -= kind.rebuilt_bytes
-        if way.recomputes:
-            moved = kind.input_bytes + (kind.attention_bytes or 0 if way.spares_attention else 0)
-        saves += f", offloads {readable_size(moved)}"
-    drive = 1e3 * (moved / case.bandwidth.write + moved / case.bandwidth.read)
-    longer = f"; computes {more:.1f} ms longer than kept" if way is not Placement.KEEP else ""
-    return f"{saves}, {held} {drive:.1f} ms of the store{longer}"
+        return f"{saves}, computes {more}; offloading them would take {store}"
+    return f"{saves}, offloads {readable_size(moved)} in {store}, computes {more}"

@@ -43,7 +43,6 @@ class Outcome:
         fallback_bytes: Bytes that stayed because the store had no room.
         write_seconds: How long writes kept the store busy.
         read_seconds: The same of reads.
-        peak_slot: What ran at the peak.
     """
 
     seconds: float
@@ -57,7 +56,6 @@ class Outcome:
     fallback_bytes: int
     write_seconds: float
     read_seconds: float
-    peak_slot: Slot | None
 
     @property
     def sent_bytes(self) -> int:
@@ -133,11 +131,9 @@ class _Step:
     """The clock of a step, its memory and its transfers."""
 
     def __init__(self, profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> None:
-        alike: dict[tuple[int, Placement], _Layer] = {}
-        for key in zip(profile.layers, plan.placements, strict=True):
-            if key not in alike:
-                alike[key] = _layer(profile, *key)
-        self._layers = [alike[key] for key in zip(profile.layers, plan.placements, strict=True)]
+        placed = list(zip(profile.layers, plan.placements, strict=True))
+        alike = {key: _layer(profile, *key) for key in set(placed)}
+        self._layers = [alike[key] for key in placed]
         self._window = Window(plan.window)
         self._bandwidth = bandwidth
         self._room = INFINITY if bandwidth.capacity is None else bandwidth.capacity
@@ -147,8 +143,7 @@ class _Step:
         # memory
         self._in_flight = self._settled = self._beside = self._peak = self._held = self._activations = 0
         self._gradients = self._to_come = profile.gradient_bytes
-        self._peak_slot: Slot | None = None
-        self._slot: Slot | None = None
+        self._is_backward = True
         # writes: first in the outbox, then with the store
         self._outbox: deque[_Item] = deque()
         self._outbox_bytes = 0
@@ -160,42 +155,30 @@ class _Step:
         # reads, in the order of backward
         self._reader_free = 0.0
         self._read_ahead_bytes = 0
-        self._order = [
-            (s.layer, s.micro_batch)
-            for s in profile.slots
-            if s.backward and self._layers[s.layer].way.offloads
-        ]
+        moving = [slot for slot in profile.slots if self._layers[slot.layer].way.offloads]
+        self._order = [(slot.layer, slot.micro_batch) for slot in moving if slot.backward]
         self._position = {scope: place for place, scope in enumerate(self._order)}
-        self._pass_of = _passes([s for s in profile.slots if self._layers[s.layer].way.offloads])
+        self._pass_of = _passes(moving)
         self._pass = self._next = 0
         self._saved: dict[Scope, list[_Item]] = {}
 
     def outcome(self, tail: float) -> Outcome:
         """Return the figures; ``tail`` seconds of compute come last."""
-        return Outcome(
-            seconds=self._now + tail,
-            stall_seconds=self._stall,
-            peak_bytes=max(self._peak + self._headroom, 0),
-            activation_peak=max(self._activations + self._headroom, 0),
-            held_bytes=self._held + max(self._headroom, 0),  # at another moment nothing may be spare
-            written_bytes=self._written,
-            read_bytes=self._read,
-            forwarded_bytes=self._forwarded,
-            fallback_bytes=self._fallback,
-            write_seconds=self._write_seconds,
-            read_seconds=self._read_seconds,
-            peak_slot=self._peak_slot,
-        )
+        peaks = max(self._peak + self._headroom, 0), max(self._activations + self._headroom, 0)
+        held = self._held + max(self._headroom, 0)  # at another moment nothing may be spare
+        moved = self._written, self._read, self._forwarded, self._fallback
+        busy = self._write_seconds, self._read_seconds
+        return Outcome(self._now + tail, self._stall, *peaks, held, *moved, *busy)
 
     # ---- slots -----------------------------------------------------------------------------------
 
     def run(self, slot: Slot) -> None:
         """Play one slot."""
         layer = self._layers[slot.layer]
-        if self._at_loss and slot.backward and self._slot is not None and not self._slot.backward:
+        if slot.backward and not self._is_backward:
             self._beside = self._at_loss
             self._note()
-        self._slot, self._beside = slot, layer.beside[slot.backward]
+        self._is_backward, self._beside = slot.backward, layer.beside[slot.backward]
         self._to_come = self._gradients - slot.gradients
         self._note()
         self._now += slot.gap
@@ -251,17 +234,17 @@ class _Step:
                 self._settled -= kind.whole_bytes
             return
         passed, used = 0.0, 0
-        for use in _uses(kind, self._saved[scope], rebuilds=way.rebuilds):
-            self._now += (use.at - passed) * seconds
-            passed = use.at
-            if use.is_last:
+        for at, made, fetched, last in _uses(kind, self._saved[scope], rebuilds=way.rebuilds):
+            self._now += (at - passed) * seconds
+            passed = at
+            if last:
                 self._settled -= used  # the activation before was used up
-                used = use.nbytes
-            if use.item is not None:
-                self._use(use.item)
+                used = last
+            if fetched is not None:
+                self._use(fetched)
                 self._fill_window()
-            elif use.is_made:
-                self._hold(use.nbytes)
+            elif made:
+                self._hold(made)
         self._now += (1.0 - passed) * seconds
         del self._saved[scope]
         self._settled -= used + layer.stay_bytes + kind.small_bytes
@@ -282,7 +265,7 @@ class _Step:
         if held > self._held:
             self._held = held
         if held + self._in_flight > self._peak:
-            self._peak, self._peak_slot = held + self._in_flight, self._slot
+            self._peak = held + self._in_flight
 
     def _wait_until(self, when: float) -> None:
         if when > self._now:
@@ -415,30 +398,24 @@ class _Step:
         return True
 
 
-class _Used(NamedTuple):
-    """Backward comes to an activation of an offloaded layer, and fetches, makes or uses up its bytes."""
-
-    at: float
-    nbytes: int
-    item: _Item | None = None
-    is_made: bool = False
-    is_last: bool = True
+_Use = tuple[float, int, "_Item | None", int]
+"""When backward comes to an activation; bytes that are made then, what is fetched, bytes used up."""
 
 
-def _uses(kind: LayerKind, items: list[_Item], *, rebuilds: bool) -> list[_Used]:
+def _uses(kind: LayerKind, items: list[_Item], *, rebuilds: bool) -> list[_Use]:
     """Return what backward of an offloaded layer does, in its order."""
     if not rebuilds:
-        return [_Used(item.until, item.nbytes, item) for item in items]
-    used = [_Used(saved.until, saved.nbytes, is_made=True) for saved in kind.activations if saved.rebuilt]
-    fetched = sorted(
-        (saved for saved in kind.activations if not saved.rebuilt), key=lambda saved: saved.fetched
-    )
+        return [(item.until, 0, item, item.nbytes) for item in items]
+    uses: list[_Use] = [
+        (each.until, each.nbytes, None, each.nbytes) for each in kind.activations if each.rebuilt
+    ]
+    fetched = sorted((each for each in kind.activations if not each.rebuilt), key=lambda each: each.fetched)
     for saved, item in zip(fetched, items, strict=True):
-        is_last = saved.fetched == saved.until
-        used.append(_Used(saved.fetched, saved.nbytes, item, is_last=is_last))
-        if not is_last:  # it was fetched to make another, and is used itself later
-            used.append(_Used(saved.until, saved.nbytes))
-    return sorted(used, key=lambda use: use.at)
+        is_early = saved.fetched < saved.until  # fetched to make another, and used itself later
+        uses.append((saved.fetched, 0, item, 0 if is_early else saved.nbytes))
+        if is_early:
+            uses.append((saved.until, 0, None, saved.nbytes))
+    return sorted(uses, key=lambda use: use[0])
 
 
 def _attention(layer: _Layer) -> int:

@@ -11,6 +11,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pydantic import TypeAdapter
+
 from tba_offload.config.policy import Placement
 from tba_offload.placements import staying
 
@@ -263,48 +265,16 @@ class StepProfile:
 
     def as_json(self) -> dict[str, Any]:
         """Return the profile for a run log."""
-        return {
-            "kinds": [dataclasses.asdict(kind) for kind in self.kinds],
-            "layers": list(self.layers),
-            "timings": [{way.value: list(timing) for way, timing in known.items()} for known in self.timings],
-            "slots": [list(slot[:4]) for slot in self.slots],
-            **({"gradients": [slot.gradients for slot in self.slots]} if self.gradient_bytes else {}),
-            "tail": self.tail,
-            "loss_bytes": self.loss_bytes,
-            "headroom": self.headroom,
-        }
+        return _ADAPTER.dump_python(self, mode="json", exclude={"samples"})  # type: ignore[no-any-return]
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> StepProfile:
+    def from_json(cls, document: object) -> StepProfile:
         """Return the profile that :meth:`as_json` wrote.
 
         Raises:
             ValueError: The document is no profile.
         """
-        try:
-            slots = [Slot(*slot) for slot in document["slots"]]
-            gradients = document.get("gradients") or [0] * len(slots)
-            return cls(
-                kinds=tuple(
-                    LayerKind(
-                        tuple(Saved(*saved) for saved in kind["activations"]),
-                        kind["small_bytes"],
-                        kind["input_bytes"],
-                        kind["attention_bytes"],
-                        None if kind["beside"] is None else Beside(*kind["beside"]),
-                    )
-                    for kind in document["kinds"]
-                ),
-                layers=tuple(document["layers"]),
-                timings=tuple(
-                    {Placement(name): Timing(*timing) for name, timing in known.items()}
-                    for known in document["timings"]
-                ),
-                slots=tuple(
-                    Slot(*slot)._replace(gradients=nbytes)
-                    for slot, nbytes in zip(slots, gradients, strict=True)
-                ),
-                **{name: document[name] for name in ("tail", "loss_bytes", "headroom")},
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not a step profile: {error!r}") from error
+        return _ADAPTER.validate_python(document)
+
+
+_ADAPTER = TypeAdapter(StepProfile)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -300,25 +299,19 @@ def coarse(profile: StepProfile) -> StepProfile:
 
 def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
     """Return the step with the micro-batches that run when most of them do, and two on either side."""
+    order = list(dict.fromkeys(slot.micro_batch for slot in profile.slots))
     last = {slot.micro_batch: place for place, slot in enumerate(profile.slots)}
-    ending: dict[int, list[int]] = defaultdict(list)
-    for micro_batch, place in last.items():
-        ending[place].append(micro_batch)
     running: dict[int, None] = {}
     most: list[int] = []
     for place, slot in enumerate(profile.slots):
         running[slot.micro_batch] = None
         if len(running) > len(most):
-            most = list(running)
-        for micro_batch in ending[place]:
-            del running[micro_batch]
-    order = list(dict.fromkeys(slot.micro_batch for slot in profile.slots))
-    places = [order.index(micro_batch) for micro_batch in most]
-    near = set(order[max(min(places) - 2, 0) : max(places) + 3]) if places else set(order)
-    if len(near) == len(order):
-        return profile
+            most = sorted(map(order.index, running))
+        if last[slot.micro_batch] == place:
+            del running[slot.micro_batch]
+    near = set(order[max(most[0] - 2, 0) : most[-1] + 3])
     slots = tuple(slot for slot in profile.slots if slot.micro_batch in near)
-    return dataclasses.replace(profile, slots=slots)
+    return profile if len(near) == len(order) else dataclasses.replace(profile, slots=slots)
 
 
 def _merged(activations: Sequence[Saved], most: int) -> tuple[Saved, ...]:

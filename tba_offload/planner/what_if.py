@@ -8,6 +8,7 @@ import math
 import statistics
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import BudgetConfig, OffloadConfig
@@ -222,8 +223,10 @@ class Situation:
         is_beside = states is not None and states.default == "auto"
         kept_to = is_auto or is_beside or self.config.on_slow == "keep"
         limits = [limit for limit in (plan.window, budget) if limit is not None]
+        places = tuple(each for each in self.config.store.directories if Path(each).is_dir())
         return replace(
             self.config,
+            store=replace(self.config.store, directories=places),
             default=default,
             layers=rules,
             states=states,

@@ -18,6 +18,8 @@ from tba_offload.cli import main
 from tba_offload.config import load_config
 from tba_offload.config.policy import LayerId, Placement
 from tba_offload.errors import RunLogError
+from tba_offload.planner.model import Plan
+from tba_offload.planner.play import play
 from tba_offload.planner.what_if import FRONTIER, Situation
 
 if TYPE_CHECKING:
@@ -239,3 +241,21 @@ def test_a_policy_that_was_not_planned_is_not_replaced(run_log: Path, tmp_path: 
     assert result.exit_code == 1
     assert "is a run log, and stays as it is" in result.output
     assert run_log.read_bytes() == before
+
+
+def test_a_plan_foretells_what_its_own_log_measured_and_its_policy_can_be_attached(tmp_path: Path) -> None:
+    """Also after the directory of the run has gone."""
+    drive, path, policy = tmp_path / "drive", tmp_path / "run.jsonl", tmp_path / "policy.yaml"
+    drive.mkdir()
+    model, config = make_model(layers=LAYERS), config_for(in_flight=MIB, default=OFFLOAD, directory=drive)
+    with tba.attach(model, config, run_log=path) as session:
+        train(model, session, steps=6)
+        measured = max(record.activation_peak_bytes or 0 for record in session.report())
+    drive.rmdir()
+    situation = Situation.of(path)
+    same = Plan((OFFLOAD,) * LAYERS, window=MIB)
+    assert play(situation.profile, same, situation.bandwidth).activation_peak >= measured
+    run_plan(path, "--budget", "64MiB", "-o", policy)
+    assert "null" not in policy.read_text()
+    with tba.attach(make_model(layers=LAYERS), policy, measure_memory=False) as session:
+        assert set(session.plan.placements) == {KEEP}
