@@ -304,7 +304,8 @@ class Controller:
 
     def _look(self, seen: StepObservation, taken: int | None) -> None:
         """Measure the profile, as long as something is learned from it, and hold the peak against it."""
-        if self.state is State.HOLD and self.steps % TALKS and self._off < OFF_STEPS - 1:
+        is_due = self._limited or self._off >= OFF_STEPS - 1 or self.steps % TALKS == 0
+        if self.state is State.HOLD and not is_due:
             return
         record, plan = seen.record, seen.plan
         profile = profile_of(
