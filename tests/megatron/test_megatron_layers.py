@@ -53,78 +53,10 @@ def same_bits(first: list[Tensor], second: list[Tensor]) -> bool:
     )
 
 
-def train_step(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], *recomputed: str) -> list[Tensor]:
-    """Loss, gradients and the random state after one step, with some layers recomputed."""
-    rules = tuple(Rule(layer, Placement.RECOMPUTE) for layer in recomputed)
-    config = tba.OffloadConfig(default=Placement.KEEP, layers=rules)
-    seed_all(5)
-    with tba.attach(model, config) if rules else contextlib.nullcontext() as session:
-        with session.step() if session else contextlib.nullcontext():
-            loss = loss_of(model)
-            torch.autograd.backward(loss)
-        if session:
-            assert session.report()[-1].recomputed_scopes == len(recomputed)
-    return [loss, *gradients_of(model), *random_states()]
-
-
 def gradients_of(model: nn.Module) -> list[Tensor]:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert len(gradients) == len(list(model.parameters()))
     return gradients
-
-
-def random_states() -> list[Tensor]:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    return [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()]
-
-
-class TestRecomputeIsBitForBit:
-    @every_shape
-    def test_of_a_gpt(self, shape: GptShape) -> None:
-        batch = random_batch(shape, batch_size=2, seed=2)
-
-        def run(*layers: str) -> list[Tensor]:
-            return train_step(build_gpt(shape, seed=0), lambda model: gpt_loss(model, batch), *layers)
-
-        expected = run()
-        assert same_bits(run("1"), expected)
-        assert same_bits(run("0", "1", "2"), expected)
-
-    def test_of_layers_that_share_a_context(self) -> None:
-        def run(*layers: str) -> list[Tensor]:
-            return train_step(build_t5(), t5_loss, *layers)
-
-        assert same_bits(run("encoder:0", "encoder:1", "decoder:0", "decoder:1"), run())
-
-
-class TestCheckpointLayer:
-    def test_passes_arguments_in_their_places(self) -> None:
-        a, b = torch.ones(1, requires_grad=True), torch.full((1,), 2.0, requires_grad=True)
-        output = checkpoint_layer(
-            lambda first, second, *, third, fourth: first - 10 * second + third * fourth,
-            5.0,
-            a,
-            third=b,
-            fourth=7.0,
-        )
-        assert output.item() == 5 - 10 + 14
-        output.backward()
-        assert a.grad is not None
-        assert b.grad is not None
-        assert (a.grad.item(), b.grad.item()) == (-10, 7)
-
-    @pytest.mark.parametrize("grad_enabled", [True, False])
-    def test_runs_the_layer_as_it_is_where_nothing_can_be_recomputed(self, *, grad_enabled: bool) -> None:
-        hidden = torch.randn(4, requires_grad=not grad_enabled)
-        weight = torch.randn(4, requires_grad=True)
-        with torch.set_grad_enabled(grad_enabled):
-            output = checkpoint_layer(lambda hidden: hidden * weight, hidden)
-        assert output.requires_grad == grad_enabled
-        if grad_enabled:
-            output.sum().backward()
-            assert weight.grad is not None
-            assert torch.equal(weight.grad, hidden)
 
 
 class TestFindLayers:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
-import pytest
 import torch
 import torch.nn.functional as F
 from models import same_bits
 from torch import Tensor, nn, optim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     Make = Callable[[Iterable[Any]], optim.Optimizer]
@@ -176,19 +173,3 @@ def go_on_from(found: Given, expected: Given) -> None:
     states = copied(found.optimizer.state_dict())["state"]
     groups = expected.optimizer.state_dict()["param_groups"]
     expected.optimizer.load_state_dict({"state": states, "param_groups": groups})
-
-
-@contextmanager
-def interrupted_at(which: int, owner: type, method: str) -> Iterator[None]:
-    """An interrupt when a method is called for that time, which comes out of the block."""
-    original, called = getattr(owner, method), 0
-
-    def interrupted(*arguments: Any) -> Any:
-        nonlocal called
-        called += 1
-        if called == which:
-            raise KeyboardInterrupt
-        return original(*arguments)
-
-    with mock.patch.object(owner, method, interrupted), pytest.raises(KeyboardInterrupt):
-        yield

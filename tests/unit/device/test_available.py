@@ -56,10 +56,6 @@ def v2(folder: str, limit: str, usage: int, cache: int = 0) -> dict[str, str]:
     }
 
 
-def test_without_control_groups_it_is_the_hosts(machine: Callable[..., int]) -> None:
-    assert machine() == 20 * GIB
-
-
 def test_version_2(machine: Callable[..., int]) -> None:
     assert machine("0::/user/mine\n", **v2("/user/mine", str(8 * GIB), 3 * GIB)) == 5 * GIB
 
@@ -84,18 +80,10 @@ def test_version_1(machine: Callable[..., int]) -> None:
     assert machine(groups, **v1("/job", str(6 * GIB), GIB), **v1("", UNLIMITED_V1, 9 * GIB)) == 5 * GIB
 
 
-def test_version_1_shares_its_hierarchy_with_another_controller(machine: Callable[..., int]) -> None:
-    assert machine("4:hugetlb,memory:/job\n", **v1("/job", str(6 * GIB), GIB)) == 5 * GIB
-
-
 def test_in_a_container_the_mount_is_its_own_group(machine: Callable[..., int]) -> None:
     """The path is that of the host, which does not exist here."""
     assert machine("4:memory:/docker/0123abc\n", **v1("", str(2 * GIB), GIB)) == GIB
     assert machine("0::/docker/0123abc\n", **v2("", str(3 * GIB), GIB)) == 2 * GIB
-
-
-def test_a_path_with_a_colon(machine: Callable[..., int]) -> None:
-    assert machine("0::/a:b\n", **v2("/a:b", str(2 * GIB), GIB)) == GIB
 
 
 def test_a_kernel_that_does_not_say(machine: Callable[..., int]) -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_contract import get, pattern, put
 
-from tba_offload.device import Accelerator, CpuDevice
+from tba_offload.device import Accelerator
 from tba_offload.device.pinned import PORTABLE, pinned_memory
-from tba_offload.store.file import SLAB_BYTES, FileStore
+from tba_offload.store.file import SLAB_BYTES
 
 SIZES = [1, 4096, 10_000, SLAB_BYTES]
 
@@ -75,30 +74,6 @@ def test_it_is_given_back_with_the_last_tensor_on_it(runtime: Runtime) -> None:
     gc.collect()
     assert runtime.registered == {}
     assert not is_mapped(address)
-
-
-def test_what_cuda_does_not_pin_is_an_error_and_not_unpinned(runtime: Runtime) -> None:
-    runtime.status = 2
-    with pytest.raises(RuntimeError, match="CUDA cannot pin 4096 bytes of host memory: out of memory"):
-        pinned_memory(4096)
-    gc.collect()
-
-
-def test_a_file_store_moves_bytes_through_it_and_gives_it_back(runtime: Runtime, tmp_path: Path) -> None:
-    """By direct I/O where the file system has it: an address that it refuses would be an error."""
-
-    class Elsewhere(CpuDevice):
-        pins_memory = True
-
-        def host_memory(self, nbytes: int) -> torch.Tensor:
-            return Accelerator("cuda:0").host_memory(nbytes)
-
-    data = pattern(SLAB_BYTES + 100_003)
-    with FileStore(tmp_path, device=Elsewhere()) as store:
-        assert torch.equal(get(store, put(store, data)), data)
-        assert store.staging_bytes == sum(runtime.registered.values()) > 0
-    gc.collect()
-    assert runtime.registered == {}
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -385,23 +385,6 @@ def test_lightning_with_offloaded_optimizer_states(package: types.ModuleType, ca
     assert all(record.states_bytes for record in offload.session.states[0].records)
 
 
-@each_lightning
-def test_lightning_after_an_exception(package: types.ModuleType, callback: Any) -> None:
-    def training_step(self: Any, batch: Tensor, index: int) -> Tensor:
-        loss = loss_of(self.model, batch)
-        if index == 2:
-            raise ValueError("a drive fell out of the window")
-        return loss
-
-    module, offload = module_of(package, training_step=training_step), callback(config())
-    with pytest.raises(ValueError, match="out of the window"):
-        fit(package, module, offload)
-    assert is_given_back(module)
-    assert len(offload.session.report()) == 2
-    fit(package, module, offload, limit_train_batches=2)
-    assert len(offload.session.report()) == 2
-
-
 # The examples, and what the documentation says
 
 
