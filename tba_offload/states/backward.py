@@ -117,9 +117,10 @@ class BackwardUpdates:
                 self._begin_pass()
             if self._open:
                 self._updates.prefetch()
+                self._note_later_use(parameter)
             for group in [group for group, missing in self._open.items() if parameter in missing]:
                 self._open[group].discard(parameter)
-                if self._open[group] or any(map(self._is_read_later, _parameters(group))):
+                if self._open[group] or not self._read_later.isdisjoint(_parameters(group)):
                     continue  # the latter are updated at the end
                 self._is_updating = True
                 self._done.append(group)
@@ -152,20 +153,22 @@ class BackwardUpdates:
         at_the_end = torch.autograd.Variable._execution_engine.queue_callback
         at_the_end(partial(at_the_end, self._pass_ends))  # after what FSDP2 does there
         self._freed.clear()
+        self._read_later: set[torch.Tensor] = set()
         self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         if not self._keeps_graph:  # else it reads parameters again, so that all are updated at the end
             self._updates.follow()
             self._open = {group: _parameters(group) & self._handles.keys() for group in self._updates.groups}
 
-    def _is_read_later(self, parameter: torch.Tensor) -> bool:
-        """Whether something else holds the memory of a parameter, as a node of the graph that comes later.
+    def _note_later_use(self, parameter: torch.Tensor) -> None:
+        """Note whether something else holds the memory of a parameter, as a later node of the graph.
 
         Nodes that had a part in its gradient have let go of it by now. One that had none, as of a layer that
         uses the weight of another by ``.data``, would read the new value.
         """
         now = _references_to(parameter)
         usual = self._references[parameter] = min(self._references.get(parameter, now), now)
-        return now > usual
+        if now > usual:
+            self._read_later.add(parameter)
 
     def _free(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:

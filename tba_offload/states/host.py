@@ -13,7 +13,6 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,10 +31,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from tba_offload.device import Event
-    from tba_offload.states.entries import Entries
-    from tba_offload.states.groups import Entry, Groups, SubGroup
-    from tba_offload.states.home import Homes
-    from tba_offload.states.masters import Masters
+    from tba_offload.states.groups import Entry, SubGroup
+    from tba_offload.states.optimizer import Updates
 
     States = dict[Piece, Entry]
 
@@ -57,12 +54,8 @@ class HostLane:
     in place. From drives they travel through a ring of slots, as those of the device do.
 
     Args:
-        optimizer: The optimizer.
-        kind: Its class.
-        homes: Where sub-groups live.
-        entries: Shows states in ``optimizer.state``.
-        groups: The sub-groups.
-        masters: The master copies among the parameters.
+        updates: Those of the optimizer.
+        kind: The class of the optimizer.
         update: ``device``, ``host`` or ``auto``: who updates.
 
     Attributes:
@@ -70,28 +63,20 @@ class HostLane:
         predicted_seconds: What that was expected to take; ``None`` if nothing was expected.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        kind: type[torch.optim.Optimizer],
-        homes: Homes,
-        entries: Entries,
-        groups: Groups,
-        masters: Masters,
-        update: str,
-    ) -> None:
-        self._optimizer, self._entries, self._groups, self._masters = optimizer, entries, groups, masters
-        self._homes, self._device, self._slots = homes, homes.device, entries.host_slots
-        self._is_home = homes.store.kind == HostStore.kind
-        self._is_on = update != "device" and homes.device.runs_behind  # a CPU's memory is the host's
+    def __init__(self, updates: Updates, kind: type[torch.optim.Optimizer], update: str) -> None:
+        self._optimizer, self._masters = updates.optimizer, updates.masters  # not the updates: a cycle
+        self._entries, self._groups, self._homes = updates.entries, updates.groups, updates.homes
+        self._slots, self._device = self._entries.host_slots, self._homes.device
+        self._is_home = self._homes.store.kind == HostStore.kind
+        self._is_on = update != "device" and self._device.runs_behind  # a CPU's memory is the host's
         self._rates = _Rates(is_auto=update == "auto")
-        self._twin = _HostTwin(optimizer, kind)
+        self._twin = _HostTwin(self._optimizer, kind)
         self._mine: set[SubGroup] = set()
-        self._busy: set[SubGroup] = set()
-        self._slots.next_use = partial(_next_use, self._busy)  # no method, a cycle
+        self._idle: set[SubGroup] = set()
+        self._slots.next_use = self._idle.__contains__  # what is updated keeps its slot
         self._lock, self._computing = threading.Lock(), threading.Lock()
         self._desks = [torch.empty(0, dtype=torch.uint8) for _ in range(_THREADS)]
-        self._pool = ThreadPoolExecutor(_THREADS, "tba-update", homes.device.bind_thread)
+        self._pool = ThreadPoolExecutor(_THREADS, "tba-update", self._device.bind_thread)
         self._last: tuple[Any, tuple[int, int], float] | None = None
         self.updated = 0
         self.predicted_seconds: float | None = None
@@ -148,14 +133,13 @@ class HostLane:
 
         Where states live in host memory they come to a slot there at once, so that the store takes none.
         """
-        if not (self._is_on and self._is_home and _can_be_copied(group)):
-            return
-        sizes = [each.nbytes for each in self._groups if _can_be_copied(each)]
-        slot = self._entries.slots.of(group)
-        if slot is not None and self._rates.count(sizes, len(self._mine)) > len(self._mine):
-            self._serve(group, on_host=True)
-            self._slots.own(group).lend()[: group.nbytes].copy_(slot.lend()[: group.nbytes])
-            self._entries.slots.empty(group)
+        if self._is_on and self._is_home and _can_be_copied(group):
+            sizes = [each.nbytes for each in self._groups if _can_be_copied(each)]
+            if self._rates.count(sizes, len(self._mine)) > len(self._mine):
+                self._serve(group, on_host=True)
+                states = self._entries.slots.load(group).lend()[: group.nbytes]
+                self._slots.own(group).lend()[: group.nbytes].copy_(states)
+                self._entries.slots.empty(group)
 
     def give_up(self, groups: Iterable[SubGroup]) -> None:
         """Leave sub-groups to the device.
@@ -173,6 +157,7 @@ class HostLane:
     def forget(self, groups: Iterable[SubGroup]) -> None:
         """Forget sub-groups that are no more."""
         self._mine.difference_update(groups)
+        self._idle.difference_update(groups)
 
     def close(self) -> None:
         """End the threads."""
@@ -246,7 +231,7 @@ class HostLane:
             self._desks.append(desk)
             with self._lock:
                 self._slots.write(group)
-                self._busy.discard(group)
+                self._idle.add(group)
         return _Done(bound if is_as_before else {}, left, began, time.perf_counter())
 
     def _load(self, group: SubGroup) -> torch.Tensor:
@@ -257,7 +242,7 @@ class HostLane:
             elif slot is None:
                 slot = self._slots.take(group.room)
                 slot.read(group)
-            self._busy.add(group)
+            self._idle.discard(group)
         slot.settle()
         slot.hold(group)
         return slot.lend()
@@ -405,10 +390,6 @@ def _settle(bound: Mapping[Piece, Entry], before: States, left: States) -> bool:
         entry = left[piece]
         entry.update({key: view.copy_(entry[key]) for key, view in views.items() if entry[key] is not view})
     return True
-
-
-def _next_use(busy: set[SubGroup], group: SubGroup) -> int:
-    return -1 if group in busy else 1
 
 
 def _can_be_copied(group: SubGroup) -> bool:

@@ -86,9 +86,7 @@ class Updates:
         self.order = Order(turns=self._is_elementwise and not self._in_backward)
         self.entries = Entries(optimizer, self.homes, self.masters, self.groups, self.order.next_use)
         self._twin = Twin(optimizer, kind)
-        self._host = HostLane(
-            optimizer, kind, self.homes, self.entries, self.groups, self.masters, states.update
-        )
+        self._host = HostLane(self, kind, states.update)
         self.entries.arrived = WeakMethod(self._host.welcome)
         self._counts = _Counts()
         self._failure: TransferError | None = None

@@ -6,9 +6,7 @@ late, gives freed memory away at once and overwrites it: what nothing orders giv
 
 from __future__ import annotations
 
-import json
 import threading
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import lagging
@@ -308,14 +306,6 @@ def test_masters_are_updated_in_host_memory(update: str, store: str, tmp_path: P
 # What goes wrong, and what it goes with
 
 
-def test_reads_that_fail_are_tried_again(tmp_path: Path) -> None:
-    found, expected = pair()
-    chosen = lanes(tmp_path, "host", "file")
-    with inject("fail-read:n=5", "flip-read:n=7"), tba.offload_optimizer(found.optimizer, chosen):
-        train(found, expected, *range(4))
-        assert_same(found, expected)
-
-
 def test_states_that_cannot_be_read_are_an_error_with_a_name(tmp_path: Path) -> None:
     found, expected = pair()
     with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host", "file")):
@@ -348,30 +338,3 @@ def test_an_optimizer_of_others_is_refused(tmp_path: Path) -> None:
     found, _ = pair(lambda parameters: Own(parameters, lr=1e-3))
     with pytest.raises(UnsupportedError, match=r"Own updates parameters in host memory is not known"):
         tba.offload_optimizer(found.optimizer, lanes(tmp_path, trust=True))
-
-
-def test_a_session_tells_which_lane_updated(tmp_path: Path) -> None:
-    def trained(log: Path | None = None) -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(6))).to(lagging.LAG)
-        optimizer, inputs = looped("adamw")(model.parameters()), torch.ones(5, 48, device=lagging.LAG)
-        session = None
-        if log is not None:
-            session = tba.attach(
-                model, lanes(tmp_path, "host"), layers=list(model), optimizer=optimizer, run_log=log
-            )
-        for _ in range(4):
-            with nullcontext() if session is None else session.step():
-                model(inputs).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        if session is not None:
-            session.close()
-        return model
-
-    trained()  # the first matrix products of a process round otherwise here than all later ones
-    log = tmp_path / "run.jsonl"
-    pairs = zip(trained(log).parameters(), trained().parameters(), strict=True)
-    assert all(same_bits(a.detach(), b.detach()) for a, b in pairs)
-    updates = [event for event in map(json.loads, log.read_text().splitlines()) if "on_host" in event]
-    assert [event["on_host"] > 0 for event in updates] == [False, True, True, True]

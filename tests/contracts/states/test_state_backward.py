@@ -78,7 +78,8 @@ def test_training(name: str, dtype: torch.dtype, kind: str, tmp_path: Path) -> N
             found.step(seed)
             expected.step(seed)
             assert_same(found, expected)
-        assert all(record.in_backward for record in [*states.records][1:])  # the first makes states
+        for record in [*states.records][1:]:  # the first makes states
+            assert record.in_backward >= record.sub_groups - 1  # that of a parameter without a gradient waits
     assert_same(found, expected)
     found.step(9)
     expected.step(9)
@@ -227,7 +228,8 @@ def borrowed(
 
 
 @pytest.mark.parametrize(
-    ("use", "placement"), combinations(list(USES), ["keep", "offload"], everything=False, together=1)
+    ("use", "placement"),
+    combinations(list(USES), ["keep", "offload"], everything=False, together=1),
 )
 def test_a_layer_uses_the_weight_of_a_later_one(use: str, placement: str, tmp_path: Path) -> None:
     def plain(layer: nn.Module, x: Tensor) -> Tensor:
@@ -431,15 +433,11 @@ def test_a_backward_that_fails_before_any_update_can_be_repeated(tmp_path: Path)
         assert_same(found, expected)
 
 
-# ---- with activations ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("placement", ["offload", "recompute", "keep"])
-def test_beside_offloaded_activations(placement: str, tmp_path: Path) -> None:
+def test_beside_recomputed_layers(tmp_path: Path) -> None:
     found, expected = pair("adamw")
-    made = settings(tmp_path, default=placement, min_tensor_bytes=0)
+    made = settings(tmp_path, default="recompute")
     with tba.attach(found.model, made, layers=[*found.model.layers], optimizer=found.optimizer) as session:
-        for seed in range(5):
+        for seed in range(4):
             found.step(seed)
             expected.step(seed)
         assert_same(found, expected)
