@@ -17,7 +17,7 @@ from torch import nn
 from tba_offload.capture.scope import ScopeKey
 from tba_offload.errors import SessionError, warn
 from tba_offload.layers import untraced
-from tba_offload.layers.checkpoint import is_recomputation
+from tba_offload.layers.graph import is_recomputation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -11,22 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
-from tba_offload.layers.checkpoint import torch_checkpoint
-from tba_offload.layers.randomness import Generator, generators_of
 
 Blocks = dict[str, nn.Module]
 """The blocks of a list, by their places in it."""
 
-Checkpoint = Callable[..., Any]
-"""``checkpoint(forward, *args, **kwargs)``: runs forward now and again in backward.
-
-Our saved-tensor hooks around it see the inputs that it saves, and nothing that forward saves.
-"""
+State = tuple[Callable[[], Any], Callable[[Any], object]]
+"""Functions that read and set state that a second run of a layer must find again."""
 
 LEAST_LEFT_OUT = 0.1
 """Share of the parameters of the layers that were found, from which on other blocks are worth a word."""
@@ -84,18 +78,15 @@ class LayerStack:
 
     Attributes:
         layers: In the order of their numbers.
-        checkpoint: Recomputes one layer, with the random state of the framework.
         micro_batch: Number of the micro-batch that a layer is about to run, where the framework tells;
             otherwise ``None`` and executions are counted.
-        not_compared: Why a layer must not be run once more than training has it run; ``None`` if it may.
+        states: Returns state of the framework that second runs put back, as its generators are.
         left_out: Lists of other blocks that have a share of the parameters.
     """
 
     layers: tuple[Layer, ...]
-    checkpoint: Checkpoint = torch_checkpoint
     micro_batch: Callable[[nn.Module], int | None] | None = None
-    generators: Callable[[Iterable[torch.device]], Sequence[Generator]] = generators_of
-    not_compared: Callable[[nn.Module], str | None] = lambda _: None
+    states: Callable[[], Sequence[State]] = tuple
     left_out: tuple[BlockList, ...] = ()
 
 

@@ -28,6 +28,14 @@ pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_ho
 """Takes the innermost hooks of the calling thread off."""
 
 
+def is_recomputation() -> bool:
+    """Return True if the calling forward runs inside a backward pass.
+
+    Holds for the checkpoints of PyTorch and Megatron alike: what is saved then is used at once and stays.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
 def first_differentiable(output: object) -> torch.Tensor | None:
     """Return the first tensor of a layer's output through which gradients will come back."""
     first = output[0] if isinstance(output, tuple) and output else output

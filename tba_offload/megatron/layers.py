@@ -1,4 +1,4 @@
-"""The transformer layers of a Megatron model: which there are, and how one of them is recomputed."""
+"""The transformer layers of a Megatron model, and state beside them that a second run must find again."""
 
 from __future__ import annotations
 
@@ -6,23 +6,18 @@ import itertools
 import sys
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from tba_offload.capture.hooks import set_aside
 from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
-from tba_offload.layers.randomness import Generator, generators_of
-from tba_offload.layers.stack import Layer, LayerStack, chunks_of
+from tba_offload.layers.stack import Layer, LayerStack, State, chunks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
 
     _Arguments = dict[int | str, Any]  # by position or name
-
-Output = TypeVar("Output")
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
 
@@ -39,7 +34,7 @@ def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
 def find_stack(
     model: nn.Module | Sequence[nn.Module], gather: Callable[[list[LayerId]], Sequence[LayerId]] | None = None
 ) -> LayerStack:
-    """Get the layers of a Megatron model, with Megatron's checkpoint and the micro-batches of its schedules.
+    """Get the layers of a Megatron model, with the micro-batches of its schedules and its generators.
 
     Args:
         model: The model or the list of its chunks on this rank, wrapped or not.
@@ -59,30 +54,33 @@ def find_stack(
     layers = tuple(replace(layer, id=short) for layer, short in zip(found, ids, strict=True))
     return LayerStack(
         layers,
-        checkpoint=checkpoint_layer,
         micro_batch=current_microbatch,
-        generators=_generators_of,
-        not_compared=_logs_losses,
+        states=_states,
     )
 
 
-def _logs_losses(layer: nn.Module) -> str | None:
-    """Why layers with experts are not run only to be compared: their routers add up losses for the log."""
-    router = getattr(sys.modules.get("megatron.core.transformer.moe.router"), "Router", None)
-    if router is None or not any(isinstance(module, router) for module in layer.modules()):
-        return None
-    return "its router adds to the losses that are logged each time it runs"
-
-
-def _generators_of(devices: Iterable[torch.device]) -> Sequence[Generator]:
-    """PyTorch's generators, and those of Megatron's random number regions."""
+def _states() -> Sequence[State]:
+    """Return generators of Megatron's random number regions, and losses that its routers sum for the log."""
     from megatron.core import tensor_parallel
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
     # It goes on in the very dict that it is given.
-    return *generators_of(devices), Generator(
-        tracker.get_states, lambda states: tracker.set_states(dict(states))
-    )
+    generators = (tracker.get_states, lambda found: tracker.set_states(dict(found)))
+    return generators, (lambda: {name: each.clone() for name, each in _logged().items()}, _put_logged)
+
+
+def _logged() -> dict[str, Tensor]:
+    newer = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    if newer is not None:
+        return {name: each.values for name, each in newer.get_moe_metrics_tracker().metrics.items()}
+    older = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    entries = {} if older is None else older.get_moe_layer_wise_logging_tracker()
+    return {name: each["values"] for name, each in entries.items()}
+
+
+def _put_logged(values: Mapping[str, Tensor]) -> None:
+    for name, summed in _logged().items():
+        summed.copy_(values[name]) if name in values else summed.zero_()
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
@@ -131,102 +129,6 @@ def current_microbatch(layer: nn.Module) -> int | None:
     """
     number: int | None = getattr(layer, "current_microbatch", None)
     return number
-
-
-def checkpoint_layer(forward: Callable[..., Output], /, *args: Any, **kwargs: Any) -> Output:
-    """Run a layer and keep only its inputs: backward runs it a second time, with the same numbers.
-
-    This is ``tensor_parallel.checkpoint``, which repeats the random numbers of Megatron's random number
-    regions too; in FP8 and FP4 it is that of Transformer Engine, which also repeats the scaling factors.
-    What requires a gradient (the hidden states, the context of a cross attention) is handed to it and is
-    seen by saved-tensor hooks; everything else (masks, rotary tables, settings) is closed over, as it is
-    shared between layers and frees nothing.
-
-    Without gradients it just runs the layer. An input without a gradient, as frozen embeddings give, gets one
-    that is not read: Megatron's checkpoint would otherwise not be part of the graph.
-
-    Args:
-        forward: The layer's own forward.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        What ``forward`` returns: a tensor or a tuple of tensors and other things.
-    """
-    given: _Arguments = dict(enumerate(args)) | kwargs
-    tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
-    inputs = {key: tensor for key, tensor in tensors.items() if tensor.requires_grad}
-    if not inputs and _trains(forward):
-        hidden_states = next((each for each in tensors.items() if each[1].is_floating_point()), None)
-        if hidden_states is not None:
-            inputs = {hidden_states[0]: hidden_states[1].detach().requires_grad_()}
-    if not inputs or not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    # The closure must not hold the inputs, or offloading them could free nothing.
-    closed_over = {key: value for key, value in given.items() if key not in inputs}
-    output: Output = _checkpoint(forward, inputs, closed_over)
-    return output
-
-
-def _checkpoint(forward: Callable[..., Any], inputs: _Arguments, closed_over: _Arguments) -> Any:
-    """Pass through the checkpoint only what the layer makes, and put its output together again.
-
-    An argument that the layer hands through (the context of a decoder) stays the same tensor in the
-    same graph: its gradients are summed in the order in which they would be without recomputation.
-    """
-    names = tuple(inputs)
-    layout: list[tuple[str, Any]] = []
-    is_tuple = True
-
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        nonlocal is_tuple
-        given = closed_over | dict(zip(names, tensors, strict=True))
-        positions = sorted(key for key in given if isinstance(key, int))
-        keywords = {key: value for key, value in given.items() if isinstance(key, str)}
-        # The layers of Megatron switch gradients on for a part of a forward that runs without: what is
-        # saved there is dropped at once, and hooks shall see the inputs only.
-        with set_aside():
-            returned = forward(*(given[position] for position in positions), **keywords)
-        is_tuple = isinstance(returned, tuple)
-        values = returned if is_tuple else (returned,)
-        layout[:] = [_origin(value, given) for value in values]
-        return tuple(value for value, (how, _) in zip(values, layout, strict=True) if how == "made")
-
-    made = iter(_checkpoint_of(forward)(run, *inputs.values()))
-    parts: dict[str, Callable[[Any], Any]] = {
-        "made": lambda _: next(made),
-        "given": (closed_over | inputs).__getitem__,
-        "other": lambda value: value,
-    }
-    output = tuple(parts[how](what) for how, what in layout)
-    return output if is_tuple else output[0]
-
-
-def _origin(value: Any, given: _Arguments) -> tuple[str, Any]:
-    """Return where a part of a layer's output comes from: made, a given argument, or no tensor."""
-    if not isinstance(value, Tensor):
-        return "other", value
-    return next((("given", key) for key, argument in given.items() if argument is value), ("made", None))
-
-
-def _checkpoint_of(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the checkpoint that Megatron itself would use for the layer: it depends on the precision."""
-    from megatron.core import parallel_state, tensor_parallel
-
-    distribute_inputs = False  # over the tensor-parallel group: another way to save their memory
-    config = getattr(getattr(forward, "__self__", None), "config", None)
-    if not (getattr(config, "fp8", None) or getattr(config, "fp4", None)):
-        return lambda run, *inputs: tensor_parallel.checkpoint(run, distribute_inputs, *inputs)
-    from megatron.core.extensions.transformer_engine import te_checkpoint
-
-    tracker, group = tensor_parallel.get_cuda_rng_tracker, parallel_state.get_tensor_model_parallel_group()
-    return lambda run, *inputs: te_checkpoint(run, distribute_inputs, tracker, group, *inputs)
-
-
-def _trains(forward: Callable[..., Any]) -> bool:
-    """Whether the layer has a parameter that is trained, as far as its forward tells."""
-    layer = getattr(forward, "__self__", None)
-    return not isinstance(layer, nn.Module) or any(p.requires_grad for p in layer.parameters())
 
 
 _LAYER_TYPES = {

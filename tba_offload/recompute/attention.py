@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tba_offload.layers import untraced
-from tba_offload.layers.checkpoint import is_recomputation
+from tba_offload.layers.graph import is_recomputation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

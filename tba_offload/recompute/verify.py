@@ -1,27 +1,85 @@
-"""Outcomes of comparisons of second runs, asked before each step of an optimizer."""
+"""Comparison of the two runs of a layer: everything they save for backward, byte for byte by digests.
+
+Hooks stand inside those of the checkpoint. They see each tensor that the layer saves, in both runs. Of the
+first run 8 bytes a tensor are held. When the second run has ended, and before backward gets any tensor of it,
+the digests are compared on the device. The outcome is one flag a run, read before the optimizer's step.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 
-from tba_offload.errors import RecomputationError
+from tba_offload.errors import RecomputationError, SavedTensorModifiedError, TbaError, warn
+from tba_offload.layers import untraced
+from tba_offload.layers.graph import latest_node
+from tba_offload.recompute import digest
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable, Container, Iterator, Mapping
+
+_AT_ONCE = 16
+"""Tensors whose sums are mixed together: 8 KiB each, and a layer may save thousands of small tensors."""
+
+turn = threading.RLock()
+"""Held by the thread that runs a layer a second time: generators are set for that, for all threads."""
+
+
+_OTHER = "its second run gave other numbers"
+_hooks_on_top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def cannot(layer: str, cause: str, kind: type[TbaError] = RecomputationError) -> TbaError:
+    """Return the error of a layer that cannot be recomputed."""
+    return kind(f"{layer} cannot be recomputed: {cause}. Place it keep or offload.")
+
+
+def other_numbers(layer: str) -> TbaError:
+    """Return the error of a layer whose second run gave other numbers."""
+    return cannot(
+        layer,
+        f"{_OTHER} than the first, because it depends on something that changed in between (a counter, a "
+        "global, a generator of its own). Do not use the gradients of this step",
+    )
+
+
+def modified(what: str) -> SavedTensorModifiedError:
+    """Return the error of a tensor that was changed between forward and backward."""
+    return SavedTensorModifiedError(
+        f"{what} was changed in place between the forward of the layer and its backward, which runs it again."
+        " Change a copy instead, or place the layer keep or offload."
+    )
 
 
 class Verifier:
-    """Outcomes of the comparisons of one session.
+    """Outcomes of the comparisons of one session, and which layers ``auto`` may recompute.
 
     A comparison is computed on the device. Its outcome is read before the next step of any optimizer, and at
     once on a CPU, where nothing has to be waited for.
+
+    Args:
+        kinds: The classes of the layers by their names, in order.
+        report: Takes a sentence about layers that ``auto`` leaves alone.
+
+    Attributes:
+        faults: What is wrong with second runs of a layer, by its name and its mode; ``None`` if nothing is.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, kinds: Mapping[str, type] | None = None, report: Callable[[str], object] = warn
+    ) -> None:
+        self.faults: dict[tuple[str, tuple[bool, ...]], str | None] = {}
+        self._kinds, self._report = dict(kinds or {}), report
+        self._failed: set[type | None] = set()
+        self._reported: set[type | None] = set()
         self._open: deque[tuple[str, torch.Tensor]] = deque()
         own = weakref.ref(self)  # the hook is global, and must not keep a session alive
 
@@ -55,13 +113,282 @@ class Verifier:
         """
         found = [self._open.popleft() for _ in range(len(self._open))]
         wrong = list(dict.fromkeys(name for name, differs in found if differs.item()))
+        for name in wrong:
+            self.withdraw(name)
         if wrong:
-            raise RecomputationError(
-                f"{', '.join(wrong)} cannot be recomputed: its second run gave other numbers than the first. "
-                "It depends on something that changed in between, such as a generator of its own, a counter "
-                "or a global. Do not use the gradients of this step. Place it keep or offload."
-            )
+            raise other_numbers(", ".join(wrong))
+
+    def judge(self, name: str, training: tuple[bool, ...], fault: Exception | None) -> None:
+        """Note what a trial of a layer has found; one fault is enough, and is reported once for a class."""
+        kind = self._kinds.get(name)
+        if fault is None:
+            self.faults.setdefault((name, training), None)
+            return
+        self.faults[name, training] = str(fault)
+        if kind not in self._reported:
+            self._reported.add(kind)
+            sentence = f"{name}, and layers like it, are not recomputed by the planner: {fault}"
+            if _OTHER in str(fault):  # the trial may have changed state out of its sight once more
+                warn(sentence, RuntimeWarning)
+            else:
+                self._report(sentence)
+
+    def withdraw(self, name: str) -> None:
+        """Have ``auto`` recompute no layer of this class from now on: a second run of one has failed."""
+        self._failed.add(self._kinds.get(name))
+
+    def may_repeat(self, name: str, training: tuple[bool, ...]) -> bool:
+        """Return True if a trial of the layer in this mode found nothing, and none of its class failed."""
+        return self.faults.get((name, training), "") is None and self._kinds.get(name) not in self._failed
+
+    def may_plan(self, index: int) -> bool:
+        """Return True if trials of a layer in all modes that it ran in found nothing."""
+        name = list(self._kinds)[index]
+        modes = [training for layer, training in self.faults if layer == name]
+        return bool(modes) and all(self.may_repeat(name, training) for training in modes)
 
     def close(self) -> None:
         """Take the hook off."""
         self._handle.remove()
+
+
+class _Digests:
+    """The saved tensors of one run.
+
+    A kernel may fill a tensor after it was saved (the noise of ``rrelu``, statistics of attention). Only
+    tensors without a graph can be such. They are read when the next operation saves something.
+
+    Attributes:
+        forms: Of each tensor: what must be equal in both runs beside digests; the last is the version of a
+            parameter.
+        numbers: The digests, when the run has ended.
+        tail: Number of the first tensor that the last operation saved, if the operation may fill one of them.
+    """
+
+    def __init__(self, static: Mapping[int, str]) -> None:
+        self.forms: list[tuple[Any, ...]] = []
+        self.numbers = torch.zeros(0)
+        self.tail = 0
+        self._static = static
+        self._folded: list[Any] = []
+        self._mixed: list[torch.Tensor] = []
+        self._waiting: list[tuple[int, torch.Tensor]] = []
+        self._seen: dict[object, weakref.ref[Any]] = {}
+        self._node, self._may_fill = -1, False
+
+    def add(self, tensor: torch.Tensor) -> bool:
+        """Note a saved tensor; return True if the operation before the one that saves it has ended.
+
+        Raises:
+            TypeError: The bytes of this kind of tensor cannot be read.
+        """
+        is_next = latest_node() != self._node
+        if is_next:
+            self._read_waiting()
+            self._node, self.tail, self._may_fill = latest_node(), len(self.forms), False
+        parts = list(digest.plain_parts(tensor))
+        names = [self._static.get(part.untyped_storage()._cdata) for part in parts]
+        is_static = bool(parts) and None not in names
+        form = (type(tensor), tensor.dtype, tensor.shape, names)
+        self.forms.append((*form, tensor._version if is_static else None))
+        if tensor.requires_grad and not is_static:
+            for part in parts:
+                self._fold(part)
+        elif not is_static:
+            self._may_fill = True
+            for part in () if _may_be_unfilled(tensor) else parts:
+                self._waiting.append((len(self._folded), part))
+                self._folded.append(None)
+        return is_next
+
+    def _fold(self, part: torch.Tensor) -> None:
+        """Read a tensor, once if operations save it often."""
+        storage = part.untyped_storage()
+        key = (storage._cdata, part._version, part.storage_offset(), part.shape, part.stride(), part.dtype)
+        known = self._seen.get(key)
+        if known is None or known() is None:
+            self._seen[key] = weakref.ref(storage)
+            self._folded.append(digest.fold(part))
+
+    def _read_waiting(self) -> None:
+        for row, part in self._waiting:
+            self._folded[row] = digest.fold(part)
+        self._waiting.clear()
+        if len(self._folded) >= _AT_ONCE:
+            self._mix()
+
+    def _mix(self) -> None:
+        if self._folded:
+            self._mixed.append(digest.mix(self._folded))
+        self._folded = []
+
+    def end(self) -> None:
+        """Compute the digests when the run has ended."""
+        self._read_waiting()
+        self._mix()
+        self.numbers = torch.cat(self._mixed) if self._mixed else self.numbers
+        self.tail = self.tail if self._may_fill else len(self.forms)
+        self._mixed, self._seen = [], {}
+
+
+class _Ended(BaseException):
+    """Carries the end of a second run past the layer's own code, which may catch all exceptions."""
+
+
+class SavedTwice:
+    """The saved tensors of both runs of one execution of a layer. Holds no tensor of theirs.
+
+    Args:
+        layer: The name of the layer.
+        static: Names of storages that are compared by version: parameters and large buffers.
+        outcome: Takes a boolean of one element: whether the runs differ.
+
+    Attributes:
+        ended: Whether the first run has ended.
+    """
+
+    def __init__(
+        self, layer: str, static: Mapping[int, str], outcome: Callable[[torch.Tensor], object]
+    ) -> None:
+        self._layer, self._static, self._outcome = layer, static, outcome
+        self._first = _Digests(static)
+        self._versions: list[int] = []
+        self.ended = False
+
+    def see(self, tensor: torch.Tensor) -> int:
+        """Note a tensor that the first run saves; return its number.
+
+        Raises:
+            RecomputationError: The bytes of this kind of tensor cannot be compared.
+        """
+        self._add(self._first, tensor)
+        return len(self._first.forms) - 1
+
+    def end_first_run(self) -> None:
+        """Compute the digests of the first run, which has ended."""
+        self._first.end()
+        self.ended = True
+
+    @contextlib.contextmanager
+    def first_run(self) -> Iterator[None]:
+        """Return a block around the first run, inside the hooks of the checkpoint."""
+        pack, unpack = _hooks_on_top(True)  # noqa: FBT003 - positional in C++
+
+        @untraced.hook
+        def number(tensor: torch.Tensor) -> tuple[int, Any]:
+            return self.see(tensor), pack(tensor)
+
+        def check(numbered: tuple[int, Any]) -> torch.Tensor:
+            number, packed = numbered
+            try:
+                with turn:
+                    tensor: torch.Tensor = unpack(packed)  # the first call runs the layer a second time
+            except CheckpointError as error:
+                cause = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint: ")
+                raise cannot(self._layer, " ".join(cause.split())) from error
+            except RuntimeError as error:
+                if type(error) is RuntimeError and "modified by an inplace operation" in str(error):
+                    raise modified(f"a tensor that {self._layer} is given") from error
+                raise
+            if tensor._version != self._versions[number]:
+                raise modified(f"a tensor that {self._layer} saves")
+            return tensor
+
+        with saved_tensors_hooks(number, check):
+            yield
+        self.end_first_run()
+
+    def run_again(
+        self, forward: Callable[[], object], restored: Container[int | None], *, drops: bool = False
+    ) -> None:
+        """Run the layer a second time, inside the hooks of the checkpoint, and compare what it saves.
+
+        The checkpoint ends the run with the last tensor that is saved, by an error of its own. Where the
+        kernel may fill that tensor only afterwards, the run goes on to the end of forward.
+
+        Args:
+            forward: Runs the layer.
+            restored: Addresses of the storages of buffers that get their present values back after the run.
+            drops: Whether nothing is held of what the run saves.
+
+        Raises:
+            RecomputationError: The runs differ, or that cannot be seen.
+            SavedTensorModifiedError: A parameter was changed in place.
+        """
+        pack, unpack = (_drop, _refuse) if drops else _hooks_on_top(True)  # noqa: FBT003
+        second, at_end = _Digests(self._static), list[torch.Tensor]()
+        versions, copies = list[int](), list[tuple[torch.Tensor, torch.Tensor]]()
+        self._versions = versions
+
+        def fill_copies() -> None:
+            for copy, buffer in copies:
+                copy.data.copy_(buffer)  # what the operation has put there after it has saved the buffer
+            copies.clear()
+
+        @untraced.hook
+        def again(tensor: torch.Tensor) -> object:
+            if self._add(second, tensor):
+                fill_copies()
+            if restored and address_of(tensor) in restored:
+                copies.append((tensor.detach().clone(), tensor))
+                tensor = copies[-1][0]
+            versions.append(tensor._version)
+            if self.ended and not drops and len(second.forms) > self._first.tail:
+                at_end.append(tensor)
+                return tensor.detach()
+            try:
+                return pack(tensor)
+            except _StopRecomputationError:
+                raise _Ended from None
+
+        try:
+            with saved_tensors_hooks(again, unpack):
+                forward()
+        except _Ended:
+            self._compare(second)
+            raise _StopRecomputationError from None
+        fill_copies()
+        self._compare(second)
+        for tensor in at_end:
+            pack(tensor)
+
+    def _add(self, digests: _Digests, tensor: torch.Tensor) -> bool:
+        try:
+            return digests.add(tensor)
+        except TypeError as error:
+            raise cannot(self._layer, f"it saves {error}, whose bytes cannot be compared") from error
+
+    def _compare(self, second: _Digests) -> None:
+        if not self.ended:
+            return  # a run within the first one, whose forward goes backward
+        first = self._first
+        second.end()
+        for one, other in zip(first.forms, second.forms, strict=False):
+            if one != other and one[:-1] == other[:-1]:
+                raise modified(f"{one[-2][0]} of {self._layer}")
+        if first.forms != second.forms or first.numbers.shape != second.numbers.shape:
+            raise other_numbers(self._layer)
+        self._outcome((first.numbers != second.numbers).any())
+
+
+def _may_be_unfilled(tensor: torch.Tensor) -> bool:
+    """Return True for memory without a graph that kernels reserve and need not fill.
+
+    Workspaces of recurrent networks, and seeds of attention that drops nothing: what such kernels put out,
+    which they save too, tells of a difference.
+    """
+    is_workspace = tensor.dtype is torch.uint8 and tensor.dim() == 1
+    return is_workspace or (tensor.numel() <= 2 and tensor.dtype in {torch.int64, torch.uint64})
+
+
+def _drop(_: torch.Tensor) -> None:
+    """Hold nothing of a saved tensor."""
+
+
+def _refuse(_: None) -> torch.Tensor:
+    raise RuntimeError("the layer asks for gradients in its forward")
+
+
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Return the address of the storage of a tensor; ``None`` if its kind has none."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None

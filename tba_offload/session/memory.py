@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from tba_offload.device.live_bytes import LiveBytes
     from tba_offload.device.streams import Device
     from tba_offload.planner.model import Limits
+    from tba_offload.session.layers import Outputs, Returned
     from tba_offload.session.notices import Notices
-    from tba_offload.session.outputs import Outputs, Returned
     from tba_offload.session.step import Step
     from tba_offload.states import OptimizerStates
     from tba_offload.store.base import Moved

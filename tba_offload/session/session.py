@@ -2,7 +2,7 @@
 
 A step goes this way. The model's first forward opens it (:class:`~tba_offload.session.loop.Loop`);
 :meth:`Session.begin_step` has everything ready; layers run as the plan says
-(:class:`~tba_offload.session.layer_runs.LayerRuns`) and backward comes back to them
+(:class:`~tba_offload.session.layers.LayerRuns`) and backward comes back to them
 (:class:`~tba_offload.session.backward.BackwardWatch`); the optimizer's update ends the step;
 :meth:`Session.end_step` takes everything back; :meth:`Session.record_step` writes its line in the run log
 and has the next step planned.
@@ -29,7 +29,7 @@ from tba_offload.capture.site import Site, check_unattached
 from tba_offload.config import ConfigLike, OffloadConfig, read_config
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.device.available import fitting_bytes
-from tba_offload.device.streams import device_of_model, devices_of
+from tba_offload.device.streams import device_of_model
 from tba_offload.errors import ConfigError, SessionError, TransferError
 from tba_offload.formatting import layers_by_placement
 from tba_offload.layers.stack import LayerStack, check_disjoint
@@ -37,16 +37,14 @@ from tba_offload.planner.auto import Controller, Task
 from tba_offload.planner.budget import Budget, StatesBeside
 from tba_offload.planner.model import DeviceShare, Limits, Plan
 from tba_offload.planner.planning import Planning
-from tba_offload.recompute.verdicts import Verifier
-from tba_offload.recompute.verify import Verifier as SecondRuns
+from tba_offload.recompute.verify import Verifier
 from tba_offload.report.log import MEMORY, TIMELINE
 from tba_offload.report.why import Diagnosis
 from tba_offload.session.backward import BackwardWatch, Ranges
-from tba_offload.session.layer_runs import LayerRuns
+from tba_offload.session.layers import LayerRuns, Outputs
 from tba_offload.session.loop import Loop, steps_beside, token_counter
 from tba_offload.session.memory import Memory, MemoryWatch, StepCurve, static_bytes
 from tba_offload.session.notices import Notices, tell, warn_after
-from tba_offload.session.outputs import Outputs
 from tba_offload.session.record import Records, explained, header_of, label_of, learn, memory_event, record_of
 from tba_offload.session.step import Step
 from tba_offload.states import offload_optimizer
@@ -187,7 +185,7 @@ class Session:
         self._closers: list[Callable[[], object]] = []  # in the order of opening; close() goes backwards
         with interrupts.put_off(self):
             try:
-                self._open_engine(stack, measure_memory=measure_memory)
+                self._open_engine(measure_memory=measure_memory)
                 label = strategy or label_of(config, self.world.layers, modules, has_states=bool(optimizers))
                 header = header_of(self, label, model_info)
                 self.records = Records(run_log, header, tells=status, on_step=on_step)
@@ -200,7 +198,7 @@ class Session:
 
     # ---- open: store, engine, observers, control; each thing that is opened tells how it is closed ------
 
-    def _open_engine(self, stack: LayerStack, *, measure_memory: bool) -> None:
+    def _open_engine(self, *, measure_memory: bool) -> None:
         config, device, modules, layers = self.config, self.device, self.modules, self.layers
         plan = self._plan_of(config)  # before anything is opened: its rules may be wrong
         names = [layer.id.name for layer in layers]
@@ -233,11 +231,8 @@ class Session:
         self.capture.budget_bytes = limits.budget
         parts = self.notices, modules, self.optimizers, self.states, device.torch_device
         self.budget = Budget(limits, self.planning, self.capture, live, partial(_nothing_left, *parts))
-        generators = stack.generators(devices_of(modules, device))
-        self.verifier = Verifier(layers, generators, stack.not_compared, tell)
+        self.verifier = Verifier({str(layer.id): type(layer.module) for layer in layers}, tell)
         self._closers.append(self.verifier.close)
-        self.second_runs = SecondRuns()
-        self._closers.append(self.second_runs.close)
         self.ranges = Ranges()
 
     def _open_control(self, stack: LayerStack, count_tokens: TokenCounter | None) -> None:
@@ -303,7 +298,6 @@ class Session:
         # The books of the layers are empty, and the plan is the one that was made for this step.
         samples = meter is not None and meter.samples
         self.capture.begin_step(look_at_memory=memory.sample if samples else None)
-        self.verifier.begin_step()
         for site in self.sites:
             site.begin_step()
         self.planning.begin_step()
@@ -363,7 +357,7 @@ class Session:
             self.ranges.end_step()
             self.capture.end_step(failed=failed)
         if not failed:
-            self.second_runs.check()
+            self.verifier.check()
             self.raise_failures()
 
     def raise_failures(self) -> None:

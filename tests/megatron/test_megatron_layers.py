@@ -19,12 +19,7 @@ from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import seed_all, single_process, training_device
 from tba_offload.config.policy import LayerId, Placement, Rule
 from tba_offload.errors import RecomputationError, UnsupportedError
-from tba_offload.megatron.layers import (
-    checkpoint_layer,
-    find_layers,
-    is_megatron,
-    shorten,
-)
+from tba_offload.megatron.layers import find_layers, is_megatron, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -258,34 +253,6 @@ class TestOtherLayers:
             rules = (Rule(recomputed, placement), Rule("*.layers.1", Placement.KEEP))
             config = tba.OffloadConfig(layers=rules, store=tba.StoreConfig(kind="host"), min_tensor_bytes=64)
             assert same_bits(train(config), expected)
-
-
-class TestReducedPrecision:
-    @pytest.mark.parametrize("precision", ["fp8", "fp4"])
-    def test_its_layers_are_recomputed_by_transformer_engine(
-        self, precision: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Megatron's own checkpoint would let the second forward move the scaling factors once more."""
-        from megatron.core import parallel_state, tensor_parallel
-        from megatron.core.extensions import transformer_engine
-
-        calls: list[tuple[object, ...]] = []
-
-        def te_checkpoint(run: Any, *settings: Any) -> Any:
-            *settings, hidden = settings
-            calls.append(tuple(settings))
-            return tensor_parallel.checkpoint(run, False, hidden)
-
-        monkeypatch.setattr(transformer_engine, "te_checkpoint", te_checkpoint)
-        layer = find_layers(build_gpt(dataclasses.replace(SHAPE, dtype="fp32"), seed=0))[0].module
-        monkeypatch.setattr(layer.config, precision, "hybrid")
-        hidden = torch.randn(16, 2, 32, requires_grad=True)
-        forward = nn.Linear(32, 32)
-        forward.config = layer.config
-        output = checkpoint_layer(forward.forward, hidden)
-        output.sum().backward()
-        group = parallel_state.get_tensor_model_parallel_group()
-        assert calls == [(False, tensor_parallel.get_cuda_rng_tracker, group)]
 
 
 class TestShorten:

@@ -312,7 +312,7 @@ class Asking(torch.autograd.Function):
 
 @pytest.mark.parametrize("placement", ["recompute", "recompute-offload", "recompute-except-attention"])
 def test_what_a_checkpoint_does_not_give_is_told_of_the_layer(placement: str) -> None:
-    said = r"layer 2 \(layers\.2\) cannot be recomputed: .*only once.*; place it keep or offload$"
+    said = r"layer 2 \(layers\.2\) cannot be recomputed: .*only once.*Place it keep or offload.$"
     with (
         attached(lambda: Block(Asking.apply), default=placement) as (net, session),
         pytest.raises(RecomputationError, match=said),

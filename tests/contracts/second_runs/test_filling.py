@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +14,6 @@ from repeatable import (
     Plain,
     assert_same,
     auto_session,
-    batch,
     make,
     train,
     warm_up,
@@ -25,11 +21,7 @@ from repeatable import (
 from torch import Tensor, nn
 
 from tba_offload.config.policy import Placement
-from tba_offload.layers.checkpoint import is_recomputation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
+from tba_offload.layers.graph import is_recomputation
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -133,51 +125,3 @@ def test_a_trial_trusts_what_later_steps_fill_right(
             for layer in net.layers:
                 layer.is_stale = False  # type: ignore[assignment]
     assert "is not recomputed by the planner" not in caplog.text
-
-
-class Frozen(Plain):
-    """Its last operation saves a weight alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.second.requires_grad_(requires_grad=False)
-
-
-class Tailed:
-    """Does what saves nothing at the end of a layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return tail(super().forward(x))  # type: ignore[misc,no-any-return]
-
-
-def tail(x: Tensor) -> Tensor:
-    return x + 1
-
-
-def tails_in(function: Callable[[], object]) -> int:
-    count = 0
-
-    def look(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code is tail.__code__
-
-    sys.setprofile(look)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-@pytest.mark.parametrize(("kind", "share"), [(Plain, 0), (Frozen, 0), (Last, 1)])
-def test_a_second_run_goes_on_only_where_its_last_operation_may_fill_what_it_saves(
-    kind: type[Plain], share: int
-) -> None:
-    net = make(type("Tail", (Tailed, kind), {}))
-    with session_for(net, default=Placement.RECOMPUTE) as session:
-        counts = []
-        for _ in range(2):  # the first time all of each layer is compared
-            with session.step():
-                loss = net(batch(0)).pow(2).mean()
-                counts.append(tails_in(loss.backward))
-    assert counts == [(1 + share) * len(net.layers), share * len(net.layers)]

@@ -20,7 +20,6 @@ from models import History, assert_same_history
 from test_huggingface import DECODER, LANGUAGE, batch_of, quiet, transformers
 from torch import nn
 
-import tba_offload as tba
 from tba_offload import Placement
 
 if TYPE_CHECKING:
@@ -86,7 +85,6 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "mixtral": {"target_modules": ["q_proj", "v_proj"]},
     "mamba": {"target_modules": ["in_proj", "x_proj"]},  # peft refuses the others
 }
-WITHOUT_CACHE = ("bert", "vit", "mamba")
 WAYS = ("defaults", "lora", "autocast", "accumulation", "generation")
 
 
@@ -97,16 +95,13 @@ def cases() -> list[tuple[str, str, str]]:
     return list(turns)
 
 
-def make(family: str, way: str, **settings: object) -> nn.Module:
+def make(family: str, way: str) -> nn.Module:
     torch.manual_seed(0)
     model: Any = FAMILIES[family]().train()
     if way == "lora":
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(**LORA, **ADAPTED.get(family, EVERYWHERE)))
-    for part in model.modules():
-        for name, value in settings.items() if hasattr(part, "config") else ():
-            setattr(part.config, name, value)
     return model
 
 
@@ -153,17 +148,11 @@ def plain(family: str, way: str) -> History:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`is_gradient_check:FutureWarning")
 @pytest.mark.parametrize(("family", "way", "placement"), cases())
 def test_the_bits_are_those_of_the_plain_run(family: str, way: str, placement: str) -> None:
-    """Or, where the policy wants layers recomputed that fill a cache, an error says how to do without it."""
-    settings = {}
-    if placement.startswith("recompute") and family not in WITHOUT_CACHE:
-        with pytest.raises(tba.UnsupportedError, match="use_cache=False"):
-            offloaded(family, way, placement)
-        settings = {"use_cache": False}
-    assert_same_history(offloaded(family, way, placement, **settings), plain(family, way))
+    assert_same_history(offloaded(family, way, placement), plain(family, way))
 
 
-def offloaded(family: str, way: str, placement: str, **settings: object) -> History:
-    model = make(family, way, **settings)
+def offloaded(family: str, way: str, placement: str) -> History:
+    model = make(family, way)
     budget = {"activation": 600 * KIB} if placement == "auto" else {}
     with session_for(model, in_flight=128 * KIB, default=Placement(placement), **budget) as session:
         found = train(family, way, model)

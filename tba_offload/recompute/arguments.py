@@ -1,0 +1,109 @@
+"""Arguments of a layer for its second run: as its first run found them.
+
+Tensors, also those in lists, dicts and tuples, are given to the checkpoint, which saves them as an operation
+saves its inputs: hooks around it may offload them. Lists and dicts that layers share are copied as they are
+before the first run. A cache of transformers is replaced by an empty one: what the layer appends to it must
+not be appended twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import UserDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tba_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class _Place(NamedTuple):
+    """The place of a tensor among those that were taken out."""
+
+    number: int
+
+
+def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return ``value`` with places for its tensors, which are appended to ``tensors``."""
+    if (
+        isinstance(value, torch.Tensor) and not value.is_inference()
+    ):  # those of inference mode cannot be saved
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    return _rebuilt(value, lambda part: take_apart(part, tensors))
+
+
+def put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Undo :func:`take_apart`, with new lists, dicts and caches."""
+    if type(value) is _Place:
+        return tensors[value.number]
+    return _rebuilt(value, lambda part: put_together(part, tensors))
+
+
+def _rebuilt(value: Any, change: Any) -> Any:
+    """Return a copy of a container whose parts are changed; any other value as it is."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(change(part) for part in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(change(part) for part in value))
+    if kind is dict:
+        return {key: change(part) for key, part in value.items()}
+    if isinstance(value, UserDict):
+        rebuilt = copy.copy(value)
+        rebuilt.data = change(dict(value.data))
+        return rebuilt
+    return _emptied(value) if is_cache(value) else value
+
+
+def is_cache(value: object) -> bool:
+    """Return True for a cache of keys and values of transformers."""
+    module = sys.modules.get("transformers.cache_utils")
+    return module is not None and isinstance(value, module.Cache)
+
+
+def _emptied(cache: Any) -> Any:
+    """Return a copy of a cache without the keys and values of layers before this one."""
+    new = copy.copy(cache)
+    if hasattr(cache, "self_attention_cache"):  # of an encoder and a decoder
+        new.self_attention_cache = _emptied(cache.self_attention_cache)
+        new.cross_attention_cache = _emptied(cache.cross_attention_cache)
+        new.is_updated = dict(cache.is_updated)
+        return new
+    for name, value in vars(cache).items():
+        if type(value) is list:  # some models keep states of their own beside the layers
+            setattr(new, name, [_Gone() if isinstance(part, torch.Tensor) else part for part in value])
+    new.layers = [_Gone() if _is_filled(layer) else _copied_layer(layer) for layer in cache.layers]
+    return new
+
+
+def _is_filled(layer: Any) -> bool:
+    """Return True if a part of a cache holds anything; each kind says so in attributes of its own."""
+    flags = (flag for name, flag in vars(layer).items() if name.endswith("initialized"))
+    return isinstance(layer, _Gone) or any(
+        any(flag.values()) if type(flag) is dict else flag for flag in flags
+    )
+
+
+def _copied_layer(layer: Any) -> Any:
+    new = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if type(value) in (list, dict):
+            setattr(new, name, copy.copy(value))
+    return new
+
+
+class _Gone:
+    """The keys and values of another layer, or of another forward."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedError(
+            "a recomputed layer reads a cache of keys and values that was filled before it ran, by another "
+            "layer or another forward. Switch the cache off (use_cache=False), or place it keep or offload."
+        )

@@ -1,0 +1,292 @@
+"""Recomputation of a layer: PyTorch's checkpoint, with what verifies that the second run is the first.
+
+In order: the layer is looked at, runs under the checkpoint and under hooks that compute a digest of each
+tensor that it saves, and is looked at again (:mod:`purity`, once in each mode). When backward asks for the
+first of its saved tensors, the layer runs again under such hooks, and digests are compared (:mod:`verify`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
+
+from tba_offload.device.peers import has_peers
+from tba_offload.errors import TbaError, UnsupportedError
+from tba_offload.layers.graph import first_differentiable
+from tba_offload.layers.guards import has_hooks, is_scaled, is_scripted
+from tba_offload.recompute.arguments import put_together, take_apart
+from tba_offload.recompute.purity import SMALL, Look, Mode, attributes_kept, impure, in_force
+from tba_offload.recompute.verify import SavedTwice, cannot, other_numbers, turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from tba_offload.layers.stack import State
+    from tba_offload.recompute.verify import Verifier
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments by position and by name."""
+
+
+class RecomputedLayer:
+    """A layer whose forward can run again in backward.
+
+    Args:
+        module: The layer.
+        name: What errors call it.
+        verifier: Takes the outcomes of comparisons.
+        states: Returns the state that second runs put back, beside PyTorch's generators.
+
+    Attributes:
+        modes: What is known of the layer, by which of its modules train.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, verifier: Verifier, states: Callable[[], Sequence[State]] = tuple
+    ) -> None:
+        self.module, self.name, self.verifier, self.states = module, name, verifier, states
+        self.modes: dict[tuple[bool, ...], Mode] = {}
+
+    @property
+    def training(self) -> tuple[bool, ...]:
+        """Which modules of the layer train."""
+        return tuple([inner.training for inner in self.module.modules()])
+
+    def run(self, forward: Callable[..., Any], given: Arguments) -> Any:
+        """Run the layer in a checkpoint.
+
+        Raises:
+            UnsupportedError: A second run would change something again, or give other numbers.
+        """
+        if (reason := _why_never(self.module)) is not None:
+            raise cannot(self.name, reason, UnsupportedError)
+        tensors: list[torch.Tensor] = []
+        execution = _Execution(self, forward, given, tensors, partial(self.verifier.add, self.name))
+        output = checkpoint(execution, *tensors, use_reentrant=False)
+        execution.raise_error()
+        return output
+
+    def may_try(self) -> bool:
+        """Return True if a :class:`Trial` of the layer tells something that is not known yet."""
+        training, reason = self.training, _why_never(self.module)
+        if (self.name, training) in self.verifier.faults:
+            return False
+        if reason is None and has_hooks(self.module):
+            reason = "a program has hooked into its forward, and its hooks would run twice"
+        held = (value for inner in self.module.modules() for value in vars(inner).values())
+        if reason is None and any(isinstance(value, Iterator) for value in held):
+            reason = "it holds an iterator, which a second run would move on"
+        if reason is not None:
+            self.verifier.judge(self.name, training, cannot(self.name, reason, UnsupportedError))
+        return reason is None
+
+
+class _Execution:
+    """One execution of a layer: its first run, and those that repeat it."""
+
+    def __init__(
+        self,
+        layer: RecomputedLayer,
+        forward: Callable[..., Any],
+        given: Arguments,
+        tensors: list[torch.Tensor],
+        outcome: Callable[[torch.Tensor], object],
+    ) -> None:
+        self._layer, self._forward = layer, forward
+        self.given = [given]  # until the first run: they hold the graph before the layer
+        self._error: BaseException | None = None
+        self.training = layer.training
+        known = layer.modes.get(self.training)
+        arguments = {**{str(place): value for place, value in enumerate(given[0])}, **given[1]}
+        self._look = None if known else Look(layer.module, arguments)
+        self.mode = mode = known or Mode(layer.module, layer.states())
+        self._found = mode.read()
+        self._layout = take_apart(given, tensors)
+        self.saved = SavedTwice(layer.name, _static(layer.module), outcome)
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        """Run the layer: the first time on the program's own arguments, then to repeat that."""
+        if not self.given:
+            return self.again(inputs)
+        args, kwargs = self.given.pop()
+        try:
+            with self.saved.first_run():
+                output = self._forward(*args, **kwargs)
+            self.learn()
+        except BaseException as error:  # noqa: BLE001 - checkpoints of PyTorch 2.10 would keep their hooks on
+            self._error = error
+            return None
+        return output
+
+    def raise_error(self) -> None:
+        """Raise the error of the first run, if there was one.
+
+        Raises:
+            UnsupportedError: A function of the layer forbids hooks.
+        """
+        try:
+            if isinstance(self._error, RuntimeError) and "saved tensor hooks" in str(self._error):
+                reason = f"it forbids saved-tensor hooks ({self._error})"
+                raise cannot(self._layer.name, reason, UnsupportedError) from self._error
+            if self._error is not None:
+                raise self._error
+        finally:
+            self._error = None  # its frames know this object
+
+    def learn(self) -> None:
+        """Note what the first run has changed, if that is not known yet.
+
+        Raises:
+            UnsupportedError: A second run would change it again.
+        """
+        if self._look is not None:
+            look, self._look = self._look, None
+            changes, buffers = look.changes()
+            if changes:
+                raise impure(self._layer.name, changes)
+            self.mode.learn(buffers, look.values, self._found)
+            self._layer.modes.setdefault(self.training, self.mode)
+
+    def again(self, inputs: Sequence[torch.Tensor], *, drops: bool = False) -> None:
+        """Run the layer a second time and compare what it saves; ``drops``: hold nothing of that.
+
+        Raises:
+            RecomputationError: The second run differs, or fails.
+        """
+        layer, mode, saved = self._layer, self.mode, self.saved
+        (args, kwargs), restored = put_together(self._layout, inputs), mode.addresses()
+        with (
+            self._naming_errors(withdraws=not drops),
+            attributes_kept(layer.name, layer.module, restored),
+            in_force(mode.states, self._found),
+        ):
+            for inner, training in zip(layer.module.modules(), self.training, strict=False):
+                inner.training = training  # a program may evaluate between forward and backward
+            saved.run_again(lambda: self._forward(*args, **kwargs), restored, drops=drops)
+
+    @contextlib.contextmanager
+    def _naming_errors(self, *, withdraws: bool) -> Iterator[None]:
+        try:
+            yield
+        except _StopRecomputationError:
+            raise
+        except Exception as error:
+            if withdraws:
+                self._layer.verifier.withdraw(self._layer.name)
+            is_named = isinstance(error, TbaError | torch.OutOfMemoryError)
+            if is_named or type(error).__module__ == "torch.utils.checkpoint":
+                raise
+            cause = f"its second run fails ({type(error).__name__}: {error})"
+            raise cannot(self._layer.name, cause) from error
+
+
+class Trial:
+    """A second run of a layer that is not recomputed, to see whether it could be.
+
+    It takes place where a recomputation would: when backward comes to the layer. Nothing is held of it. A
+    checkpoint around a single number has it run with the generators and autocast of forward.
+
+    Args:
+        layer: The layer.
+        forward: Runs it.
+        given: Its arguments.
+    """
+
+    def __init__(self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments) -> None:
+        self._layer, self._tensors = layer, list[torch.Tensor]()
+        differs = partial(_raise_other_numbers, layer.name)
+        self._execution = _Execution(layer, forward, given, self._tensors, differs)
+        self._execution.given.clear()
+        self._fault: TbaError | None = None
+
+    def begin(self) -> None:
+        """Save the arguments, through the hooks around the layer; its first run comes next."""
+        execution, number, runs = self._execution, torch.zeros((), requires_grad=True), list[int]()
+
+        def run(*inputs: torch.Tensor) -> torch.Tensor:
+            if runs:
+                execution.again(inputs, drops=True)
+            runs.append(1)
+            return number.exp()
+
+        self._number = checkpoint(run, *self._tensors, use_reentrant=False)
+        self._tensors.clear()
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that the first run saves."""
+        try:
+            self._execution.saved.see(tensor)
+        except TbaError as error:
+            self._fault = error
+
+    def first_run_ended(self, output: Any) -> None:
+        """Compare the layer's first run, which has put out ``output``, when backward comes to it."""
+        layer, training, number = self._layer, self._execution.training, self._number
+        try:
+            self._execution.saved.end_first_run()
+            self._execution.learn()
+        except TbaError as error:
+            self._fault = error
+        if self._fault is not None:
+            layer.verifier.judge(layer.name, training, self._fault)
+            return
+
+        def compare(_: object) -> None:
+            if (layer.name, training) in layer.verifier.faults:
+                return
+            fault: Exception | None = None
+            try:
+                with turn:
+                    _ = number.grad_fn._saved_result  # asks the checkpoint for what it has to run again
+            except Exception as error:  # the layer's own: the planner does without it
+                if isinstance(error, torch.OutOfMemoryError) and has_peers():
+                    raise  # others go on in the layer's collective operations, and must not do so alone
+                fault = error
+            layer.verifier.judge(layer.name, training, fault)
+
+        tensor = first_differentiable(output)
+        if tensor is not None and tensor.grad_fn is not None:
+            # After the hooks of the tensor, by which sharded parameters are gathered.
+            tensor.grad_fn.register_prehook(compare)
+
+    def noticing(self, unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+        """Return ``unpack`` that notices what backward asks for twice: checkpoints give each tensor once."""
+        layer, training, asked = self._layer, self._execution.training, set[tuple[int, int]]()
+
+        def unpack_noticed(packed: Any) -> torch.Tensor:
+            key = torch._C._current_graph_task_id(), id(packed)
+            if key in asked and key[0] != -1:
+                reason = "its backward asks for a saved tensor twice, and a checkpoint gives each once"
+                layer.verifier.judge(layer.name, training, cannot(layer.name, reason, UnsupportedError))
+            asked.add(key)
+            return unpack(packed)
+
+        return unpack_noticed
+
+
+def _raise_other_numbers(name: str, differs: torch.Tensor) -> None:
+    if differs.item():
+        raise other_numbers(name)
+
+
+def _why_never(module: nn.Module) -> str | None:
+    """Return why a layer cannot be recomputed, whatever it does."""
+    if is_scripted(module):
+        return "it holds TorchScript, whose first runs are not compiled as later ones are"
+    return "each of its runs changes the scaling factors of FP8" if is_scaled() else None
+
+
+def _static(module: nn.Module) -> dict[int, str]:
+    """Names of the storages that are compared by version, not read: parameters and large buffers."""
+    large = ((name, buffer) for name, buffer in module.named_buffers() if buffer.nbytes > SMALL)
+    named = chain(module.named_parameters(), large)
+    local = ((name, getattr(tensor, "_local_tensor", tensor)) for name, tensor in named)
+    return {each.untyped_storage()._cdata: name for name, each in local if each.layout is torch.strided}

@@ -1,0 +1,435 @@
+"""Layers of a session: each call of one runs as its placement says."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tba_offload.capture.hooks import LayerHooks, SharingHooks
+from tba_offload.capture.rematerialize import RematerializingHooks
+from tba_offload.device.live_bytes import LiveBytes, plain_storage
+from tba_offload.errors import UnsupportedError
+from tba_offload.layers import untraced
+from tba_offload.layers.graph import first_differentiable, hooks_on_top, is_recomputation, latest_node
+from tba_offload.layers.guards import cache_warning, has_hooks, is_checkpointed
+from tba_offload.layers.nested import TooManyError, tensors_in
+from tba_offload.placements import Placement, Staying
+from tba_offload.planner.sizes import rough_bytes
+from tba_offload.recompute.arguments import is_cache
+from tba_offload.recompute.attention import AttentionOnce
+from tba_offload.recompute.checkpoint import RecomputedLayer, Trial
+from tba_offload.session.notices import tell
+from tba_offload.transfer.storage import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import nn
+
+    from tba_offload.capture.hooks import Capture
+    from tba_offload.capture.saved import Kept, Packed
+    from tba_offload.capture.site import Site
+    from tba_offload.capture.trace import ScopeTrace
+    from tba_offload.config import OffloadConfig
+    from tba_offload.layers.stack import LayerStack
+    from tba_offload.recompute.checkpoint import Arguments
+    from tba_offload.session.backward import BackwardWatch
+    from tba_offload.session.loop import Loop
+    from tba_offload.session.session import Session
+
+_LOADED_LATE = "torch._dynamo"
+"""Module that a first checkpoint loads: with all that it needs some 800 modules, 70 MiB and 2 to 5 s."""
+
+
+class LayerRuns:
+    """The layers of a session, and what stands in front of them.
+
+    Args:
+        stack: The layers.
+        config: What the user wanted.
+        loop: Tells which step is open, and opens one if a layer is called where none is.
+        session: The session: it lives as long as its layers, although the program may have lost it.
+        watch: Notes when backward comes back to a layer.
+    """
+
+    def __init__(
+        self, stack: LayerStack, config: OffloadConfig, loop: Loop, session: Session, watch: BackwardWatch
+    ) -> None:
+        self._micro_batch, self._loop, self._watch = stack.micro_batch, loop, watch
+        self._session: Any = session
+        self._recomputed = [
+            RecomputedLayer(layer.module, str(layer.id), session.verifier, stack.states)
+            for layer in stack.layers
+        ]
+        self.configure(config)
+
+    def close(self) -> None:
+        """Give the layers back, and keep the session no longer."""
+        self._session = None
+
+    def configure(self, config: OffloadConfig) -> None:
+        """Put another policy in force; load now what the first checkpoint would load in a step."""
+        self._config = config
+        controller, placements = self._session.planning.controller, self._session.planning.plan.placements
+        may_choose = controller is not None and controller.task.may_recompute
+        is_wanted = may_choose or any(placement.recomputes for placement in placements)
+        if is_wanted and _LOADED_LATE not in sys.modules:
+            tell(f"loading {_LOADED_LATE}, which recomputation needs, so that no step has to (some seconds)")
+            importlib.import_module(_LOADED_LATE)
+
+    def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Run a layer the way the plan says.
+
+        Raises:
+            UnsupportedError: The layer cannot be placed so.
+        """
+        if self._session is None:  # closed, and something that wraps the layer's forward calls this still
+            return site.forward(*args, **kwargs)
+        # Checks stand here and not in what they lead to: in cold caches a call costs as much as what it does.
+        if not torch.is_grad_enabled() or self._loop.is_inert or is_recomputation():
+            self._notice_outer_checkpoint(site)
+            return site.forward(*args, **kwargs)
+        if self._loop.step is None and not self._opens_step(site):
+            return site.forward(*args, **kwargs)
+        session, arguments = self._session, (*args, *kwargs.values())
+        is_planned = session.planning.controller is not None  # otherwise nothing asks what a layer is given
+        inputs = self._note_inputs(site, arguments) if is_planned else 0
+        placement = self._placement_here(site, arguments)
+        # Graphs spare a host the launches that it makes ahead of its device: other devices have none.
+        may_be_graph = session.device.runs_behind and placement is not Placement.KEEP
+        graph = self._graph_before(site, placement) if may_be_graph else None
+        trace, memory, way = session.capture.trace, session.memory.watch, placement.as_run
+        if trace.gone:
+            self._watch.note_gone()
+        before = latest_node() - 1
+        scope = trace.begin_scope(site.next_run(self._micro_batch), way, inputs=inputs)
+        if memory.is_on and memory.layer_begins(site.index):
+            self._watch.watch_input(arguments)
+        try:
+            if session.ranges.is_on:
+                with session.ranges.forward(site.layer.id.name):
+                    output = self._run_as(placement, site, scope, (args, kwargs))
+            else:
+                output = self._run_as(placement, site, scope, (args, kwargs))
+            if may_be_graph:
+                _check_graph(site, placement, graph, session.device.compiled_graph())
+        except BaseException:
+            self._loop.fail()
+            raise
+        trace.end_scope(scope)
+        if memory.is_on:
+            memory.layer_ended(site.index, way)
+        if session.memory.meter is not None:
+            session.outputs.layer_returned(site, way, output)
+            session.memory.meter.sample()
+        self._watch.watch(site, output, scope, before)
+        return output
+
+    # ---- placements ------------------------------------------------------------------------------
+
+    def _run_as(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
+        """Run a layer in a checkpoint, with hooks that offload what it saves, or as it is."""
+        layer, (args, kwargs) = self._recomputed[site.index], given
+        if placement.recomputes:
+            if not placement.offloads:
+                return layer.run(site.forward, given)
+            hooks = self._hooks(placement, site, scope)
+            with hooks:  # the checkpoint saves the arguments through them, and nothing else
+                if not placement.spares_attention:
+                    return layer.run(site.forward, given)
+                pack = _counting(hooks, scope)
+                return layer.run(AttentionOnce(site.forward, pack, hooks.capture.unpack), given)
+        if not placement.offloads:
+            return site.forward(*args, **kwargs)
+        if self._session.planning.chosen and self._is_tried(site, layer):
+            return self._try_out(placement, site, scope, given)
+        with self._hooks(placement, site, scope):
+            return site.forward(*args, **kwargs)
+
+    def _hooks(self, placement: Placement, site: Site, scope: ScopeTrace) -> LayerHooks:
+        capture, key, slow = self._session.capture, scope.key, self._keeps_when_slow(placement)
+        if placement.rebuilds and not site.is_compiled:  # modes do not see into a compiled graph
+            return RematerializingHooks(capture, key, self._session.verifier, when_slow=slow)
+        if placement.percent < 100:
+            return SharingHooks(capture, key, Staying(placement.percent).stays, when_slow=slow)
+        return LayerHooks(capture, key, when_slow=slow)
+
+    def _keeps_when_slow(self, placement: Placement) -> bool:
+        """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
+        planning, on_slow = self._session.planning, self._config.on_slow
+        has_budget = self._session.budget.limits.budget is not None
+        if on_slow is None:
+            # Under a budget nothing is kept before it is known what else a step holds.
+            on_slow = "keep" if placement is Placement.AUTO and not has_budget else "wait"
+        if on_slow == "wait" or planning.has_planned:
+            return False  # what a plan keeps was decided with the budget in view
+        # What layers hold that is not offloaded is not counted.
+        return not has_budget or all(each.is_offloaded for each in planning.plan.placements)
+
+    def _is_tried(self, site: Site, layer: RecomputedLayer) -> bool:
+        """Return True if it is still to be seen whether the planner may have the layer recomputed."""
+        session = self._session
+        return (
+            site.index in session.planning.chosen and session.world.may_plan_recomputation and layer.may_try()
+        )
+
+    def _try_out(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
+        """Offload a layer that backward runs a second time, to see whether that gives the same."""
+        trial = Trial(self._recomputed[site.index], site.forward, given)
+        hooks = _TriedHooks(self._session.capture, scope.key, when_slow=self._keeps_when_slow(placement))
+        hooks.wrap_unpack(trial.noticing)
+        with hooks:
+            trial.begin()
+            hooks.trial = trial  # from here on: what the trial itself has saved is no part of the layer
+            try:
+                output = site.forward(*given[0], **given[1])
+            finally:
+                hooks.trial = None  # or the graph of the layer would know itself
+        trial.first_run_ended(output)
+        return output
+
+    def _placement_here(self, site: Site, arguments: Sequence[object]) -> Placement:
+        """Return the planned placement, unless neither hooks nor a second run of the layer can be here."""
+        planning = self._session.planning
+        placement: Placement = planning.plan.placements[site.index]
+        if placement is Placement.KEEP:
+            return placement
+        if _hooks_are_taken():
+            self._leave_alone(site)
+            return Placement.KEEP
+        if any(map(is_cache, arguments)) and not is_checkpointed(site.layer.module):
+            self._session.notices.warn_once("cache", cache_warning())
+        is_planned = placement.recomputes and site.index in planning.chosen
+        # Where ranks have agreed on a placement, one of them alone does not change it.
+        if is_planned and self._session.world.agree is None:
+            layer = self._recomputed[site.index]
+            if not self._session.verifier.may_repeat(layer.name, layer.training) or has_hooks(layer.module):
+                return Placement.OFFLOAD  # the planner chose it for another mode of the layer
+        return placement
+
+    # ---- what surrounds a call -------------------------------------------------------------------
+
+    def _opens_step(self, site: Site) -> bool:
+        """Return True if a step is open now: layers may be called without their model, or outside of any."""
+        if not self._loop.opens_steps or self._loop.is_closed:
+            if site.layer.module.training and not self._loop.is_closed:
+                self._session.notices.outside_step()
+            return False
+        self._loop.open_step()
+        return True
+
+    def _note_inputs(self, site: Site, arguments: Sequence[object]) -> int:
+        """Bytes that a layer is given; where it is more than the plan is for, the step goes on without it."""
+        session = self._session
+        # A layer that is frozen saves nothing.
+        if session.planning.has_budget and _has_backward(site.layer.module, arguments):
+            gradients = (0, 0)
+            if session.budget.limits.nets_gradients:  # those take room from activations
+                gradients = rough_bytes(session.gradients.alone() or 0), session.gradients.trained
+            size = (site.wait(), *gradients, *_dimensions(arguments))
+            session.planning.leave_if_outgrown(site.index, size)
+        given = (each for each in arguments if isinstance(each, torch.Tensor) and each.requires_grad)
+        return sum(each.numel() * each.itemsize for each in given)
+
+    def _graph_before(self, site: Site, placement: Placement) -> object:
+        """Return what the device ran last as a graph before a layer that is not kept."""
+        device = self._session.device
+        if device.is_capturing():
+            raise UnsupportedError(
+                f"{site.layer.id} is placed {placement.value} and runs while a CUDA graph is captured: a "
+                "graph fixes the addresses of activations, so they cannot be offloaded. Capture no graph "
+                "around attached layers, or place them keep."
+            )
+        return device.compiled_graph()
+
+    def _notice_outer_checkpoint(self, site: Site) -> None:
+        """Notice a reentrant checkpoint around a layer, which records no graph of it before backward.
+
+        Nor does a loss that caches gradients, and there no step has opened either.
+        """
+        is_placed = self._session.planning.plan.placements[site.index] is not Placement.KEEP
+        if self._loop.is_inert or not is_placed or not is_recomputation():
+            return
+        if self._loop.step is not None:
+            if site.runs == 0:
+                self._leave_alone(site)
+        elif torch.is_grad_enabled():
+            self._session.notices.runs_in_backward(site.layer)
+
+    def _leave_alone(self, site: Site) -> None:
+        self._session.capture.trace.leave_alone()
+        self._session.notices.left_alone(site.layer)
+
+
+class _TriedHooks(LayerHooks):
+    """The hooks of one scope of an offloaded layer that is tried."""
+
+    trial: Trial | None = None
+
+    @untraced.hook
+    def pack(self, tensor: torch.Tensor) -> Kept | Packed:
+        """Offload a saved tensor, and have the trial see it."""
+        if self.trial is not None:
+            self.trial.see(tensor)
+        return super().pack(tensor)
+
+
+def _counting(hooks: LayerHooks, scope: ScopeTrace) -> Callable[[torch.Tensor], Kept | Packed]:
+    """Return what packs the output of attention as if it were saved, and counts its bytes."""
+
+    def pack(output: torch.Tensor) -> Kept | Packed:
+        scope.attended(output.numel() * output.itemsize)
+        return hooks.pack(output)
+
+    return pack
+
+
+def _check_graph(site: Site, placement: Placement, before: object, now: object) -> None:
+    if now is not before:
+        raise UnsupportedError(
+            f"{site.layer.id} is placed {placement.value} and runs as CUDA graphs, which fix the addresses "
+            "of activations, so they cannot be offloaded. Compile it with mode='default' or "
+            "'max-autotune-no-cudagraphs', or place it keep."
+        )
+
+
+def _has_backward(layer: nn.Module, arguments: Sequence[object]) -> bool:
+    """Return True if gradients are wanted of a layer, or of what it is given."""
+    if any(parameter.requires_grad for parameter in layer.parameters()):
+        return True
+    try:
+        return any(tensor.requires_grad for tensor in tensors_in(arguments))
+    except TooManyError:
+        return True
+
+
+def _dimensions(arguments: Iterable[object]) -> list[int]:
+    """All dimensions of the tensors among the arguments of a layer; of one with ragged rows, its elements."""
+    return [
+        dimension
+        for argument in arguments
+        if isinstance(argument, torch.Tensor)
+        for dimension in ((argument.numel(),) if argument.is_nested else argument.shape)
+    ]
+
+
+def _hooks_are_taken() -> bool:
+    """Return True if saved tensors belong to others here.
+
+    Hooks of an outer context (a checkpoint, ``save_on_cpu``) would see nothing of the layer if we pushed
+    ours or those of a checkpoint. Under a ``torch.func`` transform pushing any is an error.
+    """
+    autograd: Any = torch._C._autograd
+    return not autograd._saved_tensors_hooks_is_enabled() or hooks_on_top() is not None
+
+
+class Returned(NamedTuple):
+    """A storage that a layer has returned, or saved and the model puts out.
+
+    Attributes:
+        storage: A weak reference to it.
+        nbytes: Its size.
+        layer: Index of the layer; of the last one for a storage that each layer passes on.
+        placement: How the layer ran.
+        number: How many storages layers had returned before in the step.
+        is_main: Whether it is what the next layer is given.
+        is_put_out: Whether the model puts it out.
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    layer: int
+    placement: Placement
+    number: int
+    is_main: bool = False
+    is_put_out: bool = False
+
+
+class Outputs:
+    """Counts what layers and the model put out, by weak references.
+
+    Args:
+        capture: Knows the storages of the model itself, which do not count, and what is offloaded.
+        device: Storages elsewhere do not count.
+        last: Index of the last layer.
+
+    Attributes:
+        at_begin: Bytes that the model had put out before the step began, and that were there then.
+        returned: How many storages layers have returned in the step.
+    """
+
+    def __init__(self, capture: Capture, device: torch.device, last: int) -> None:
+        self.at_begin = self.returned = 0
+        self._capture = capture
+        self._last = last
+        self._live = LiveBytes(device)
+        self._of_layers: dict[int, Returned] = {}  # by address, in the forward that runs
+        self._ran: dict[int, tuple[int, Placement, int]] = {}  # by number of the layer
+        self._unused: list[tuple[Returned, bool]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what the model has put out that are there now."""
+        return self._live.nbytes
+
+    def begin_step(self) -> None:
+        """Record that what is there now is of earlier steps."""
+        self.at_begin, self.returned = self.nbytes, 0
+        self._of_layers, self._unused = {}, []
+
+    def layer_returned(self, site: Site, placement: Placement, output: object) -> None:
+        """Record that a layer has returned ``output``."""
+        ran = self._ran[site.layer.id.number] = site.index, placement, self.returned
+        main = plain_storage(first_differentiable(output))
+        for storage in self._storages(output):
+            found = Returned(weakref.ref(storage), storage.nbytes(), *ran, storage is main)
+            self._of_layers[storage._cdata] = found
+            self.returned += 1
+        if site.index == self._last:
+            looks = ((each, self._look_at(each.storage())) for each in self._of_layers.values())
+            self._unused = [(each, is_written) for each, (is_unused, is_written) in looks if is_unused]
+
+    def _look_at(self, storage: torch.UntypedStorage | None) -> tuple[bool, bool]:
+        """Return whether a storage is alive without the offloader's needing it, and whether it is written."""
+        record = None if storage is None else self._capture.registry.record_of(storage)
+        if record is None:
+            return storage is not None, False
+        return record.source is None and record.state is not State.WAITS, True
+
+    def model_ended(self, output: object) -> list[Returned]:
+        """Record that the model's forward has ended with ``output``.
+
+        Returns:
+            What the forward has held of its layers' outputs, and no graph.
+        """
+        put_out = {storage._cdata: storage for storage in self._storages(output)}
+        collected = []
+        for each, is_written in self._unused:
+            if (alive := each.storage()) is not None:
+                held_by_graph = Placement.RECOMPUTE if each.is_main else Placement.KEEP
+                if alive._cdata in put_out and each.placement not in {Placement.KEEP, held_by_graph}:
+                    collected.append(each._replace(is_put_out=True))
+            elif each.layer < self._last - each.is_main:  # others may be gone since the last layer has ended
+                collected.append(each)
+                # What lives on is counted when backward finds it in memory.
+                self._capture.offloader.stats.held += each.nbytes if is_written else 0
+        for key, storage in put_out.items():
+            self._live.add_storage(storage)
+            record = self._capture.registry.record_of(storage)
+            ran = None if record is None else self._ran.get(record.key.scope.layer)  # type: ignore[attr-defined]
+            if record is not None and ran and key not in self._of_layers and self._look_at(storage)[0]:
+                collected.append(Returned(weakref.ref(storage), record.nbytes, *ran, is_put_out=True))
+        self._of_layers, self._unused = {}, []
+        return collected
+
+    def _storages(self, output: object) -> Iterator[torch.UntypedStorage]:
+        try:
+            tensors = (output,) if type(output) is torch.Tensor else tensors_in(output)  # mostly one: quick
+            found = list(map(plain_storage, tensors))
+        except TooManyError:
+            return
+        yield from (each for each in found if each is not None and each not in self._capture.static)
