@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 import statistics
 from collections import deque
@@ -339,35 +340,21 @@ class Controller:
         first = self.task.first()
         case = self._case(UNMEASURED)
         case = replace(case, limits=replace(case.limits, window=first.window))
-        for ways in ((Placement.KEEP, *self._spares()), self._spares(), ()):
-            for stride in (4, 8, 16):
-                placements = list(self.task.policy)
-                for kind in set(case.profile.layers):
-                    free = [
-                        layer
-                        for layer, wanted in enumerate(self.task.policy)
-                        if wanted is Placement.AUTO and case.profile.layers[layer] == kind
-                    ]
-                    for place, layer in enumerate(reversed(free)):
-                        turn = (place + self._since) % stride
-                        if turn < len(ways) and self._may_try(case, layer, ways[turn]):
-                            placements[layer] = ways[turn]
-                plan = replace(first, placements=tuple(placements))
-                if case.fits(plan):
-                    return plan
-        return first
-
-    def _spares(self) -> tuple[Placement, ...]:
         again = Placement.RECOMPUTE_EXCEPT_ATTENTION if self._since == LEARNING - 1 else Placement.RECOMPUTE
-        return again, Placement.OFFLOAD_REMAT
-
-    def _may_try(self, case: Case, layer: int, way: Placement) -> bool:
-        kind = case.profile.kind_of(layer)
-        if way.rebuilds and not kind.knows_rebuilt:
-            return True
-        if way is Placement.RECOMPUTE_EXCEPT_ATTENTION and kind.attention_bytes is None:
-            return case.allows(layer, Placement.RECOMPUTE)
-        return case.allows(layer, way)
+        spares = again, Placement.OFFLOAD_REMAT
+        for ways, stride in itertools.product(((Placement.KEEP, *spares), spares), (4, 8, 16)):
+            placements = list(self.task.policy)
+            for kind in set(case.profile.layers):
+                alike = (layer for layer, number in enumerate(case.profile.layers) if number == kind)
+                free = [layer for layer in alike if self.task.policy[layer] is Placement.AUTO]
+                for place, layer in enumerate(reversed(free)):
+                    turn = (place + self._since) % stride
+                    if turn < len(ways) and _may_try(case, layer, ways[turn]):
+                        placements[layer] = ways[turn]
+            plan = replace(first, placements=tuple(placements))
+            if case.fits(plan):
+                return plan
+        return first
 
     # ---- solve -----------------------------------------------------------------------------------
 
@@ -546,7 +533,6 @@ class Controller:
             "policy": [placement.value for placement in self.task.policy],
             "profile": self.profile.as_json(),
             "drive": dataclasses.asdict(case.bandwidth),
-            "rates": self.rates.as_json(),
             "limits": dataclasses.asdict(self.task.limits),
             "writes_bound": is_bound(case, plan),
             "plan": plan.as_json(),
@@ -565,6 +551,13 @@ def bytes_taken(record: StepRecord, limits: Limits) -> int | None:
         return record.activation_peak_bytes
     # States that an optimizer makes after backward lie there beside all gradients.
     return max(peak - base - (record.gradient_peak_bytes or 0) - (record.state_bytes or 0), 0)
+
+
+def _may_try(case: Case, layer: int, way: Placement) -> bool:
+    kind = case.profile.kind_of(layer)
+    if way.spares_attention and kind.attention_bytes is None:
+        return case.allows(layer, Placement.RECOMPUTE)
+    return (way.rebuilds and not kind.knows_rebuilt) or case.allows(layer, way)
 
 
 def _is_faster(plan: Plan, other: Plan, factor: float) -> bool:

@@ -63,7 +63,6 @@ class Budget:
         self._device_bytes = None if limits.device is None else limits.device.device_bytes
         self._most_gradients = 0
         self._at_begin = 0  # bytes of gradients
-        self._less: tuple[tuple[int, int], int] = (0, 0), 0  # of a step, by how much less there was of all
 
     @property
     def is_of_device(self) -> bool:
@@ -87,10 +86,7 @@ class Budget:
         if record.step == SECOND:
             self._most_gradients = self._at_begin
         self._most_gradients = max(self._most_gradients, record.gradient_peak_bytes or 0)
-        base, peak, expected = record.base_bytes, record.device_peak_bytes, self._planning.plan.prediction
-        if self.share is not None and peak is not None and expected is not None:
-            of_peaks = self._static + self._most_gradients + expected.peak_bytes
-            self._less = (expected.peak_bytes, self._at_begin), of_peaks - peak
+        base = record.base_bytes
         self._derive(None if base is None else base + (record.state_bytes or 0))
 
     @property
@@ -104,26 +100,15 @@ class Budget:
             return budget
         return budget + self._most_gradients - self._at_begin
 
-    @property
-    def _static(self) -> int:
-        return 0 if self.share is None else self.share.base_bytes + self.extra_bytes()
-
     def device_peak(self, taken: int) -> int | None:
-        """Return the most bytes on the device in a step; ``None`` if unknown.
-
-        What a step needed beyond what is known of it counts with the last gradients too, and may go with the
-        loss. The last step has shown how much less there is, if it was to take as much and began with as many
-        gradients. No plan counts on that, since it is another number under another plan.
+        """Return the most bytes on the device in a step, as far as is known before it; ``None`` if unknown.
 
         Args:
             taken: Bytes of the budget that the step takes.
         """
-        share, (before, less) = self.share, self._less
-        if share is None:
+        if self.share is None:
             return None
-        # Of activations alone, the peak is at another moment than that of gradients under most plans.
-        counts = before == (taken, self._at_begin) or not self.limits.nets_gradients
-        return self._static + share.gradient_bytes + taken - (less if counts else 0)
+        return self.share.base_bytes + self.extra_bytes() + self.share.gradient_bytes + taken
 
     def _derive(self, base_bytes: int | None) -> None:
         if self._device_bytes is None or base_bytes is None:

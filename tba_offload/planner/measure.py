@@ -348,32 +348,19 @@ def _saved(
     known: Saved | None,
 ) -> Saved:
     """Return one activation of equal layers; what this step does not tell is taken from ``known``."""
-    at: list[float] = []
-    until: list[float] = []
-    needed: list[float] = []
-    treatments: list[str] = []
-    for run, activation in zip(runs, column, strict=True):
-        at.append(_share(clock(activation.packed_at), run.host_forward))
-        if run.way.rebuilds:
-            treatments.append(activation.treatment.value)
-        if activation.unpacked_at is not None:  # to rebuild others, it may be needed before its own use
-            uses = needed if run.way.rebuilds else until
-            uses.append(_share(clock(activation.unpacked_at), run.host_backward))
-    moving = [each.nbytes for each in column if each.treatment.value != LEARNED_KEEP]
-    saved_at = statistics.median(at)
-    if until:
-        used = statistics.median(until)
-    elif known is not None:
-        used = known.until
-    else:  # backward uses first what was saved last
-        used = statistics.median(needed) if needed else 1.0 - saved_at
-    saved = Saved(max(moving, default=0), saved_at, used)
-    if not treatments:
-        return saved if known is None else saved._replace(rebuilt=known.rebuilt, needed=known.needed)
-    is_rebuilt = all(treatment == REBUILT for treatment in treatments)
-    return saved._replace(
-        rebuilt=is_rebuilt, needed=statistics.median(needed) if needed and not is_rebuilt else None
-    )
+    pairs = list(zip(runs, column, strict=True))
+    saved_at = statistics.median(_share(clock(each.packed_at), run.host_forward) for run, each in pairs)
+    # To rebuild others, an activation may be needed before its own use.
+    until = [
+        _share(clock(each.unpacked_at), run.host_backward)
+        for run, each in pairs
+        if each.unpacked_at is not None and not run.way.rebuilds
+    ]
+    used = 1.0 - saved_at if known is None else known.until  # backward uses first what was saved last
+    moving = (each.nbytes for each in column if each.treatment.value != LEARNED_KEEP)
+    treatments = [each.treatment.value for run, each in pairs if run.way.rebuilds]
+    rebuilt = all(treatment == REBUILT for treatment in treatments) if treatments else known and known.rebuilt
+    return Saved(max(moving, default=0), saved_at, statistics.median(until) if until else used, rebuilt)
 
 
 def _share(when: float, stretch: tuple[float, float]) -> float:

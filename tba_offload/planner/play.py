@@ -207,7 +207,7 @@ class _Step:
                 if number in layer.stays:
                     self._hold(saved.nbytes)
                 elif not (way.rebuilds and saved.rebuilt):
-                    items.append(self._save(saved.nbytes, saved.fetched if way.rebuilds else saved.until))
+                    items.append(self._save(saved.nbytes, saved.until))
             self._now += (1.0 - passed) * seconds
         self._saved[scope] = sorted(items, key=lambda item: item.until)
         # With several micro-batches the order runs ahead of what exists: come back for what appears.
@@ -234,17 +234,21 @@ class _Step:
                 self._settled -= kind.whole_bytes
             return
         passed, used = 0.0, 0
-        for at, made, fetched, last in _uses(kind, self._saved[scope], rebuilds=way.rebuilds):
+        uses: list[tuple[float, int, _Item | None]]
+        uses = [(item.until, item.nbytes, item) for item in self._saved[scope]]
+        if way.rebuilds:
+            uses += [(saved.until, saved.nbytes, None) for saved in kind.activations if saved.rebuilt]
+            uses.sort(key=lambda use: use[0])
+        for at, nbytes, offloaded in uses:
             self._now += (at - passed) * seconds
             passed = at
-            if last:
-                self._settled -= used  # the activation before was used up
-                used = last
-            if fetched is not None:
-                self._use(fetched)
+            self._settled -= used  # the activation before was used up
+            used = nbytes
+            if offloaded is None:
+                self._hold(nbytes)
+            else:
+                self._use(offloaded)
                 self._fill_window()
-            elif made:
-                self._hold(made)
         self._now += (1.0 - passed) * seconds
         del self._saved[scope]
         self._settled -= used + layer.stay_bytes + kind.small_bytes
@@ -396,26 +400,6 @@ class _Step:
         self._in_flight += item.nbytes
         self._note()
         return True
-
-
-_Use = tuple[float, int, "_Item | None", int]
-"""When backward comes to an activation; bytes that are made then, what is fetched, bytes used up."""
-
-
-def _uses(kind: LayerKind, items: list[_Item], *, rebuilds: bool) -> list[_Use]:
-    """Return what backward of an offloaded layer does, in its order."""
-    if not rebuilds:
-        return [(item.until, 0, item, item.nbytes) for item in items]
-    uses: list[_Use] = [
-        (each.until, each.nbytes, None, each.nbytes) for each in kind.activations if each.rebuilt
-    ]
-    fetched = sorted((each for each in kind.activations if not each.rebuilt), key=lambda each: each.fetched)
-    for saved, item in zip(fetched, items, strict=True):
-        is_early = saved.fetched < saved.until  # fetched to make another, and used itself later
-        uses.append((saved.fetched, 0, item, 0 if is_early else saved.nbytes))
-        if is_early:
-            uses.append((saved.until, 0, None, saved.nbytes))
-    return sorted(uses, key=lambda use: use[0])
 
 
 def _attention(layer: _Layer) -> int:

@@ -34,19 +34,12 @@ class Saved(NamedTuple):
         at: When it is saved, as a share of the layer's forward time.
         until: When backward first uses it, as a share of the layer's backward time.
         rebuilt: Whether ``offload-remat`` rebuilds it instead of offloading it; ``None`` if unknown.
-        needed: When backward first needs it under ``offload-remat``, perhaps to rebuild another from it.
     """
 
     nbytes: int
     at: float
     until: float
     rebuilt: bool | None = None
-    needed: float | None = None
-
-    @property
-    def fetched(self) -> float:
-        """When it must be in memory in a layer placed ``offload-remat``."""
-        return self.until if self.needed is None else min(self.needed, self.until)
 
 
 class Beside(NamedTuple):

@@ -315,7 +315,7 @@ def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
 
 
 def _merged(activations: Sequence[Saved], most: int) -> tuple[Saved, ...]:
-    """Merge neighbours that are rebuilt, or offloaded, alike: saved with the last, needed with the first."""
+    """Merge neighbours that are rebuilt, or offloaded, alike: saved with the last, used with the first."""
     size = -(-len(activations) // most)
     groups: list[list[Saved]] = []
     for saved in activations:
@@ -328,7 +328,6 @@ def _merged(activations: Sequence[Saved], most: int) -> tuple[Saved, ...]:
             group[-1].at,
             min(saved.until for saved in group),
             group[0].rebuilt,
-            min((saved.needed for saved in group if saved.needed is not None), default=None),
         )
         for group in groups
     )

@@ -95,8 +95,7 @@ class Situation:
         names = tuple(event["names"])
         try:
             profile, bandwidth = StepProfile.from_json(event["profile"]), Bandwidth(**event["drive"])
-            if (peak := _measured_peak(log, event)) is not None:
-                profile = _as_measured(profile, Plan.from_json(event["plan"]), bandwidth, peak)
+            profile = _as_measured(profile, bandwidth, log, event)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
         odd = {profile.layers[layer] for layer in event.get("not_recomputed", ())}
@@ -251,12 +250,6 @@ def _planned(case: Case, plan: Plan) -> PlannedStep:
     )
 
 
-def _as_measured(profile: StepProfile, plan: Plan, bandwidth: Bandwidth, peak: int) -> StepProfile:
-    """Return the profile with the peak that the log measured under a plan."""
-    found = play(replace(profile, headroom=0), plan, bandwidth)
-    return replace(profile, headroom=peak - found.activation_peak)
-
-
 def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
     """Return the profile of a step with other layers.
 
@@ -279,14 +272,20 @@ def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
     return replace(profile, layers=layers, slots=tuple(slots))
 
 
-def _measured_peak(log: RunLog, event: dict[str, Any]) -> int | None:
-    """Return the highest activation peak under the plan of an event; ``None`` if none was measured.
+def _as_measured(
+    profile: StepProfile, bandwidth: Bandwidth, log: RunLog, event: dict[str, Any]
+) -> StepProfile:
+    """Return the profile with the highest peak that the log measured under the plan of an event, if it did.
 
     Of a policy without ``auto`` that is the plan of all steps.
     """
     is_fixed = Placement.AUTO not in event["policy"]
     steps = [step for step in log.steps if is_fixed or step.step > event.get("step", 0)] or log.steps
-    return max((step.activation_peak_bytes for step in steps if step.activation_peak_bytes), default=None)
+    peak = max((step.activation_peak_bytes or 0 for step in steps), default=0)
+    if not peak:
+        return profile
+    found = play(replace(profile, headroom=0), Plan.from_json(event["plan"]), bandwidth)
+    return replace(profile, headroom=peak - found.activation_peak)
 
 
 def _measured_step(log: RunLog) -> tuple[int, float] | None:

@@ -68,7 +68,7 @@ profiles = st.builds(
 def rebuilding(
     profile: StepProfile, which: Sequence[bool] = (False, True, False), *, seconds: float | None = None
 ) -> StepProfile:
-    """The same step, but it is known that some activations are rebuilt, each from the one before it.
+    """The same step, but it is known that some activations are rebuilt.
 
     Args:
         profile: The step.
@@ -77,11 +77,7 @@ def rebuilding(
     """
     (kind,), (timing,) = profile.kinds, profile.timings
     flags = [which[number % len(which)] for number in range(len(kind.activations))]
-    activations = []
-    for number, saved in enumerate(kind.activations):
-        feeds = number + 1 < len(flags) and flags[number + 1] and not flags[number]
-        needed = kind.activations[number + 1].until if feeds else None
-        activations.append(saved._replace(rebuilt=flags[number], needed=needed))
+    activations = [saved._replace(rebuilt=flag) for saved, flag in zip(kind.activations, flags, strict=True)]
     if seconds is not None:
         forward, backward = profile.timing(0, OFFLOAD)
         timing = timing | {OFFLOAD_REMAT: Timing(forward, backward + seconds)}

@@ -87,7 +87,7 @@ def plan_event() -> dict[str, Any]:
         "profile": {
             "kinds": [
                 {
-                    "activations": [[2**20, 0.5, 0.5], [2**16, 0.9, 0.1, True, None]],
+                    "activations": [[2**20, 0.5, 0.5], [2**16, 0.9, 0.1, True]],
                     "small_bytes": 100,
                     "input_bytes": 2**18,
                     "attention_bytes": None,
