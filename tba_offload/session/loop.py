@@ -70,6 +70,7 @@ class Loop:
         opens_steps: Whether steps open by themselves.
         is_closed: Whether the session was closed.
         is_inert: Whether this is a forked child: locks, threads and descriptors are those of the parent.
+        session: As given, until it is closed.
     """
 
     def __init__(self, session: Session, optimizers: weakref.WeakSet[Optimizer]) -> None:
@@ -77,7 +78,7 @@ class Loop:
         self.number = 0
         self.opens_steps = self.is_closed = self.is_inert = False
         self.device: Device = session.device
-        self._session: Any = session
+        self.session: Any = session
         self._optimizers = optimizers
         self._has_own = bool(optimizers)  # whether an optimizer of the model's parameters was seen
         self._most_passes = _MOST_PASSES
@@ -117,16 +118,11 @@ class Loop:
         for handle in self._handles:
             weakref.finalize(self, handle.remove)
 
-    @property
-    def session(self) -> Session:
-        """The session, which is open."""
-        return self._session  # type: ignore[no-any-return]
-
     def close(self) -> None:
         """Take all hooks off; no step opens any more."""
         for handle in self._handles:
             handle.remove()
-        self._session = None  # in a cycle, the model would stay alive
+        self.session = None  # in a cycle, the model would stay alive
 
     # ---- one step --------------------------------------------------------------------------------
 
@@ -142,7 +138,7 @@ class Loop:
             if not step.opened_itself:
                 self.finish()
             self._check_alone()
-            self._session.begin_step(step)
+            self.session.begin_step(step)
         except BaseException:
             interrupts.take_down(step)
             raise
@@ -155,13 +151,13 @@ class Loop:
         if self.is_inert:
             return
         try:
-            self._session.end_step(step, failed=failed)
+            self.session.end_step(step, failed=failed)
         finally:
             self.step = None
             interrupts.take_down(step)
         if not failed:
             self.number += 1
-            step.record = self._session.record_step(step, self.number)
+            step.record = self.session.record_step(step, self.number)
 
     def finish(self) -> None:
         """End a step that opened by itself, whether an update came or not: no more of it will come."""
@@ -212,26 +208,26 @@ class Loop:
         step = self._left_behind()
         if self._closures:
             if step is not None:
-                self._session.memory.resume()
+                self.session.memory.resume()
                 return
         elif step is not None:
             if self._running:  # it raised an exception, so that its end was never heard
                 self._running.clear()
                 self.fail()
-                self._session.memory.resume()
+                self.session.memory.resume()
             if not step.opened_itself or not (step.has_updates or self._is_over(step)):
                 return
             self._conclude(step)
         else:
             self._running.clear()
-        opened = self._session.step()
+        opened = self.session.step()
         opened.opened_itself = True
         opened.__enter__()
 
     # ---- is it over? -----------------------------------------------------------------------------
 
     def _is_over(self, step: Step) -> bool:
-        trace, gradients = self._session.capture.trace, self._session.gradients
+        trace, gradients = self.session.capture.trace, self.session.gradients
         if step.has_failed or trace.in_backward:
             return True  # an exception ended it
         if step.has_updates:
@@ -244,16 +240,16 @@ class Loop:
             return trace.is_used_up or not step.has_graphs
         if gradients.were_taken and not self._has_own and len(trace.backward_ends) >= self._most_passes:
             self._most_passes = 1  # no update is ever going to be seen
-            self._session.notices.no_update()
+            self.session.notices.no_update()
             return True
         return bool(gradients.are_cleared)
 
     def _conclude(self, step: Step) -> None:
         """End a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""
-        trace, gradients = self._session.capture.trace, self._session.gradients
+        trace, gradients = self.session.capture.trace, self.session.gradients
         if step.has_failed or trace.in_backward or not trace.backward_ends:
             if step.has_updates and not step.has_failed and not trace.left_alone:
-                self._session.notices.no_layer_trained(self._session, self.number + 1)
+                self.session.notices.no_layer_trained(self.session, self.number + 1)
             step.end(failed=True)
             return
         if step.has_updates:
@@ -298,7 +294,7 @@ class Loop:
         while self._forwards.popitem()[0] is not module:
             pass  # it raised an exception, so that its end was never heard
         if not self._forwards and not self.is_inert:
-            self._session.forward_ended(output)
+            self.session.forward_ended(output)
 
     def backward_ended(self) -> None:
         """Record that a backward pass is over; what an optimizer does that asked for it is not the step's."""
@@ -306,10 +302,10 @@ class Loop:
         if step is None:
             return
         if step.opened_itself:
-            self._session.gradients.pass_ended()
-            self._session.capture.trace.end_step()  # unless another micro-batch follows
+            self.session.gradients.pass_ended()
+            self.session.capture.trace.end_step()  # unless another micro-batch follows
         if self._closures:
-            self._session.memory.pause()
+            self.session.memory.pause()
 
     # ---- optimizers ------------------------------------------------------------------------------
 
@@ -323,27 +319,27 @@ class Loop:
             gradients in backward and no other was seen: of these copies no parameter is the model's.
         """
         parameters = list(parameters_of(optimizer))
-        if any(map(self._session.gradients.watches, parameters)):
+        if any(map(self.session.gradients.watches, parameters)):
             self._has_own = True
             return frozenset(map(id, parameters))
-        is_of_copies = self.step is not None and not self._has_own and self._session.gradients.were_taken
+        is_of_copies = self.step is not None and not self._has_own and self.session.gradients.were_taken
         return frozenset() if is_of_copies else None
 
     def _optimizer_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Raise what went wrong in a step before its gradients change the weights; notice a closure."""
-        if self.is_inert or self._session is None or self._parameters_of(optimizer) is None:
+        if self.is_inert or self.session is None or self._parameters_of(optimizer) is None:
             return None
         step = self._left_behind()
         if step is not None:
             if step.opened_itself and not is_recomputation():
                 try:
-                    self._session.raise_failures()
+                    self.session.raise_failures()
                 except BaseException:
                     step.end(failed=True)
                     raise
-            self._session.memory.pause()
+            self.session.memory.pause()
         self._running.append((optimizer, time.perf_counter(), self.number))
         if callable(kwargs.get("closure")):
             return args, kwargs | {"closure": self._noticed(kwargs["closure"])}
@@ -383,8 +379,8 @@ class Loop:
         updated = self._parameters_of(optimizer) or frozenset()
         step.add_update(began, time.perf_counter(), updated, overflowed=overflowed)
         if updated:
-            self._session.gradients.also_watch(parameters_of(optimizer))
-        self._session.memory.resume()
+            self.session.gradients.also_watch(parameters_of(optimizer))
+        self.session.memory.resume()
         if step.opened_itself and not is_recomputation() and self._is_over(step):
             self._conclude(step)
 
