@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 import weakref
 from functools import partial, wraps
-from inspect import getattr_static
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +105,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         if call is None or call.cost >= call.nbytes or not call.save_arguments(self._pack_argument):
             return super().pack(tensor)
         if call.digest is None:
-            call.digest = mix([fold(viewed(tensor.untyped_storage(), call.view))])
+            call.cost, call.digest = 0, mix([fold(viewed(tensor.untyped_storage(), call.view))])
             self.capture.trace.saved(self._next_key(), call.nbytes, Treatment.REBUILT)
             self.capture.trace.rebuilt_bytes += call.nbytes
         return _Remade(call, tensor)
@@ -129,20 +128,13 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
             output: What it has returned.
             saved: Tensors that it is going to save for backward.
         """
-        if (
-            not isinstance(output, Tensor)
-            or not is_understood(output, self.capture.device)
-            or output._version
-        ):
+        is_plain = isinstance(output, Tensor) and is_understood(output, self.capture.device)
+        if not is_plain or output._version or output.nbytes < self.capture.min_tensor_bytes:
             return
         given, storage = {**dict(enumerate(args)), **kwargs}, output.untyped_storage()
-        is_whole = (
-            output.is_contiguous() and output.nbytes == storage.nbytes() >= self.capture.min_tensor_bytes
-        )
         tensors = [value for value in given.values() if isinstance(value, Tensor)]
-        if is_whole and all(
-            is_understood(x, x.device) and x.untyped_storage() is not storage for x in tensors
-        ):
+        odd = [x for x in tensors if not is_understood(x, x.device) or x.untyped_storage() is storage]
+        if not odd and output.is_contiguous() and output.nbytes == storage.nbytes():
             free = {id(tensor) for tensor in saved}
             taken = {key: self._argument(value, free) for key, value in given.items()}
             call = _Call(function, taken, output, self)
@@ -152,8 +144,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
     def _argument(self, value: Any, free: Container[int]) -> Any:
         if not isinstance(value, Tensor):
             return value
-        is_free = id(value) in free or self._is_saved(value)
-        cost = 0 if is_free else value.untyped_storage().nbytes()
+        cost = 0 if id(value) in free or self._is_saved(value) else value.untyped_storage().nbytes()
         return _Argument(value, self._call_of(value), View.of(value), cost)
 
     def _call_of(self, tensor: Tensor) -> _Call | None:
@@ -164,9 +155,8 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         if cast.grad_fn is not None and cast.grad_fn not in self._calls and "ToCopy" in cast.grad_fn.name():
             # Autocast makes casts below the functions that modes see.
             node, _ = cast.grad_fn.next_functions[0]
-            maker, source = self._calls.get(node), getattr(node, "variable", None)
-            if maker is not None:
-                source = _Argument(cast, maker, maker.view, 0)
+            made = self._calls.get(node)
+            source = _Argument(cast, made, made.view, 0) if made else getattr(node, "variable", None)
             if source is not None:
                 self.note(Tensor.to, (source, cast.dtype), {"copy": True}, cast)
         call = self._calls.get(tensor.untyped_storage()._cdata)
@@ -175,10 +165,9 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
     def _is_saved(self, tensor: Tensor) -> bool:
         """Whether it costs nothing to save a tensor: it stays, or it is saved already."""
         capture, storage = self.capture, tensor.untyped_storage()
-        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        stays = is_parameter or storage in capture.static or tensor.nbytes < capture.min_tensor_bytes
+        static = storage in capture.static or any(isinstance(x, nn.Parameter) for x in (tensor, tensor._base))
         is_known = capture.registry.is_kept(storage) or capture.registry.find(storage, tensor) is not None
-        return stays or is_known
+        return static or is_known or tensor.nbytes < capture.min_tensor_bytes
 
 
 class _Call:
@@ -202,8 +191,8 @@ class _Call:
     def __init__(self, function: Any, given: dict[Any, Any], output: Tensor, hooks: Any) -> None:
         self._function, self._given, self.nbytes = function, given, output.nbytes
         self._arguments = [each for each in given.values() if isinstance(each, _Argument)]
-        self.cost = sum(each.cost for each in self._arguments)
-        self.depth = 1 + max((each.depth for each in self._arguments), default=0)
+        self.cost: int = sum(each.cost for each in self._arguments)
+        self.depth: int = 1 + max((each.depth for each in self._arguments), default=0)
         self.name = f"the output of {function.__name__} in {hooks.layer}"
         self.digest: Tensor | None = None
         self.waiting: weakref.WeakSet[_Remade] = weakref.WeakSet()
@@ -219,9 +208,7 @@ class _Call:
 
     def save_arguments(self, pack: Callable[[Tensor], object]) -> bool:
         """Save what the output is made from; return False if some of that has changed since the call."""
-        is_saved = all(each.save(pack) for each in self._arguments)
-        self.cost *= not is_saved
-        return is_saved
+        return all(each.save(pack) for each in self._arguments)
 
     def storage(self, capture: Capture, verifier: Verifier) -> torch.UntypedStorage:
         """Return the storage of the output: the one that is still in use, or a new one."""
@@ -242,8 +229,8 @@ class _Call:
             for key, given in values.items():
                 values[key] = given.value(capture, verifier) if isinstance(given, _Argument) else given
         except SavedTensorModifiedError as error:
-            remedy = f"{error}. {self.name} is made from it again: place the layer offload"
-            raise SavedTensorModifiedError(remedy) from error
+            message = f"{error}. {self.name} needs it: place the layer offload"
+            raise SavedTensorModifiedError(message) from None
         args = [values.pop(key) for key in self._given if isinstance(key, int)]
         with torch.no_grad(), torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False):
             return self._function(*args, **values)  # type: ignore[no-any-return]
@@ -254,8 +241,7 @@ class _Argument:
 
     def __init__(self, tensor: Tensor, maker: _Call | None, view: View, cost: int) -> None:
         self._maker, self._tensor, self._view = maker, None if maker is not None else tensor, view
-        self.cost: int = cost if maker is None else maker.cost
-        self.depth: int = 0 if maker is None else maker.depth
+        self.cost, self.depth = (cost, 0) if maker is None else (maker.cost, maker.depth)
         self._version, self._needs_grad = tensor._version, tensor.requires_grad
         self._packed: Any = None
 
@@ -300,15 +286,14 @@ def _wrap_classes() -> None:
         for name in names.split() if module in sys.modules else ():
             found: Any = getattr(sys.modules[module], name, None)
             if found is not None and found not in _wrapped:
-                _wrapped[found] = getattr_static(found, "forward")
+                _wrapped[found] = vars(found).get("forward", found.forward)
                 found.forward = _noting(found, is_function=issubclass(found, torch.autograd.Function))
 
 
 def unwrap_classes() -> None:
     """Give classes their own forward back; a layer that runs later wraps them again."""
-    while _wrapped:
-        found, own = _wrapped.popitem()
-        found.forward = own
+    for found in list(_wrapped):
+        found.forward = _wrapped.pop(found)
 
 
 def _noting(cls: Any, *, is_function: bool) -> Any:

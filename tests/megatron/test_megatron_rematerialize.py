@@ -69,7 +69,7 @@ def test_models_write_less(style: Any, dtype: Any) -> None:
     assert_same(found, expected)
     found, less = train(build_gpt(shape, seed=0), shape, tba.Placement.OFFLOAD_REMAT)
     assert_same(found, expected)
-    assert less < 0.75 * written
+    assert less < 0.85 * written
 
 
 # Functions
