@@ -274,100 +274,6 @@ def compare(spread: str, rank: int, default: str) -> dict[str, Any]:
     return {"different": sum(not same_bits(a, b) for a, b in pairs), "steps": steps}
 
 
-# ---- distributed tensors in a layer --------------------------------------------------------------
-
-
-class Mixing(nn.Module):
-    """A layer that does something to a distributed tensor."""
-
-    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.mix = mix
-        self.mesh = init_device_mesh("cpu", (RANKS,))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = DTensor.from_local(x * self.scale, self.mesh, [Shard(0)], run_check=False)
-        return self.mix(h).to_local() + x  # type: ignore[attr-defined,no-any-return]
-
-
-LOST: list[Tensor] = []
-"""Results of a step that nothing is computed from."""
-
-
-def several_times(h: Tensor) -> Tensor:
-    """Views of one storage, saved by four operations: it is written once."""
-    h = h + 1
-    flat = h.view(-1, WIDTH)
-    return (h.exp() + h.sin() + h.cos() + flat.tanh().view_as(h)).sigmoid()
-
-
-def with_gaps(h: Tensor) -> Tensor:
-    """A view that needs little of a storage of which nothing else is saved."""
-    wide = torch.cat((h, h, h, h), dim=-1)
-    return wide[..., 3 : WIDTH + 3].cos()
-
-
-def in_part(h: Tensor) -> Tensor:
-    """A small view of a large storage."""
-    wide = torch.cat((h, h, h, h), dim=-1)
-    return h + wide[:, 0, :8].cos().sum() * 0.1
-
-
-def changed_in_between(h: Tensor) -> Tensor:
-    """What was saved first is lost; what is saved next is the same storage with other bytes."""
-    h = h + 1
-    LOST.append(h.sin())  # or it depends on the drive whether the first one is still written
-    with torch.no_grad():
-        h.mul_(2)
-    return h.cos()
-
-
-def changed_later(h: Tensor) -> Tensor:
-    h = h + 1
-    result = h.cos()
-    with torch.no_grad():
-        h.mul_(2)
-    return result
-
-
-MIXES = {mix.__name__: mix for mix in (several_times, with_gaps, in_part, changed_in_between, changed_later)}
-
-
-def mix(name: str, default: str | None) -> tuple[list[Tensor], list[dict[str, int]]]:
-    """Losses and gradients of two such layers."""
-    net = nn.Sequential(Mixing(MIXES[name]), Mixing(MIXES[name]))
-    session = session_for(net, layers=list(net), default=default) if default is not None else None
-    found = []
-    for step in range(STEPS):
-        x = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
-        with session.step() if session is not None else nullcontext():
-            loss = net(x).pow(2).mean()
-            if session is not None:
-                session.offloader.quiesce()
-            LOST.clear()
-            loss.backward()
-        found += [loss.detach(), x.grad, *(parameter.grad.clone() for parameter in net.parameters())]
-        net.zero_grad()
-    return found, moved(session)
-
-
-def compare_mix(name: str, default: str) -> dict[str, Any]:
-    if name == "changed_later":
-        return {"plain": error_of(name, None), "attached": error_of(name, default)}
-    (expected, _), (found, steps) = (mix(name, how) for how in (None, default))
-    pairs = zip(found, expected, strict=True)
-    return {"different": sum(not same_bits(a, b) for a, b in pairs), "steps": steps}
-
-
-def error_of(name: str, default: str | None) -> str:
-    try:
-        mix(name, default)
-    except (RuntimeError, tba.TbaError) as error:
-        return type(error).__name__
-    return "none"
-
-
 COMPARED = {
     "offload": [*SPREAD, *NESTED, IN_STAGES],
     "offload-remat": [*SPREAD, IN_STAGES],
@@ -385,9 +291,6 @@ def cases() -> dict[str, Callable[[int], dict[str, Any]]]:
     for default, spreads in COMPARED.items():
         for spread in spreads:
             found[f"{default}, {spread}"] = partial(compare, spread, default=default)
-    for default in ("offload", "offload-remat"):
-        for name in MIXES:
-            found[f"{default}, {name}"] = lambda _, name=name, default=default: compare_mix(name, default)
     return found
 
 

@@ -11,10 +11,8 @@ import random
 import threading
 import warnings
 import weakref
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
@@ -36,20 +34,19 @@ from blocks import (
     forward_backward,
     gradients,
     make_input,
-    make_net,
     plain,
     run,
     schedule,
 )
 from covering import in_turn
-from harness import KIB, PATIENCE, Drive, assert_all_given_back, config_for, in_time, session_for, wait_until
+from harness import KIB, PATIENCE, Drive, assert_all_given_back, config_for, in_time, wait_until
 from models import same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
 from tba_offload.device import CpuDevice
-from tba_offload.errors import SavedTensorModifiedError, SessionError, TransferError
+from tba_offload.errors import SavedTensorModifiedError, SessionError
 from tba_offload.store.host import HostStore
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.storage import Handle, Record
@@ -382,52 +379,7 @@ def test_06_an_alias_with_a_version_of_its_own_is_another_activation() -> None:
     assert_transparent(block=lambda: Block(mix))
 
 
-def test_06_an_alias_that_changes_after_the_write_is_another_activation() -> None:
-    settle: list[Callable[[], None]] = []
-
-    def mix(h: Tensor) -> Tensor:
-        w = (h.detach() * 0.5).clone()
-        first = h * w
-        for wait in settle:
-            wait()
-        alias = w.data
-        alias.add_(1)
-        return first.detach() + h * alias
-
-    expected = plain(block=lambda: Block(mix))
-    with attached(block=lambda: Block(mix)) as (net, session):
-        settle.append(session.offloader.quiesce)
-        assert_same(run(net, forward_backward, session, 1), expected)
-
-
 # 8. Unpack twice, out of order, from another thread, after an exception, or never
-
-
-def test_08_a_read_that_could_not_start_is_not_taken_for_one_that_ended() -> None:
-    """The buffer was allocated, nothing came into it; the next attempt has to read."""
-
-    def work(net: Net, number: int) -> list[Tensor]:
-        x = make_input(number)
-        loss = net(x).pow(2).mean()
-        if not refuse:
-            loss.backward(retain_graph=True)
-            return [loss.detach(), x.grad]  # type: ignore[list-item]
-        session.offloader.quiesce()
-        with mock.patch.object(session.store, "read_many", side_effect=KeyboardInterrupt):
-            for _ in range(2):
-                with pytest.raises(KeyboardInterrupt):
-                    loss.backward(retain_graph=True)
-                net.zero_grad()
-                x.grad = None
-        loss.backward(retain_graph=True)
-        return [loss.detach(), x.grad]  # type: ignore[list-item]
-
-    refuse = False
-    expected = plain(work)
-    with attached(drive=Drive()) as (net, session):
-        refuse = True
-        assert_same(run(net, work, session, 1), expected)
-        assert session.report()[0].read_bytes > 0
 
 
 def backward_twice(net: Net, number: int) -> list[Tensor]:
@@ -976,42 +928,6 @@ def test_13_the_number_of_micro_batches_changes() -> None:
     assert_transparent(work, steps=len(orders), in_flight=3 * ONE, settled=False)
 
 
-def interleaved(chunks: list[Net], number: int, order: str) -> None:
-    """Two chunks of a pipeline: ``F10`` is the forward of chunk 1 for micro-batch 0."""
-    inputs: dict[tuple[int, int], Tensor] = {}
-    outputs: dict[tuple[int, int], Tensor] = {}
-    for word in order.split():
-        chunk, index = int(word[1]), int(word[2])
-        here = chunk, index
-        if word[0] == "F":
-            x = outputs[0, index].detach() if chunk else make_input(10 * number + index).detach()
-            inputs[here] = x.requires_grad_()
-            outputs[here] = chunks[chunk](inputs[here])
-        else:
-            output = outputs.pop(here)
-            gradient = inputs[1, index].grad if chunk == 0 else output.detach() * 1e-3
-            output.backward(gradient)
-
-
-@pytest.mark.parametrize("in_flight", [3 * ONE, 30 * ONE])
-def test_13_an_interleaved_pipeline(in_flight: int) -> None:
-    order = "F00 F01 F10 F11 F02 B10 F03 B11 F12 B00 F13 B01 B12 B13 B02 B03"
-    runs = []
-    for attach in (False, True):
-        chunks = [make_net(layers=2), make_net(layers=2)]
-        session = session_for(chunks, in_flight=in_flight) if attach else None  # type: ignore[arg-type]
-        steps = []
-        for number in range(3):
-            with session.step() if session is not None else nullcontext():
-                interleaved(chunks, number, order)
-            steps.append([*gradients(chunks[0]), *gradients(chunks[1])])
-        if session is not None:
-            assert_all_given_back(session)
-            session.close()
-        runs.append(steps)
-    assert_same(runs[1], runs[0])
-
-
 # 14. Between steps, and steps that end early
 
 
@@ -1072,20 +988,6 @@ def test_14_after_a_step_that_raises_half_way_the_next_one_works(where: str, kee
         assert_all_given_back(session)
 
 
-def test_14_failures_of_a_step_that_was_given_up_do_not_haunt_the_next_one() -> None:
-    """A full drive fails many writes at once; one of them ends the step, the others end with it."""
-    drive = Drive()
-    with attached(drive=drive, on_full="error") as (net, session):
-        drive.writes.fail(tba.StoreFullError(28, "No space left on device", "/drive"))
-        with pytest.raises(TransferError, match="/drive"), session.step():
-            y = net(make_input(0))
-            wait_until(lambda: session.store.pending() == 0, "writes")
-            y.pow(2).mean().backward()
-        drive.writes.recover()
-        net.zero_grad()
-        assert_same(run(net, forward_backward, session, 1), plain())
-
-
 @pytest.mark.filterwarnings("ignore:layer 2 .* runs inside saved-tensor hooks:UserWarning")
 def test_14a_nothing_in_backward_waits_for_bytes_that_only_backward_can_release() -> None:
     """At the ceiling, with a drive that does not move, backward runs a checkpoint and packs again."""
@@ -1144,24 +1046,3 @@ def test_15_shapes_that_change_from_step_to_step() -> None:
         return [x.grad]  # type: ignore[list-item]
 
     assert_transparent(work, steps=len(lengths), in_flight=2 * ONE)
-
-
-def test_15_tokens_routed_to_experts() -> None:
-    """What each expert gets depends on the data; some get nothing."""
-
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.router = nn.Linear(WIDTH, 8)
-            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            flat = x.flatten(0, 1)
-            weight, chosen = self.router(flat * 4).softmax(-1).max(-1)
-            parts = torch.zeros_like(flat)
-            for index, expert in enumerate(self.experts):
-                rows = (chosen == index).nonzero().flatten()
-                parts = parts.index_add(0, rows, expert(flat[rows]).tanh())
-            return x + (parts * weight.unsqueeze(-1)).view_as(x)
-
-    assert_transparent(block=Experts, min_tensor_bytes=64)

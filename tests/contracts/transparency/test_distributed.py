@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import distributed_ranks
 import pytest
 from covering import of_which
-from distributed_ranks import COMPARED, INNER, LAYERS, LENGTH, MIXES, RANKS, ROWS, SPREAD, WIDTH
+from distributed_ranks import COMPARED, INNER, LAYERS, LENGTH, RANKS, ROWS, SPREAD, WIDTH
 from harness import PATIENCE
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def case_of(test: pytest.Function) -> str:
     """The case that a test looks at."""
     what: dict[str, str] = test.callspec.params
     default = what.get("default") or DEFAULTS[test.originalname]
-    return f"{default}, {what.get('spread') or what.get('name') or 'changed_later'}"
+    return f"{default}, {what['spread']}"
 
 
 @pytest.fixture(scope="module")
@@ -118,23 +118,3 @@ def test_a_spread_model_trains_to_the_same_bits(found: Found, default: str, spre
             assert min(recomputed) > 0
         elif default != "auto":
             assert set(recomputed) == {0}
-
-
-@pytest.mark.parametrize("default", of_which(["offload", "offload-remat"], "offload"))
-@pytest.mark.parametrize("name", sorted(MIXES.keys() - {"changed_later"}))
-def test_distributed_tensors_in_a_layer(found: Found, name: str, default: str) -> None:
-    travelling = {"several_times": 4, "with_gaps": 1, "in_part": 0, "changed_in_between": 2}
-    for rank in found:
-        case = rank[f"{default}, {name}"]
-        assert case["different"] == 0
-        # The first layer's input is held by the loop, so it is kept from the second step on.
-        assert case["steps"][-1]["offloaded_bytes"] == (2 * travelling[name] + 1) * SMALL
-
-
-@pytest.mark.parametrize("default", of_which(["offload", "offload-remat"], "offload"))
-def test_a_distributed_tensor_that_is_changed_after_it_was_saved_is_noticed(
-    found: Found, default: str
-) -> None:
-    for rank in found:
-        case = rank[f"{default}, changed_later"]
-        assert case == {"plain": "RuntimeError", "attached": "SavedTensorModifiedError"}

@@ -200,34 +200,6 @@ def test_the_run_log_tells_what_weights_move_and_how_long_layers_wait_for_them(t
     assert waited >= 0.9 * ((step.record.weights_waited_seconds or 0.0) + (step.record.stall_seconds or 0.0))
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("compiles", [False, True])
-def test_what_evaluations_and_failed_steps_read_belongs_to_no_step(*, compiles: bool, tmp_path: Path) -> None:
-    model, x = Model(), torch.ones(8, WIDTH)
-    run = torch.compile(model, backend="eager") if compiles else model
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    policy = {
-        "min_tensor_bytes": "2KiB",
-        "weights": {"frozen": "offload"},
-        "store": {"kind": "file", "directories": [str(tmp_path)]},
-    }
-    with inject("delay-read:seconds=0.005"), tba.attach(model, policy) as session:
-        for _ in range(3):
-            run(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with pytest.raises(RuntimeError, match="on purpose"), session.step():
-                model(x)
-                raise RuntimeError("on purpose")
-            with torch.no_grad():
-                for _ in range(5):
-                    model(x)
-        records = session.report()
-    for record in records:
-        assert record.weights_read_bytes == (2 * LAYERS - 1) * WEIGHTS
-        assert (record.weights_waited_seconds or 0.0) <= record.seconds
-
-
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_a_model_of_transformers_with_lora(tmp_path: Path) -> None:
     import peft

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import inspect
-import os
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,24 +161,6 @@ def test_a_file_that_cufile_refuses_is_an_error_and_leaves_nothing(
     assert waits() == NONE
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_a_drive_that_udev_does_not_know_is_named_where_cufile_refuses(
-    is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in containers, which have no database of udev's."""
-    device = tmp_path.stat().st_dev
-    known, entry = tmp_path / "udev", f"b{os.major(device)}:{os.minor(device)}"
-    assert os.major(device), "a drive, and not what a driver makes up"
-    (known / "data").mkdir(parents=True)
-    if is_known:
-        (known / "data" / entry).touch()
-    monkeypatch.setattr(gds, "UDEV", known)
-    tell("refuse", HANDLE_REFUSED)
-    with pytest.raises(StoreError, match="could not be registered") as caught:
-        GdsStore(tmp_path, device=DEVICE)
-    assert (entry in str(caught.value)) != is_known
-
-
 @pytest.mark.parametrize(
     ("has_udev", "said"),
     [
@@ -213,12 +194,6 @@ def test_a_file_that_is_taken_but_not_served_is_an_error_when_it_is_opened(
         GdsStore(tmp_path, device=DEVICE)
     assert descriptors() == before
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_block_that_comes_back_changed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CuFile, "read", lambda *_: 4096)
-    with pytest.raises(StoreError, match="a block that was written comes back changed"):
-        GdsStore(tmp_path, device=DEVICE)
 
 
 # Faults of a drive
