@@ -29,40 +29,37 @@ class Checkpoints:
         loaded: Called when a checkpoint was loaded: ``optimizer.state`` shows it.
     """
 
-    def __init__(self, updates: Updates, loaded: Callable[[], object]) -> None:
+    def __init__(self, updates: Updates, loaded: Callable[[], None]) -> None:
         self._updates = updates
-        self._loaded = loaded
         self._copies: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._set_bytes = 0
         optimizer = updates.optimizer
         self._handles: list[RemovableHandle] = [
-            optimizer.register_state_dict_pre_hook(self._before_save),
+            optimizer.register_state_dict_pre_hook(lambda _: updates.follow()),
             optimizer.register_state_dict_post_hook(self._fill, prepend=True),
             optimizer.register_load_state_dict_pre_hook(_hold_back),
-            optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
+            optimizer.register_load_state_dict_post_hook(lambda _: loaded(), prepend=True),
         ]
 
     def remove(self) -> None:
-        """Take the hooks away, and forget the function: its object would live until garbage is collected."""
+        """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
-        self._loaded = lambda: None
+        self._handles.clear()
 
     # ---- all states ------------------------------------------------------------------------------
-
-    def _before_save(self, _: torch.optim.Optimizer) -> None:
-        self._updates.follow()
 
     def _fill(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         """Return a state dict in which each state is a tensor in host memory."""
         parameters, full = parameters_of(optimizer), dict(state_dict["state"])
-        away = [number for number, entry in full.items() if _shows_away(entry)]
+        away = [
+            number
+            for number, entry in full.items()
+            if isinstance(entry, dict) and any(type(value) is AwayTensor for value in entry.values())
+        ]
         found = self._updates.entries.on_host({parameters[number] for number in away})
         full.update({number: full[number] | found[parameters[number]] for number in away})
         return state_dict | {"state": full}
-
-    def _after_load(self, _: torch.optim.Optimizer) -> None:
-        self._loaded()
 
     # ---- parameter by parameter --------------------------------------------------------------------
 
@@ -134,7 +131,3 @@ def _held_back(value: Any, parameter: torch.Tensor) -> Any:
         return value
     # The data type in which PyTorch itself loads a state, in Optimizer.load_state_dict.
     return Incoming(value, parameter.dtype if parameter.is_floating_point() else value.dtype)
-
-
-def _shows_away(entry: Any) -> bool:
-    return isinstance(entry, dict) and any(type(value) is AwayTensor for value in entry.values())

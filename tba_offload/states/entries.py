@@ -182,7 +182,7 @@ class Entries:
         Raises:
             TransferError: They cannot be read.
         """
-        cut: list[SubGroup] = []
+        groups = list(groups)
         wholes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         for group in groups:
             places = [place for place in group.places if self._is_away(place)]
@@ -190,16 +190,14 @@ class Entries:
             if slot is not None:
                 for place in places:
                     self._put_back(place, place.view(slot.lend()), wholes)
-            if group.is_cut:
-                cut.append(group)
-            else:
+            if not group.is_cut:
                 self._empty(group)
         for (parameter, key), whole in wholes.items():  # until all slices are there, all are away
             if key == MASTER:
                 self._masters.bring_back(parameter)
             else:
                 self._optimizer.state[parameter][key] = whole
-        for group in cut:
+        for group in groups:
             self._empty(group)
 
     def _put_back(

@@ -215,8 +215,8 @@ class Home:
         if self._kept is not None:
             memory.tensor().copy_(self._kept)
             return []
-        after = homes.device.event() if after is None else after
         homes.read_bytes += memory.nbytes
+        after = after or homes.device.event()
         orders = [(extent, part, after) for extent, part in self._parts(memory)]
         return homes.store.read_many(orders, padded=homes.padded)
 
