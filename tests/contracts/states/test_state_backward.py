@@ -16,7 +16,13 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
-from tba_offload.errors import SessionError, StatesAwayError, TransferError
+from tba_offload.errors import (
+    RecomputationError,
+    SavedTensorModifiedError,
+    SessionError,
+    StatesAwayError,
+    TransferError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -238,6 +244,17 @@ def test_a_layer_uses_the_weight_of_a_later_one(use: str, placement: str, tmp_pa
     expected = borrowed(tmp_path, use, plain, None, None)
     found = borrowed(tmp_path, use, plain, placement, "backward")
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("use", ["detach", "norm"])
+def test_a_recomputed_layer_that_reads_the_weight_of_a_later_one_is_an_error(
+    use: str, tmp_path: Path
+) -> None:
+    def plain(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x)  # type: ignore[no-any-return]
+
+    with pytest.raises((RecomputationError, SavedTensorModifiedError)):
+        borrowed(tmp_path, use, plain, "recompute", "backward")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
