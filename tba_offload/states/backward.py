@@ -106,6 +106,8 @@ class BackwardUpdates:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        if self._record is not None:
+            logger.warning("parameters are updated by a backward pass that no optimizer.step() has followed")
 
     # ---- backward --------------------------------------------------------------------------------
 

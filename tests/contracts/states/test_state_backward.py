@@ -110,6 +110,13 @@ def test_parameters_are_updated_when_backward_returns(
             assert_same(found, expected)
 
 
+def test_an_update_that_no_step_follows_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found, _ = pair("adamw")
+    with offloaded(found, tmp_path):
+        begun(found)
+    assert "no optimizer.step() has followed" in caplog.text
+
+
 def test_micro_batches(tmp_path: Path) -> None:
     """The last step of an epoch may have fewer; it is made as a whole then, and may clip."""
     found, expected = pair("adamw")
