@@ -47,7 +47,8 @@ def other_numbers(layer: str) -> TbaError:
     return cannot(
         layer,
         f"{_OTHER} than the first, because it depends on something that changed in between (a counter, a "
-        "global, a generator of its own). Do not use the gradients of this step",
+        "global, a generator of its own; with states.when: backward the weight of a later layer, which needs "
+        "states.when: step). Do not use the gradients of this step",
     )
 
 

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import tba_offload as tba
 from tba_offload.errors import (
     RecomputationError,
-    SavedTensorModifiedError,
     SessionError,
     StatesAwayError,
     TransferError,
@@ -242,7 +241,7 @@ def borrowed(
 
 @pytest.mark.parametrize(
     ("use", "placement"),
-    combinations(list(USES), ["keep", "offload"], everything=False, together=1),
+    [*combinations(list(USES), ["keep", "offload"], everything=False, together=1), ("tied", "recompute")],
 )
 def test_a_layer_uses_the_weight_of_a_later_one(use: str, placement: str, tmp_path: Path) -> None:
     def plain(layer: nn.Module, x: Tensor) -> Tensor:
@@ -260,7 +259,7 @@ def test_a_recomputed_layer_that_reads_the_weight_of_a_later_one_is_an_error(
     def plain(layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x)  # type: ignore[no-any-return]
 
-    with pytest.raises((RecomputationError, SavedTensorModifiedError)):
+    with pytest.raises(RecomputationError, match=r"states\.when: step"):
         borrowed(tmp_path, use, plain, "recompute", "backward")
 
 
@@ -455,14 +454,3 @@ def test_a_backward_that_fails_before_any_update_can_be_repeated(tmp_path: Path)
             handle.remove()
             training.step(2)
         assert_same(found, expected)
-
-
-def test_beside_recomputed_layers(tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    made = settings(tmp_path, default="recompute")
-    with tba.attach(found.model, made, layers=[*found.model.layers], optimizer=found.optimizer) as session:
-        for seed in range(4):
-            found.step(seed)
-            expected.step(seed)
-        assert_same(found, expected)
-        assert session.states[0].records[-1].in_backward > 0
