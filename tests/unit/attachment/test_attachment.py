@@ -202,9 +202,7 @@ def test_a_budget_above_the_limit_of_bytes_in_flight(placement: str, tmp_path: P
     "settings",
     [
         {"budget": {"activation_bytes": "2MiB"}},
-        {"budget": {"device_bytes": "2TiB"}},
         {"budget": {"activation_bytes": "2GiB", "in_flight_bytes": 0}},
-        {"budget": {"activation_bytes": "2GiB"}, "on_slow": "keep"},
         {"budget": {"activation_bytes": "2GiB"}, "default": "auto"},
         {"budget": {"activation_bytes": "2GiB"}, "layers": [{"match": "last 1", "placement": "auto"}]},
         {"default": "keep"},
