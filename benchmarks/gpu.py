@@ -54,7 +54,7 @@ from tba_offload.device.checksum import sums
 from tba_offload.device.malloc import keep_freed_pages
 from tba_offload.device.memory import meter_of
 from tba_offload.errors import StoreError, UnsupportedError
-from tba_offload.layers.stack import explicit_layers
+from tba_offload.layers.find import explicit_layers
 from tba_offload.session import Session
 from tba_offload.store import open_store
 from tba_offload.store.bench import Rates, measure

@@ -38,7 +38,6 @@ from tba_offload.capture.saved import Borrowed, Kept, Packed
 from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, StepTrace, Treatment
 from tba_offload.device.ranges import aligned_range
-from tba_offload.layers import untraced
 from tba_offload.layers.graph import (
     check_version,
     hooks_on_top,
@@ -46,6 +45,7 @@ from tba_offload.layers.graph import (
     latest_node,
     pop_hooks,
     push_hooks,
+    untraced,
 )
 from tba_offload.transfer.storage import Handle, Record, State
 
@@ -328,7 +328,7 @@ class LayerHooks:
 
     # ---- pack ------------------------------------------------------------------------------------
 
-    @untraced.hook
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
         """Decide what becomes of a saved tensor and queue its write."""
         capture = self.capture

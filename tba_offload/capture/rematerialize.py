@@ -25,8 +25,7 @@ from tba_offload.capture.identity import View, is_understood, restore, version_w
 from tba_offload.capture.saved import Packed
 from tba_offload.capture.trace import Treatment
 from tba_offload.errors import SavedTensorModifiedError
-from tba_offload.layers import untraced
-from tba_offload.layers.graph import check_version, hooks_on_top
+from tba_offload.layers.graph import check_version, hooks_on_top, untraced
 from tba_offload.recompute.digest import fold, mix
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
             self.note(function, args, kwargs or {}, output)
         return output
 
-    @untraced.hook
+    @untraced
     def pack(self, tensor: Tensor) -> Any:
         """Save a tensor, or what it is made from."""
         call = self._call_of(tensor)

@@ -1,4 +1,10 @@
-"""Where a session stands: in front of a layer's forward, and on no copy of the layer."""
+"""Where a session stands: in front of a layer's forward, and on no copy of the layer.
+
+Where the compiler comes to an attached layer it ends its graph, and goes on when the layer has returned. In
+between its hook into the interpreter is off, so that it does not look at the session, and on again for the
+layer's own forward, which becomes a graph of its own. Recomputation in backward puts the same hook on: there
+it is off, because it belongs to a thread and a call, and the operations one by one may give other bits.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +19,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
+from torch._C._dynamo import eval_frame
 
 from tba_offload.capture.scope import ScopeKey
 from tba_offload.errors import SessionError, warn
-from tba_offload.layers import untraced
-from tba_offload.layers.graph import is_recomputation
+from tba_offload.layers.graph import is_recomputation, not_traced
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from types import FrameType
 
-    from tba_offload.layers.stack import Layer
+    from tba_offload.layers.find import Layer
+
+Tracer = Any
+"""The compiler's hook into the interpreter, which is shown each call; ``None`` where nothing is compiled."""
+
+switch_tracer: Callable[[Tracer], Tracer] = eval_frame.set_eval_frame
+"""Sets the tracer of the calling thread; returns the one before. A frame of Python's would be shown to it."""
 
 _CALLS = nn.Module._call_impl.__code__.co_filename
 """File of the function that calls the forward of a module."""
@@ -56,7 +68,7 @@ class Site:
     own: Callable[..., Any] = field(init=False)
     runs: int = 0
     waiting: int = 0
-    tracer: untraced.Tracer = None
+    tracer: Tracer = None
     _copies: HookFreeCopies | None = None
 
     def __post_init__(self) -> None:
@@ -90,18 +102,18 @@ class Site:
         """Run the layer's own forward, compiled if its caller is, and so in backward too."""
         if self.tracer is None:
             return self.own(*args, **kwargs)
-        before = untraced.switch(self.tracer)
+        before = switch_tracer(self.tracer)
         try:
             return self.own(*args, **kwargs)
         finally:
-            untraced.switch(before)
+            switch_tracer(before)
 
     @property
     def is_compiled(self) -> bool:
         """Whether the layer runs as a graph of the compiler."""
         return self.tracer is not None or hasattr(self.own, "_torchdynamo_orig_callable")
 
-    def called_by(self, tracer: untraced.Tracer) -> None:
+    def called_by(self, tracer: Tracer) -> None:
         """Note that something else compiles the caller than before; in backward nothing does."""
         if tracer is not None or not is_recomputation():
             self.tracer = tracer
@@ -215,9 +227,9 @@ class _AttachedForward(InstalledHook):
         self._site = site
         functools.update_wrapper(self, site.own)
 
-    @untraced.not_traced
+    @not_traced
     def __call__(self, /, *args: object, **kwargs: object) -> object:
-        tracer, site = untraced.switch(None), self._site
+        tracer, site = switch_tracer(None), self._site
         try:
             copied = _copy_of(site.layer.module, sys._getframe(1)) if site.is_method else None
             if copied is not None:
@@ -226,18 +238,18 @@ class _AttachedForward(InstalledHook):
                 site.called_by(tracer)
             return self._run(site, args, kwargs)
         finally:
-            untraced.switch(tracer)
+            switch_tracer(tracer)
 
     def _run_copy(
         self,
         copied: nn.Module,
-        tracer: untraced.Tracer,
+        tracer: Tracer,
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
         """Run a copy of the layer, with its own parameters, as it would run without a session."""
         warn(_COPIES)
-        untraced.switch(tracer)
+        switch_tracer(tracer)
         return type(copied).forward(copied, *args, **kwargs)
 
     @property

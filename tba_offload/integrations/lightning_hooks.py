@@ -8,7 +8,7 @@ from torch import nn
 
 from tba_offload.errors import UnsupportedError
 from tba_offload.integrations.training import Training
-from tba_offload.layers.stack import find_layers
+from tba_offload.layers.find import find_layers
 
 if TYPE_CHECKING:
     import os

@@ -209,8 +209,7 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
 def _only_blocks(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
     """Yield the list of one block that holds most of the model, as ALBERT's, which is called in a loop."""
     for name, blocks in _outermost(model, least=1):
-        is_loop = not isinstance(model.get_submodule(name), nn.Sequential)
-        if is_loop and _are_most(blocks.values(), [model]):
+        if not isinstance(model.get_submodule(name), nn.Sequential) and _are_most(blocks.values(), [model]):
             yield name, blocks
 
 
@@ -303,9 +302,8 @@ def _is_block(module: nn.Module) -> bool:
     Lists of modules never are, nor are bare ``nn.Module`` objects that hold the parts of a stage together, as
     the autoencoders of latent diffusion have them: they have no forward of their own.
     """
-    return (
-        _is_called(module) and any(True for _ in module.children()) and any(True for _ in module.parameters())
-    )
+    has_parts = next(module.children(), None) is not None and next(module.parameters(), None) is not None
+    return has_parts and _is_called(module)
 
 
 def _is_called(module: nn.Module) -> bool:

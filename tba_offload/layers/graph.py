@@ -1,10 +1,11 @@
-"""A layer in autograd's graph: its first node, those near it, and what is saved for it."""
+"""A layer in autograd's graph, and functions that the compiler leaves alone."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame
 
 from tba_offload.errors import SavedTensorModifiedError
 from tba_offload.layers.nested import TooManyError, tensors_in
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.autograd.graph import Node
+
+    Function = TypeVar("Function", bound=Callable[..., Any])
 
 latest_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the node of autograd that the calling thread made last, plus one."""
@@ -87,3 +90,42 @@ def check_version(witness: torch.Tensor, version: int, what: object) -> None:
             f"version {witness._version}, saved was version {version}; change a copy instead, or find the "
             "operation with torch.autograd.set_detect_anomaly(True)"
         )
+
+
+# Functions that the compiler leaves alone
+
+
+_REASON = (
+    "UnsupportedError: tba-offload is attached to this layer, and moves its activations when it runs. no "
+    "graph can span an attached layer: leave out fullgraph=True, and each layer becomes a graph of its own, "
+    "or compile the layers themselves (layer.compile()) before tba_offload.attach"
+)
+
+
+def untraced(function: Function, *, with_calls: bool = True) -> Function:
+    """Have the compiler skip a function that autograd calls, and what the function calls.
+
+    ``torch.compiler.disable`` would import the compiler, which takes seconds, for everybody. Where PyTorch
+    knows no such strategies, the function is traced as any other.
+
+    Args:
+        function: The function.
+        with_calls: Whether what it calls is skipped too.
+    """
+    if hasattr(eval_frame, "_FrameExecStrategy"):
+        skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        strategy = eval_frame._FrameExecStrategy(skip, skip if with_calls else default)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def not_traced(function: Function, *, nor_what_it_calls: bool = False) -> Function:
+    """Have the compiler end its graph at a function, as ``torch.compiler.disable`` does.
+
+    Args:
+        function: The function.
+        nor_what_it_calls: Whether what it calls is skipped too; else that may be traced.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    return untraced(function, with_calls=nor_what_it_calls)

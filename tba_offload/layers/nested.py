@@ -1,9 +1,8 @@
-"""The tensors in arguments and outputs of layers, however deep in containers and objects they lie."""
+"""The modules in a layer, and the tensors in its arguments and outputs, however deep these lie in objects."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import types
 from collections import deque
 from typing import TYPE_CHECKING
@@ -51,13 +50,9 @@ def parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     A step asks for them several times, and adapters make thousands of small modules of a model. What a module
     says by a ``named_parameters`` of its own is not asked.
     """
-    found: dict[int, torch.Tensor] = {}  # by id: tensors are hashed in Python
-    for module in modules:
-        for inner in modules_in(module):
-            for parameter in inner._parameters.values():
-                if parameter is not None:
-                    found[id(parameter)] = parameter
-    return list(found.values())
+    inner = (each for module in modules for each in modules_in(module))
+    held = (parameter for each in inner for parameter in each._parameters.values() if parameter is not None)
+    return list({id(parameter): parameter for parameter in held}.values())  # tensors are hashed in Python
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -86,13 +81,7 @@ def _parts_of(value: object) -> Iterable[object]:
         return value
     if isinstance(value, dict):
         return list(value.values())
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    slots = (name for kind in type(value).__mro__ for name in slots_of(kind))
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-
-
-def slots_of(kind: type) -> Iterable[str]:
-    """Name of the slots that a class has of its own."""
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else [name for name in slots if name != "__weakref__"]
+    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    held = (getattr(value, name, None) for name in names if name != "__weakref__")
+    return [*getattr(value, "__dict__", {}).values(), *held]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
-from tba_offload.layers.stack import Layer, LayerStack, State, chunks_of
+from tba_offload.layers.find import Layer, LayerStack, State, chunks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -26,7 +26,7 @@ from rich.text import Text
 from tba_offload.config import OffloadConfig, read_config
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.formatting import grouped
-from tba_offload.layers.stack import chunks_of
+from tba_offload.layers.find import chunks_of
 from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
 from tba_offload.megatron.optimizer import children_of, follow, inner_of, masters_of

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tba_offload.layers import untraced
-from tba_offload.layers.graph import is_recomputation
+from tba_offload.layers.graph import is_recomputation, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -190,7 +189,7 @@ def _look_at(namespace: str, word: str, operation: Any) -> object:
     names = [argument.name for argument in operation._schema.arguments]
     drops = names.index("dropout_p") if "dropout_p" in names else None
 
-    @untraced.hook
+    @untraced
     def attend(keys: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(operation.redispatch, keys & _AFTER, *args, **kwargs)
         instead = _here.instead

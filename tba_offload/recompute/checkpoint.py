@@ -8,6 +8,7 @@ first of its saved tensors, the layer runs again under such hooks, and digests a
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -19,7 +20,6 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 from tba_offload.device.peers import has_peers
 from tba_offload.errors import TbaError, UnsupportedError
 from tba_offload.layers.graph import first_differentiable
-from tba_offload.layers.guards import has_hooks, is_scaled, is_scripted
 from tba_offload.recompute.arguments import put_together, take_apart
 from tba_offload.recompute.purity import SMALL, Look, Mode, attributes_kept, impure, in_force
 from tba_offload.recompute.verify import SavedTwice, cannot, other_numbers, turn
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.layers.stack import State
+    from tba_offload.layers.find import State
     from tba_offload.recompute.verify import Verifier
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -279,9 +279,34 @@ def _raise_other_numbers(name: str, differs: torch.Tensor) -> None:
 
 def _why_never(module: nn.Module) -> str | None:
     """Return why a layer cannot be recomputed, whatever it does."""
-    if is_scripted(module):
+    if any(issubclass(type(inner), torch.jit.ScriptModule) for inner in module.modules()):
         return "it holds TorchScript, whose first runs are not compiled as later ones are"
-    return "each of its runs changes the scaling factors of FP8" if is_scaled() else None
+    for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):  # newer, older
+        if name in sys.modules and sys.modules[name].FP8GlobalStateManager.is_fp8_enabled():
+            return "each of its runs changes the scaling factors of FP8"
+    return None
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Return True if a program has hooked into the forward of the layer or a part of it.
+
+    Hooks of frameworks that shard or offload models, and the library's own, are part of the layer.
+    """
+    return any(
+        _package_of(hook) not in _FRAMEWORKS
+        for module in layer.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    )
+
+
+_FRAMEWORKS = frozenset({"torch", "megatron", "transformer_engine", "tba_offload", "tba_lab"})
+"""Packages whose hooks may run twice."""
+
+
+def _package_of(hook: object) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
 
 
 def _static(module: nn.Module) -> dict[int, str]:

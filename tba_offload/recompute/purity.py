@@ -28,7 +28,7 @@ from tba_offload.recompute.verify import address_of, cannot
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
 
-    from tba_offload.layers.stack import State
+    from tba_offload.layers.find import State
 
 SMALL = 2**20
 """Bytes of buffers that are put back by value and compared by digests; larger ones by version."""

@@ -19,8 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 
 from tba_offload.errors import RecomputationError, SavedTensorModifiedError, TbaError, warn
-from tba_offload.layers import untraced
-from tba_offload.layers.graph import latest_node
+from tba_offload.layers.graph import latest_node, untraced
 from tba_offload.recompute import digest
 
 if TYPE_CHECKING:
@@ -275,7 +274,7 @@ class SavedTwice:
         """Return a block around the first run, inside the hooks of the checkpoint."""
         pack, unpack = _hooks_on_top(True)  # noqa: FBT003 - positional in C++
 
-        @untraced.hook
+        @untraced
         def number(tensor: torch.Tensor) -> tuple[int, Any]:
             return self.see(tensor), pack(tensor)
 
@@ -326,7 +325,7 @@ class SavedTwice:
                 copy.data.copy_(buffer)  # what the operation has put there after it has saved the buffer
             copies.clear()
 
-        @untraced.hook
+        @untraced
         def again(tensor: torch.Tensor) -> object:
             if self._add(second, tensor):
                 fill_copies()

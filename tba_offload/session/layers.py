@@ -13,16 +13,20 @@ from tba_offload.capture.hooks import LayerHooks, SharingHooks
 from tba_offload.capture.rematerialize import RematerializingHooks
 from tba_offload.device.live_bytes import LiveBytes, plain_storage
 from tba_offload.errors import UnsupportedError
-from tba_offload.layers import untraced
-from tba_offload.layers.graph import first_differentiable, hooks_on_top, is_recomputation, latest_node
-from tba_offload.layers.guards import cache_warning, has_hooks, is_checkpointed
+from tba_offload.layers.graph import (
+    first_differentiable,
+    hooks_on_top,
+    is_recomputation,
+    latest_node,
+    untraced,
+)
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.placements import Placement, Staying
 from tba_offload.planner.sizes import rough_bytes
 from tba_offload.recompute.arguments import is_cache
 from tba_offload.recompute.attention import AttentionOnce
-from tba_offload.recompute.checkpoint import RecomputedLayer, Trial
-from tba_offload.session.notices import tell
+from tba_offload.recompute.checkpoint import RecomputedLayer, Trial, has_hooks
+from tba_offload.session.notices import is_checkpointed, tell
 from tba_offload.transfer.storage import State
 
 if TYPE_CHECKING:
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.site import Site
     from tba_offload.capture.trace import ScopeTrace
     from tba_offload.config import OffloadConfig
-    from tba_offload.layers.stack import LayerStack
+    from tba_offload.layers.find import LayerStack
     from tba_offload.recompute.checkpoint import Arguments
     from tba_offload.session.backward import BackwardWatch
     from tba_offload.session.loop import Loop
@@ -202,7 +206,7 @@ class LayerRuns:
             self._leave_alone(site)
             return Placement.KEEP
         if any(map(is_cache, arguments)) and not is_checkpointed(site.layer.module):
-            self._session.notices.warn_once("cache", cache_warning())
+            self._session.notices.cache()
         is_planned = placement.recomputes and site.index in planning.chosen
         # Where ranks have agreed on a placement, one of them alone does not change it.
         if is_planned and self._session.world.agree is None:
@@ -270,7 +274,7 @@ class _TriedHooks(LayerHooks):
 
     trial: Trial | None = None
 
-    @untraced.hook
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
         """Offload a saved tensor, and have the trial see it."""
         if self.trial is not None:

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING
 from tba_offload.config import format_size
 from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn
 from tba_offload.formatting import readable_size
-from tba_offload.layers.guards import checkpointing_warning, is_checkpointed
 from tba_offload.placements import Placement
 from tba_offload.store.options import saves_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch import nn
+
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId
-    from tba_offload.layers.stack import Layer
+    from tba_offload.layers.find import Layer
     from tba_offload.planner.model import DeviceShare
     from tba_offload.report.log import StepRecord
     from tba_offload.session.session import Session
@@ -34,6 +35,17 @@ _OUTSIDE_STEP = (
 _BACKWARD_OUTSIDE = (
     "backward runs outside of the step that its forward was in: gradients are right, but the figures "
     "of that step lack it; put forward and backward into one `with session.step():`"
+)
+_CACHE = (
+    "the model fills a cache of keys and values while it trains, so that those of all layers stay in memory "
+    "until its output is dropped: switch it off (use_cache=False, to the model or in its config)"
+)
+_CHECKPOINTING = (
+    "gradient checkpointing is switched on in {} of the {} layers of the model: backward computes them again "
+    "whatever their placement, and at most their inputs are offloaded. switch it off to have all their "
+    "activations offloaded instead: gradient_checkpointing=False among the arguments of a Hugging Face "
+    "trainer (newer: activation_checkpointing=False; TRL's default is True). to recompute layers and offload "
+    "their inputs, place them recompute-offload"
 )
 _OVERLAP = (
     "steps of two attached models are open at once: the activation peak of neither can "
@@ -159,7 +171,11 @@ class Notices:
         placed = zip(session.layers, session.plan.placements, strict=True)
         others = [layer.module for layer, placement in placed if placement is not Placement.KEEP]
         if not self.said("checkpointing") and (count := sum(map(is_checkpointed, others))):
-            self.warn_once("checkpointing", checkpointing_warning(count, len(session.layers)))
+            self.warn_once("checkpointing", _CHECKPOINTING.format(count, len(session.layers)))
+
+    def cache(self) -> None:
+        """Warn that keys and values of all layers stay in memory."""
+        self.warn_once("cache", _CACHE)
 
     def overlap(self) -> None:
         """Another attached model trains on the same device at the same time."""
@@ -316,3 +332,13 @@ def warn_of_doubts(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: 
     if on_cpu and (why := saves_nothing(config.store)) is not None:
         message = f"the model is on the CPU, so that offloading saves less than it seems to: {why}"
         warn(message, NothingSavedWarning)
+
+
+def is_checkpointed(layer: nn.Module) -> bool:
+    """Return True if the layer's own framework has its forward run again in backward.
+
+    Layers of Hugging Face models say so in an attribute; PyTorch wraps those that are recomputed.
+    """
+    wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    is_wrapped = wrappers is not None and isinstance(layer, wrappers.CheckpointWrapper)
+    return is_wrapped or bool(getattr(layer, "gradient_checkpointing", False))

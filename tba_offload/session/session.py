@@ -32,7 +32,7 @@ from tba_offload.device.available import fitting_bytes
 from tba_offload.device.streams import device_of_model
 from tba_offload.errors import ConfigError, SessionError, TransferError
 from tba_offload.formatting import layers_by_placement
-from tba_offload.layers.stack import LayerStack, check_disjoint
+from tba_offload.layers.find import LayerStack, check_disjoint
 from tba_offload.planner.auto import Controller, Task
 from tba_offload.planner.budget import Budget, StatesBeside
 from tba_offload.planner.model import DeviceShare, Limits, Plan

@@ -16,7 +16,7 @@ import torch
 
 from tba_offload.device.digest import are_equal, digests_of
 from tba_offload.errors import SessionError
-from tba_offload.layers.untraced import not_traced
+from tba_offload.layers.graph import not_traced
 from tba_offload.states.away import FreedGradient
 from tba_offload.states.pieces import in_place_of, local, parameters_of
 

@@ -21,9 +21,9 @@ from torch import nn
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
 from tba_offload.device.streams import device_of_model
 from tba_offload.errors import SessionError, TransferError, UnsupportedError
-from tba_offload.layers import untraced
+from tba_offload.layers.find import explicit_layers, find_layers
+from tba_offload.layers.graph import untraced
 from tba_offload.layers.nested import TooManyError, tensors_in
-from tba_offload.layers.stack import explicit_layers, find_layers
 from tba_offload.placements import Staying
 from tba_offload.states.home import Home, Homes
 from tba_offload.store import open_store
@@ -349,7 +349,7 @@ class _Hook:
 
 
 class _LayerHook(_Hook):
-    @untraced.hook
+    @untraced
     def __call__(self, *given: object) -> None:
         self._call(*given)
 
