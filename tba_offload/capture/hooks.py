@@ -34,7 +34,7 @@ from tba_offload.capture.identity import (
     viewed,
 )
 from tba_offload.capture.registry import Entry, Registry
-from tba_offload.capture.saved import Borrowed, Kept, Packed
+from tba_offload.capture.saved import Kept, Packed
 from tba_offload.capture.scope import ActivationKey, Lookahead, ScopeKey
 from tba_offload.capture.trace import ActivationTrace, StepTrace, Treatment
 from tba_offload.device.ranges import aligned_range
@@ -152,43 +152,6 @@ class Capture:
             self.offloader.writer.join(record)
             self.offloader.protect(storage, record)
 
-    # ---- arguments of layers ---------------------------------------------------------------------
-
-    def hold(self, tensor: torch.Tensor) -> Kept | Borrowed:
-        """Return a hold of a tensor that keeps its memory only if no record has its bytes."""
-        if type(tensor) is torch.nn.Parameter or not is_understood(tensor, self.device):
-            return Kept(tensor)
-        view = View.of(tensor)
-        record = self._record_over(tensor, view)
-        return Kept(tensor) if record is None else Borrowed(tensor, view, record)
-
-    def _record_over(self, tensor: torch.Tensor, view: View) -> Record | None:
-        """Return the record that has the bytes of a tensor."""
-        lo, hi, _ = view.footprint()
-        found = self.registry.find(tensor.untyped_storage(), tensor)
-        if found is not None:
-            self.offloader.writer.join(found.record)
-        return found.record if found is not None and found.record.span_over(lo, hi) is not None else None
-
-    def held(self, hold: Kept | Borrowed) -> torch.Tensor | None:
-        """Return the tensor of a hold; ``None`` if it was changed.
-
-        This is no use by backward, so nothing is learned from it.
-
-        Raises:
-            TransferError: Its bytes could not be written or read.
-        """
-        if hold.witness._version != hold.version:
-            return None
-        if isinstance(hold, Kept):
-            return hold.tensor
-        lo, hi, _ = hold.view.footprint()
-        handle = self.offloader.borrow(hold.record, lo, hi)
-        if handle is None:
-            return None
-        storage, shift = self.offloader.reader.fetch(handle)
-        return viewed(storage, hold.view, shift)
-
     # ---- what to keep ----------------------------------------------------------------------------
 
     def keeps_when_slow(self, nbytes: int) -> bool:
@@ -279,7 +242,6 @@ class LayerHooks:
         "_unpack",
         "_when_slow",
         "capture",
-        "saved",
     )
 
     def __init__(
@@ -295,7 +257,6 @@ class LayerHooks:
         self._learned: Container[tuple[int, int]] = capture.registry.learned.get(key.layer, ())
         # What gives back what is packed here: it must not know this object, which is of one scope only.
         self._unpack: Unpack = capture.unpack
-        self.saved = 0  # tensors, parameters among them: a second run counts them alike
         self._count = 0
         self._deferred: dict[Record, list[weakref.ref[Packed]]] = {}
         self._filling: dict[Record, None] = {}  # deferred until the operation that saves them has ended
@@ -332,7 +293,6 @@ class LayerHooks:
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
         """Decide what becomes of a saved tensor and queue its write."""
         capture = self.capture
-        self.saved += 1
         if (self._filling or self._small) and latest_node() != self._node:
             self._operation_ended()
         if type(tensor) is torch.nn.Parameter or torch._C._current_graph_task_id() != -1:

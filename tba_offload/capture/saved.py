@@ -10,7 +10,7 @@ from tba_offload.capture.identity import View, local_of, version_witness, viewed
 
 if TYPE_CHECKING:
     from tba_offload.capture.trace import ActivationTrace
-    from tba_offload.transfer.storage import Handle, Record
+    from tba_offload.transfer.storage import Handle
 
 
 class Kept:
@@ -81,22 +81,3 @@ class Packed:
         self.spread: View | None = None
         local = tensor if type(tensor) is torch.Tensor else local_of(tensor)
         self.address = local.data_ptr()
-
-
-class Borrowed:
-    """A tensor whose bytes a record has.
-
-    Attributes:
-        record: The record.
-        view: How the tensor looks at it.
-        witness: Shares its version counter.
-        version: What that counter said.
-    """
-
-    __slots__ = ("record", "version", "view", "witness")
-
-    def __init__(self, tensor: torch.Tensor, view: View, record: Record) -> None:
-        self.record = record
-        self.view = view
-        self.witness = version_witness(tensor)
-        self.version = tensor._version

@@ -341,10 +341,6 @@ class DeviceTimes:
         self._marks = trace.marks
         self._stalls = stalls
 
-    def are_known(self) -> bool:
-        """Whether the device has come to the end of the step, so that asking for times waits for nothing."""
-        return self._marks.are_reached()
-
     def step_seconds(self) -> float:
         """How long the step took; waits for its end."""
         return self._marks.seconds()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 
-from tba_offload.capture import rematerialize, resize, transforms
+from tba_offload.capture import torch_private
 from tba_offload.capture.gradients import Gradients
 from tba_offload.capture.hooks import Capture
 from tba_offload.capture.site import Site, check_unattached
@@ -249,8 +249,7 @@ class Session:
         self._closers.append(self._uninstall)  # first: an interrupt may strike between two layers
         for site in self.sites:
             site.install(self._runs.run)
-        resize.watch(self.capture)
-        transforms.watch(self.capture)
+        torch_private.watch(self.capture)
         _open_sessions.add(self)
 
     def _open_states(self, optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor] | None) -> None:
@@ -521,9 +520,7 @@ class Session:
     def _uninstall(self) -> None:
         for site in self.sites:
             site.uninstall()
-        resize.unwatch(self.capture)
-        transforms.unwatch(self.capture)
-        rematerialize.unwrap_classes()
+        torch_private.unwatch(self.capture)
         self.capture.look_at_memory = None  # a cycle
         _open_sessions.discard(self)
 

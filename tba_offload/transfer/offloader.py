@@ -107,11 +107,6 @@ class Offloader:
 
     # ---- handles ---------------------------------------------------------------------------------
 
-    def borrow(self, record: Record, lo: int, hi: int) -> Handle | None:
-        """Return a handle for a look that is no use by backward; ``None`` if the bytes were given back."""
-        handle = Handle(record, lo, hi, self.drops, is_use=False)
-        return None if record.state is State.RELEASED else handle
-
     def owns(self, handle: Handle) -> bool:
         """Whether a handle is of a record of this offloader."""
         return handle.is_told(self.drops)
