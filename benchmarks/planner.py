@@ -519,6 +519,7 @@ def summary(rows: Sequence[Figures]) -> None:
 )
 @click.option("--against", type=click.Path(exists=True, file_okay=False), help="Another checkout.")
 @click.option("--grid", "is_grid", is_flag=True, help="Every model, budget and drive; prints the medians.")
+@click.option("--few", is_flag=True, help="Race fewer policies by hand: a process each.")
 @click.option("--rate", help="Slow the drive down to this much a second, such as 200MB.")
 @click.option("--adapt", "adapts", is_flag=True, help="Halve the rate in the middle; --rate is 800MB.")
 @click.option(
@@ -544,6 +545,7 @@ def main(
     adapts: bool,
     against: str | None,
     is_grid: bool,
+    few: bool,
     directory: str | None,
     json_file: str | None,
     steps: int,
@@ -555,7 +557,7 @@ def main(
     """Race auto against policies written by hand."""
     with contextlib.ExitStack() as stack:
         place = directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="tba-bench-"))
-        bench = Bench(place, window, family, shape_of(**shape), batch_size, against=against)
+        bench = Bench(place, window, family, shape_of(**shape), batch_size, against=against, few=few)
         if is_grid:
             common = {**shape, "family": family, "batch_size": batch_size}
             rows = grid(place, window, common, shares, steps, against)
