@@ -14,11 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from children import environment
-from harness import COMPILER_LOOKS, config_for
 from places import ROOT
-from torch import nn
 
-import tba_offload as tba
 from tba_offload.device import Accelerator, device_of
 from tba_offload.device.streams import default_device
 from tba_offload.errors import UnsupportedError
@@ -101,18 +98,3 @@ def test_the_cache_of_pinned_memory_can_be_emptied() -> None:
 
 
 # The compiler
-
-
-@COMPILER_LOOKS
-def test_layers_that_inductor_compiles_can_be_tested() -> None:
-    """What the compiler warns of is an error in tests: the first compiled test on a GPU would have failed."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
-    for layer in model:
-        layer.compile()
-    with (
-        tba.attach(model, config_for(in_flight=None, min_tensor_bytes=64), layers=list(model)) as session,
-        session.step() as step,
-    ):
-        model(torch.ones(8, 8)).sum().backward()
-    assert step.record is not None
-    assert step.record.forwarded_bytes + step.record.offloaded_bytes > 0

@@ -140,15 +140,3 @@ def test_states_are_offloaded_as_the_policy_or_the_flag_says(tmp_path: Path) -> 
     assert config_of(read("--tba-policy", str(policy))).states == small
     assert config_of(read("--tba-policy", str(policy), "--tba-optimizer-states", "offload")).states == small
     assert config_of(read("--tba-policy", str(policy), "--tba-optimizer-states", "keep")).states is None
-
-
-def test_a_help_text_that_argparse_cannot_print_hides_no_flag() -> None:
-    parser = argparse.ArgumentParser("pretrain_gpt.py")
-    parser.add_argument("--of-megatron", help=argparse.SUPPRESS)
-    parser.add_argument("--factor", type=float, default=1.1, help="Headroom (default %(default)s).")
-    parser._actions[-2].help = "Headroom (1.10 = 10%)."
-    text = add_arguments(parser).format_help()
-    assert "Headroom (1.10 = 10%)." in text
-    assert "Headroom (default 1.1)." in text
-    assert "activation offloading (tba-offload)" in text
-    assert "--tba-in-flight-bytes SIZE" in text

@@ -99,16 +99,6 @@ def test_every_script_and_every_policy_is_run() -> None:
     assert {policy_of(name) for name in LAYOUTS} == set(POLICIES)
 
 
-@pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
-def test_a_policy_explains_every_setting(path: Path) -> None:
-    load_config(path)
-    first, *lines = path.read_text().splitlines()
-    assert first.startswith("# ")
-    settings = [line for line in lines if re.match(r"\s*\w+: \S", line)]
-    assert len(settings) >= 4
-    assert [line for line in settings if "# " not in line] == []
-
-
 @pytest.mark.parametrize(
     ("variables", "arguments", "in_bf16"),
     [({}, (), True), ({"CPU": "1"}, (), False), ({"CPU": "1"}, ("--bf16",), True)],
@@ -129,11 +119,3 @@ def test_a_script_without_a_checkout_says_what_is_missing() -> None:
     done = subprocess.run(["bash", script, "--bf16"], capture_output=True, text=True, check=False, env={})
     assert done.returncode == 1
     assert f"name a checkout of Megatron-LM: {script} /path/to/Megatron-LM" in done.stderr
-
-
-def test_the_readme_names_every_script_and_policy_and_nothing_else() -> None:
-    text = (MEGATRON / "README.md").read_text()
-    assert set(re.findall(r"`(\w+\.sh)`", text)) == {path.name for path in SCRIPTS}
-    assert set(re.findall(r"`(\w+\.yaml)`", text)) == {path.name for path in POLICIES}
-    variables = set(re.findall(r"\$\{?([A-Z_]+):", (MEGATRON / "common.sh").read_text())) | {"GPUS_PER_NODE"}
-    assert set(re.findall(r"`([A-Z_]+)(?:=1)?`", text)) <= variables

@@ -5,7 +5,6 @@ The scripts of Megatron-LM itself are not part of a package: those are run by ha
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ import pytest
 from children import environment
 from covering import full, of_which
 
-from tba_offload.report.log import curves_of, read_run_log
+from tba_offload.report.log import read_run_log
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,55 +182,6 @@ def test_losses_are_the_same_and_steps_are_logged(
         assert (step.tokens, step.model_flops, step.scopes, step.recomputed_scopes) == (128, 4000, 6, 2)
         assert step.offloaded_bytes > 0
     assert sorted(tmp_path.iterdir()) == [policy, log]
-
-
-@pytest.mark.full
-def test_the_writers_of_megatron_get_the_main_figures(script: Path, tmp_path: Path) -> None:
-    log = tmp_path / "run.jsonl"
-    flags = ("--tba-store", "host", "--tba-run-log", str(log), "--writers", "--tensorboard-log-interval", "2")
-    finished = run("-m", "tba_offload", "launch", str(script), *flags)
-    assert finished.returncode == 0, finished.stderr
-    lines = [line.split() for line in finished.stdout.splitlines() if line.startswith(("board", "wandb"))]
-    (step,) = [step for step in read_run_log(log).steps if step.step == 2]
-    for writer in ("board", "wandb"):
-        drawn = {tag: float(value) for name, _, tag, value in lines if name == writer}
-        assert drawn == {name: float(value) for name, value in curves_of(step).items()}
-    assert {iteration for _, iteration, *_ in lines} == {"2"}  # the other two are not logged by Megatron
-
-
-CALLS = "from tba_offload.megatron.training import attach_model, stepping"
-PATCHED = {
-    "arguments": (
-        "return parser\n",
-        "from tba_offload.megatron.arguments import add_arguments; return add_arguments(parser)\n",
-    ),
-    "training": (
-        "model, optimizer, _ = setup_model_and_optimizer()\n        run = get_forward_backward_func()\n",
-        f"{CALLS}; model, optimizer, _ = setup_model_and_optimizer(); attach_model(model)\n"
-        + 8 * " "
-        + "run = stepping(get_forward_backward_func())\n",
-    ),
-}
-"""What a patch changes, for the checkout above."""
-
-
-@pytest.mark.full
-def test_a_patched_script_needs_no_launcher_and_may_have_it(
-    script: Path, plain: list[str], tmp_path: Path
-) -> None:
-    """What a patch adds, and the launcher's wrappers above it: one session, one step a call."""
-    root = tmp_path / "patched"
-    shutil.copytree(script.parent, root)
-    for name, (old, new) in PATCHED.items():
-        path = root / f"megatron/training/{name}.py"
-        assert old in path.read_text()
-        path.write_text(path.read_text().replace(old, new))
-    for name, door in {"alone": (), **DOORS}.items():
-        log = tmp_path / f"{name}.jsonl"
-        flags = ("--tba-store", "host", "--tba-in-flight-bytes", "64KiB", "--tba-run-log", str(log))
-        finished = run(*door, str(root / script.name), *flags)
-        assert (finished.returncode, figures(finished.stdout)) == (0, plain), finished.stderr
-        assert [step.scopes for step in read_run_log(log).steps] == [6] * STEPS
 
 
 @pytest.mark.full

@@ -29,11 +29,6 @@ def of_which(values: Iterable[Any], *always: Any) -> list[ParameterSet]:
     return [pytest.param(value, marks=() if value in always else full) for value in values]
 
 
-def pairwise(*factors: Sequence[Any]) -> list[ParameterSet]:
-    """The full product, of which only rows that cover all pairs are tested every time."""
-    return product_with(combinations(*factors, everything=False), *factors)
-
-
 def each_once(*factors: Sequence[Any]) -> list[ParameterSet]:
     """The full product, of which only rows that cover each value are tested every time."""
     return product_with(combinations(*factors, everything=False, together=1), *factors)

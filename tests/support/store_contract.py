@@ -218,14 +218,6 @@ class StoreContract:
             assert torch.equal(get(store, extent), data)
             assert torch.equal(get(store, extent), data)
 
-    def test_several_reads_of_one_extent_overlap(self, store: ActivationStore) -> None:
-        data = pattern(MIB)
-        extent = put(store, data)
-        targets = [at_lead(MIB, extent.lead, store.alignment) for _ in range(6)]
-        for future in [store.read(extent, ByteRange.of(target), READY, padded=True) for target in targets]:
-            future.wait(PATIENCE)
-        assert all(torch.equal(target, data) for target in targets)
-
     def test_a_transfer_starts_after_its_event(self, store: ActivationStore) -> None:
         data, gate = torch.zeros(5000, dtype=torch.uint8), Gate()
         extent = store.reserve(5000, data.data_ptr())
@@ -332,17 +324,6 @@ class StoreContract:
         with pytest.raises(ValueError, match="not reserved"):
             store.read(extent, ByteRange.of(torch.empty(5000, dtype=torch.uint8)), READY, padded=False)
 
-    def test_an_older_extent_at_the_same_place_is_not_the_new_one(self, store: ActivationStore) -> None:
-        data = pattern(5000)
-        old = [store.reserve(5000, data.data_ptr()) for _ in range(4)]
-        for extent in old:
-            store.release(extent)
-        new = [store.reserve(5000, data.data_ptr()) for _ in range(4)]
-        assert set(new) == set(old)
-        for extent in old:
-            with pytest.raises(ValueError, match="not reserved"):
-                store.write(extent, ByteRange.of(data), READY)
-
     def test_an_extent_that_was_never_written_cannot_be_read(self, store: ActivationStore) -> None:
         extent = store.reserve(5000, 0)
         with pytest.raises(ValueError, match="never written"):
@@ -445,20 +426,6 @@ class StoreContract:
         gate.open()
         future.wait(PATIENCE)
         assert not future.cancel()
-
-    def test_wait_gives_up_in_time_and_the_transfer_goes_on(self, store: ActivationStore) -> None:
-        gate = Gate()
-        data = pattern(5000)
-        extent = store.reserve(5000, data.data_ptr())
-        future = store.write(extent, ByteRange.of(data), gate)
-        with pytest.raises(TimeoutError):
-            future.wait(0.01)
-        assert store.pending() == 1
-        assert store.pending_bytes() == 5000
-        gate.open()
-        future.wait(PATIENCE)
-        assert store.pending() == store.pending_bytes() == 0
-        assert torch.equal(get(store, extent), data)
 
     def test_callbacks_run_once_on_an_io_thread(self, store: ActivationStore) -> None:
         calls: list[tuple[IoFuture, str]] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import threading
 import time
 import weakref
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 from covering import full, of_which
 from faults import inject
-from store_contract import CPU, PATIENCE, READY, descriptors, io_threads, pattern
+from store_contract import CPU, PATIENCE, READY, io_threads, pattern
 
 from tba_offload.device import ByteRange
 from tba_offload.errors import StoreError
-from tba_offload.store import open_store, posix
 from tba_offload.store.file import FileStore
 
 if TYPE_CHECKING:
@@ -252,32 +250,3 @@ def test_memory_that_a_hanging_write_reads_stays(tmp_path: Path) -> None:
                 thread.join(PATIENCE)
     assert memory() is None
     assert io_threads() == []
-
-
-@pytest.mark.parametrize("drive", [0, 1])
-def test_a_store_that_opens_too_late_is_closed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drive: int
-) -> None:
-    """So is that of another drive, which did open in time."""
-    goes_on = threading.Event()
-    opened, fallocate = itertools.count(), posix.fallocate
-
-    def hangs(fd: int, offset: int, nbytes: int) -> None:
-        if next(opened) == drive:
-            assert goes_on.wait(PATIENCE)
-        fallocate(fd, offset, nbytes)
-
-    directories = [tmp_path / name for name in "ab"]
-    for directory in directories:
-        directory.mkdir()
-    monkeypatch.setattr(posix, "fallocate", hangs)
-    before = descriptors()
-    with pytest.raises(StoreError, match=r"no answer for 0\.2 s") as caught:
-        open_store(kind="file", directories=directories, stall_seconds=0.2, device=CPU)
-    assert (caught.value.errno, caught.value.filename) == (errno.ETIMEDOUT, str(directories[drive]))
-    goes_on.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("tba-"):
-            thread.join(PATIENCE)
-    assert io_threads() == []
-    assert descriptors() == before

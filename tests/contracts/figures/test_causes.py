@@ -278,17 +278,6 @@ def test_what_a_model_collects_is_named_with_its_layers(tmp_path: Path) -> None:
     assert abs(in_vain - before_last / 2) < 3 * MIB
 
 
-def test_a_table_of_the_second_tower_is_blamed_on_no_layer(tmp_path: Path) -> None:
-    train = partial(loop, tokens=64, micro_batches=2)
-    found = trained(tmp_path, partial(Towers, sparse=False), train=train)
-    peak, table = found.evidence.peak, 100_000 * WIDTH * 4
-    assert found.cause == "one large gradient"
-    assert "the gradient of table.weight whole (48.8 MiB)" in found.findings[0].what
-    assert "texts.layers.0" in found.evidence.where(peak)
-    assert abs(peak.of("running") - table) < 2 * MIB
-    assert max(backward for *_, backward in found.evidence.memory.layers) < table / 4  # type: ignore[union-attr]
-
-
 def test_a_file_system_in_memory(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         found = trained(tmp_path, directory=directory)

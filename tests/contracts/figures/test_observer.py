@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from children import environment
 from covering import of_which
-from harness import MIB
 from places import SUPPORT
 from warm import warm
 
@@ -63,12 +62,3 @@ def test_the_loop_of_the_readme_reports_the_peak_that_an_observer_sees(
         assert max(reported[1:]) > 0.95 * max(seen[1:]), found
         peaks[placement] = max(seen)
     assert peaks["offload"] < 0.3 * peaks["keep"]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_budget_holds_for_an_observer_too(observed: Warm, tmp_path: Path, kind: str) -> None:
-    budget = {"llama": 160, "gpt2": 240}[kind] * MIB
-    policy = f"default: auto\nbudget: {{activation_bytes: {budget // MIB}MiB}}\n"
-    found = run(observed, kind, policy, tmp_path, steps=8)
-    assert max(found["observed"]) <= budget, found

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,7 +17,6 @@ from tba_offload.capture.identity import (
     StaticStorages,
     View,
     is_understood,
-    version_witness,
     viewed,
 )
 
@@ -179,18 +176,6 @@ def test_plain_strided_tensors_are_understood(tensor: Tensor) -> None:
 
 
 # Versions
-
-
-def test_a_witness_shares_the_version_but_not_the_memory() -> None:
-    tensor = torch.ones(1000)
-    storage = weakref.ref(tensor.untyped_storage())
-    witness = version_witness(tensor)
-    tensor[3:].mul_(2)  # through a view
-    assert witness._version == tensor._version == 1
-    assert witness.untyped_storage().nbytes() == 0
-    del tensor
-    gc.collect()
-    assert storage() is None
 
 
 # Storages that live as long as the model

@@ -414,20 +414,3 @@ def test_an_example(name: str, tmp_path: Path, python_with_torch: Warm) -> None:
     assert len(losses[0]) == 2
     assert losses[0] == losses[1] == losses[2]
     assert all(0 < peak < 0.5 * keep for run in peaks[1:] for peak, keep in zip(run, peaks[0], strict=True))
-
-
-@pytest.mark.full
-def test_the_example_of_a_long_context(tmp_path: Path, python_with_torch: Warm) -> None:
-    """Where half of each layer travels the peak lies between those of keep and offload."""
-    example = str(EXAMPLES / "train_long_context.py")
-    words = ["keep", "offload-50%", "offload", "recompute-except-attention"]
-    done = python_with_torch.run("-c", TWICE, str(tmp_path), example, *words)
-    assert done.returncode == 0, done.stderr
-    runs = done.stdout.split("placement: ")[1:]
-    losses = [re.findall(r"loss ([\d.]+),", run) for run in runs]
-    peaks = ([float(peak) for peak in re.findall(r"peak ([\d.]+) MiB", run)] for run in runs)
-    keep, half, offload, spared = peaks
-    assert len(losses[0]) == 2
-    assert all(other == losses[0] for other in losses)
-    assert all(0 < low < middle < high for low, middle, high in zip(offload, half, keep, strict=True))
-    assert all(0 < low < high for low, high in zip(spared, half, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import stat
@@ -157,33 +156,13 @@ def test_a_log_is_never_overwritten_and_has_one_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("link", "it exists"),
-        ("dangling link", "it exists"),
-        ("pipe", "it exists"),
-        ("device", "it exists"),
-        ("directory", "it exists"),
-        ("absent/run.jsonl", "its directory does not exist: mkdir -p "),
-        ("x" * 300, "the run log cannot be opened"),
-    ],
+    ("name", "said"), [("link", "it exists"), ("absent/run.jsonl", "its directory does not exist: mkdir -p ")]
 )
-def test_only_a_new_file_becomes_a_log(tmp_path: Path, kind: str, said: str) -> None:
-    path, victim = tmp_path / kind, tmp_path / "victim"
-    if "link" in kind:
-        path.symlink_to(victim)
-        if kind == "link":
-            victim.touch()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        path = Path("/dev/null")
-    elif kind == "directory":
-        path.mkdir()
+def test_only_a_new_file_becomes_a_log(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
     with pytest.raises(RunLogError, match=said):
-        RunLogWriter(path, HEADER)
-    assert victim.exists() == (kind == "link")
-    assert kind != "link" or victim.stat().st_size == 0
+        RunLogWriter(tmp_path / name, HEADER)
+    assert not (tmp_path / "victim").exists()
 
 
 @pytest.mark.parametrize("cause", ["full", "removed"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import inspect
-import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,31 +90,6 @@ def test_a_transfer_waits_for_nothing_of_the_device(nbytes: int, store: GdsStore
     assert torch.equal(get(store, put(store, data)), data)
     assert waits() == NONE
     assert told("transfers") == 2
-
-
-def test_the_other_calls_of_kvikio_would_wait_for_the_default_stream(tmp_path: Path) -> None:
-    """If one of them does no more, it may be used; and the counts do count."""
-    data = torch.zeros(64 << 10, dtype=torch.uint8)
-    memory = data.numpy()
-    on_device = types.SimpleNamespace(
-        __cuda_array_interface__={"version": 3, **memory.__array_interface__, "strides": None}
-    )
-    calls = {
-        "pwrite": lambda file: file.pwrite(memory, data.numel(), 0).get(),
-        "pread": lambda file: file.pread(memory, data.numel(), 0).get(),
-        "raw_write": lambda file: file.raw_write(on_device, data.numel(), 0),
-        "raw_read": lambda file: file.raw_read(on_device, data.numel(), 0),
-    }
-    path = tmp_path / "file"
-    path.write_bytes(bytes(data.numel()))
-    with kvikio.CuFile(path, "r+") as file:
-        for name, call in calls.items():
-            stub_driver.start_counting()
-            assert call(file) == data.numel()
-            assert count("default_stream_waits") == 1, name
-        stub_driver.start_counting()
-        assert file.pwrite(memory, 4096, 0).get() == 4096
-        assert (count("blocking_streams") or count("stream_waits"), count("copies")) == (1, 1)
 
 
 # Which way bytes take

@@ -14,10 +14,8 @@ from store_contract import CPU, descriptors, get, pattern, put
 
 from tba_offload.errors import ConfigError
 from tba_offload.store import gds, open_store
-from tba_offload.store.bench import measure
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
-from tba_offload.store.host import HostStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,15 +103,3 @@ def test_a_number_of_threads_is_a_number(value: object, tmp_path: Path) -> None:
 
 
 # The measurement
-
-
-@pytest.mark.parametrize("kind", ["file", "host"])
-def test_a_measurement_leaves_store_and_generator_as_they_were(kind: str, tmp_path: Path) -> None:
-    state = torch.get_rng_state()
-    store = HostStore(device=CPU) if kind == "host" else FileStore(tmp_path, device=CPU)
-    with store:
-        rates = measure(store, CPU, extent_bytes=30_001, extents=3, seconds=0.01)
-        assert (store.used_bytes, store.pending()) == (0, 0)
-        assert [load.write.nbytes for load in store.take_loads()] == [0]
-    assert min(rates) > 0
-    assert torch.equal(torch.get_rng_state(), state)

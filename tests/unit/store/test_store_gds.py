@@ -54,7 +54,7 @@ def test_the_contract_and_every_fault_on_the_real_kvikio(variables: dict[str, st
     done = run(["-m", "pytest", "-q", *alone, *no_gpu, tests], variables)
     assert done.returncode == 0, done.stdout + done.stderr
     (passed,) = re.findall(r"^(\d+) passed", done.stdout, re.MULTILINE)
-    assert int(passed) > 50
+    assert int(passed) > 40
     assert "skipped" not in done.stdout
 
 

@@ -236,27 +236,6 @@ def test_training_goes_on_with_the_other_drive_when_one_refuses_writes() -> None
     assert all(record.offloaded_bytes > 0 for record in trained.records)
 
 
-@pytest.mark.filterwarnings("ignore:a drive failed and is left alone:RuntimeWarning")
-def test_what_a_dead_drive_has_fails_one_step_only() -> None:
-    drive = Drive()
-
-    def before(number: int) -> None:
-        if number == -2:  # after the forward pass of step 1
-            drive.writes.fail_with(dead)
-            drive.reads.fail_with(dead)
-
-    whole = train_on(hosts(2, slab_bytes=1 << 20), 5, lambda _: None)
-    store = two_drives(drive)
-    on_clock(store)
-    with mock.patch.object(HostStore, "write_rate", return_value=1e9):  # each has its half
-        trained = train_on(store, 5, before)
-    assert list(trained.failures) == [1]
-    for part in ("could not read", "layer ", "micro-batch 0", "host memory", "offset", "/mnt/b"):
-        assert part in trained.failures[1]
-    assert_same_gradients(trained, whole)
-    assert [record.drives_out_of_service for record in trained.records] == [0, 1, 1, 1]
-
-
 def test_open_store_makes_one_file_a_directory(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:

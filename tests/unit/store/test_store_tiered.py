@@ -70,32 +70,6 @@ class TestTieredStore(StoreContract):
         home._leases.of(extent).digest = digest
 
 
-class TestTieredStoreThatSpills(TestTieredStore):
-    """Host memory first, and what is too large for it to the drive."""
-
-    expression = (
-        "TieredStore(FileStore(directory, device=CPU), HostStore(64 << 20, device=CPU, drive=1), "
-        "spill_bytes=-1)"
-    )
-    checks_what_it_reads = False
-
-    def make_store(self, directory: Path, **options: Any) -> ActivationStore:
-        store = super().make_store(directory, **options)
-        assert isinstance(store, TieredStore)
-        store.spill_bytes = ALWAYS
-        return store
-
-    def test_a_padded_read_needs_room_for_the_padding(self, store: ActivationStore) -> None:
-        """In host memory there is no padding."""
-        data = pattern(5001)
-        extent = put(store, data)
-        assert (extent.drive, extent.lead) == (HOST, 0)
-        for padded in (True, False):
-            tight = torch.empty(5001, dtype=torch.uint8)
-            store.read(extent, ByteRange.of(tight), READY, padded=padded).wait(PATIENCE)
-            assert torch.equal(tight, data)
-
-
 # Where extents go
 
 
