@@ -1,0 +1,102 @@
+"""The promise for layers that are recomputed, as PyTorch's allocator sees it from outside.
+
+Resident activations ≤ kept + ceiling + 1.5 times what a layer saves: its backward works with the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from covering import in_turn
+from exact_memory import exact_memory
+from harness import KIB, session_for
+from later import Later
+
+from tba_offload.config.policy import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+transformers = Later("transformers")
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512}
+CEILING, LAYERS = 512 * KIB, 6
+TOKENS = torch.arange(4 * 128).view(4, 128) % 64
+
+
+def llama(layers: int) -> nn.Module:
+    config = transformers.LlamaConfig(**SIZES, num_hidden_layers=layers, vocab_size=64, use_cache=False)
+    return transformers.LlamaModel(config)
+
+
+def bert(layers: int) -> nn.Module:
+    config = transformers.BertConfig(**SIZES, num_hidden_layers=layers, vocab_size=64)
+    return transformers.BertModel(config, add_pooling_layer=False)
+
+
+def gpt2(layers: int) -> nn.Module:
+    sizes = {"n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 64}
+    return transformers.GPT2Model(transformers.GPT2Config(**sizes, n_layer=layers, use_cache=False))
+
+
+def t5(layers: int) -> nn.Module:
+    sizes = {"d_model": 128, "d_ff": 512, "num_heads": 4, "d_kv": 32, "vocab_size": 64}
+    return transformers.T5EncoderModel(transformers.T5Config(**sizes, num_layers=layers, use_cache=False))
+
+
+def vit(layers: int) -> nn.Module:
+    config = transformers.ViTConfig(**SIZES, num_hidden_layers=layers, image_size=176, patch_size=16)
+    return transformers.ViTModel(config, add_pooling_layer=False)
+
+
+def make(kind: Callable[[int], nn.Module], layers: int) -> Any:
+    """A model whose gradients are there: they do not count as activations."""
+    torch.manual_seed(0)
+    model = kind(layers).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+def forward(model: Any) -> torch.Tensor:
+    if model.config.model_type == "vit":
+        return model(pixel_values=torch.ones(4, 3, 176, 176))[0]  # type: ignore[no-any-return]
+    return model(input_ids=TOKENS)[0]  # type: ignore[no-any-return]
+
+
+def live_after_forward(model: Any) -> int:
+    before = torch.cpu.memory_allocated(None)  # type: ignore[attr-defined]
+    output = forward(model)
+    assert output.requires_grad
+    return torch.cpu.memory_allocated(None) - before  # type: ignore[attr-defined,no-any-return]
+
+
+KINDS = [llama, bert, gpt2, t5, vit]
+RECOMPUTED = [placement for placement in Placement if placement.recomputes]
+
+
+@pytest.mark.parametrize(("kind", "placement"), in_turn(KINDS, RECOMPUTED))
+def test_a_model_whose_layers_are_recomputed_keeps_to_the_promise(
+    kind: Callable[[int], nn.Module], placement: Placement
+) -> None:
+    with exact_memory():
+        scope = (live_after_forward(make(kind, 4)) - live_after_forward(make(kind, 2))) // 2
+        model = make(kind, LAYERS)
+        plain = live_after_forward(model)
+        with session_for(model, default=placement, in_flight=CEILING, measure_memory=True) as session:
+            for _ in range(3):
+                with session.step() as step:
+                    output = forward(model)
+                    output.sum().backward()
+                del output
+                record = step.record
+                assert record is not None
+                assert record.activation_peak_bytes is not None
+                assert record.recomputed_scopes == LAYERS
+    inputs = 0 if placement.offloads else LAYERS * TOKENS.numel() * 128 * 4
+    bound = inputs + record.kept_bytes + CEILING + 1.5 * scope
+    assert bound < plain
+    assert record.activation_peak_bytes <= bound
