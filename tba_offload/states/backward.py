@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 _CLOSELY = 3
 """First steps in which all bytes of parameters are compared, as in those whose number is a power of two."""
 
-_HALFWAY = (
-    "a backward pass ended halfway through its updates: some parameters are updated and others are not. Load "
-    "a checkpoint of the model and of the optimizer"
-)
+_HALFWAY = "backward ended halfway through its updates. Load a checkpoint of the model and the optimizer"
 
 logger = logging.getLogger(__name__)
 
@@ -139,10 +136,9 @@ class BackwardUpdates:
         """
         if self._is_updating:
             raise SessionError(
-                "another backward pass came after the parameters were updated in backward, and before "
-                f"optimizer.step(): states.micro_batches is {self._micro_batches}. Set it to the number of "
-                "backward passes between two steps, call step() after them, use torch's checkpoints with "
-                "use_reentrant=False, or set states.when to step"
+                "another backward pass came after that which updated the parameters, before step(): "
+                f"states.micro_batches is {self._micro_batches}. Set it to the number of passes in a "
+                "step, set use_reentrant=False for torch's checkpoints, or set states.when to step"
                 if self._record is not None
                 else _HALFWAY
             )
@@ -214,15 +210,14 @@ class BackwardUpdates:
             raise SessionError(_HALFWAY)
         if record is None and any(type(local(each.grad)) is FreedGradient for each in parameters):
             raise SessionError(
-                "optimizer.step() came without a backward pass since the last one, whose gradients are freed."
-                " Call it once after backward(), or set states.when to step"
+                "optimizer.step() came without a backward pass since the last one. Call it once after "
+                "backward(), or set states.when to step"
             )
         what = None if record is None else self._what_differs(options)
         if what is not None:
             raise SessionError(
-                f"another {what} came after backward(), in which states.when: backward had already updated "
-                "the parameters with the gradients and settings of that time. Change parameters, states and "
-                "settings after optimizer.step(), or set states.when to step"
+                f"another {what} came after backward(), which has updated the parameters. Change it after "
+                "optimizer.step(), or set states.when to step"
             )
         self.forget()
         return record
