@@ -110,7 +110,7 @@ class Loop:
             register_optimizer_step_post_hook(_Hook(own, Loop._optimizer_ended)),
         ]
         for module in callers:
-            before, after = _Hook(own, Loop._model_begins), _Hook(own, Loop._model_ended)
+            before, after = _ModelHook(own, Loop._model_begins), _ModelHook(own, Loop._model_ended)
             self._handles += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
                 module.register_forward_hook(after),
@@ -394,6 +394,12 @@ class _Hook(InstalledHook):
     def __call__(self, *arguments: object) -> Any:
         loop = self._loop()
         return None if loop is None else self._method(loop, *arguments)
+
+
+class _ModelHook(_Hook):
+    def __call__(self, *arguments: object) -> Any:
+        # What is compiled is not traced further than here: the first layer opens the step then.
+        return None if torch.compiler.is_compiling() else super().__call__(*arguments)
 
 
 _CALL = nn.Module._call_impl.__code__
