@@ -174,7 +174,8 @@ class _Fingerprint(pickle.Pickler):
 
 def _print_of(value: Any) -> bytes | None:
     """Return bytes that change with what an object holds; ``None`` if that cannot be seen."""
-    if value is None or isinstance(value, bool | int | float | str):
+    is_of_torch = type(value).__module__.partition(".")[0] == "torch" and not isinstance(value, torch.Tensor)
+    if value is None or isinstance(value, bool | int | float | str) or is_of_torch:
         return None
     found = io.BytesIO()
     try:

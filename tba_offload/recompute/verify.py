@@ -355,7 +355,7 @@ class SavedTwice:
     def _add(self, digests: _Digests, tensor: torch.Tensor) -> bool:
         try:
             return digests.add(tensor)
-        except TypeError as error:
+        except (TypeError, NotImplementedError) as error:  # the latter of wrappers of transforms
             raise cannot(self._layer, f"it saves {error}, whose bytes cannot be compared") from error
 
     def _compare(self, second: _Digests) -> None:
