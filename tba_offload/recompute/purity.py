@@ -131,6 +131,8 @@ class Look:
                 self._objects.append((f"its argument {name}", value, arguments, name))
             self._tensors += [(f"its argument {name}", each) for each in tensors]
         for prefix, inner in module.named_modules():
+            if _is_of_torch(inner):  # sharding keeps books there
+                continue
             self._objects += [
                 (".".join(filter(None, ("self", prefix, key))), value, vars(inner), key)
                 for key, value in vars(inner).items()
@@ -174,8 +176,12 @@ class _Fingerprint(pickle.Pickler):
 
 def _print_of(value: Any) -> bytes | None:
     """Return bytes that change with what an object holds; ``None`` if that cannot be seen."""
-    is_of_torch = type(value).__module__.partition(".")[0] == "torch" and not isinstance(value, torch.Tensor)
-    if value is None or isinstance(value, bool | int | float | str) or is_of_torch:
+    is_tensor = isinstance(value, torch.Tensor)
+    if (
+        value is None
+        or isinstance(value, bool | int | float | str)
+        or (_is_of_torch(value) and not is_tensor)
+    ):
         return None
     found = io.BytesIO()
     try:
@@ -221,6 +227,10 @@ def attributes_kept(layer: str, module: nn.Module, restored: Container[int | Non
 def _small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     buffers = module.named_buffers()
     return {name: buffer for name, buffer in buffers if buffer.nbytes <= SMALL and not buffer.is_meta}
+
+
+def _is_of_torch(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "torch"
 
 
 def _fact(tensor: torch.Tensor) -> object:
