@@ -268,7 +268,12 @@ def test_what_one_node_changes_and_another_one_uses_is_noticed(name: str, placem
         train(make_net(block), 0)
     with attached(block, default=placement) as (net, session):
         for step in range(2):  # in the second one what `offload-remat` makes again does not travel
-            with pytest.raises(SavedTensorModifiedError, match=r"layer 2.*changed in place|changed in place.*layer 2"), session.step():
+            with (
+                pytest.raises(
+                    SavedTensorModifiedError, match=r"layer 2.*changed in place|changed in place.*layer 2"
+                ),
+                session.step(),
+            ):
                 train(net, step)
 
 
