@@ -52,10 +52,10 @@ def other_numbers(layer: str) -> TbaError:
 
 
 def modified(what: str) -> SavedTensorModifiedError:
-    """Return the error of a tensor that was changed between forward and backward."""
+    """Return the error of a tensor that was changed before backward had used it."""
     return SavedTensorModifiedError(
-        f"{what} was changed in place between the forward of the layer and its backward, which runs it again."
-        " Change a copy instead, or place the layer keep or offload."
+        f"{what} was changed in place after forward and before backward had used it. Change a copy instead, "
+        "or place the layer keep or offload."
     )
 
 
