@@ -10,8 +10,8 @@ import torch
 
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import is_away
-from tba_offload.states.masters import MASTER
-from tba_offload.states.pieces import gathered
+from tba_offload.states.groups import MASTER
+from tba_offload.states.parameters import gathered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from tba_offload.capture.site import HookFreeCopies, InstalledHook
 from tba_offload.errors import ConfigError, SessionError
 from tba_offload.layers.graph import is_recomputation
-from tba_offload.states.pieces import parameters_of
+from tba_offload.states.parameters import parameters_of
 from tba_offload.store import interrupts
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from tba_offload.placements import Placement
 from tba_offload.planner.measure import SeenBeside
 from tba_offload.planner.profile import Beside
 from tba_offload.report.log import HeldBytes, PhasePeak
-from tba_offload.states.pieces import parameters_of
+from tba_offload.states.parameters import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -293,9 +293,8 @@ def warn_after(session: Session, record: StepRecord) -> None:
         advice = f"with states.sub_group_bytes: {format_size(_eighth(states))} most of them leave memory"
         if 3 * widest >= states:
             advice = (
-                f"no states.sub_group_bytes cuts the {readable_size(widest)} of {name}, for which each slot "
-                "has room. Give that parameter an optimizer of its own whose states stay, or one of "
-                "torch.optim in 32 bits, whose states are cut"
+                f"no states.sub_group_bytes cuts the {readable_size(widest)} of {name}, for which a slot has "
+                "room. Give that parameter an optimizer of its own whose states stay"
             )
         notices.warn_once(
             "slots",

@@ -18,7 +18,7 @@ from tba_offload.device.digest import are_equal, digests_of
 from tba_offload.errors import SessionError
 from tba_offload.layers.graph import not_traced
 from tba_offload.states.away import FreedGradient
-from tba_offload.states.pieces import in_place_of, local, parameters_of
+from tba_offload.states.parameters import in_place_of, local, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -119,14 +119,13 @@ class BackwardUpdates:
                 self._note_later_use(parameter)
             for group in [group for group, missing in self._open.items() if parameter in missing]:
                 self._open[group].discard(parameter)
-                if self._open[group] or not self._read_later.isdisjoint(_parameters(group)):
+                if self._open[group] or not self._read_later.isdisjoint(group.parameters):
                     continue  # the latter are updated at the end
                 self._is_updating = True
                 self._done.append(group)
                 self._updates.update_in_backward(group)
                 del self._open[group]
-                others = (_parameters(other) for other in self._open)  # with slices of the same
-                self._free(_parameters(group).difference(*others))
+                self._free(group.parameters)
 
     def _begin_pass(self) -> None:
         """Count a backward pass, and let updates begin if it is the last before the step.
@@ -155,7 +154,9 @@ class BackwardUpdates:
         self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         if not self._keeps_graph:  # else it reads parameters again, so that all are updated at the end
             self._updates.follow()
-            self._open = {group: _parameters(group) & self._handles.keys() for group in self._updates.groups}
+            self._open = {
+                group: self._handles.keys() & set(group.parameters) for group in self._updates.groups
+            }
 
     def _note_later_use(self, parameter: torch.Tensor) -> None:
         """Note whether something else holds the memory of a parameter, as a later node of the graph.
@@ -256,10 +257,6 @@ def _weakly(came: WeakMethod[Any]) -> Any:
             method(parameter)
 
     return not_traced(hook, nor_what_it_calls=True)
-
-
-def _parameters(group: SubGroup) -> set[torch.Tensor]:
-    return {piece.parameter for piece in group.pieces}
 
 
 def _references_to(parameter: torch.Tensor) -> int:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.states.away import AwayTensor, is_away, memory_for
+from tba_offload.states.away import AwayMaster, AwayTensor, is_away, memory_for
 from tba_offload.states.groups import Incoming
-from tba_offload.states.pieces import is_distributed, parameters_of
+from tba_offload.states.parameters import is_distributed, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,7 +70,7 @@ class Checkpoints:
             TransferError: They cannot be read.
         """
         self._updates.entries.check_owner(parameter)
-        entry = self._updates.masters.with_states(parameter, self._updates.optimizer.state.get(parameter, {}))
+        entry = self._updates.groups.states_of(parameter)
         if not any(map(is_away, entry.values())):
             return entry
         if parameter not in self._copies:  # others of its sub-group are likely to be asked for next
@@ -85,13 +85,14 @@ class Checkpoints:
         away = {key: value for key, value in entry.items() if isinstance(value, AwayTensor)}
         was_away = is_away(parameter)
         entry.update({key: memory_for(value) for key, value in away.items()})
-        self._updates.masters.bring_back(parameter)
+        if was_away:
+            AwayMaster.end(parameter)
         try:
             yield
         except BaseException:
             entry.update(away)
             if was_away:
-                self._updates.masters.send_away(parameter)
+                self._updates.groups.send_away(parameter)
             raise
         self.take(parameter)
 
@@ -101,10 +102,10 @@ class Checkpoints:
         Likewise a master that was brought back.
         """
         self.forget()
-        entry = self._updates.masters.with_states(parameter, self._updates.optimizer.state.get(parameter, {}))
+        entry = self._updates.groups.states_of(parameter)
         tensors = [each for each in entry.values() if isinstance(each, torch.Tensor) and not is_away(each)]
         self._set_bytes += sum(each.nbytes for each in tensors)
-        if self._set_bytes >= self._updates.most:
+        if self._set_bytes >= self._updates.groups.most:
             self._set_bytes = 0
             self._updates.follow()
 

@@ -8,7 +8,7 @@ import torch
 
 from tba_offload.device.peers import has_peers
 from tba_offload.errors import UnsupportedError
-from tba_offload.states.pieces import (
+from tba_offload.states.parameters import (
     is_distributed,
     is_fully_sharded,
     is_known,
@@ -118,7 +118,8 @@ def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:
     """Where an optimizer has others of its parameters, as ZeroRedundancyOptimizer; ``None`` if nowhere."""
     own = set(parameters_of(optimizer))
     for attribute, value in vars(optimizer).items():
-        others = value if isinstance(value, (list, tuple)) else [value]
+        values = value.values() if isinstance(value, dict) else value
+        others = values if isinstance(value, (dict, list, tuple)) else [value]
         for other in others:
             if isinstance(other, torch.optim.Optimizer) and not own.isdisjoint(parameters_of(other)):
                 return attribute

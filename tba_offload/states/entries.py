@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.states.away import AwayTensor, is_away, memory_for, stands_for
-from tba_offload.states.groups import Incoming
-from tba_offload.states.masters import MASTER
-from tba_offload.states.pieces import local, travels
+from tba_offload.states.away import AwayMaster, AwayTensor, is_away, stands_for
+from tba_offload.states.groups import MASTER, Incoming
+from tba_offload.states.parameters import local, travels
 from tba_offload.states.slots import SLOTS, Slots
 
 if TYPE_CHECKING:
@@ -17,12 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from tba_offload.states.groups import Entry, Groups, Place, SubGroup
-    from tba_offload.states.home import Homes
-    from tba_offload.states.masters import Masters
-    from tba_offload.states.pieces import Piece
     from tba_offload.states.slots import Slot
 
-    Bound = Mapping[Piece, Mapping[str, torch.Tensor]]
+    Bound = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+    Left = Mapping[torch.Tensor, Entry]
 
 
 class Entries:
@@ -32,43 +29,33 @@ class Entries:
     gets them.
 
     Args:
-        optimizer: The optimizer.
-        homes: Where sub-groups live.
-        masters: The master copies among its parameters.
-        groups: The sub-groups.
+        groups: The sub-groups of the optimizer.
         next_use: When a sub-group is needed again; the greater, the later.
 
     Attributes:
         arrived: Returns what is called when a sub-group has got its states, in a slot of the device.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        homes: Homes,
-        masters: Masters,
-        groups: Groups,
-        next_use: Callable[[SubGroup], int],
-    ) -> None:
-        self.slots = Slots(homes, next_use)
-        self.host_homes = homes.on_host()
-        self.host_slots = Slots(self.host_homes, lambda _: 1)
+    def __init__(self, groups: Groups, next_use: Callable[[SubGroup], int]) -> None:
+        self.slots = Slots(groups, groups.homes, next_use)
+        self.host_homes = groups.homes.on_host()
+        self.host_slots = Slots(groups, self.host_homes, lambda _: 1)
         self.arrived: Callable[[], Callable[[SubGroup], object] | None] = lambda: None
-        self._optimizer = optimizer
-        self._masters = masters
         self._groups = groups
-        self._of_slices: dict[torch.Tensor, Entry] = {}
 
     # ---- for an update ---------------------------------------------------------------------------
 
-    def resident(self, piece: Piece) -> Entry:
-        """Return the states of a piece that are in memory; a slice gets copies, as others do."""
-        entry = self._optimizer.state.get(piece.parameter, {})
-        found = {key: value for key, value in entry.items() if not isinstance(value, AwayTensor)}
-        return found if piece.is_whole else {key: _copy(value) for key, value in found.items()}
+    def shown(self, parameter: torch.Tensor) -> Entry:
+        """Return what ``optimizer.state`` shows of a parameter."""
+        return self._groups.optimizer.state.get(parameter, {})  # type: ignore[no-any-return]
 
-    def take(self, group: SubGroup, bound: Bound, left: Mapping[Piece, Entry]) -> None:
-        """Take the states that an update left.
+    def resident(self, parameter: torch.Tensor) -> Entry:
+        """Return the states of a parameter that are in memory."""
+        entry = self.shown(parameter)
+        return {key: value for key, value in entry.items() if not isinstance(value, AwayTensor)}
+
+    def take(self, group: SubGroup, bound: Bound, left: Left) -> None:
+        """Take the states that an update left, and show them.
 
         Args:
             group: The sub-group that was updated.
@@ -77,26 +64,25 @@ class Entries:
         """
         if _have_moved(bound, left):
             self._lay_out(group, bound, left)
-        for piece, entry in left.items():
-            self._show(group, piece, entry)
+        self._show(group, left)
 
-    def end_update(self) -> None:
-        """Show what slices have in common, such as their count of steps.
-
-        A parameter whose first update ended between its slices has no states.
-        """
-        for parameter, shown in self._of_slices.items():
-            if shown.keys() == self._optimizer.state.get(parameter, {}).keys():
-                self._set(parameter, shown)
-            else:  # with the order that the optimizer gave them
-                self._optimizer.state[parameter] = shown
-        self._of_slices.clear()
-        for group in self._groups.half_done():
-            self._optimizer.state.pop(group.pieces[0].parameter, None)
-
-    def forget_slices(self) -> None:
-        """Forget what the update of slices has left, since a checkpoint takes its place."""
-        self._of_slices.clear()
+    def _show(self, group: SubGroup, left: Left) -> None:
+        for parameter, entry in left.items():
+            away = group.keys_of(parameter)
+            if MASTER in away:
+                self._groups.send_away(parameter)
+            shown = {
+                key: self._stand_in(parameter, key, value) if key in away else value
+                for key, value in entry.items()
+                if key != MASTER
+            }
+            known = self.shown(parameter)
+            shown = {key: shown[key] for key in known if key in shown} | shown  # in the order that there was
+            if known.keys() == shown.keys():
+                known.update(shown)
+            elif shown or known or parameter in self._groups.optimizer.state:
+                # At once: an interrupt must find all of it.
+                self._groups.optimizer.state[parameter] = shown
 
     # ---- between updates -------------------------------------------------------------------------
 
@@ -106,7 +92,7 @@ class Entries:
         Raises:
             StatesAwayError: One has; nothing was changed.
         """
-        entry = self._optimizer.state.get(parameter, {})
+        entry = self.shown(parameter)
         for key, value in entry.items() if isinstance(entry, dict) else ():
             if type(value) is AwayTensor and not stands_for(value, parameter, key):
                 raise value.refused(
@@ -117,18 +103,11 @@ class Entries:
     def is_current(self, group: SubGroup) -> bool:
         """Return True if ``optimizer.state`` still shows what is away: states may be set or cleared."""
         return all(map(self._is_away, group.places)) and not any(
-            isinstance(value, Incoming)
-            or travels(value, piece.parameter)
-            or (is_away(value) and self._is_gone(piece.parameter, key))
-            for piece in group.pieces
-            for key, value in self._optimizer.state.get(piece.parameter, {}).items()
-            if key not in group.keys_of(piece)
+            isinstance(value, Incoming) or is_away(value) or travels(value, parameter)
+            for parameter in group.parameters
+            for key, value in self.shown(parameter).items()
+            if key not in group.keys_of(parameter)
         )
-
-    def _is_gone(self, parameter: torch.Tensor, key: str) -> bool:
-        """Whether what stands for a state was put back when the state was there no more."""
-        groups = self._groups.holding([parameter])
-        return not any(group.is_cut and key in group.keys_of(group.pieces[0]) for group in groups)
 
     def shows_any(self, group: SubGroup) -> bool:
         """Return True if ``optimizer.state`` shows some of its states as away: they are needed yet."""
@@ -137,92 +116,52 @@ class Entries:
     def absorb(self, groups: Iterable[SubGroup]) -> None:
         """Take the states that ``optimizer.state`` shows, and forget those that it shows no more.
 
-        Args:
-            groups: Sub-groups, with all slices of each parameter.
-
         Raises:
             TransferError: States that are still away cannot be read.
         """
-        of_slices: dict[torch.Tensor, Entry] = {}  # shown when all of them are taken
         for group in groups:
-            self._absorb(group, of_slices)
+            self._absorb(group)
             self.slots.write(group)
-        for parameter, shown in of_slices.items():
-            if parameter in self._masters:
-                self._masters.send_away(parameter, self._groups.name_of(parameter))
-            self._set(parameter, shown)
 
-    def _absorb(self, group: SubGroup, of_slices: dict[torch.Tensor, Entry]) -> None:
-        entries: dict[Piece, Entry] = {}
-        for piece in group.pieces:
-            entry = self._optimizer.state.get(piece.parameter, {})
-            entry = self._masters.with_states(piece.parameter, entry)
-            entries[piece] = {key: _part(piece, value) for key, value in entry.items()}
-        away = [
-            (piece, key) for piece, entry in entries.items() for key, value in entry.items() if is_away(value)
-        ]
+    def _absorb(self, group: SubGroup) -> None:
+        entries = {
+            each: {key: _arrived(each, value) for key, value in self._groups.states_of(each).items()}
+            for each in group.parameters
+        }
+        away = [(each, key) for each, entry in entries.items() for key in entry if is_away(entry[key])]
         bound = group.views(self.slots.load(group).lend()) if away and group.places else {}
-        for piece, key in away:
-            if key not in bound.get(piece, {}):
-                raise entries[piece][key].refused("it was put back when it was there no more")
-            entries[piece][key] = bound[piece][key]
+        for parameter, key in away:
+            if key not in bound.get(parameter, {}):
+                raise entries[parameter][key].refused("it was put back when it was there no more")
+            entries[parameter][key] = bound[parameter][key]
         self._lay_out(group, bound, entries)
-        for piece, entry in entries.items():
-            if piece.is_whole:
-                self._show(group, piece, entry)
-            else:
-                of_slices[piece.parameter] = self._shown(group, piece, entry)
+        self._show(group, entries)
 
     def restore(self, groups: Iterable[SubGroup]) -> None:
         """Put states back into ``optimizer.state``, in memory of their own; not those that were cleared.
 
-        Args:
-            groups: Sub-groups, with all slices of each parameter.
-
         Raises:
             TransferError: They cannot be read.
         """
-        groups = list(groups)
-        wholes: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         for group in groups:
             places = [place for place in group.places if self._is_away(place)]
-            slot = self._held(group) or (self.slots.load(group) if places else None)
-            if slot is not None:
+            if places:
+                flat = (self._held(group) or self.slots.load(group)).lend()
                 for place in places:
-                    self._put_back(place, place.view(slot.lend()), wholes)
-            if not group.is_cut:
-                self._empty(group)
-        for (parameter, key), whole in wholes.items():  # until all slices are there, all are away
-            if key == MASTER:
-                self._masters.bring_back(parameter)
-            else:
-                self._optimizer.state[parameter][key] = whole
-        for group in groups:
-            self._empty(group)
+                    self._put_back(place, place.view(flat))
+            self.slots.empty(group)
+            self.host_slots.empty(group)
 
-    def _put_back(
-        self, place: Place, view: torch.Tensor, wholes: dict[tuple[torch.Tensor, str], torch.Tensor]
-    ) -> None:
-        """Put a state back that is whole; the slice of another one into ``wholes``."""
-        piece, parameter, key = place.piece, place.piece.parameter, place.key
-        if key == MASTER:
-            self._masters.fill(piece, view)
-            if piece.is_whole:
-                self._masters.bring_back(parameter)
-            else:
-                wholes[parameter, MASTER] = parameter
+    def _put_back(self, place: Place, view: torch.Tensor) -> None:
+        parameter = place.parameter
+        if place.key != MASTER:
+            whole = place.wrapped(view.to(local(parameter).device, copy=True))
+            self.shown(parameter)[place.key] = whole
             return
-        known = self._optimizer.state[parameter]
-        if piece.is_whole:
-            known[key] = place.wrapped(view.to(local(parameter).device, copy=True))
-            return
-        if (parameter, key) not in wholes:
-            wholes[parameter, key] = memory_for(known[key])
-        piece.part_of(wholes[parameter, key]).copy_(view)
-
-    def _empty(self, group: SubGroup) -> None:
-        self.slots.empty(group)
-        self.host_slots.empty(group)
+        AwayMaster.allocate(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            local(parameter.detach()).copy_(view)
+        AwayMaster.end(parameter)
 
     def on_host(
         self, parameters: AbstractSet[torch.Tensor], *, masters: bool = False
@@ -244,7 +183,8 @@ class Entries:
             flat = group.home.on_host(group.nbytes) if slot is None else slot.lend()
             for place in group.places:
                 if masters or place.key != MASTER:
-                    _copy_to_host(place, place.view(flat), found.setdefault(place.piece.parameter, {}))
+                    copy = place.wrapped(place.view(flat).to("cpu", copy=True))
+                    found.setdefault(place.parameter, {})[place.key] = copy
         return found
 
     # ---- the parts of it -------------------------------------------------------------------------
@@ -258,87 +198,41 @@ class Entries:
 
     def _is_away(self, place: Place) -> bool:
         """Whether ``optimizer.state`` shows that a state is away, or the master itself that it is."""
-        parameter = place.piece.parameter
         if place.key == MASTER:
-            return is_away(parameter)
-        return stands_for(self._optimizer.state.get(parameter, {}).get(place.key), parameter, place.key)
+            return is_away(place.parameter)
+        return stands_for(self.shown(place.parameter).get(place.key), place.parameter, place.key)
 
-    def _lay_out(self, group: SubGroup, bound: Bound, entries: Mapping[Piece, Entry]) -> None:
-        """Give the states of a sub-group places, and a slot."""
+    def _lay_out(self, group: SubGroup, bound: Bound, entries: Left) -> None:
+        """Give the states of a sub-group places and a slot, and have the entries lie there."""
         stays = self.slots.stays(group)
         if self.slots.of(group) is not None:  # states in it are copied first, because their places change
-            for piece, entry in entries.items():
-                entry.update({key: _copy(entry[key]) for key in bound.get(piece, ()) if key in entry})
+            for parameter, entry in entries.items():
+                entry.update({key: _copy(entry[key]) for key in bound.get(parameter, ()) if key in entry})
             self.slots.empty(group)
         group.home.release()
         if group.lay_out(entries):
             slot = self.slots.own(group) if stays else self.slots.take(group.room, SLOTS - 1)
-            group.fill(slot.lend(), entries)
+            for place in group.places:
+                place.view(slot.lend()).copy_(local(entries[place.parameter][place.key]))
             slot.hold(group)
             if (arrived := self.arrived()) is not None:
                 arrived(group)
 
-    def _show(self, group: SubGroup, piece: Piece, entry: Entry) -> None:
-        """Show in ``optimizer.state`` the states of a piece, but not what slices have in common."""
-        parameter, away = piece.parameter, group.keys_of(piece)
-        shown = self._shown(group, piece, entry)
-        if not piece.is_whole:
-            self._of_slices[parameter] = shown
-            known = self._optimizer.state.get(parameter, {})
-            self._set(parameter, known | {key: value for key, value in shown.items() if key in away})
-            return
-        if MASTER in away:
-            self._masters.send_away(parameter, self._groups.name_of(parameter))
-        self._set(parameter, shown)
-
-    def _shown(self, group: SubGroup, piece: Piece, entry: Entry) -> Entry:
-        """Return the states of a piece with what is away as such, and all else as it is."""
-        away = group.keys_of(piece)
-        return {
-            key: self._stand_in(piece, key, value) if key in away else value
-            for key, value in entry.items()
-            if key != MASTER
-        }
-
-    def _set(self, parameter: torch.Tensor, shown: Entry) -> None:
-        known = self._optimizer.state.get(parameter, {})
-        shown = {key: shown[key] for key in known if key in shown} | shown  # in the order that there was
-        if known.keys() == shown.keys():
-            known.update(shown)
-        elif (
-            shown or known or parameter in self._optimizer.state
-        ):  # at once: an interrupt must find all of it
-            self._optimizer.state[parameter] = shown
-
-    def _stand_in(self, piece: Piece, key: str, value: torch.Tensor) -> AwayTensor:
-        parameter = piece.parameter
-        like, known = (
-            value if piece.is_whole else parameter,
-            self._optimizer.state.get(parameter, {}).get(key),
-        )
-        if stands_for(known, parameter, key) and (known.shape, known.dtype) == (like.shape, value.dtype):
+    def _stand_in(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> AwayTensor:
+        known = self.shown(parameter).get(key)
+        if stands_for(known, parameter, key) and (known.shape, known.dtype) == (value.shape, value.dtype):
             return known
         name = f"{key!r} of {self._groups.name_of(parameter)}"
-        away = AwayTensor(like.shape, like.stride(), value.dtype, value.device, name)
+        away = AwayTensor(value.shape, value.stride(), value.dtype, value.device, name)
         away.origin = parameter, key  # no weak reference: PyTorch swaps no tensors that have one
         return away
 
 
-def _copy_to_host(place: Place, view: torch.Tensor, entry: dict[str, torch.Tensor]) -> None:
-    piece, key = place.piece, place.key
-    if piece.is_whole:
-        entry[key] = place.wrapped(view.to("cpu", copy=True))
-        return
-    if key not in entry:
-        entry[key] = torch.empty(piece.parameter.shape, dtype=view.dtype)
-    piece.part_of(entry[key]).copy_(view)
-
-
-def _have_moved(bound: Bound, left: Mapping[Piece, Entry]) -> bool:
+def _have_moved(bound: Bound, left: Left) -> bool:
     """Whether states came, went or changed their shape; one that was only replaced is copied back."""
     moved = False
-    for piece, entry in left.items():
-        views = bound.get(piece, {})
+    for parameter, entry in left.items():
+        views = bound.get(parameter, {})
         moved = moved or not views.keys() <= entry.keys()
         for key, value in entry.items():
             view = views.get(key)
@@ -346,7 +240,7 @@ def _have_moved(bound: Bound, left: Mapping[Piece, Entry]) -> bool:
                 view.copy_(value)
                 entry[key] = view
             elif value is not view:
-                moved = moved or view is not None or travels(value, piece.parameter)
+                moved = moved or view is not None or travels(value, parameter)
     return moved
 
 
@@ -359,18 +253,11 @@ def is_alike(value: object, view: torch.Tensor) -> bool:
     )
 
 
-def _part(piece: Piece, value: Any) -> Any:
-    """Return the part of a state that belongs to a piece, in memory of its own if that is not the whole."""
-
-    def part_of(tensor: torch.Tensor) -> torch.Tensor:
-        is_cut = not piece.is_whole and tensor.shape == piece.parameter.shape
-        return piece.part_of(tensor) if is_cut else tensor
-
-    if isinstance(value, Incoming):
-        return part_of(value.value).to(device=piece.parameter.device, dtype=value.dtype, copy=True)
-    if piece.is_whole or is_away(value):
+def _arrived(parameter: torch.Tensor, value: Any) -> Any:
+    """Return a state; what a checkpoint brings comes to the parameter's device."""
+    if not isinstance(value, Incoming):
         return value
-    return _copy(part_of(value) if travels(value, piece.parameter) else value)
+    return value.value.to(device=parameter.device, dtype=value.dtype, copy=True)
 
 
 def _copy(value: Any) -> Any:

@@ -1,41 +1,35 @@
-"""Sub-groups: pieces whose states lie packed in one slot and travel as one."""
+"""Sub-groups: parameters whose states lie packed in one slot and travel as one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tba_offload.device.ranges import CACHE_LINE
-from tba_offload.states.away import is_away
+from tba_offload.errors import UnsupportedError
+from tba_offload.states.away import AwayMaster
 from tba_offload.states.home import Home
-from tba_offload.states.masters import MASTER
-from tba_offload.states.pieces import (
-    SLICE,
-    Piece,
-    can_be_cut,
-    gathered,
-    is_elementwise,
-    local,
-    parameters_of,
-    pieces_of,
-    travels,
-    wrap_of,
-)
+from tba_offload.states.parameters import gathered, local, parameters_of, travels, wrap_of
 from tba_offload.store.extents import BLOCK, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
+    import torch
+
     from tba_offload.states.home import Homes
-    from tba_offload.states.masters import Masters
-    from tba_offload.states.pieces import Wrap
+    from tba_offload.states.parameters import Wrap
 
 Entry = dict[str, Any]
 """The states of one parameter by their names, as in ``optimizer.state[parameter]``."""
+
+MASTER = "tba_offload.master"
+"""Name of a master copy among the states of its own: no optimizer has one of that name."""
+
+_ALONE = 1024
+"""Elements of the parameters that are updated first, and tell how many states there are."""
 
 USUAL = 2.0
 """Bytes of states for one byte of a parameter, until an update has told: what Adam has."""
@@ -56,19 +50,19 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one state of one piece lies in the bytes of its sub-group.
+    """Where one state of one parameter lies in the bytes of its sub-group.
 
     Attributes:
-        piece: Whose state it is.
+        parameter: Whose state it is.
         key: Its name in ``state[parameter]``.
         start: Its first byte.
-        size: Of the state of the piece; of a slice it is 1-D.
+        size: Of the state.
         stride: Likewise, elements.
         dtype: Likewise.
         wrap: Makes the state of its bytes, where that is a distributed tensor.
     """
 
-    piece: Piece
+    parameter: torch.Tensor
     key: str
     start: int
     size: torch.Size
@@ -92,11 +86,11 @@ class Place:
 
 
 class SubGroup:
-    """Pieces of one parameter group: some parameters, or one slice.
+    """Some parameters of one parameter group.
 
     Args:
         number: The number of the parameter group.
-        pieces: The pieces.
+        parameters: The parameters.
         home: Where their states live between updates.
 
     Attributes:
@@ -104,18 +98,13 @@ class SubGroup:
         nbytes: Bytes that travel, padded to blocks: extents are cut at multiples of them, for direct I/O.
     """
 
-    def __init__(self, number: int, pieces: Sequence[Piece], home: Home) -> None:
+    def __init__(self, number: int, parameters: Sequence[torch.Tensor], home: Home) -> None:
         self.number = number
-        self.pieces = tuple(pieces)
+        self.parameters = tuple(parameters)
         self.home = home
         self.places: tuple[Place, ...] = ()
         self.nbytes = 0
-        self._keys: dict[Piece, set[str]] = {}
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether it is a slice of a parameter."""
-        return not self.pieces[0].is_whole
+        self._keys: dict[torch.Tensor, set[str]] = {}
 
     @property
     def is_new(self) -> bool:
@@ -130,74 +119,89 @@ class SubGroup:
     @property
     def has_gradient(self) -> bool:
         """Whether an update would change it."""
-        return any(piece.parameter.grad is not None for piece in self.pieces)
+        return any(each.grad is not None for each in self.parameters)
 
-    def keys_of(self, piece: Piece) -> AbstractSet[str]:
-        """Return the names of the states of a piece that travel."""
-        return self._keys.get(piece, frozenset())
+    def keys_of(self, parameter: torch.Tensor) -> AbstractSet[str]:
+        """Return the names of the states of a parameter that travel."""
+        return self._keys.get(parameter, frozenset())
 
-    def views(self, flat: torch.Tensor) -> dict[Piece, dict[str, torch.Tensor]]:
-        """Return its states as views of its bytes, piece by piece."""
-        found: dict[Piece, dict[str, torch.Tensor]] = {}
+    def views(self, flat: torch.Tensor) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return its states as views of its bytes, parameter by parameter."""
+        found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for place in self.places:
-            found.setdefault(place.piece, {})[place.key] = place.wrapped(place.view(flat))
+            found.setdefault(place.parameter, {})[place.key] = place.wrapped(place.view(flat))
         return found
 
-    def lay_out(self, states: Mapping[Piece, Mapping[str, Any]]) -> bool:
+    def lay_out(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
         """Plan the places of states, aligned as PyTorch aligns tensors; return False if none travels."""
         found = [
-            (piece, key, local(value), wrap_of(value))
-            for piece, entry in states.items()
+            (parameter, key, local(value), wrap_of(value))
+            for parameter, entry in states.items()
             for key, value in entry.items()
-            if travels(value, piece.parameter)
+            if travels(value, parameter)
         ]
         starts, end = side_by_side(own.nbytes for _, _, own, _ in found)
         self.places = tuple(
-            Place(piece, key, start, own.shape, own.stride(), own.dtype, wrap)
-            for start, (piece, key, own, wrap) in zip(starts, found, strict=True)
+            Place(parameter, key, start, own.shape, own.stride(), own.dtype, wrap)
+            for start, (parameter, key, own, wrap) in zip(starts, found, strict=True)
         )
         self.nbytes = round_up(end, BLOCK)
         self._keys = {}
         for place in self.places:
-            self._keys.setdefault(place.piece, set()).add(place.key)
+            self._keys.setdefault(place.parameter, set()).add(place.key)
         return bool(found)
-
-    def fill(self, flat: torch.Tensor, states: Mapping[Piece, Mapping[str, Any]]) -> None:
-        """Copy all states to their places."""
-        for place in self.places:
-            place.view(flat).copy_(local(states[place.piece][place.key]))
 
 
 class Groups:
-    """The sub-groups of one optimizer, kept up with its parameter groups.
+    """The sub-groups of one optimizer, kept up with its parameter groups, and its master copies.
 
     How many bytes of states a parameter has is known after its first update only. So in each parameter group
     the first parameters go alone, and tell how large the sub-groups of the others may be.
 
+    Between updates a master has no bytes, and is the same object. An update gets a tensor over the bytes in a
+    slot in its place.
+
     Args:
         optimizer: The optimizer.
         homes: What the homes of sub-groups share.
-        masters: The master copies among its parameters, which lie in sub-groups before they have states.
+        masters: Master copies that the optimizer updates, and the parameters of the model, or parts of them,
+            that are set to their values.
         names: Names of parameters in the model, as far as it is known.
-        most: Bytes of states in a sub-group; one of a single piece may have more.
+        most: Bytes of states in a sub-group; one of a single parameter may have more.
+
+    Attributes:
+        optimizer: As given.
+        homes: Likewise.
+        most: Likewise.
+
+    Raises:
+        UnsupportedError: A parameter has another shape than its master.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         homes: Homes,
-        masters: Masters,
+        masters: Mapping[torch.Tensor, torch.Tensor],
         names: Mapping[torch.Tensor, str],
         most: int,
     ) -> None:
-        self._optimizer = optimizer
-        self._homes = homes
-        self._masters = masters
+        self.optimizer = optimizer
+        self.homes = homes
+        own = set(parameters_of(optimizer))
+        self._copies = {
+            each: copy for each, copy in masters.items() if each in own and travels(each.detach(), each)
+        }
+        for master, copy in self._copies.items():
+            if master.shape != copy.shape:
+                raise UnsupportedError(
+                    f"a master of {tuple(master.shape)} does not lie in memory like its parameter of "
+                    f"{tuple(copy.shape)}; set states.masters to keep"
+                )
         self._names = names
-        self._most = most
-        self._sliced = is_elementwise(optimizer)
+        self.most = most
         self._ratios: dict[int, float] = {}
-        self._of: dict[torch.Tensor, list[SubGroup]] = {}
+        self._of: dict[torch.Tensor, SubGroup] = {}
         self._members: dict[torch.Tensor, tuple[int, int]] = {}
         self._numbers: dict[torch.Tensor, int] = {}
         self._all: list[SubGroup] = []
@@ -222,27 +226,22 @@ class Groups:
     @property
     def widest(self) -> tuple[str, int]:
         """A parameter with more states than ``sub_group_bytes``, and their bytes; ("", 0) if none has."""
-        alone = [group for group in self._all if len(group.pieces) == 1 and group.nbytes > self._most]
-        group = max(alone, key=lambda each: each.nbytes, default=None)
-        return ("", 0) if group is None else (self.name_of(group.pieces[0].parameter), group.nbytes)
+        group = max(self._all, key=lambda each: each.nbytes, default=None)
+        if group is None or group.nbytes <= self.most:
+            return "", 0
+        return self.name_of(group.parameters[0]), group.nbytes
 
     def holding(self, parameters: Iterable[torch.Tensor]) -> list[SubGroup]:
-        """Return the sub-groups that hold any of some parameters, with all slices of each."""
-        return list(dict.fromkeys(group for each in parameters for group in self._of.get(each, ())))
-
-    def with_slices(self, groups: Iterable[SubGroup]) -> list[SubGroup]:
-        """Return the same sub-groups, and all others with slices of parameters of these."""
-        return self.holding(piece.parameter for group in groups for piece in group.pieces)
+        """Return the sub-groups that hold any of some parameters."""
+        return list(dict.fromkeys(self._of[each] for each in parameters if each in self._of))
 
     # ---- what was done to the optimizer ------------------------------------------------------------
 
     def outdated(self) -> list[SubGroup]:
-        """Return the sub-groups of a parameter that has left its parameter group or can be cut no more."""
+        """Return the sub-groups of a parameter that has left its parameter group."""
         now = self._now()
-        self._numbers = {each: number for number, each in enumerate(parameters_of(self._optimizer))}
-        gone = [each for each, place in self._members.items() if now.get(each) != place]
-        cut = [groups[0].pieces[0].parameter for groups in self._of.values() if groups[0].is_cut]
-        return self.holding([*gone, *(parameter for parameter in cut if not self._can_be_cut(parameter))])
+        self._numbers = {each: number for number, each in enumerate(parameters_of(self.optimizer))}
+        return self.holding(each for each, place in self._members.items() if now.get(each) != place)
 
     def newcomers(self, *, with_gradients: bool = False) -> dict[int, list[torch.Tensor]]:
         """Return the parameters that are in no sub-group yet, by the number of their parameter group.
@@ -256,16 +255,6 @@ class Groups:
                 found.setdefault(number, []).append(parameter)
         return found
 
-    def half_done(self) -> list[SubGroup]:
-        """Return the slices of parameters of which some have states and others none.
-
-        A first update ended between them.
-        """
-        cut = [groups for groups in self._of.values() if groups[0].is_cut]
-        return [
-            group for groups in cut if len({bool(each.places) for each in groups}) > 1 for group in groups
-        ]
-
     def arrivals(self, number: int, parameters: Sequence[torch.Tensor]) -> Iterator[SubGroup]:
         """Yield new sub-groups of parameters, each of which is updated before the next is asked for.
 
@@ -274,7 +263,7 @@ class Groups:
             parameters: The parameters, in its order.
         """
         counts = accumulate(each.numel() for each in parameters)
-        first = sum(count < SLICE for count in counts) + 1 if number not in self._ratios else len(parameters)
+        first = sum(count < _ALONE for count in counts) + 1 if number not in self._ratios else len(parameters)
         yield from self.add(number, parameters[:first])
         yield from self.add(number, parameters[first:])
 
@@ -286,15 +275,15 @@ class Groups:
             parameters: The parameters, in its order.
         """
         made: list[SubGroup] = []
-        for is_cut, some in groupby(parameters, lambda each: self._is_cut(number, each)):
-            for each in some if is_cut else ():
-                most = self._most * each.nbytes // self._states_bytes(number, each)
-                made += [self._made(number, (piece,)) for piece in pieces_of(each, most)]
-            wholes = (Piece(each, 0, each.numel()) for each in some)
-            by_size = gathered(wholes, self._most, lambda each: self._states_bytes(number, each.parameter))
-            made += [self._made(number, pieces) for pieces in by_size]
+        for some in gathered(parameters, self.most, lambda each: self._states_bytes(number, each)):
+            names = list(dict.fromkeys(self.name_of(some[at]) for at in (0, -1)))
+            made.append(SubGroup(number, some, Home(self.homes, " to ".join(names))))
+            self._of.update(dict.fromkeys(some, made[-1]))
         self._members.update({each: (number, each.numel()) for each in parameters})
-        self._all = sorted([*self._all, *made], key=self._rank)
+        last = len(self._numbers)
+        self._all = sorted(
+            [*self._all, *made], key=lambda group: self._numbers.get(group.parameters[0], last)
+        )
         return made
 
     def remove(self, groups: Iterable[SubGroup]) -> None:
@@ -303,14 +292,13 @@ class Groups:
         self._all = [group for group in self._all if group not in gone]
         for group in gone:
             group.home.release()
-            for piece in group.pieces:
-                self._members.pop(piece.parameter, None)
-                self._of.pop(piece.parameter, None)
+            for parameter in group.parameters:
+                del self._members[parameter], self._of[parameter]
 
     def learn(self, group: SubGroup) -> None:
         """Note how many bytes of states a byte of parameters has, from a sub-group that has them."""
         # States of single numbers stay: they say nothing of those of others.
-        nbytes = sum(piece.nbytes for piece in group.pieces if piece.parameter.numel() > 1)
+        nbytes = sum(local(each).nbytes for each in group.parameters if each.numel() > 1)
         if group.number not in self._ratios and not group.is_new and nbytes:
             states = sum(place.nbytes for place in group.places if place.key != MASTER)
             self._ratios[group.number] = max(states / nbytes, 1 / 16)
@@ -320,57 +308,50 @@ class Groups:
         own: int = local(parameter).nbytes
         known: int = sum(
             value.value.numel() * value.dtype.itemsize if isinstance(value, Incoming) else local(value).nbytes
-            for value in self._optimizer.state.get(parameter, {}).values()
+            for value in self.optimizer.state.get(parameter, {}).values()
             if isinstance(value, Incoming) or travels(value, parameter)
         )
         states: int = known or int(own * self._ratios.get(number, USUAL))
-        return max(states + own * (parameter in self._masters), 1)
+        return max(states + own * self.is_master(parameter), 1)
 
-    # ---- names -------------------------------------------------------------------------------------
+    def _now(self) -> dict[torch.Tensor, tuple[int, int]]:
+        groups = enumerate(self.optimizer.param_groups)
+        return {each: (number, each.numel()) for number, group in groups for each in group["params"]}
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return a parameter's name in the model; its number, as ``state_dict`` counts, if none is known."""
-        known = self._names.get(parameter) or self._names.get(self._masters.copy_of(parameter))
+        known = self._names.get(parameter) or self._names.get(self._copies.get(parameter, parameter))
         return known or f"parameter {self._numbers.get(parameter)}"
 
-    def _made(self, number: int, pieces: Sequence[Piece]) -> SubGroup:
-        first, last = (self.name_of(pieces[at].parameter) for at in (0, -1))
-        group = SubGroup(number, pieces, Home(self._homes, first if first == last else f"{first} to {last}"))
-        for piece in pieces:
-            self._of.setdefault(piece.parameter, []).append(group)
-        return group
+    # ---- masters -----------------------------------------------------------------------------------
 
-    # ------------------------------------------------------------------------------------------------
+    def is_master(self, parameter: torch.Tensor) -> bool:
+        """Return True if a parameter of the optimizer is a master that travels."""
+        return parameter in self._copies
 
-    def _is_cut(self, number: int, parameter: torch.Tensor) -> bool:
-        return self._can_be_cut(parameter) and self._states_bytes(number, parameter) > self._most
+    def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return what ``optimizer.state`` shows, and the master if it is one, a plain tensor unless away."""
+        entry = dict(self.optimizer.state.get(parameter, {}))
+        return {**entry, MASTER: parameter.detach()} if self.is_master(parameter) else entry
 
-    def _can_be_cut(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter, what it is copied to and its states can be cut alike."""
-        states = self._optimizer.state.get(parameter, {}).values()
-        return (
-            self._sliced
-            and can_be_cut(parameter)
-            and self._masters.can_be_cut(parameter)
-            and all(_is_cut_alike(value, parameter) for value in states)
-        )
+    def model_part(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what an update of a parameter changes in the model, on this rank."""
+        return local(self._copies.get(parameter, parameter).detach())  # type: ignore[no-any-return]
 
-    def _now(self) -> dict[torch.Tensor, tuple[int, int]]:
-        groups = enumerate(self._optimizer.param_groups)
-        return {each: (number, each.numel()) for number, group in groups for each in group["params"]}
-
-    def _rank(self, group: SubGroup) -> tuple[int, int]:
-        first = group.pieces[0]
-        return self._numbers.get(first.parameter, len(self._numbers)), first.start
+    def send_away(self, master: torch.Tensor) -> None:
+        """Free the memory of a master, whose bytes lie in a slot or at home."""
+        if type(master) is not AwayMaster:
+            AwayMaster.begin(master, self.name_of(master))
 
 
-def _is_cut_alike(state: object, parameter: torch.Tensor) -> bool:
-    """Whether a state is cut with its parameter, or is a number, of which each slice has a copy."""
-    value = state.value if isinstance(state, Incoming) else state
-    if not isinstance(value, torch.Tensor) or value.numel() <= 1:
-        return True
-    is_taken = isinstance(state, Incoming) or is_away(value) or travels(value, parameter)
-    return is_taken and value.shape == parameter.shape
+def bound_master(parameter: torch.Tensor, bound: torch.Tensor | None) -> torch.Tensor:
+    """Return what an update gets as a parameter: the bytes in a slot, if it is a master."""
+    if bound is None:
+        return parameter
+    for name, value in vars(parameter).items():  # an optimizer may know a parameter by them
+        setattr(bound, name, value)
+    bound.grad = parameter.grad
+    return bound
 
 
 def side_by_side(sizes: Iterable[int]) -> tuple[list[int], int]:

@@ -20,9 +20,8 @@ import torch
 
 from tba_offload.states.away import AwayMaster
 from tba_offload.states.entries import is_alike
-from tba_offload.states.groups import side_by_side
-from tba_offload.states.masters import MASTER
-from tba_offload.states.pieces import Piece, is_dense
+from tba_offload.states.groups import MASTER, side_by_side
+from tba_offload.states.parameters import is_dense
 from tba_offload.states.twin import Twin
 from tba_offload.store.host import HostStore
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from tba_offload.states.groups import Entry, SubGroup
     from tba_offload.states.optimizer import Updates
 
-    States = dict[Piece, Entry]
+    States = dict[torch.Tensor, Entry]
 
 _THREADS = 2
 """While one updates, on all cores, the other copies what it has updated and what it is going to."""
@@ -64,7 +63,7 @@ class HostLane:
     """
 
     def __init__(self, updates: Updates, kind: type[torch.optim.Optimizer], update: str) -> None:
-        self._optimizer, self._masters = updates.optimizer, updates.masters  # not the updates: a cycle
+        self._optimizer = updates.optimizer  # not the updates: a cycle
         self._entries, self._groups, self._homes = updates.entries, updates.groups, updates.homes
         self._slots, self._device = self._entries.host_slots, self._homes.device
         self._is_home = self._homes.store.kind == HostStore.kind
@@ -114,7 +113,9 @@ class HostLane:
         rest = [group for group in groups if group not in self._mine]
         on_device, on_host = (sum(group.nbytes for group in some) for some in (rest, mine))
         self.updated, self.predicted_seconds = len(mine), self._rates.seconds(on_device, on_host)
-        resident = {group: {piece: self._entries.resident(piece) for piece in group.pieces} for group in mine}
+        resident = {
+            group: {each: self._entries.resident(each) for each in group.parameters} for group in mine
+        }
         after, began = self._device.event(), self._device.mark()
         jobs = {
             group: self._pool.submit(self._update, group, resident[group], options, after) for group in mine
@@ -189,7 +190,7 @@ class HostLane:
 
         Args:
             group: The sub-group.
-            resident: States of its pieces that do not travel.
+            resident: States of its parameters that do not travel.
             options: Further arguments of the optimizer's ``step``.
             after: The device has made the gradients when this point is reached.
         """
@@ -199,16 +200,19 @@ class HostLane:
             after.synchronize()
             began = time.perf_counter()
             with self._device.on_side_stream():  # another one would wait for all that the device has to do
-                before = {piece: _on_host(resident[piece]) | bound.get(piece, {}) for piece in group.pieces}
-                pieces = [piece for piece in group.pieces if piece.parameter.grad is not None]
-                likes: list[Any] = [*map(self._masters.model_part, pieces), *map(Piece.gradient, pieces)]
+                before = {each: _on_host(resident[each]) | bound.get(each, {}) for each in group.parameters}
+                moving = [each for each in group.parameters if each.grad is not None]
+                likes: list[Any] = [
+                    *map(self._groups.model_part, moving),
+                    *(each.grad for each in moving),
+                ]
                 starts, end = side_by_side(like.nbytes for like in likes)
                 desk = self._device.host_memory(end) if end > desk.numel() else desk
                 copies = [_laid(desk[start:], like) for like, start in zip(likes, starts, strict=True)]
                 both = [*zip(likes, copies, strict=True)]
                 parts = [
-                    _Part(piece, *model, *gradient, before[piece].get(MASTER, model[1]))
-                    for piece, model, gradient in zip(pieces, both, both[len(pieces) :], strict=False)
+                    _Part(parameter, *model, *gradient, before[parameter].get(MASTER, model[1]))
+                    for parameter, model, gradient in zip(moving, both, both[len(moving) :], strict=False)
                 ]
                 for part in parts:
                     part.gradient_copy.copy_(part.gradient, non_blocking=True)
@@ -224,9 +228,9 @@ class HostLane:
                         self._optimizer
                     ):  # a fused kernel divides gradients by it, in place
                         part.gradient.copy_(part.gradient_copy, non_blocking=True)
-                for piece, entry in left.items():
-                    for key in entry.keys() - (bound.get(piece, {}).keys() if is_as_before else ()):
-                        entry[key] = _put_back(entry[key], resident[piece].get(key))
+                for parameter, entry in left.items():
+                    for key in entry.keys() - (bound.get(parameter, {}).keys() if is_as_before else ()):
+                        entry[key] = _put_back(entry[key], resident[parameter].get(key))
         finally:
             self._desks.append(desk)
             with self._lock:
@@ -252,17 +256,19 @@ class HostLane:
         entries: dict[torch.Tensor, Entry] = {}
         for part in parts:
             part.tensor.grad = part.gradient_copy
-            entries[part.tensor] = {key: each for key, each in before[part.piece].items() if key != MASTER}
+            entries[part.tensor] = {
+                key: each for key, each in before[part.parameter].items() if key != MASTER
+            }
         try:
             self._twin.run(number, entries, options)
             left = {
-                each.piece: {**self._twin.states.get(each.tensor, entries[each.tensor])} for each in parts
+                each.parameter: {**self._twin.states.get(each.tensor, entries[each.tensor])} for each in parts
             }
         finally:
             self._twin.discard()
         for part in parts:
             if part.tensor is not part.copy:
-                left[part.piece][MASTER] = part.tensor
+                left[part.parameter][MASTER] = part.tensor
                 part.copy.copy_(part.tensor)
         return left
 
@@ -276,11 +282,11 @@ class HostLane:
                 continue
             done = job.result()
             if not done.bound:  # there are others now, which come to the device, on the stream that uses them
-                for piece, entry in done.left.items():
+                for parameter, entry in done.left.items():
                     large = {
                         key: each for key, each in entry.items() if torch.is_tensor(each) and each.numel() > 1
                     }
-                    entry.update({key: each.to(piece.parameter.device) for key, each in large.items()})
+                    entry.update({key: each.to(parameter.device) for key, each in large.items()})
                 self._slots.empty(group, drops=True)
                 self._serve(group, on_host=False)
             self._entries.take(group, done.bound, done.left)
@@ -290,16 +296,16 @@ class HostLane:
 class _Done(NamedTuple):
     """An update of the processor: states as it got them and left them, and when, by ``perf_counter``."""
 
-    bound: Mapping[Piece, Mapping[str, torch.Tensor]]
+    bound: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
     left: States
     began: float
     ended: float
 
 
 class _Part(NamedTuple):
-    """One piece: what the device has of it, copies of that in host memory, and what is updated there."""
+    """One parameter: what the device has of it, copies of that in host memory, and what is updated there."""
 
-    piece: Piece
+    parameter: torch.Tensor
     model: torch.Tensor
     copy: torch.Tensor
     gradient: torch.Tensor
@@ -380,21 +386,23 @@ class _Rates:
 # ------------------------------------------------------------------------------------------------
 
 
-def _settle(bound: Mapping[Piece, Entry], before: States, left: States) -> bool:
+def _settle(bound: Mapping[torch.Tensor, Entry], before: States, left: States) -> bool:
     """Have states lie in the bytes where they lay before; False if there are others now."""
-    for piece, entry in left.items():
-        views = bound.get(piece, {})
-        if entry.keys() != before[piece].keys() or not all(is_alike(entry[key], views[key]) for key in views):
+    for parameter, entry in left.items():
+        views = bound.get(parameter, {})
+        if entry.keys() != before[parameter].keys() or not all(
+            is_alike(entry[key], views[key]) for key in views
+        ):
             return False
-    for piece, views in bound.items():
-        entry = left[piece]
+    for parameter, views in bound.items():
+        entry = left[parameter]
         entry.update({key: view.copy_(entry[key]) for key, view in views.items() if entry[key] is not view})
     return True
 
 
 def _can_be_copied(group: SubGroup) -> bool:
-    """Whether a sub-group has states, and the processor can update all of its pieces."""
-    return bool(group.places) and not group.is_new and all(_is_plain(each.parameter) for each in group.pieces)
+    """Whether a sub-group has states, and the processor can update all of its parameters."""
+    return bool(group.places) and not group.is_new and all(map(_is_plain, group.parameters))
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:

@@ -23,11 +23,10 @@ from tba_offload.states.backward import BackwardUpdates
 from tba_offload.states.checkpoints import Checkpoints
 from tba_offload.states.checks import check, device_of_parameters, innermost
 from tba_offload.states.entries import Entries
-from tba_offload.states.groups import Groups
+from tba_offload.states.groups import MASTER, Groups, bound_master
 from tba_offload.states.home import Homes
 from tba_offload.states.host import HostLane
-from tba_offload.states.masters import MASTER, Masters
-from tba_offload.states.pieces import is_elementwise, parameters_of
+from tba_offload.states.parameters import is_known, is_of_torch, parameters_of
 from tba_offload.states.slots import SLOTS, Order
 from tba_offload.states.twin import Takeover, Twin
 from tba_offload.store import open_store
@@ -78,13 +77,12 @@ class Updates:
             keep_when_full=config.on_full == "keep",
             tell=logger.warning,
         )
-        self.most = states.sub_group_on(device.torch_device.type)
-        self.masters = Masters(optimizer, masters if states.masters == "offload" else {})
-        self.groups = Groups(optimizer, self.homes, self.masters, names, self.most)
+        travelling = masters if states.masters == "offload" else {}
+        most = states.sub_group_on(device.torch_device.type)
+        self.groups = Groups(optimizer, self.homes, travelling, names, most)
         self._in_backward = states.when == "backward"
-        self._is_elementwise = is_elementwise(optimizer)
-        self.order = Order(turns=self._is_elementwise and not self._in_backward)
-        self.entries = Entries(optimizer, self.homes, self.masters, self.groups, self.order.next_use)
+        self.order = Order(turns=is_known(optimizer) and not self._in_backward)
+        self.entries = Entries(self.groups, self.order.next_use)
         self._twin = Twin(optimizer, kind)
         self._host = HostLane(self, kind, states.update)
         self.entries.arrived = WeakMethod(self._host.welcome)
@@ -104,19 +102,19 @@ class Updates:
         self._read_ahead()
         slot = slots.load(group) if group.places else None
         bound = {} if slot is None else group.views(slot.lend())
-        states = {piece: entries.resident(piece) | bound.get(piece, {}) for piece in group.pieces}
-        masters = {piece: entry.pop(MASTER) for piece, entry in states.items() if MASTER in entry}
-        tensors = {piece: self.masters.tensor(piece, masters.get(piece)) for piece in group.pieces}
+        states = {each: entries.resident(each) | bound.get(each, {}) for each in group.parameters}
+        masters = {each: entry.pop(MASTER) for each, entry in states.items() if MASTER in entry}
+        tensors = {each: bound_master(each, masters.get(each)) for each in group.parameters}
         if slot is not None:
             slot.hold(group)
         try:
-            self._twin.run(group.number, {tensors[piece]: states[piece] for piece in tensors}, options)
-            for piece, master in masters.items():
-                self.masters.model_part(piece).copy_(master)
+            self._twin.run(group.number, {tensors[each]: states[each] for each in tensors}, options)
+            for parameter, master in masters.items():
+                self.groups.model_part(parameter).copy_(master)
         finally:
-            left = {piece: self._twin.states.pop(tensors[piece], states[piece]) for piece in group.pieces}
-            for piece, master in masters.items():
-                left[piece] = {**left[piece], MASTER: master}
+            left = {each: self._twin.states.pop(tensors[each], states[each]) for each in group.parameters}
+            for parameter, master in masters.items():
+                left[parameter] = {**left[parameter], MASTER: master}
             entries.take(group, bound, left)
         self.groups.learn(group)
         self._read_ahead()
@@ -141,7 +139,6 @@ class Updates:
                 self._update_all(done, options)
             finally:
                 self._twin.commit()
-                self.entries.end_update()
         counts, self._counts = self._counts, _Counts()
         slots = self.entries.slots
         staying = [group.nbytes for group in self.groups if slots.stays(group)]
@@ -168,7 +165,9 @@ class Updates:
             for number, parameters in newcomers.items():
                 for group in self.groups.arrivals(number, parameters):
                     self.update(group, options)
-        if not self._is_elementwise:  # one that counts steps may do so for groups without gradients too
+        if not is_of_torch(
+            self.optimizer
+        ):  # one that counts steps may do so for groups without gradients too
             for number in set(range(len(self.optimizer.param_groups))) - self._twin.ran_for:
                 self._twin.run(number, {}, options)
         self.order.end()
@@ -237,11 +236,11 @@ class Updates:
         for parameter in self.optimizer.state:
             self.entries.check_owner(parameter)
         self.restore(self.groups.outdated())
-        stale = self.groups.with_slices(each for each in self.groups if not self.entries.is_current(each))
+        stale = [each for each in self.groups if not self.entries.is_current(each)]
         self._host.give_up(stale)
         self.entries.absorb(stale)
         for number, parameters in self.groups.newcomers().items():
-            having = [each for each in parameters if self.optimizer.state.get(each) or each in self.masters]
+            having = [each for each in parameters if self.groups.states_of(each)]
             self.entries.absorb(self.groups.add(number, having))
 
     def restore(self, groups: Sequence[SubGroup]) -> None:
@@ -270,7 +269,6 @@ class Updates:
         """Take a checkpoint that was loaded, and forget that an update failed."""
         self._failure = None
         with put_off(self):
-            self.entries.forget_slices()
             for group in self.groups:
                 if not (self.entries.shows_any(group) or self.entries.slots.stays(group)):
                     self.entries.slots.empty(group, drops=True)

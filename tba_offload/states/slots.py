@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from tba_offload.device import ByteRange
-    from tba_offload.states.groups import SubGroup
+    from tba_offload.states.groups import Groups, SubGroup
     from tba_offload.states.home import Homes
     from tba_offload.store.base import IoFuture
 
@@ -137,11 +137,13 @@ class Slots:
     """The slots of one optimizer.
 
     Args:
+        groups: Its sub-groups: all slots together are no larger than their states.
         homes: The store and the device.
         next_use: When a sub-group is needed again; the greater, the later.
     """
 
-    def __init__(self, homes: Homes, next_use: Callable[[SubGroup], int]) -> None:
+    def __init__(self, groups: Groups, homes: Homes, next_use: Callable[[SubGroup], int]) -> None:
+        self._groups = groups
         self._homes = homes
         self.next_use = next_use
         self._ring: list[Slot] = []
@@ -189,28 +191,44 @@ class Slots:
         Raises:
             TransferError: What the slot held cannot be written where the policy forbids to keep it.
         """
-        return (self._unheld(nbytes, most) or max(self._ring, key=self._needed)).emptied(nbytes)
+        slot = self._chosen(nbytes, most, self._ring) or max(self._ring, key=self._needed)
+        return slot.emptied(nbytes)
 
     def read_ahead(self, group: SubGroup) -> bool:
         """Begin to read a sub-group if there is a slot for which nothing has to be waited; return whether."""
         most = SLOTS - group.is_new  # new states are in memory too, before they get their places
-        slot, before = self._unheld(group.room, most), self.next_use(group)
-        if slot is None:
-            free = [each for each in self._ring if each.is_free and self._needed(each) > before]
-            slot = max(free, key=self._needed, default=None)
+        before = self.next_use(group)
+        free = [each for each in self._ring if each.is_free and self._needed(each) > before]
+        slot = self._chosen(group.room, most, free)
         if slot is not None:
             slot.emptied(group.room).read(group)
         return slot is not None
 
-    def _unheld(self, nbytes: int, most: int) -> Slot | None:
-        slot = next((slot for slot in self._ring if slot.holder is None), None)
-        if slot is None and len(self._ring) < most:
-            slot = Slot(nbytes, self._homes)
-            self._ring.append(slot)
-        return slot
+    def _chosen(self, nbytes: int, most: int, among: Sequence[Slot]) -> Slot | None:
+        """Return a new slot, or one of some that may have so many bytes, what is needed last first."""
+        sizes = {slot: slot.memory.nbytes for slot in self._ring}
+        able = [
+            slot for slot in among if self._fit((sizes | {slot: max(sizes[slot], nbytes)}).values(), nbytes)
+        ]
+        has_room = len(self._ring) < most and (not sizes or self._fit([*sizes.values(), nbytes], nbytes))
+        if has_room and not any(slot.holder is None for slot in able):
+            able = [Slot(nbytes, self._homes)]
+            self._ring += able
+        return max(able, key=self._needed, default=None)
+
+    def _fit(self, sizes: Iterable[int], nbytes: int) -> bool:
+        """Whether slots of these sizes hold no more than the largest sub-groups do.
+
+        Only those of usual size may all be as large as the largest of them, where there are enough.
+        """
+        rooms = sorted((group.room for group in self._groups), reverse=True)
+        if nbytes <= self._groups.most and SLOTS * nbytes <= sum(rooms):
+            return True
+        largest = sorted(sizes, reverse=True)
+        return len(largest) <= len(rooms) and all(map(int.__le__, largest, rooms))
 
     def _needed(self, slot: Slot) -> int:
-        return -1 if slot.holder is None else self.next_use(slot.holder)
+        return 4 * _FAR if slot.holder is None else self.next_use(slot.holder)
 
     def write(self, group: SubGroup) -> None:
         """Begin to write a sub-group that a slot holds, unless it stays."""
@@ -302,7 +320,6 @@ class Order:
         self._is_reversed = False
         self._places: dict[SubGroup, int] = {}
         self._at = -1
-        self._next: Sequence[SubGroup] = ()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -330,11 +347,9 @@ class Order:
         self._line_up([group for group in self._places if group not in gone])
 
     def next(self, count: int, stays: Callable[[SubGroup], bool]) -> Sequence[SubGroup]:
-        """Return what is updated next and does not stay, ``count`` at most; these keep their slots."""
+        """Return what is updated next and does not stay, ``count`` at most."""
         # A generator that is left half-way would swallow an interrupt that comes while it is closed.
-        upcoming = [group for group in islice(self._places, self._at + 1, None) if not stays(group)]
-        self._next = upcoming[:count]
-        return self._next
+        return [group for group in islice(self._places, self._at + 1, None) if not stays(group)][:count]
 
     def needs_more_than(self, held: Iterable[SubGroup]) -> bool:
         """Return True if some that are still to be updated are not among these."""
@@ -342,17 +357,15 @@ class Order:
         return upcoming > sum(self._places.get(group, -1) > self._at for group in held)
 
     def next_use(self, group: SubGroup) -> int:
-        """Return when a sub-group is needed again: in this update, or later, in the order of the next one.
+        """Return when a sub-group is needed again: in this update, or later, the last updated the soonest.
 
-        An order that never turns is another matter: there the first to make room is what the last update has
-        left in memory, then what this one updated first, although both are needed before what was updated
-        last. It costs as many reads as there are slots. But their writes are over, whereas each read into the
-        slot of what was updated last would wait for that write first, and none would run beside another.
+        That is so where the order turns. Where it does not, a slot whose write is over is the first to make
+        room all the same.
         """
         place = self._places.get(group, 2 * _FAR)
         if place <= self._at:
             return -1 if place == self._at else _FAR - place
-        return place if self.turns or place > _FAR or group in self._next else _FAR + place
+        return place
 
     def _line_up(self, groups: Iterable[SubGroup]) -> None:
-        self._places, self._next = {group: place for place, group in enumerate(groups)}, ()
+        self._places = {group: place for place, group in enumerate(groups)}

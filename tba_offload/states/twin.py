@@ -11,7 +11,7 @@ import torch
 
 from tba_offload.errors import StatesAwayError, UnsupportedError
 from tba_offload.formatting import quoted
-from tba_offload.states.pieces import is_known
+from tba_offload.states.parameters import is_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -65,7 +65,7 @@ class Twin:
 
         Args:
             number: The number of the parameter group.
-            entries: Parameters, or views of slices, and their states; an empty entry where there are none.
+            entries: Parameters and their states; an empty entry where there are none.
             options: Further arguments of the optimizer's ``step``.
 
         Raises:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_offload.errors import ConfigError, StatesAwayError, UnsupportedError
-from tba_offload.states.masters import MASTER
+from tba_offload.states.groups import MASTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ class Mixed(Training):
 
     @property
     def embedding(self) -> Tensor:
-        """The third master, which lies in several sub-groups."""
+        """The third master, the largest."""
         return next(each for each, parameter in self.masters.items() if parameter is self.model.embed.weight)
 
     def gradients(self, seed: int) -> None:

@@ -1,15 +1,12 @@
-"""Pieces: what one update gets as a parameter, and which optimizers and parameters can be cut into slices."""
+"""Which optimizers can be updated in parts, and which of their states travel."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-
-from tba_offload.states.away import AwayMaster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -18,22 +15,6 @@ if TYPE_CHECKING:
 
     Wrap = Callable[[torch.Tensor], torch.Tensor]
 
-SLICE = 1024
-"""Elements: a parameter is cut at multiples of it, so that no kernel meets another alignment or remainder.
-
-Without it the last elements of each part could go through a kernel's scalar loop, and others through its
-vectors.
-"""
-
-_SLICED = frozenset(
-    f"torch.optim.{module}"
-    for module in (
-        *("adam.Adam", "adamw.AdamW", "sgd.SGD", "rmsprop.RMSprop", "adagrad.Adagrad", "adadelta.Adadelta"),
-        *("adamax.Adamax", "nadam.NAdam", "radam.RAdam", "asgd.ASGD", "rprop.Rprop"),
-    )
-)
-"""Optimizers that treat each element of a parameter by itself, and draw no random numbers."""
-
 _FUSED = frozenset(
     (
         "apex.optimizers.fused_adam.FusedAdam",
@@ -41,62 +22,6 @@ _FUSED = frozenset(
     )
 )
 """Optimizers of other packages that update each parameter by itself."""
-
-_EXACT = frozenset((torch.float32, torch.float64))
-"""Data types in which the vectors of a kernel and the scalar loop for its last elements give the same bits.
-
-In 16 bits they do not, on a CPU with several threads: of 300,000 elements 15 differed after six updates by
-RMSprop in bfloat16, 6 in float16, where none did in 32 and 64 bits, with 19 settings of 11 optimizers.
-"""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Piece:
-    """What an update gets as one parameter.
-
-    Attributes:
-        parameter: The parameter.
-        start: First element, in the order of its memory.
-        stop: One past the last.
-    """
-
-    parameter: torch.Tensor
-    start: int
-    stop: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all of the parameter."""
-        return self.stop - self.start == self.parameter.numel()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its part of the parameter, on this rank."""
-        if self.is_whole:
-            return local(self.parameter).nbytes  # type: ignore[no-any-return]
-        return (self.stop - self.start) * self.parameter.element_size()
-
-    def tensor(self) -> torch.Tensor:
-        """Return the parameter itself, or a view of the slice that has a view of its gradient."""
-        if self.is_whole:
-            return self.parameter
-        view = self.part_of(self.parameter.detach())
-        view.grad = self.gradient()
-        return view
-
-    def gradient(self) -> torch.Tensor | None:
-        """Return its part of the parameter's gradient; ``None`` if there is none."""
-        gradient = self.parameter.grad
-        return gradient if gradient is None or self.is_whole else self.part_of(gradient)
-
-    def own(self, value: Any) -> torch.Tensor:
-        """Return its part of the parameter, or of a tensor like that, on this rank and without a gradient."""
-        plain: torch.Tensor = local(value.detach())
-        return plain if self.is_whole else self.part_of(plain)
-
-    def part_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the slice of a tensor of the parameter's shape, 1-D; a copy if that is not contiguous."""
-        return value.reshape(-1)[self.start : self.stop]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -114,37 +39,8 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return _name_of(optimizer).startswith("torch.optim.")
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer treats each element of a parameter by itself, so that slices are exact."""
-    return _name_of(optimizer) in _SLICED
-
-
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
-    kind = type(optimizer)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def can_be_cut(parameter: torch.Tensor) -> bool:
-    """Return True if slices of a parameter are views of it, and updates of them give the bits of the whole.
-
-    A sparse gradient has no slices.
-    """
-    return (
-        type(parameter.data) in (torch.Tensor, AwayMaster)
-        and parameter.layout == torch.strided
-        and parameter.is_contiguous()
-        and parameter.dtype in _EXACT
-        and (parameter.grad is None or parameter.grad.layout == torch.strided)
-    )
-
-
-def pieces_of(parameter: torch.Tensor, most: int) -> Iterator[Piece]:
-    """Yield a parameter that can be cut as pieces of at most ``most`` bytes, or of ``SLICE`` elements."""
-    count = parameter.numel()
-    step = max(most // parameter.element_size() // SLICE, 1) * SLICE
-    starts = range(0, max(count - 1, 1), step)  # the last has two elements at least: one of one stays
-    for start in starts:
-        yield Piece(parameter, start, count if start == starts[-1] else start + step)
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 _Part = TypeVar("_Part")
