@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -309,9 +310,13 @@ def _package_of(hook: object) -> str:
     return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
 
 
-def _static(module: nn.Module) -> dict[int, str]:
-    """Names of the storages that are compared by version, not read: parameters and large buffers."""
+def _static(module: nn.Module) -> dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]]:
+    """Names of the storages that are compared by version, not read: parameters and large buffers.
+
+    By address, and beside the storage: sharding frees some, and others get their addresses.
+    """
     large = ((name, buffer) for name, buffer in module.named_buffers() if buffer.nbytes > SMALL)
     named = chain(module.named_parameters(), large)
     local = ((name, getattr(tensor, "_local_tensor", tensor)) for name, tensor in named)
-    return {each.untyped_storage()._cdata: name for name, each in local if each.layout is torch.strided}
+    stored = ((name, each.untyped_storage()) for name, each in local if each.layout is torch.strided)
+    return {storage._cdata: (name, weakref.ref(storage)) for name, storage in stored}

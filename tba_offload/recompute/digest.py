@@ -31,8 +31,10 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if hasattr(kind, "trigger_wait"):  # what a collective operation that runs will have put there
         yield from plain_parts(kind.trigger_wait())
     elif hasattr(kind, "__tensor_flatten__"):  # DTensor, quantized weights
-        for name in kind.__tensor_flatten__()[0]:
-            yield from plain_parts(getattr(kind, name))
+        inner = (getattr(kind, name) for name in kind.__tensor_flatten__()[0])
+        for part in inner:
+            if isinstance(part, torch.Tensor):  # a device mesh may be among them
+                yield from plain_parts(part)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:

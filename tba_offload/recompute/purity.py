@@ -206,20 +206,26 @@ def attributes_kept(layer: str, module: nn.Module, restored: Container[int | Non
         UnsupportedError: A tensor was changed in place. :class:`Look` cannot tell where the very first run
             did not, as with a sum that begins as ``None``.
     """
-    before = [(name, vars(inner), dict(vars(inner))) for name, inner in module.named_modules()]
+    before = [
+        (name, vars(inner), dict(vars(inner)), set(inner._parameters))
+        for name, inner in module.named_modules()
+    ]
     held = [
         (".".join(filter(None, ("self", prefix, name))), value, value._version)
-        for prefix, _, old in before
+        for prefix, _, old, _ in before
         for name, value in (*old.items(), *old["_buffers"].items())
         if isinstance(value, torch.Tensor) and address_of(value) not in restored
     ]
     try:
         yield
     finally:
-        for _, now, old in before:
-            if len(now) != len(old) or any(now[name] is not value for name, value in old.items()):
+        for _, now, old, parameters in before:
+            if len(now) != len(old) or any(now.get(name) is not value for name, value in old.items()):
+                parameters.update(now["_parameters"])  # sharding moves these in and out of attributes
+                own = {name: value for name, value in old.items() if name not in parameters}
+                shards = {name: value for name, value in now.items() if name in parameters}
                 now.clear()
-                now.update(old)
+                now.update(own | shards)
         if changed := [name for name, tensor, version in held if tensor._version != version]:
             raise impure(layer, changed)  # also in the place of the error by which checkpoints end a run
 

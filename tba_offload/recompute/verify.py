@@ -11,6 +11,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from tba_offload.layers.graph import latest_node, untraced
 from tba_offload.recompute import digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterator
 
 _AT_ONCE = 16
 """Tensors whose sums are mixed together: 8 KiB each, and a layer may save thousands of small tensors."""
@@ -34,6 +35,9 @@ turn = threading.RLock()
 
 _OTHER = "its second run gave other numbers"
 _hooks_on_top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+
+Static = Mapping[int, tuple[str, weakref.ref[torch.UntypedStorage]]]
+"""Names of storages that are compared by version: by address, which says nothing once they are freed."""
 
 
 def cannot(layer: str, cause: str, kind: type[TbaError] = RecomputationError) -> TbaError:
@@ -165,7 +169,7 @@ class _Digests:
         tail: Number of the first tensor that the last operation saved, if the operation may fill one of them.
     """
 
-    def __init__(self, static: Mapping[int, str]) -> None:
+    def __init__(self, static: Static) -> None:
         self.forms: list[tuple[Any, ...]] = []
         self.numbers = torch.zeros(0)
         self.tail = 0
@@ -187,7 +191,7 @@ class _Digests:
             self._read_waiting()
             self._node, self.tail, self._may_fill = latest_node(), len(self.forms), False
         parts = list(digest.plain_parts(tensor))
-        names = [self._static.get(part.untyped_storage()._cdata) for part in parts]
+        names = [self._name_of(part.untyped_storage()) for part in parts]
         is_static = bool(parts) and None not in names
         form = (type(tensor), tensor.dtype, tensor.shape, names)
         self.forms.append((*form, tensor._version if is_static else None))
@@ -200,6 +204,10 @@ class _Digests:
                 self._waiting.append((len(self._folded), part))
                 self._folded.append(None)
         return is_next
+
+    def _name_of(self, storage: torch.UntypedStorage) -> str | None:
+        name, known = self._static.get(storage._cdata, (None, None))
+        return name if known is not None and known() is storage else None
 
     def _fold(self, part: torch.Tensor) -> None:
         """Read a tensor, once if operations save it often."""
@@ -247,9 +255,7 @@ class SavedTwice:
         ended: Whether the first run has ended.
     """
 
-    def __init__(
-        self, layer: str, static: Mapping[int, str], outcome: Callable[[torch.Tensor], object]
-    ) -> None:
+    def __init__(self, layer: str, static: Static, outcome: Callable[[torch.Tensor], object]) -> None:
         self._layer, self._static, self._outcome = layer, static, outcome
         self._first = _Digests(static)
         self._versions: list[int] = []

@@ -325,10 +325,12 @@ def _hooks_are_taken() -> bool:
     """Return True if saved tensors belong to others here.
 
     Hooks of an outer context (a checkpoint, ``save_on_cpu``) would see nothing of the layer if we pushed
-    ours or those of a checkpoint. Under a ``torch.func`` transform pushing any is an error.
+    ours or those of a checkpoint. Under a ``torch.func`` transform pushing any is an error, or they are given
+    wrappers without a storage.
     """
     autograd: Any = torch._C._autograd
-    return not autograd._saved_tensors_hooks_is_enabled() or hooks_on_top() is not None
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return is_transformed or not autograd._saved_tensors_hooks_is_enabled() or hooks_on_top() is not None
 
 
 class Returned(NamedTuple):

@@ -183,7 +183,8 @@ def assert_same_bits(
     elif placement != "auto":  # which tries it
         assert not any(rebuilt)
     recomputed = {"recompute": LAYERS, INPUTS: LAYERS, ATTENTION: LAYERS, "mixed": 1}.get(placement, 0)
-    assert {record.recomputed_scopes for record in report} == {recomputed * micro_batches}
+    if placement != "auto":  # which tries that, too
+        assert {record.recomputed_scopes for record in report} == {recomputed * micro_batches}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
