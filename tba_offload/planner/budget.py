@@ -38,7 +38,6 @@ class Budget:
         planning: Keeps to it by its plans and the window.
         capture: Keeps to it where a drive is slow.
         gradients: Their bytes, and those of frozen weights that come and go.
-        nothing_left: Called when what lies on the device takes all of it.
 
     Attributes:
         limits: What holds now.
@@ -47,19 +46,11 @@ class Budget:
         extra_bytes: Bytes of states on the device that may leave.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        planning: Planning,
-        capture: Capture,
-        gradients: LiveBytes,
-        nothing_left: Callable[[DeviceShare], object],
-    ) -> None:
+    def __init__(self, limits: Limits, planning: Planning, capture: Capture, gradients: LiveBytes) -> None:
         self.limits = self._of_policy = limits
         self.share: DeviceShare | None = None
         self.extra_bytes: Callable[[], int] = int
         self._planning, self._capture, self._gradients = planning, capture, gradients
-        self._nothing_left = nothing_left
         self._device_bytes = None if limits.device is None else limits.device.device_bytes
         self._most_gradients = 0
         self._at_begin = 0  # bytes of gradients
@@ -115,8 +106,6 @@ class Budget:
             return
         base_bytes = max(base_bytes - self.extra_bytes(), 0)
         device = self.share = DeviceShare(self._device_bytes, base_bytes, self._most_gradients)
-        if device.left <= 0:
-            self._nothing_left(device)
         before = self.limits.device
         if before is not None and before.holds_for(device):
             return

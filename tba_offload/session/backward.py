@@ -95,7 +95,7 @@ class BackwardWatch:
         if is_first:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._pass_ended, trace))
             if not is_current and not loop.is_inert:
-                self._notices.backward_outside()
+                self._notices.warn_once("backward outside")
         self._capture.lookahead.reached()
         if memory.meter is not None:
             memory.meter.sample()

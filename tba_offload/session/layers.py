@@ -206,7 +206,7 @@ class LayerRuns:
             self._leave_alone(site)
             return Placement.KEEP
         if any(map(is_cache, arguments)) and not is_checkpointed(site.layer.module):
-            self._session.notices.cache()
+            self._session.notices.warn_once("cache")
         is_planned = placement.recomputes and site.index in planning.chosen
         # Where ranks have agreed on a placement, one of them alone does not change it.
         if is_planned and self._session.world.agree is None:
@@ -221,7 +221,7 @@ class LayerRuns:
         """Return True if a step is open now: layers may be called without their model, or outside of any."""
         if not self._loop.opens_steps or self._loop.is_closed:
             if site.layer.module.training and not self._loop.is_closed:
-                self._session.notices.outside_step()
+                self._session.notices.warn_once("outside")
             return False
         self._loop.open_step()
         return True
@@ -262,11 +262,11 @@ class LayerRuns:
             if site.runs == 0:
                 self._leave_alone(site)
         elif torch.is_grad_enabled():
-            self._session.notices.runs_in_backward(site.layer)
+            self._session.notices.warn_once("runs in backward", site.layer.id)
 
     def _leave_alone(self, site: Site) -> None:
         self._session.capture.trace.leave_alone()
-        self._session.notices.left_alone(site.layer)
+        self._session.notices.warn_once("left alone", site.layer.id)
 
 
 class _TriedHooks(LayerHooks):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 import time
 import weakref
@@ -31,19 +30,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tba_offload.capture.site import HookFreeCopies, InstalledHook
-from tba_offload.errors import ConfigError, SessionError
+from tba_offload.errors import ConfigError, NoEffectWarning, SessionError
 from tba_offload.layers.graph import is_recomputation
 from tba_offload.states.parameters import parameters_of
 from tba_offload.store import interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import FrameType
 
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from tba_offload.device import Device
     from tba_offload.session.session import Session
     from tba_offload.session.step import Step
 
@@ -62,7 +59,7 @@ class Loop:
 
     Args:
         session: Does the work at the begin and the end of steps.
-        optimizers: Takes up the optimizers that are seen to update the model.
+        count_tokens: Tells the tokens of a micro-batch; ``None`` if every step is told by hand.
 
     Attributes:
         step: The step that is open, if one is.
@@ -73,37 +70,24 @@ class Loop:
         session: As given, until it is closed.
     """
 
-    def __init__(self, session: Session, optimizers: weakref.WeakSet[Optimizer]) -> None:
+    def __init__(self, session: Session, count_tokens: TokenCounter | None) -> None:
         self.step: Step | None = None
         self.number = 0
-        self.opens_steps = self.is_closed = self.is_inert = False
-        self.device: Device = session.device
+        self.opens_steps, self.is_closed, self.is_inert = count_tokens is not None, False, False
         self.session: Any = session
-        self._optimizers = optimizers
-        self._has_own = bool(optimizers)  # whether an optimizer of the model's parameters was seen
-        self._most_passes = _MOST_PASSES
         self._seconds_between = 0.0  # of optimizers since the last step was open
-        # The optimizers whose step has begun, when that was, and the number of steps until then.
-        self._running: list[tuple[Optimizer, float, int]] = []
+        self._running: list[tuple[Optimizer, float]] = []  # optimizers whose step has begun, and when
         self._closures = 0  # of optimizers, that are running
-        # The forwards that run, outermost first, and whether each has called itself.
-        self._forwards: dict[nn.Module, bool] = {}
+        self._forwards: dict[nn.Module, None] = {}  # those that run, outermost first
         self._tokens_are_known = False  # of the outermost forward
-        self._count_tokens: TokenCounter = _no_tokens
         self._handles: list[RemovableHandle | HookFreeCopies] = []
-        _all.add(self)
+        if count_tokens is not None:
+            self._count_tokens = count_tokens
+            self._install(list(_callers(session.modules, [layer.module for layer in session.layers])))
 
-    def watch(self, modules: Sequence[nn.Module], layers: Sequence[nn.Module], count: TokenCounter) -> None:
-        """Have steps open and end by themselves.
-
-        Args:
-            modules: The model or its chunks.
-            layers: The layers.
-            count: Tells the tokens of a micro-batch; see :func:`token_counter`.
-        """
-        self.opens_steps, self._count_tokens = True, count
+    def _install(self, callers: Sequence[nn.Module]) -> None:
+        """Hear of the model's forwards and of every optimizer's step."""
         own = weakref.ref(self)  # the hooks are global, and must not keep a model alive
-        callers = list(_callers(modules, layers))
         self._handles += [
             HookFreeCopies(callers),
             register_optimizer_step_pre_hook(_Hook(own, Loop._optimizer_begins)),
@@ -111,10 +95,8 @@ class Loop:
         ]
         for module in callers:
             before, after = _ModelHook(own, Loop._model_begins), _ModelHook(own, Loop._model_ended)
-            self._handles += [
-                module.register_forward_pre_hook(before, with_kwargs=True),
-                module.register_forward_hook(after),
-            ]
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after))
         for handle in self._handles:
             weakref.finalize(self, handle.remove)
 
@@ -132,12 +114,13 @@ class Loop:
         Raises:
             SessionError: No step can begin here.
         """
+        self.check_usable()
+        if not step.opened_itself:
+            self.finish()
+        if self._left_behind() is not None:
+            raise SessionError("another step of this session is still open")
         try:
             interrupts.put_up(step)
-            self.check_usable()
-            if not step.opened_itself:
-                self.finish()
-            self._check_alone()
             self.session.begin_step(step)
         except BaseException:
             interrupts.take_down(step)
@@ -150,6 +133,7 @@ class Loop:
         step.is_left = True
         if self.is_inert:
             return
+        self._running.clear()  # a whole step within a closure: its optimizer's time is no step's
         try:
             self.session.end_step(step, failed=failed)
         finally:
@@ -159,18 +143,34 @@ class Loop:
             self.number += 1
             step.record = self.session.record_step(step, self.number)
 
+    def open_step(self) -> None:
+        """Open a step that has begun by itself, unless one is open that goes on."""
+        step = self._left_behind()
+        if step is not None and self._closures:
+            self.session.memory.resume()
+            return
+        if self._running and not self._closures:  # it raised an exception, so that its end was never heard
+            self._running.clear()
+            if step is not None:
+                self.fail()
+                self.session.memory.resume()
+        if step is not None:
+            if not step.opened_itself or not (step.updates or self._is_over(step)):
+                return
+            self._conclude(step)
+        step = self.session.step()
+        step.opened_itself = True
+        step.__enter__()
+
     def finish(self) -> None:
         """End a step that opened by itself, whether an update came or not: no more of it will come."""
-        step = self._left_behind()
-        if step is not None and step.opened_itself and not is_recomputation():
+        if (step := self._own_step()) is not None:
             self._conclude(step)
 
     def settle(self) -> None:
         """End a step that opened by itself and is over; one of another thread is left to that."""
-        step = self._left_behind()
-        if step is None or not step.opened_itself or is_recomputation():
-            return
-        if step.thread == threading.get_ident() and self._is_over(step):
+        step = self._own_step()
+        if step is not None and step.thread == threading.get_ident() and self._is_over(step):
             self._conclude(step)
 
     def fail(self) -> None:
@@ -199,30 +199,10 @@ class Loop:
             self.step.end(failed=True)
         return self.step
 
-    def _check_alone(self) -> None:
-        if self._left_behind() is not None:
-            raise SessionError("another step of this session is still open")
-
-    def open_step(self) -> None:
-        """Open a step that has begun by itself, unless one is open that goes on."""
+    def _own_step(self) -> Step | None:
+        """Return the step that is open, if it has opened by itself and may end here."""
         step = self._left_behind()
-        if self._closures:
-            if step is not None:
-                self.session.memory.resume()
-                return
-        elif step is not None:
-            if self._running:  # it raised an exception, so that its end was never heard
-                self._running.clear()
-                self.fail()
-                self.session.memory.resume()
-            if not step.opened_itself or not (step.has_updates or self._is_over(step)):
-                return
-            self._conclude(step)
-        else:
-            self._running.clear()
-        opened = self.session.step()
-        opened.opened_itself = True
-        opened.__enter__()
+        return step if step is not None and step.opened_itself and not is_recomputation() else None
 
     # ---- is it over? -----------------------------------------------------------------------------
 
@@ -230,7 +210,7 @@ class Loop:
         trace, gradients = self.session.capture.trace, self.session.gradients
         if step.has_failed or trace.in_backward:
             return True  # an exception ended it
-        if step.has_updates:
+        if step.updates:
             return bool(gradients.born_within(step.updated))
         if not trace.backward_ends:
             return bool(trace.scopes) and not step.has_graphs
@@ -238,9 +218,8 @@ class Loop:
             if trace.note_gone():
                 gradients.count()
             return trace.is_used_up or not step.has_graphs
-        if gradients.were_taken and not self._has_own and len(trace.backward_ends) >= self._most_passes:
-            self._most_passes = 1  # no update is ever going to be seen
-            self.session.notices.no_update()
+        if gradients.were_taken and not self.session.optimizers and len(trace.backward_ends) >= _MOST_PASSES:
+            self.session.notices.warn_once("no update", category=NoEffectWarning)
             return True
         return bool(gradients.are_cleared)
 
@@ -248,11 +227,11 @@ class Loop:
         """End a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""
         trace, gradients = self.session.capture.trace, self.session.gradients
         if step.has_failed or trace.in_backward or not trace.backward_ends:
-            if step.has_updates and not step.has_failed and not trace.left_alone:
+            if step.updates and not step.has_failed and not trace.left_alone:
                 self.session.notices.no_layer_trained(self.session, self.number + 1)
             step.end(failed=True)
             return
-        if step.has_updates:
+        if step.updates:
             step.is_skipped = step.overflowed
         else:
             is_gone = gradients.are_cleared or (gradients.were_taken and not gradients.went_elsewhere)
@@ -263,33 +242,21 @@ class Loop:
 
     def _model_begins(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Open a step before the model's forward, unless one is open that goes on; count its tokens."""
-        if torch.compiler.is_compiling() or self.is_inert or is_recomputation():
-            return  # of a compiled model the first layer opens the step
-        is_running = module in self._forwards
-        if is_running and _calls_itself(module):
-            self._forwards[module] = True
+        if self.is_inert or is_recomputation() or not torch.is_grad_enabled():
             return
-        if not torch.is_grad_enabled():
-            return
-        if is_running:
-            self._forwards.clear()  # it raised an exception, so that its end was never heard
-            self.fail()
+        if module in self._forwards:  # it raised an exception, so that its end was never heard
+            self._forwards.clear()
         if not self._forwards:
             self._tokens_are_known = False
             self.open_step()
-        self._forwards[module] = False
-        if self.step is None or self._tokens_are_known:
-            return
-        tokens = self._count_tokens(module, args, kwargs)  # a wrapper may not know them by name
-        if tokens is not None:
-            self._tokens_are_known = True
-            self.step.saw_tokens(tokens)
+        self._forwards[module] = None
+        if self.step is not None and not self._tokens_are_known:  # a wrapper may not know them by name
+            tokens = self._count_tokens(module, args, kwargs)
+            self._tokens_are_known = tokens is not None
+            self.step.seen_tokens += tokens or 0
 
     def _model_ended(self, module: nn.Module, _args: object, output: object) -> None:
-        has_called_itself = self._forwards.get(module)
-        if has_called_itself is None or torch.compiler.is_compiling() or is_recomputation():
-            return
-        if has_called_itself and _calls_itself(module):
+        if module not in self._forwards or is_recomputation():
             return
         while self._forwards.popitem()[0] is not module:
             pass  # it raised an exception, so that its end was never heard
@@ -309,38 +276,26 @@ class Loop:
 
     # ---- optimizers ------------------------------------------------------------------------------
 
-    def _parameters_of(self, optimizer: Optimizer) -> frozenset[int] | None:
-        """Return the ids of the parameters that an optimizer updates in this step.
-
-        Ids are good only as long as the optimizer holds the parameters: they are asked for at each update.
-
-        Returns:
-            ``None`` for the optimizer of something else. One of copies counts where hooks have taken the
-            gradients in backward and no other was seen: of these copies no parameter is the model's.
-        """
-        parameters = list(parameters_of(optimizer))
-        if any(map(self.session.gradients.watches, parameters)):
-            self._has_own = True
-            return frozenset(map(id, parameters))
-        is_of_copies = self.step is not None and not self._has_own and self.session.gradients.were_taken
-        return frozenset() if is_of_copies else None
+    def _updates(self, optimizer: Optimizer) -> bool:
+        """Return True for an optimizer of the model's parameters, which may be others at each update."""
+        return any(map(self.session.gradients.watches, parameters_of(optimizer)))
 
     def _optimizer_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Raise what went wrong in a step before its gradients change the weights; notice a closure."""
-        if self.is_inert or self.session is None or self._parameters_of(optimizer) is None:
+        if self.is_inert or self.session is None or not self._updates(optimizer):
             return None
-        step = self._left_behind()
-        if step is not None:
-            if step.opened_itself and not is_recomputation():
-                try:
-                    self.session.raise_failures()
-                except BaseException:
-                    step.end(failed=True)
-                    raise
+        self.session.optimizers.add(optimizer)
+        if (step := self._own_step()) is not None:
+            try:
+                self.session.raise_failures()
+            except BaseException:
+                step.end(failed=True)
+                raise
+        if self.step is not None:
             self.session.memory.pause()
-        self._running.append((optimizer, time.perf_counter(), self.number))
+        self._running.append((optimizer, time.perf_counter()))
         if callable(kwargs.get("closure")):
             return args, kwargs | {"closure": self._noticed(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
@@ -361,27 +316,20 @@ class Loop:
     def _optimizer_ended(self, optimizer: Optimizer, *_: object) -> None:
         if not self._running or self._running[-1][0] is not optimizer:
             return
-        began, number = self._running.pop()[1:]
-        self._optimizers.add(optimizer)
+        began = self._running.pop()[1]
         step = self._left_behind()
         if self._running:  # a class may call the step of the one that it is derived from
             return
         if step is None:
-            if number == self.number:  # else a closure has made a whole step
-                self._seconds_between += time.perf_counter() - began
+            self._seconds_between += time.perf_counter() - began
             return
         # With optimizers that can do so themselves a scaler leaves it to their step to skip the update.
-        overflow = getattr(optimizer, "found_inf", None)
-        if isinstance(overflow, torch.Tensor) and not overflow.is_cpu:
-            overflowed: bool | torch.Tensor = overflow.detach().clone()  # scalers add to theirs in place
-        else:
-            overflowed = bool(overflow)
-        updated = self._parameters_of(optimizer) or frozenset()
-        step.add_update(began, time.perf_counter(), updated, overflowed=overflowed)
-        if updated:
-            self.session.gradients.also_watch(parameters_of(optimizer))
+        # Ids are good only as long as the optimizer holds the parameters: they are asked for at each update.
+        updated = list(parameters_of(optimizer))
+        step.add_update(began, frozenset(map(id, updated)), getattr(optimizer, "found_inf", None))
+        self.session.gradients.also_watch(updated)
         self.session.memory.resume()
-        if step.opened_itself and not is_recomputation() and self._is_over(step):
+        if self._own_step() is not None and self._is_over(step):
             self._conclude(step)
 
 
@@ -402,21 +350,6 @@ class _ModelHook(_Hook):
         return None if torch.compiler.is_compiling() else super().__call__(*arguments)
 
 
-_CALL = nn.Module._call_impl.__code__
-"""Code that runs the hooks of a module around its forward."""
-
-
-def _calls_itself(module: nn.Module) -> bool:
-    """Whether the call of a module that runs now lies in another call of it."""
-    calls = 0
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals["self"] is module:
-            calls += 1
-        frame = frame.f_back
-    return calls > 1
-
-
 def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """Yield the modules by whose forward a micro-batch may enter.
 
@@ -431,22 +364,6 @@ def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Itera
         yield from _callers([child for child in holders if child not in own], list(own))
 
 
-_all: weakref.WeakSet[Loop] = weakref.WeakSet()
-
-
-def steps_beside(loop: Loop) -> Iterator[Loop]:
-    """Yield the loops of other sessions on the same device that have a step open."""
-    for other in list(_all):
-        if (
-            other is not loop
-            and not other.is_closed
-            and other.device.torch_device == loop.device.torch_device
-        ):
-            other.settle()
-            if other.step is not None:
-                yield other
-
-
 # Tokens
 
 
@@ -457,8 +374,7 @@ def token_counter(tokens: Tokens | None) -> TokenCounter:
         ConfigError: ``tokens`` is neither a positive number nor a function.
     """
     if tokens is None:
-        places: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        return functools.partial(_input_ids, places)
+        return _input_ids
     if callable(tokens):
         return lambda _module, args, kwargs: tokens(*args, **kwargs)
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
@@ -468,22 +384,14 @@ def token_counter(tokens: Tokens | None) -> TokenCounter:
     return lambda *_: tokens
 
 
-def _input_ids(
-    places: weakref.WeakKeyDictionary[nn.Module, int],
-    module: nn.Module,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-) -> int | None:
+def _input_ids(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> int | None:
     """Count the elements of ``input_ids``, given by name or by position; ``None`` without such arguments."""
     found = kwargs.get("input_ids")
     if found is None and args:
-        if module not in places:  # asked once: the signature takes longer than a small layer
-            names = list(inspect.signature(module.forward).parameters)
-            places[module] = names.index("input_ids") if "input_ids" in names else len(names)
-        found = args[places[module]] if places[module] < len(args) else None
+        found = dict(zip(_argument_names(type(module).forward), args, strict=False)).get("input_ids")
     return found.numel() if isinstance(found, torch.Tensor) else None
 
 
-def _no_tokens(*_: object) -> int | None:
-    """Count no tokens, where steps are told by hand."""
-    return None
+@functools.lru_cache(64)  # the signature takes longer than a small layer
+def _argument_names(forward: Callable[..., object]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]

@@ -25,7 +25,7 @@ from tba_offload.planner.model import Plan
 from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter, StepRecord, describe_step
 from tba_offload.report.ranks import free_run_log
 from tba_offload.session.memory import frozen_bytes, largest_trained, static_bytes
-from tba_offload.session.notices import tell
+from tba_offload.session.notices import OTHER_RANKS, tell
 from tba_offload.store.base import HOST_TIER
 
 if TYPE_CHECKING:
@@ -404,7 +404,7 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
         return
     may_plan = session.world.may_plan_recomputation
     if not may_plan and chosen:
-        session.notices.other_ranks()
+        session.notices.tell_once(OTHER_RANKS)
     stalls = session.offloader.stats.marked_stalls
     news = planning.learn(
         record,

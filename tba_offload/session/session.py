@@ -27,47 +27,38 @@ from tba_offload.capture.gradients import Gradients
 from tba_offload.capture.hooks import Capture
 from tba_offload.capture.site import Site, check_unattached
 from tba_offload.config import ConfigLike, OffloadConfig, read_config
-from tba_offload.config.policy import Objective, Placement
+from tba_offload.config.policy import LayerId, Objective, Placement
 from tba_offload.device.available import fitting_bytes
-from tba_offload.device.streams import device_of_model
+from tba_offload.device.streams import Device, device_of_model
 from tba_offload.errors import ConfigError, SessionError, TransferError
 from tba_offload.formatting import layers_by_placement
 from tba_offload.layers.find import LayerStack, check_disjoint
 from tba_offload.planner.auto import Controller, Task
 from tba_offload.planner.budget import Budget, StatesBeside
 from tba_offload.planner.model import DeviceShare, Limits, Plan
-from tba_offload.planner.planning import Planning
+from tba_offload.planner.planning import Agree, Planning
 from tba_offload.recompute.verify import Verifier
-from tba_offload.report.log import MEMORY, TIMELINE
+from tba_offload.report.log import MEMORY, TIMELINE, StepRecord
 from tba_offload.report.why import Diagnosis
 from tba_offload.session.backward import BackwardWatch, Ranges
 from tba_offload.session.layers import LayerRuns, Outputs
-from tba_offload.session.loop import Loop, steps_beside, token_counter
+from tba_offload.session.loop import Loop, TokenCounter, Tokens, token_counter
 from tba_offload.session.memory import Memory, MemoryWatch, StepCurve, static_bytes
 from tba_offload.session.notices import Notices, tell, warn_after
 from tba_offload.session.record import Records, explained, header_of, label_of, learn, memory_event, record_of
 from tba_offload.session.step import Step
-from tba_offload.states import offload_optimizer
+from tba_offload.states import OptimizerStates, offload_optimizer
 from tba_offload.store import interrupts, open_store
-from tba_offload.store.base import close_after
+from tba_offload.store.base import ActivationStore, close_after
 from tba_offload.store.bench import measure
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.weights import FrozenWeights, WeightsTraffic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from types import TracebackType
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
-
-    from tba_offload.config.policy import LayerId
-    from tba_offload.device.streams import Device
-    from tba_offload.planner.planning import Agree
-    from tba_offload.report.log import StepRecord
-    from tba_offload.session.loop import TokenCounter, Tokens
-    from tba_offload.states import OptimizerStates
-    from tba_offload.store.base import ActivationStore
 
 
 @dataclass(frozen=True)
@@ -92,16 +83,9 @@ class World:
     @property
     def may_plan_recomputation(self) -> bool:
         """Whether the planner decides for all ranks that would have to take part in a second run."""
-        return self.agree is not None or self.is_alone
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank would have to take part in a second run of a layer."""
-        if self.ranks > 1:
-            return False
-        distributed = torch.distributed
-        is_begun = distributed.is_available() and distributed.is_initialized()
-        return not is_begun or distributed.get_world_size() == 1
+        world = torch.distributed
+        is_spread = world.is_available() and world.is_initialized() and world.get_world_size() > 1
+        return self.agree is not None or not (self.ranks > 1 or is_spread)
 
 
 class Session:
@@ -180,8 +164,7 @@ class Session:
         self.states: list[OptimizerStates] = []
         self.weights: FrozenWeights | None = None
         self._states_beside: StatesBeside | None = None
-        self._traced = frozenset(trace_steps)
-        self._is_inert = False
+        self._traced, self._is_inert = frozenset(trace_steps), False
         self._closers: list[Callable[[], object]] = []  # in the order of opening; close() goes backwards
         with interrupts.put_off(self):
             try:
@@ -229,8 +212,7 @@ class Session:
         self._closers.append(partial(self._in_parent, memory.close))
         limits = self._limits()
         self.capture.budget_bytes = limits.budget
-        parts = self.notices, modules, self.optimizers, self.states, device.torch_device
-        self.budget = Budget(limits, self.planning, self.capture, live, partial(_nothing_left, *parts))
+        self.budget = Budget(limits, self.planning, self.capture, live)
         self.verifier = Verifier({str(layer.id): type(layer.module) for layer in layers}, tell)
         self._closers.append(self.verifier.close)
         self.ranges = Ranges()
@@ -238,14 +220,12 @@ class Session:
     def _open_control(self, stack: LayerStack, count_tokens: TokenCounter | None) -> None:
         """Stand in front of the layers, and watch the model and its optimizers."""
         self._start_planning(self.config)
-        self.loop = Loop(self, self.optimizers)
+        self.loop = Loop(self, count_tokens)
         self._closers.append(self.loop.close)
         self._watch = BackwardWatch(self)
         self.sites = [Site(layer, index) for index, layer in enumerate(stack.layers)]
         self._runs = LayerRuns(stack, self.config, self.loop, self, self._watch)
         self._closers.append(self._runs.close)
-        if count_tokens is not None:
-            self.loop.watch(self.modules, [layer.module for layer in self.layers], count_tokens)
         self._closers.append(self._uninstall)  # first: an interrupt may strike between two layers
         for site in self.sites:
             site.install(self._runs.run)
@@ -254,22 +234,20 @@ class Session:
 
     def _open_states(self, optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor] | None) -> None:
         """Offload the states of optimizers, and frozen weights."""
-        config = self.config
-        self._closers.append(self._close_states)
+        config, modules = self.config, self.modules
         for number, optimizer in enumerate(optimizers):
             updated = partial(self.records.note_states, number)
-            self.states.append(
-                offload_optimizer(optimizer, config, model=self.modules, masters=masters, updated=updated)
-            )
+            states = offload_optimizer(optimizer, config, model=modules, masters=masters, updated=updated)
+            self.states.append(states)
+            self._closers.append(states.close)
         if config.states is not None and config.states.default == "auto":
             told = self.records.note_states_choice
             self._states_beside = StatesBeside(self.planning, self.budget, self.states, told)
             self._closers.append(self._states_beside.close)
         if config.frozen_percent:
-            blocks, count = [layer.module for layer in self.layers], self.gradients.live.shift
-            self.weights = FrozenWeights(
-                self.modules, blocks, config, count=count, tell=tell, traffic=self.weights_traffic
-            )
+            blocks, traffic = [layer.module for layer in self.layers], self.weights_traffic
+            count = self.gradients.live.shift
+            self.weights = FrozenWeights(modules, blocks, config, count=count, tell=tell, traffic=traffic)
             self._closers.append(self.weights.close)
 
     # ---- one step, as the loop asks for it -------------------------------------------------------
@@ -304,28 +282,29 @@ class Session:
         memory.watch.begin_step(meter, number, wanted=wanted or self.planning.wants_memory)
         memory.curve.begin_step(meter, number, wanted=wanted)
         self.ranges.begin_step(number + 1, wanted=wanted)
-        self._mark_for_planner()
+        # The planner asks for times of a device that does its work later than the host gives it out, and
+        # under a budget of all that lies on the device for when gradients come.
+        has_marks = self.planning.controller is not None and self.device.runs_behind
+        offloader.mark_stalls(wanted=has_marks)
+        if has_marks:
+            self.capture.trace.mark_times(self.device)
+        if self.budget.limits.nets_gradients:
+            self.capture.trace.count_gradients(gradients.alone)
         memory.begin(meter, gradients_allocated=gradients.all_exist)
-        if meter is not None:
-            for other in steps_beside(self.loop):  # live bytes are those of the process
-                memory.overlaps = other.session.memory.overlaps = True
-                self.notices.overlap()
+        for other in self._beside() if meter is not None else ():  # live bytes are those of the process
+            memory.overlaps = other.memory.overlaps = True
+            self.notices.warn_once("overlap")
         step.began = time.perf_counter()
         # What lies on the device by now may leave less to activations than the plan was made for.
         self.budget.begin_step(memory.base_bytes)
 
-    def _mark_for_planner(self) -> None:
-        """Have the trace note what the planner asks of it beside the times of the host.
-
-        These are times of the device, if it does its work later than the host gives it out, and under a
-        budget of all that lies on the device when gradients come.
-        """
-        wanted = self.planning.controller is not None and self.device.runs_behind
-        self.offloader.mark_stalls(wanted=wanted)
-        if wanted:
-            self.capture.trace.mark_times(self.device)
-        if self.budget.limits.nets_gradients:
-            self.capture.trace.count_gradients(self.gradients.alone)
+    def _beside(self) -> Iterator[Session]:
+        """Yield the other sessions on the same device that have a step open."""
+        for other in list(_open_sessions):
+            if other is not self and other.device.torch_device == self.device.torch_device:
+                other.loop.settle()
+                if other.loop.step is not None:
+                    yield other
 
     def forward_ended(self, output: object) -> None:
         """Look at what the model's forward has put out: the loss comes next."""
@@ -390,10 +369,14 @@ class Session:
         seen = self.capture.trace, waits, names, self.memory.base_bytes, self.budget.limits
         if (found := curve.figures(step, *seen)) is not None:
             timeline: dict[str, object] = {"step": number, **found}
-            step.timeline.fill(timeline)
+            step.timeline.figures = timeline
             self.records.note(TIMELINE, timeline)
         warn_after(self, record)
         self.budget.end_step(record)
+        share = self.budget.share
+        if share is not None and share.left <= 0 and not self.notices.said("nothing left"):
+            held = static_bytes(self.modules, self.optimizers, self.states, self.device.torch_device)
+            self.notices.nothing_left(share, held)
         if not step.is_skipped:
             learn(self, step, record, loads)
             if self._states_beside is not None:
@@ -431,7 +414,7 @@ class Session:
         trace = trace or self.loop.number + 1 in self._traced
         may_help = trace or self.planning.wants_memory or self.budget.is_of_device
         meter = self.memory.meter_of_step(wanted=measure_memory, may_help=may_help)
-        return Step(self.loop, tokens=tokens, model_flops=model_flops, meter=meter, trace=trace)
+        return Step(self.loop, meter, tokens, model_flops, trace=trace)
 
     @property
     def plan(self) -> Plan:
@@ -461,7 +444,8 @@ class Session:
         wanted = read_config(config, layers=self.world.layers)
         if not wanted.store.directories:
             wanted = replace(wanted, store=replace(wanted.store, directories=self.config.store.directories))
-        if others := _unchangeable(wanted, self.config):
+        fixed = "store", "budget", "states", "weights"
+        if others := [name for name in fixed if getattr(wanted, name) != getattr(self.config, name)]:
             raise ConfigError(
                 f"{' and '.join(others)} cannot change while a session is open: close the session, and "
                 "attach the model anew",
@@ -472,10 +456,8 @@ class Session:
         self._runs.configure(wanted)
         self.capture.configure(min_tensor_bytes=wanted.min_tensor_bytes)
         self.offloader.failures.resolve(keep_when_full=wanted.on_full == "keep")
-        plan = explained(wanted.policy, self.world.layers)
-        self.records.note(
-            "policy", {"step": self.records.last_step, "policy": wanted.to_yaml(), "plan": plan}
-        )
+        applied = {"policy": wanted.to_yaml(), "plan": explained(wanted.policy, self.world.layers)}
+        self.records.note("policy", {"step": self.records.last_step, **applied})
 
     def report(self) -> list[StepRecord]:
         """Return the records of the steps so far, oldest first; of the last 10,000, the run log has all.
@@ -483,8 +465,7 @@ class Session:
         Nothing waits for a device: of steps that it has not come to the end of, the loss is missing if it was
         given as a tensor, and ``seconds`` are the host's.
         """
-        if not self.loop.is_inert and not self.loop.is_closed:
-            self.loop.settle()
+        self.loop.settle()
         self.records.write_known()
         return self.records.records
 
@@ -505,10 +486,9 @@ class Session:
         Raises:
             SessionError: A step is open.
         """
-        if not self.loop.is_closed and not self.loop.is_inert:
-            self.loop.finish()
-            if self.loop.step is not None:
-                raise SessionError("a session cannot be closed inside one of its steps")
+        self.loop.finish()
+        if self.loop.step is not None:
+            raise SessionError("a session cannot be closed inside one of its steps")
         self.loop.is_closed = True
         self._close()
 
@@ -524,11 +504,6 @@ class Session:
         self.capture.look_at_memory = None  # a cycle
         _open_sessions.discard(self)
 
-    def _close_states(self) -> None:
-        with ExitStack() as opened:
-            for states in self.states:
-                opened.callback(states.close)
-
     def _close(self) -> None:
         """Close what was opened, the last first; an error of one keeps no other from closing."""
         with ExitStack() as opened:
@@ -537,9 +512,8 @@ class Session:
         self._closers.clear()  # in cycles, the model would stay alive
 
     def __repr__(self) -> str:
-        placed = layers_by_placement(
-            [layer.id.name for layer in self.layers], [placement.value for placement in self.plan.placements]
-        )
+        names, placements = [layer.id.name for layer in self.layers], self.plan.placements
+        placed = layers_by_placement(names, [placement.value for placement in placements])
         kind = self.store.description.get("kind", type(self.store).__name__)
         state = "closed" if self.loop.is_closed else f"{self.loop.number} steps"
         return f"<Session: {placed}; store {kind}; {state}>"
@@ -547,10 +521,8 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is not None and self.loop.step is not None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and self.loop.step is not None:
             self.loop.step.end(failed=True)  # an interrupt struck before the step could end itself
         close_after(error, self.close)
 
@@ -574,18 +546,16 @@ class Session:
         Raises:
             UnsupportedError: The policy limits all that lies on the device, and that cannot be measured.
         """
-        budget = self.config.budget
+        budget, device = self.config.budget, self.device.torch_device
         limits = Limits(budget.activation_bytes, budget.window, self.config.store.write_bytes_per_day)
         if budget.device_bytes is not None:
             self.memory.check_measured()
             return limits.on_device(DeviceShare(budget.device_bytes))
         is_auto = Placement.AUTO in self.config.policy.placements(self.world.layers)
-        if not is_auto or budget.activation_bytes is not None or budget.objective is Objective.MEMORY:
+        is_fit = is_auto and budget.activation_bytes is None and budget.objective is not Objective.MEMORY
+        if not is_fit or self.memory.meter_of_step(wanted=None, may_help=True) is None:
             return limits
-        if self.memory.meter_of_step(wanted=None, may_help=True) is None:
-            return limits
-        share = DeviceShare(fitting_bytes(self.device.torch_device))
-        return replace(limits.on_device(share), is_fit=True)
+        return replace(limits.on_device(DeviceShare(fitting_bytes(device))), is_fit=True)
 
     def _start_planning(self, config: OffloadConfig) -> None:
         """Start with the plan of a policy, and with what learns from steps and decides where that is open.
@@ -604,28 +574,6 @@ class Session:
             )
             controller = Controller(task)
         self.planning.start(plan, controller, self.world.agree)
-
-
-def _unchangeable(wanted: OffloadConfig, config: OffloadConfig) -> list[str]:
-    """Return the names of the settings that another policy asks to change, and that cannot change."""
-    budgets = [(each.budget.limits, each.budget.device_bytes) for each in (wanted, config)]
-    same = [wanted.store == config.store, budgets[0] == budgets[1]]
-    same += [wanted.states == config.states, wanted.weights == config.weights]
-    names = "store", "budget", "states", "weights"
-    return [name for name, is_same in zip(names, same, strict=True) if not is_same]
-
-
-def _nothing_left(
-    notices: Notices,
-    modules: Sequence[nn.Module],
-    optimizers: Iterable[Optimizer],
-    states: Sequence[OptimizerStates],
-    device: torch.device,
-    share: DeviceShare,
-) -> None:
-    """Warn that what lies on the device beside activations takes all of it."""
-    if not notices.said("nothing left"):
-        notices.nothing_left(share, static_bytes(modules, optimizers, states, device))
 
 
 def _probed(store: ActivationStore, device: Device) -> tuple[float, float]:

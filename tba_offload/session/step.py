@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import torch
 
 from tba_offload.errors import SessionError
-from tba_offload.report.log import TimelineEvent, read_event
+from tba_offload.report.log import StepRecord, TimelineEvent, read_event
 from tba_offload.session.record import LateValue
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
     from weakref import ref
 
     from tba_offload.device.memory import MemoryMeter
-    from tba_offload.report.log import StepRecord
     from tba_offload.session.loop import Loop
 
 
@@ -44,45 +42,36 @@ class Step:
         has_failed: Whether a forward or an optimizer raised an exception in it.
         is_skipped: Whether its gradients were dropped without an update.
         graph_end: Number in autograd's sequence of the output of the layer that ran last.
+        seen_tokens: Tokens of the micro-batches, as seen.
+        updates: When optimizers made their steps in it, begin and end.
         updated: Ids of the parameters that optimizers have updated; the optimizers hold these parameters.
         times: How long it took, once it has ended.
         seconds_before: Time that optimizers worked between the last step and this one.
     """
 
     def __init__(
-        self,
-        loop: Loop,
-        *,
-        tokens: int | None = None,
-        model_flops: float | None = None,
-        meter: MemoryMeter | None = None,
-        opened_itself: bool = False,
-        trace: bool = False,
+        self, loop: Loop, meter: MemoryMeter | None, tokens: int | None, flops: float | None, *, trace: bool
     ) -> None:
-        self._loop, self.meter = loop, meter
-        self.tokens, self.model_flops = tokens, model_flops
-        self.opened_itself = opened_itself
+        self._loop, self.meter, self.tokens, self.model_flops = loop, meter, tokens, flops
         self.loss: float | torch.Tensor | LateValue[float | None] | None = None
         self.record: StepRecord | None = None
         self.timeline = StepTimeline(wanted=trace)
         self.thread = threading.get_ident()
         self.began = self.seconds_before = 0.0
         self.times = Times(0.0, None, had_optimizer=False)
-        self.is_left = self.has_failed = self.is_skipped = False
+        self.opened_itself = self.is_left = self.has_failed = self.is_skipped = False
         self.graph_end = 0
         self.updated: frozenset[int] = frozenset()
         self._graphs: deque[ref[Callable[..., None]]] = deque()
-        self._updates: list[tuple[float, float]] = []
+        self.updates: list[tuple[float, float]] = []
         self._overflows: list[bool | torch.Tensor] = []
-        self._seen_tokens: int | None = None
+        self.seen_tokens = 0
 
     def __enter__(self) -> Self:
         self._loop.begin(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.end(failed=kind is not None)
 
     def end(self, *, failed: bool) -> None:
@@ -100,16 +89,12 @@ class Step:
             groups: The tensors.
             loss: Makes the loss of their numbers, a list for each group.
         """
-        self.loss = LateValue(self._loop.device, groups, loss)
-
-    def saw_tokens(self, count: int) -> None:
-        """Count the tokens of a micro-batch."""
-        self._seen_tokens = (self._seen_tokens or 0) + count
+        self.loss = LateValue(self._loop.session.device, groups, loss)
 
     @property
     def all_tokens(self) -> int | None:
         """Tokens of the step, as told or else as seen."""
-        return self._seen_tokens if self.tokens is None else self.tokens
+        return (self.seen_tokens or None) if self.tokens is None else self.tokens
 
     # ---- graphs ----------------------------------------------------------------------------------
 
@@ -133,31 +118,25 @@ class Step:
 
     # ---- optimizers ------------------------------------------------------------------------------
 
-    def add_update(
-        self, began: float, ended: float, parameters: frozenset[int], *, overflowed: bool | torch.Tensor
-    ) -> None:
+    def add_update(self, began: float, parameters: frozenset[int], overflow: object) -> None:
         """Record that an optimizer made its step; forward and backward may have taken place in it.
 
         Args:
             began: When it began, by :func:`time.perf_counter`.
-            ended: When it ended.
             parameters: The ids of the optimizer's parameters.
-            overflowed: Whether a gradient scaler made it skip the update; a tensor of one element if its
-                device is still to tell.
+            overflow: Whether a gradient scaler made it skip the update, as the scaler has told the optimizer.
         """
-        self._updates.append((began, ended))
-        self._overflows.append(overflowed)
+        self.updates.append((began, time.perf_counter()))
+        if isinstance(overflow, torch.Tensor) and not overflow.is_cpu:  # its device is still to tell
+            self._overflows.append(overflow.detach().clone())  # scalers add to theirs in place
+        else:
+            self._overflows.append(bool(overflow))
         self.updated |= parameters
-
-    @property
-    def has_updates(self) -> bool:
-        """Whether an optimizer has made its step."""
-        return bool(self._updates)
 
     @property
     def overflowed(self) -> bool:
         """Whether it is known that a gradient scaler made all optimizers skip the update."""
-        return self.has_updates and all(each is True for each in self._overflows)
+        return bool(self.updates) and all(each is True for each in self._overflows)
 
     @property
     def undecided(self) -> list[torch.Tensor]:
@@ -174,7 +153,7 @@ class Step:
         """
         return [
             (max([began, *(end for end in backward_ends if began < end < ended)]), ended)
-            for began, ended in self._updates
+            for began, ended in self.updates
         ]
 
     def stop(self, backward_ends: Sequence[float]) -> None:
@@ -214,15 +193,12 @@ class StepTimeline:
 
     Attributes:
         is_wanted: As given.
+        figures: What was recorded of the step, once it has ended.
     """
 
     def __init__(self, *, wanted: bool) -> None:
         self.is_wanted = wanted
-        self._figures: Mapping[str, object] | None = None
-
-    def fill(self, figures: Mapping[str, object]) -> None:
-        """Take what was recorded of the step, which has ended."""
-        self._figures = figures
+        self.figures: Mapping[str, object] | None = None
 
     @property
     def event(self) -> TimelineEvent:
@@ -231,12 +207,12 @@ class StepTimeline:
         Raises:
             SessionError: The step was not recorded, has not ended, or was left by an exception.
         """
-        if self._figures is None:
+        if self.figures is None:
             raise SessionError(
                 "this step was not recorded over time: ask for it with session.step(trace=True), and look at "
                 "it after its end"
             )
-        return read_event(TimelineEvent, self._figures)
+        return read_event(TimelineEvent, self.figures)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the step as a picture (``.svg``) or as a trace (``.json``).

@@ -6,10 +6,10 @@ import contextlib
 import copy
 import gc
 import threading
+import time
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +24,6 @@ import tba_offload as tba
 from tba_offload.report.log import read_run_log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from models import Model
@@ -359,62 +358,26 @@ def test_gradients_that_hooks_replace_are_followed(model: Model) -> None:
     ]
 
 
-class Copies:
-    """Updates copies, and takes the gradients away as soon as they are made, as ZeRO does."""
+def test_where_no_update_is_ever_seen_steps_have_to_be_told(model: Model) -> None:
+    """As by ZeRO, which takes gradients away as soon as they are made and updates copies."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.pairs = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-        self.inner = torch.optim.SGD([copy for _, copy in self.pairs], lr=1e-3)
-        for parameter, copied in self.pairs:
-            parameter.register_post_accumulate_grad_hook(partial(self.take, copied))
-
-    @staticmethod
-    def take(copied: Tensor, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        copied.grad = parameter.grad.clone()
+    def update(parameter: Tensor) -> None:
+        parameter.data.sub_(parameter.grad, alpha=1e-3)  # type: ignore[arg-type]
         parameter.grad = None
 
-    def step(self, *, by_hand: bool = False) -> None:
-        for _, copied in self.pairs:
-            if by_hand and copied.grad is not None:
-                copied.sub_(copied.grad, alpha=1e-3)
-        if not by_hand:
-            self.inner.step()
-        for parameter, copied in self.pairs:
-            parameter.data.copy_(copied)
-
-
-def test_an_optimizer_of_copies_ends_steps(model: Model) -> None:
     with session_for(model) as session:  # before the hooks, or no gradient is seen at all
-        optimizer = Copies(model)
-        for step in range(3):
-            for number in range(2):
-                micro_batch(model, 2 * step + number)
-            optimizer.step()
-        found = session.report()
-    assert [(record.scopes, record.skipped) for record in found] == [(2 * LAYERS, False)] * 3
-
-
-def test_where_no_update_is_ever_seen_steps_have_to_be_told(model: Model) -> None:
-    with session_for(model) as session:
-        optimizer = Copies(model)
-
-        def train() -> None:
-            for number in range(130):
-                micro_batch(model, number)
-                optimizer.step(by_hand=True)
-
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        for number in range(128):
+            micro_batch(model, number)
         with pytest.warns(tba.NoEffectWarning, match="no optimizer of the model's parameters was seen"):
-            train()
+            micro_batch(model)
         found = session.report()
-        assert [record.scopes for record in found] == [128 * LAYERS, LAYERS, LAYERS]
-        assert all(record.skipped for record in found)
+        assert [(record.scopes, record.skipped) for record in found] == [(128 * LAYERS, True)]
         with session.step() as step:
-            for number in range(3):
-                micro_batch(model, number)
-            optimizer.step()
+            micro_batch(model)
         assert step.record is not None
-        assert (step.record.scopes, step.record.skipped) == (3 * LAYERS, False)
+        assert (step.record.scopes, step.record.skipped) == (LAYERS, False)
 
 
 def test_parameters_that_take_the_place_of_others_are_known(model: Model) -> None:
@@ -472,61 +435,22 @@ def test_layers_that_were_replaced_are_warned_of(model: Model, *, explicit: bool
             with session.step() if explicit else contextlib.nullcontext():
                 one_step(model, optimizer, number)
     (warning,) = [each for each in found if each.category is tba.NoEffectWarning]
-    assert "attached layers are no longer in the model (layers.0 and" in str(warning.message)
+    assert "attached layers are no longer in the model (layers.0, layers.1" in str(warning.message)
 
 
 # Times
 
 
-class Slow(torch.optim.SGD):
-    """Its step takes as long as the test says, on a clock of the test's."""
-
-    def __init__(self, parameters: Any, clock: Clock, seconds: float) -> None:
-        super().__init__(parameters, lr=1e-3)
-        self._clock, self._seconds = clock, seconds
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        if closure is not None:
-            closure()
-        self._clock.now += self._seconds
-        super().step()
-
-
-class Clock:
-    """Time passes only where the test lets it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        for where in ("session.step.time", "session.session.time", "session.loop.time", "capture.trace.time"):
-            monkeypatch.setattr(f"tba_offload.{where}.perf_counter", lambda: self.now)
-
-
-FORWARD, BACKWARD, UPDATE = 2.0, 3.0, 7.0
-
-
 @pytest.mark.parametrize("way", ["plain", "closure", "explicit", "explicit, optimizer outside"])
-def test_the_time_of_optimizers_is_told_apart(
-    model: Model, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    clock = Clock(monkeypatch)
-    optimizer = Slow(model.parameters(), clock, UPDATE)
-
-    def takes(seconds: float) -> Callable[..., None]:
-        def passes(*_: object) -> None:
-            clock.now += seconds
-
-        return passes
-
-    model.layers[0].register_forward_pre_hook(takes(FORWARD))
-    model.layers[0].qkv.weight.register_hook(takes(BACKWARD))
-
+def test_the_time_of_optimizers_is_told_apart(model: Model, way: str) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer.register_step_post_hook(lambda *_: time.sleep(0.2))  # nothing else here takes so long
     with session_for(model) as session:
         for number in range(2):
             if way == "plain":
                 one_step(model, optimizer, number)
             elif way == "closure":
                 optimizer.step(lambda: micro_batch(model) or 0.0)  # type: ignore[func-returns-value]
-                optimizer.zero_grad()
             else:
                 with session.step():
                     micro_batch(model, number)
@@ -534,13 +458,14 @@ def test_the_time_of_optimizers_is_told_apart(
                         optimizer.step()
                 if way != "explicit":
                     optimizer.step()
-                optimizer.zero_grad()
-            clock.now += 100.0  # loading data
+            optimizer.zero_grad()
     first, second = session.report()
-    assert first.seconds == second.seconds == FORWARD + BACKWARD
-    assert first.optimizer_seconds == (None if "outside" in way else UPDATE)  # else the second one tells it
-    assert second.optimizer_seconds == UPDATE
-    assert second.seconds_with_update == FORWARD + BACKWARD + UPDATE
+    if "outside" in way:  # the next step tells it
+        assert first.optimizer_seconds is None
+    else:
+        assert (first.optimizer_seconds or 0) >= 0.2
+    assert (second.optimizer_seconds or 0) >= 0.2
+    assert second.seconds_with_update == second.seconds + (second.optimizer_seconds or 0)
 
 
 # Memory
@@ -599,22 +524,6 @@ def test_a_step_of_another_thread_is_left_to_it(model: Model) -> None:
         assert len(two.report()) == 1
 
 
-def test_a_teacher_without_gradients_is_in_no_ones_way(model: Model) -> None:
-    teacher = make_model(layers=LAYERS, seed=2)
-    optimizer = adam(model)
-    with session_for(model, measure_memory=True) as ours, session_for(teacher, measure_memory=True) as theirs:
-        for number in range(2):
-            tokens = make_tokens(number)
-            with torch.no_grad():
-                wanted = teacher(tokens[:, :-1])
-            (model(tokens[:, :-1]) - wanted).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert theirs.report() == []
-        assert scopes_of(ours) == [LAYERS] * 2
-        assert all(record.activation_peak_bytes for record in ours.report())
-
-
 # Tokens
 
 
@@ -627,29 +536,6 @@ class TakesIds(nn.Module):
 
     def forward(self, scale: float, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids) * scale
-
-
-@pytest.mark.parametrize("by_name", [True, False])
-@pytest.mark.parametrize("explicit", [True, False])
-def test_tokens_are_the_elements_of_input_ids(model: Model, *, by_name: bool, explicit: bool) -> None:
-    wrapped = TakesIds(model)
-    optimizer = adam(model)
-    ids = make_tokens(0)[:, :-1]
-    with session_for(wrapped) as session:
-        for micro_batches in (1, 3):
-
-            def run(count: int = micro_batches) -> None:
-                for _ in range(count):
-                    (wrapped(1.0, input_ids=ids) if by_name else wrapped(1.0, ids)).sum().backward()
-
-            if explicit:
-                with session.step():
-                    run()
-            else:
-                run()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert [record.tokens for record in session.report()] == [ids.numel(), 3 * ids.numel()]
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "many"])
@@ -789,28 +675,6 @@ def test_after_an_optimizer_that_raised_the_next_step_is_a_whole_one(model: Mode
         assert (session.report()[0].state_bytes or 0) < 64 * KIB
 
 
-@pytest.mark.filterwarnings("error:backward runs outside")
-def test_a_model_that_calls_itself_is_one_forward() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-
-        def forward(self, x: Tensor, *, times: int = 2) -> Tensor:
-            x = self.layers[0](x)
-            return self.layers[1](self(x, times=times - 1) if times else x)
-
-    model = Twice()
-    optimizer = adam(model)
-    with session_for(model, drive=Drive()) as session:
-        for _ in range(3):
-            losses = [model(torch.randn(4, 8)).sum() for _ in range(2)]
-            sum(losses).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert scopes_of(session) == [12, 12, 12]
-
-
 class Wrapper(nn.Module):
     """Has a forward of its own, and trains by that of the model in it, as modules of Lightning do."""
 
@@ -822,7 +686,7 @@ class Wrapper(nn.Module):
         return self.inner(1.0, input_ids=batch)
 
     def training_step(self, batch: Tensor) -> Tensor:
-        return self.inner(1.0, input_ids=batch).sum()
+        return self.inner(1.0, batch)
 
 
 @pytest.mark.parametrize("through", ["forward", "training_step"])
