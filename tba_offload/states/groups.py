@@ -223,14 +223,6 @@ class Groups:
             groups[at] for at in sorted(range(len(groups)), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))
         ]
 
-    @property
-    def widest(self) -> tuple[str, int]:
-        """A parameter with more states than ``sub_group_bytes``, and their bytes; ("", 0) if none has."""
-        group = max(self._all, key=lambda each: each.nbytes, default=None)
-        if group is None or group.nbytes <= self.most:
-            return "", 0
-        return self.name_of(group.parameters[0]), group.nbytes
-
     def holding(self, parameters: Iterable[torch.Tensor]) -> list[SubGroup]:
         """Return the sub-groups that hold any of some parameters."""
         return list(dict.fromkeys(self._of[each] for each in parameters if each in self._of))

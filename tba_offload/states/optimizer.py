@@ -435,11 +435,6 @@ class OptimizerStates:
         """Bytes that sub-groups and slots take on the device between updates."""
         return self._updates.entries.slots.all_bytes
 
-    @property
-    def widest(self) -> tuple[str, int]:
-        """Parameter whose states ``sub_group_bytes`` does not cut, and their bytes; ("", 0) if none."""
-        return self._updates.groups.widest
-
     def arrange(self, travelling: int) -> None:
         """Have a number of sub-groups travel from now on, where ``states.when`` is ``step``; the others stay.
 
