@@ -178,10 +178,6 @@ class Loop:
         if self.step is not None:
             self.step.has_failed = True
 
-    def become_inert(self) -> None:
-        """Record that the process was forked, and this is the child."""
-        self.is_inert, self.step = True, None
-
     def check_usable(self) -> None:
         """Check that steps can be made.
 
@@ -265,26 +261,21 @@ class Loop:
 
     def backward_ended(self) -> None:
         """Record that a backward pass is over; what an optimizer does that asked for it is not the step's."""
-        step = self.step
-        if step is None:
-            return
-        if step.opened_itself:
+        if self.step is not None and self.step.opened_itself:
             self.session.gradients.pass_ended()
             self.session.capture.trace.end_step()  # unless another micro-batch follows
-        if self._closures:
+        if self.step is not None and self._closures:
             self.session.memory.pause()
 
     # ---- optimizers ------------------------------------------------------------------------------
-
-    def _updates(self, optimizer: Optimizer) -> bool:
-        """Return True for an optimizer of the model's parameters, which may be others at each update."""
-        return any(map(self.session.gradients.watches, parameters_of(optimizer)))
 
     def _optimizer_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Raise what went wrong in a step before its gradients change the weights; notice a closure."""
-        if self.is_inert or self.session is None or not self._updates(optimizer):
+        if self.is_inert or self.session is None:
+            return None
+        if not any(map(self.session.gradients.watches, parameters_of(optimizer))):  # others at each update
             return None
         self.session.optimizers.add(optimizer)
         if (step := self._own_step()) is not None:

@@ -528,8 +528,8 @@ class Session:
 
     def become_inert(self) -> None:
         """Leave everything to the parent: this is a forked child."""
-        self._is_inert = True
-        self.loop.become_inert()
+        self._is_inert = self.loop.is_inert = True
+        self.loop.step = None
         self.offloader.become_inert()
 
     # ---- the plan --------------------------------------------------------------------------------

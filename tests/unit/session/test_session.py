@@ -362,21 +362,6 @@ def test_two_sessions_on_two_models_at_once(tmp_path: Path) -> None:
         assert_all_given_back(other)
 
 
-def test_a_slow_drive_is_waited_for_unless_the_policy_says_keep(model: Model) -> None:
-    def kept_and_stalled(on_slow: str) -> tuple[int, float]:
-        drive = Drive()
-        drive.writes.seconds = 0.05
-        with session_for(model, drive=drive, in_flight=128 * KIB, on_slow=on_slow) as session:
-            record = one_step(session, model)
-        return record.fallback_kept_bytes, record.stall_seconds or 0.0
-
-    kept, stalled = kept_and_stalled("keep")
-    assert kept > 0
-    kept, waited = kept_and_stalled("wait")
-    assert kept == 0
-    assert waited > max(0.05, 2 * stalled)
-
-
 def test_a_forward_that_was_wrapped_later_is_left_in_place(model: Model) -> None:
     session = session_for(model)
     attached = model.layers[0].forward
