@@ -56,7 +56,7 @@ class BackwardWatch:
         tensor, step = first_differentiable(output), self._loop.step
         if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook
             return
-        back = _Return(self, site, scope, before, step, self._capture.trace)
+        back = partial(self._came_back, site, scope, before, step, self._capture.trace)
         tensor.register_hook(back)  # type: ignore[no-untyped-call]
         if step is not None:
             step.recorded(tensor.grad_fn._sequence_nr(), weakref.ref(back))
@@ -73,39 +73,37 @@ class BackwardWatch:
 
     def left(self, step: Step | None) -> None:
         """Backward has left the first layer of a step."""
-        if step is self._loop.step and self._memory.watch.is_on:
+        if step is self._loop.step and self._memory.is_on:
             self._capture.trace.backward_left()
-            self._memory.watch.leave(EMBEDDINGS)
+            self._memory.leave(EMBEDDINGS)
 
-    def came_back(self, to: _Return) -> None:
+    def _came_back(
+        self, site: Site, scope: ScopeTrace, before: int, step: Step | None, trace: StepTrace, _: torch.Tensor
+    ) -> None:
         """Backward has come back to a run of a layer."""
-        trace, scope, memory, loop = to.trace, to.scope, self._memory, self._loop
-        is_current = to.step is loop.step
-        if is_current and to.site.waiting and scope.backward_began is None:
-            to.site.come_back()
+        memory, loop, is_current = self._memory, self._loop, step is self._loop.step
+        if is_current and site.waiting and scope.backward_began is None:
+            site.come_back()
         if self._capture.trace.gone:
             self.note_gone()
         if self._ranges.is_on:
-            self._ranges.backward_reached(to.site.layer.id.name)
+            self._ranges.backward_reached(site.layer.id.name)
         is_first = trace.backward_reached(scope)
-        if memory.watch.is_on:
-            memory.watch.backward_reached(to.site.index, scope.key)
+        if memory.is_on:
+            memory.backward_reached(site.index, scope.key)
         if keeps_graph() and is_retained():
-            trace.retained(scope, life_of_layer(to.before, trace.gone.append))
+            trace.retained(scope, life_of_layer(before, trace.gone.append))
         if is_first:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._pass_ended, trace))
             if not is_current and not loop.is_inert:
                 self._notices.warn_once("backward outside")
         self._capture.lookahead.reached()
-        if memory.meter is not None:
-            memory.meter.sample()
+        memory.sample()
 
     def _pass_ended(self, trace: StepTrace) -> None:
         trace.backward_ended()
-        if self._ranges.is_on:
-            self._ranges.backward_ended()
-        if self._memory.watch.is_on:
-            self._memory.watch.leave(BETWEEN)
+        self._ranges.leave("backward")
+        self._memory.leave(BETWEEN)
         self._loop.backward_ended()
 
     def watch_tail(self, output: object) -> None:
@@ -138,31 +136,6 @@ def _look(memory: weakref.ref[Memory], *_: object) -> None:
         found.meter.cut()
 
 
-class _Return:
-    """A hook of autograd on what a run of a layer has put out: backward comes back to it.
-
-    One object for each run, and no function with what it closes over, which are ten: as long as graphs live
-    the cyclic collector looks at every object that they hold.
-    """
-
-    __slots__ = ("__weakref__", "before", "scope", "site", "step", "trace", "watch")
-
-    def __init__(
-        self,
-        watch: BackwardWatch,
-        site: Site,
-        scope: ScopeTrace,
-        before: int,
-        step: Step | None,
-        trace: StepTrace,
-    ) -> None:
-        self.watch, self.site, self.scope = watch, site, scope
-        self.before, self.step, self.trace = before, step, trace
-
-    def __call__(self, _: torch.Tensor) -> None:
-        self.watch.came_back(self)
-
-
 class Ranges:
     """Ranges in the profile of :mod:`torch.profiler`: a step, and each run of a layer.
 
@@ -175,8 +148,7 @@ class Ranges:
 
     def __init__(self) -> None:
         self.is_on = False
-        self._step: record_function | None = None
-        self._backward: tuple[record_function, int] | None = None
+        self._open: dict[str, tuple[record_function, int]] = {}
 
     def begin_step(self, number: int, *, wanted: bool) -> None:
         """Mark that a step begins.
@@ -188,7 +160,7 @@ class Ranges:
         self.end_step()
         self.is_on = wanted and torch._C._autograd._profiler_enabled()
         if self.is_on:
-            self._step = _entered(f"step {number}")
+            self._enter("step", str(number))
 
     def forward(self, name: str) -> record_function:
         """Return a context manager around the forward of a layer."""
@@ -196,28 +168,25 @@ class Ranges:
 
     def backward_reached(self, name: str) -> None:
         """Mark that backward comes to a run of a layer, and so is done with the one before."""
-        self.backward_ended()
-        self._backward = _entered(f"backward {name}"), threading.get_ident()
+        self.leave("backward")
+        self._enter("backward", name)
 
-    def backward_ended(self) -> None:
-        """Mark that a backward pass is over.
+    def end_step(self) -> None:
+        """Mark that the step is over, or was left."""
+        self.leave("backward")
+        self.leave("step")
+        self.is_on = False
+
+    def _enter(self, kind: str, name: str) -> None:
+        entered = record_function(f"tba-offload: {kind} {name}").__enter__()  # type: ignore[no-untyped-call]
+        self._open[kind] = entered, threading.get_ident()
+
+    def leave(self, kind: str) -> None:
+        """Mark that the backward of a layer or the step is over.
 
         A range ends on the thread that it began on: another one, as autograd's of a device, may have had a
         range of its own in between, and NVTX ends the latest.
         """
-        if self._backward is not None and self._backward[1] == threading.get_ident():
-            self._backward[0].__exit__(None, None, None)
-        self._backward = None
-
-    def end_step(self) -> None:
-        """Mark that the step is over, or was left."""
-        self.backward_ended()
-        self.is_on = False
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
-
-
-def _entered(what: str) -> record_function:
-    found: record_function = record_function(f"tba-offload: {what}").__enter__()  # type: ignore[no-untyped-call]
-    return found
+        entered, thread = self._open.pop(kind, (None, None))
+        if entered is not None and thread == threading.get_ident():
+            entered.__exit__(None, None, None)

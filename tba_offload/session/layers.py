@@ -106,7 +106,7 @@ class LayerRuns:
         # Graphs spare a host the launches that it makes ahead of its device: other devices have none.
         may_be_graph = session.device.runs_behind and placement is not Placement.KEEP
         graph = self._graph_before(site, placement) if may_be_graph else None
-        trace, memory, way = session.capture.trace, session.memory.watch, placement.as_run
+        trace, memory, way = session.capture.trace, session.memory, placement.as_run
         if trace.gone:
             self._watch.note_gone()
         before = latest_node() - 1
@@ -127,9 +127,9 @@ class LayerRuns:
         trace.end_scope(scope)
         if memory.is_on:
             memory.layer_ended(site.index, way)
-        if session.memory.meter is not None:
+        if memory.meter is not None:
             session.outputs.layer_returned(site, way, output)
-            session.memory.meter.sample()
+            memory.meter.sample()
         self._watch.watch(site, output, scope, before)
         return output
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from tba_offload.placements import Placement
 from tba_offload.planner.model import Plan
 from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter, StepRecord, describe_step
 from tba_offload.report.ranks import free_run_log
-from tba_offload.session.memory import frozen_bytes, largest_trained, static_bytes
+from tba_offload.session.memory import largest_trained, new_bytes, static_bytes
 from tba_offload.session.notices import OTHER_RANKS, tell
 from tba_offload.store.base import HOST_TIER
 
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from tba_offload.states import StatesRecord
     from tba_offload.store.base import DriveLoad
     from tba_offload.weights import WeightsMoved
-
-Value = TypeVar("Value")
 
 _REMEMBERED_STEPS = 10_000
 
@@ -106,7 +104,7 @@ class Records:
         self._records: dict[int, StepRecord] = {}  # by the number of the step
         self._looks: deque[dict[str, object]] = deque(maxlen=_REMEMBERED_LOOKS)
         self._updates: dict[int, dict[str, object]] = {}  # the latest of each optimizer
-        self._waiting: deque[tuple[LateFigures | None, Callable[[], object]]] = deque()
+        self._waiting: deque[tuple[dict[str, LateValue], Callable[[], object]]] = deque()
 
     @property
     def is_written(self) -> bool:
@@ -118,13 +116,18 @@ class Records:
         """The records of the latest steps, oldest first."""
         return list(self._records.values())
 
+    @property
+    def last_step(self) -> int:
+        """Number of the last step that has ended well; 0 for none."""
+        return next(reversed(self._records), 0)
+
     def log(self) -> RunLog:
         """Return what is remembered, as a log that was read."""
         path = Path("this session") if self._run_log is None else self._run_log.path
         others = (*self._looks, *self._updates.values())
         return RunLog(header=self._header, steps=tuple(self.records), path=path, others=others)
 
-    def add(self, record: StepRecord, late: LateFigures | None = None) -> None:
+    def add(self, record: StepRecord, late: dict[str, LateValue]) -> None:
         """Add the record of a step that has ended well.
 
         Args:
@@ -142,7 +145,7 @@ class Records:
         if event == MEMORY:
             self._looks.append({"event": event, **document})
         if self._run_log is not None:
-            self._waiting.append((None, partial(self._run_log.note, event, document)))
+            self._waiting.append(({}, partial(self._run_log.note, event, document)))
             self.write_known()
 
     def note_states(self, number: int, record: StatesRecord) -> None:
@@ -164,9 +167,8 @@ class Records:
 
     def write_known(self) -> None:
         """Write what waits for nothing any more."""
-        waiting = self._waiting
-        while waiting and (waiting[0][0] is None or waiting[0][0].are_there()):
-            waiting.popleft()[1]()
+        while self._waiting and all(value.is_there() for value in self._waiting[0][0].values()):
+            self._waiting.popleft()[1]()
 
     def write_all(self) -> None:
         """Write everything; wait for the device."""
@@ -181,14 +183,9 @@ class Records:
             if self._run_log is not None:
                 self._run_log.close()
 
-    @property
-    def last_step(self) -> int:
-        """Number of the last step that has ended well; 0 for none."""
-        return next(reversed(self._records), 0)
-
-    def _write(self, record: StepRecord, late: LateFigures | None) -> None:
-        if late is not None:
-            record = late.complete(record)
+    def _write(self, record: StepRecord, late: dict[str, LateValue]) -> None:
+        if late:
+            record = replace(record, **{name: value.read() for name, value in late.items()})
             if record.step in self._records:
                 self._records[record.step] = record
         if self._tells:
@@ -202,87 +199,65 @@ class Records:
 # Figures that a device comes to later than the host: nothing waits for them
 
 
-class LateValue(Generic[Value]):
-    """A value that is made of numbers that a device is still to compute.
+class LateValue(NamedTuple):
+    """A value that a device is still to compute.
+
+    Attributes:
+        is_there: Tells whether :attr:`read` waits for nothing.
+        read: Returns the value; waits for it.
+    """
+
+    is_there: Callable[[], bool]
+    read: Callable[[], Any]
+
+
+def late_value(
+    device: Device, groups: Sequence[Sequence[torch.Tensor]], made: Callable[[list[list[float]]], Any]
+) -> LateValue:
+    """Return a value that is made of numbers that a device is still to compute.
 
     Args:
         device: The device.
         groups: Small tensors with the numbers; they are copied when the device has come to them.
         made: Makes the value of the numbers, a list for each group.
     """
+    copies = [[device.to_host(tensor) for tensor in group] for group in groups]
+    # Each is copied on a stream of its own device, as the last stage of a model may have another.
+    others = {tensor.device for tensor in chain(*groups)} - {device.torch_device}
+    copied = [device.event(), *(device_of(other).event() for other in others)]
 
-    def __init__(
-        self,
-        device: Device,
-        groups: Sequence[Sequence[torch.Tensor]],
-        made: Callable[[list[list[float]]], Value],
-    ) -> None:
-        self._copies = [[device.to_host(tensor) for tensor in group] for group in groups]
-        # Each is copied on a stream of its own device, as the last stage of a model may have another.
-        others = {tensor.device for tensor in chain(*groups)} - {device.torch_device}
-        self._copied = [device.event(), *(device_of(other).event() for other in others)]
-        self._made = made
-
-    def is_there(self) -> bool:
-        """Whether :meth:`read` waits for nothing."""
-        return all(event.query() for event in self._copied)
-
-    def read(self) -> Value:
-        """Return the value; wait for its numbers."""
-        for event in self._copied:
+    def read() -> Any:
+        for event in copied:
             event.synchronize()
-        return self._made(
-            [[number for each in group for number in each.flatten().tolist()] for group in self._copies]
-        )
+        return made([[number for each in group for number in each.flatten().tolist()] for group in copies])
+
+    return LateValue(lambda: all(event.query() for event in copied), read)
 
 
-class LateFigures:
-    """The figures that a record of a step is to be completed by.
-
-    Args:
-        values: The values, by the name of the figure.
-        marks: Where it began and ended in the work of its device; ``None`` to leave the host's time.
-    """
-
-    def __init__(self, values: Mapping[str, LateValue[Any]], marks: StepMarks | None) -> None:
-        self._values, self._marks = values, marks
-
-    def are_there(self) -> bool:
-        """Whether :meth:`complete` waits for nothing."""
-        there = self._marks is None or self._marks.are_reached()
-        return there and all(value.is_there() for value in self._values.values())
-
-    def complete(self, record: StepRecord) -> StepRecord:
-        """Return a record with these figures; wait for them."""
-        found: dict[str, Any] = {name: value.read() for name, value in self._values.items()}
-        if self._marks is not None:
-            found["seconds"] = self._marks.seconds()
-        return replace(record, **found)
-
-
-def known_loss(
+def late_figures(
     device: Device, step: Step, times: Times, marks: StepMarks | None
-) -> tuple[float | None, LateFigures | None]:
-    """Return the loss of a step if it is known by now, and the figures that are not.
+) -> tuple[float | None, dict[str, LateValue]]:
+    """Return the loss of a step if it is known by now, and the figures of its record that are not.
 
     Raises:
         ValueError: The loss is more than one number.
     """
-    loss, late = step.loss, dict[str, LateValue[Any]]()
+    loss, late = step.loss, dict[str, LateValue]()
     if isinstance(loss, torch.Tensor):
         if loss.numel() != 1:
             raise ValueError(f"the loss of a step is one number, not {loss.numel()}; step.loss = loss.mean()")
-        loss = LateValue(device, [[loss]], lambda groups: groups[0][0])
+        loss = late_value(device, [[loss]], lambda groups: groups[0][0])
     if isinstance(loss, LateValue):
         if loss.is_there():
             loss = loss.read()
         else:
             late["loss"], loss = loss, None
     if undecided := step.undecided if step.opened_itself else []:  # others tell no skipped update
-        late["skipped"] = LateValue(device, [undecided], lambda groups: all(groups[0]))
-    if marks is not None and (marks.ended is None or times.had_optimizer):
-        marks = None  # the time of optimizers, which is none of the step, is the host's
-    return loss, LateFigures(late, marks) if late or marks is not None else None
+        late["skipped"] = late_value(device, [undecided], lambda groups: all(groups[0]))
+    # The time of optimizers, which is none of the step, is the host's.
+    if marks is not None and marks.ended is not None and not times.had_optimizer:
+        late["seconds"] = LateValue(marks.are_reached, marks.seconds)
+    return loss, late
 
 
 # What is recorded
@@ -290,7 +265,7 @@ def known_loss(
 
 def record_of(
     session: Session, step: Step, number: int, loads: Sequence[DriveLoad], weights: WeightsMoved | None
-) -> tuple[StepRecord, LateFigures | None]:
+) -> tuple[StepRecord, dict[str, LateValue]]:
     """Return what a step was like, and what its record is to be completed by.
 
     Args:
@@ -300,84 +275,74 @@ def record_of(
         loads: What drives and host memory moved in it.
         weights: What frozen weights moved; ``None`` if none are offloaded.
     """
-    # How long it took to give a device its work is not how long the work took.
-    in_time = not session.device.runs_behind
-    memory, gradients, budget = session.memory, session.gradients.live, session.budget
+    gradients, budget, prediction = session.gradients.live, session.budget, session.plan.prediction
     trace, stats, times = session.capture.trace, session.offloader.stats, step.times
-    loss, late = known_loss(session.device, step, times, trace.marks)
-    prediction = session.plan.prediction
+    loss, late = late_figures(session.device, step, times, trace.marks)
     on_host = [load for load in loads if load.tier == HOST_TIER]
-    is_measured = memory.base_bytes is not None
+    figures = {f"{name}_bytes": getattr(stats, name) for name in _MOVED} | session.memory.figures
+    if not session.device.runs_behind:  # how long a device is given its work is not how long that takes
+        figures["forward_seconds"] = trace.forward_seconds()
+        figures["backward_seconds"] = trace.backward_seconds or None
+    if weights is not None:
+        figures |= {
+            "weights_read_bytes": weights.read_bytes,
+            "weights_waited_seconds": weights.waited_seconds,
+        }
+    if prediction is not None:
+        figures["predicted_peak_bytes"] = prediction.activation_peak
+        figures["predicted_seconds"] = prediction.seconds
+        figures["predicted_device_peak_bytes"] = budget.device_peak(prediction.peak_bytes)
     record = StepRecord(
         step=number,
         seconds=times.seconds,
         optimizer_seconds=times.optimizer_seconds,
         skipped=step.is_skipped,
-        forward_seconds=trace.forward_seconds() if in_time else None,
-        backward_seconds=(trace.backward_seconds or None) if in_time else None,
         stall_seconds=stats.stall_seconds,
         tokens=step.all_tokens,
         model_flops=step.model_flops,
         loss=loss,
-        activation_peak_bytes=memory.peak_bytes,
-        base_bytes=memory.base_bytes,
-        earlier_outputs_bytes=session.outputs.at_begin if is_measured else None,
-        peak_source=memory.source if memory.peak_bytes is not None else None,
-        reserved_peak_bytes=memory.reserved_bytes,
-        device_peak_bytes=memory.device_peak_bytes,
         activation_budget_bytes=budget.of_activations,
         gradient_bytes=gradients.take_added(),
         gradient_peak_bytes=gradients.take_most(),
-        state_bytes=memory.state_bytes if is_measured else None,
         own_peak_bytes=stats.own_peak + trace.kept_bytes,
-        resident_peak_bytes=memory.resident.read(),
-        gradients_allocated=memory.gradients_allocated,
-        offloaded_bytes=stats.offloaded,
-        read_bytes=stats.read,
-        reread_bytes=stats.reread,
         host_offloaded_bytes=sum(load.write.nbytes for load in on_host),
         host_read_bytes=sum(load.read.nbytes for load in on_host),
-        forwarded_bytes=stats.forwarded,
         deduplicated_bytes=trace.deduplicated_bytes,
         rebuilt_bytes=trace.rebuilt_bytes,
         kept_bytes=trace.kept_bytes,
         recomputed_scopes=sum(Placement(scope.placement).recomputes for scope in trace.scopes),
         scopes=len(trace.scopes),
         in_flight_peak_bytes=stats.in_flight_peak,
-        given_up_bytes=stats.given_up,
-        held_bytes=stats.held,
         fallback_kept_bytes=stats.fallback_kept + session.capture.slow_kept_bytes,
         checksum_seconds=sum(load.checksum_seconds for load in loads),
         drives_out_of_service=sum(not load.in_service for load in loads),
-        weights_read_bytes=None if weights is None else weights.read_bytes,
-        weights_waited_seconds=None if weights is None else weights.waited_seconds,
         left_alone_scopes=trace.left_alone,
         planning_seconds=session.planning.seconds,
-        predicted_peak_bytes=prediction.activation_peak if prediction is not None else None,
-        predicted_seconds=prediction.seconds if prediction is not None else None,
-        predicted_device_peak_bytes=(
-            budget.device_peak(prediction.peak_bytes) if prediction is not None else None
-        ),
+        **figures,
     )
     return record, late
 
 
+_MOVED = ("offloaded", "read", "reread", "forwarded", "given_up", "held")
+"""Figures of the offloader, in bytes."""
+
+
 def memory_event(session: Session, number: int) -> dict[str, object] | None:
     """Return what held memory in a step, for the run log; ``None`` if nobody looked."""
-    watch, device = session.memory.watch, session.device.torch_device
-    if not watch.is_due:
+    memory, device = session.memory, session.device.torch_device
+    if not memory.is_due:
         return None
     layers = [layer.module for layer in session.layers]
     outside, inside = largest_trained(session.modules, layers)
+    reached = ((str(each), each.blocks) for each in session.left_out)
     left_out = [
-        (str(each), len(each.blocks))
-        for each in session.left_out
-        if any(map(session.gradients.reached, each.blocks))
+        (words, len(blocks)) for words, blocks in reached if any(map(session.gradients.reached, blocks))
     ]
-    kinds, known = set(map(type, layers)), {id(inner) for layer in layers for inner in layer.modules()}
-    found = {id(each) for module in session.modules for each in module.modules() if type(each) in kinds}
+    kinds, known = set(map(type, layers)), {inner for layer in layers for inner in layer.modules()}
+    found = {each for module in session.modules for each in module.modules() if type(each) in kinds}
     if alike := len(found - known):
         left_out.append((f"{alike} modules of the layers' class", alike))
+    frozen = (each for layer in layers for each in layer.parameters() if not each.requires_grad)
     return {
         "step": number,
         "names": [layer.id.name for layer in session.layers],
@@ -386,13 +351,13 @@ def memory_event(session: Session, number: int) -> dict[str, object] | None:
         "static": static_bytes(session.modules, session.optimizers, session.states, device),
         "outside": outside,
         "inside": inside,
-        "frozen_weights": frozen_bytes(layers, device),
+        "frozen_weights": sum(new_bytes(frozen, device, set())),
         "left_out": left_out,
-        "source": session.memory.source,
-        "held": watch.held_by_modules,
-        "returned": [[*key, nbytes] for key, nbytes in sorted(watch.returned.items())],
-        "phases": {phase: peak.as_json() for phase, peak in watch.peaks.items()},
-        "layers": [[layer.leaves, layer.forward, layer.backward] for layer in watch.layers],
+        "source": memory.figures["peak_source"],
+        "held": memory.held_by_modules,
+        "returned": [[*key, nbytes] for key, nbytes in sorted(memory.returned.items())],
+        "phases": {phase: peak.as_json() for phase, peak in memory.peaks.items()},
+        "layers": [list(layer.values()) for layer in memory.layers],
     }
 
 

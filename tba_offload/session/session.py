@@ -43,7 +43,7 @@ from tba_offload.report.why import Diagnosis
 from tba_offload.session.backward import BackwardWatch, Ranges
 from tba_offload.session.layers import LayerRuns, Outputs
 from tba_offload.session.loop import Loop, TokenCounter, Tokens, token_counter
-from tba_offload.session.memory import Memory, MemoryWatch, StepCurve, static_bytes
+from tba_offload.session.memory import Memory, static_bytes
 from tba_offload.session.notices import Notices, tell, warn_after
 from tba_offload.session.record import Records, explained, header_of, label_of, learn, memory_event, record_of
 from tba_offload.session.step import Step
@@ -184,7 +184,6 @@ class Session:
     def _open_engine(self, *, measure_memory: bool) -> None:
         config, device, modules, layers = self.config, self.device, self.modules, self.layers
         plan = self._plan_of(config)  # before anything is opened: its rules may be wrong
-        names = [layer.id.name for layer in layers]
         self.notices = Notices()
         self.store = open_store(config.store, device=device)
         self._closers.append(partial(self._in_parent, self.store.close))
@@ -202,17 +201,13 @@ class Session:
         # The observers.
         self.outputs = Outputs(self.capture, device.torch_device, len(layers) - 1)
         self.weights_traffic = WeightsTraffic()
-        curve = StepCurve(self.capture, self.states, self.weights_traffic)
         self.gradients = Gradients(modules, device.torch_device, lambda nbytes: memory.sample(nbytes))  # noqa: PLW0108 - comes later
         self._closers.append(self.gradients.close)
-        live = self.gradients.live
-        watch = MemoryWatch(live, self.outputs, self.capture, names)
-        memory = Memory(device, live, watch, curve, self.outputs, self.notices, wanted=measure_memory)
-        self.memory = memory
-        self._closers.append(partial(self._in_parent, memory.close))
+        self.memory = memory = Memory(self, wanted=measure_memory)
+        self._closers.append(partial(self._in_parent, self.memory.close))
         limits = self._limits()
         self.capture.budget_bytes = limits.budget
-        self.budget = Budget(limits, self.planning, self.capture, live)
+        self.budget = Budget(limits, self.planning, self.capture, self.gradients.live)
         self.verifier = Verifier({str(layer.id): type(layer.module) for layer in layers}, tell)
         self._closers.append(self.verifier.close)
         self.ranges = Ranges()
@@ -279,8 +274,6 @@ class Session:
             site.begin_step()
         self.planning.begin_step()
         # Observers begin last: nothing of the above is theirs.
-        memory.watch.begin_step(meter, number, wanted=wanted or self.planning.wants_memory)
-        memory.curve.begin_step(meter, number, wanted=wanted)
         self.ranges.begin_step(number + 1, wanted=wanted)
         # The planner asks for times of a device that does its work later than the host gives it out, and
         # under a budget of all that lies on the device for when gradients come.
@@ -290,7 +283,8 @@ class Session:
             self.capture.trace.mark_times(self.device)
         if self.budget.limits.nets_gradients:
             self.capture.trace.count_gradients(gradients.alone)
-        memory.begin(meter, gradients_allocated=gradients.all_exist)
+        looks, exist = wanted or self.planning.wants_memory, gradients.all_exist
+        memory.begin_step(meter, number, wanted=looks, traced=wanted, gradients_allocated=exist)
         for other in self._beside() if meter is not None else ():  # live bytes are those of the process
             memory.overlaps = other.memory.overlaps = True
             self.notices.warn_once("overlap")
@@ -310,7 +304,7 @@ class Session:
         """Look at what the model's forward has put out: the loss comes next."""
         collected = [] if self.memory.meter is None else self.outputs.model_ended(output)
         if len(self.modules) == 1:  # a loss does not follow each chunk
-            self.memory.watch.model_ended(collected)
+            self.memory.model_ended(collected)
         self._watch.watch_tail(output)
 
     def end_step(self, step: Step, *, failed: bool) -> None:
@@ -326,7 +320,7 @@ class Session:
                 trace.end_step()
             memory.end()
             if not failed:
-                memory.watch.look_back(self.modules)
+                memory.look_back(self.modules)
         except BaseException:
             failed = True
             raise

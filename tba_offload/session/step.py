@@ -11,7 +11,7 @@ import torch
 
 from tba_offload.errors import SessionError
 from tba_offload.report.log import StepRecord, TimelineEvent, read_event
-from tba_offload.session.record import LateValue
+from tba_offload.session.record import LateValue, late_value
 
 if TYPE_CHECKING:
     import os
@@ -53,7 +53,7 @@ class Step:
         self, loop: Loop, meter: MemoryMeter | None, tokens: int | None, flops: float | None, *, trace: bool
     ) -> None:
         self._loop, self.meter, self.tokens, self.model_flops = loop, meter, tokens, flops
-        self.loss: float | torch.Tensor | LateValue[float | None] | None = None
+        self.loss: float | torch.Tensor | LateValue | None = None
         self.record: StepRecord | None = None
         self.timeline = StepTimeline(wanted=trace)
         self.thread = threading.get_ident()
@@ -89,7 +89,7 @@ class Step:
             groups: The tensors.
             loss: Makes the loss of their numbers, a list for each group.
         """
-        self.loss = LateValue(self._loop.session.device, groups, loss)
+        self.loss = late_value(self._loop.session.device, groups, loss)
 
     @property
     def all_tokens(self) -> int | None:
