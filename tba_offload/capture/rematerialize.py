@@ -132,7 +132,11 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
             return
         given, storage = {**dict(enumerate(args)), **kwargs}, output.untyped_storage()
         tensors = [value for value in given.values() if isinstance(value, Tensor)]
-        odd = [x for x in tensors if not is_understood(x, x.device) or x.untyped_storage() is storage]
+        odd = [
+            x
+            for x in tensors
+            if x.is_inference() or not is_understood(x, x.device) or x.untyped_storage() is storage
+        ]
         if not odd and output.is_contiguous() and output.nbytes == storage.nbytes():
             free = {id(tensor) for tensor in saved}
             taken = {key: self._argument(value, free) for key, value in given.items()}

@@ -222,7 +222,6 @@ def on_trial(kind: str, directory: str, device: Device, *, threads: int) -> Iter
 
 def random_bytes(nbytes: int, device: Device) -> ByteRange:
     """Return bytes on a device that no drive can compress, from a generator of their own."""
-    where = device.torch_device
-    generator = torch.Generator(where).manual_seed(0)
-    words = torch.randint(-(2**63), 2**63 - 1, (-(-nbytes // 8),), generator=generator, device=where)
-    return ByteRange.of(words.view(torch.uint8)[:nbytes])
+    generator = torch.Generator().manual_seed(0)  # of the CPU: not every device has generators
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-nbytes // 8),), generator=generator)
+    return ByteRange.of(words.view(torch.uint8)[:nbytes].to(device.torch_device))

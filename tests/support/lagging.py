@@ -62,6 +62,8 @@ class _Module(types.ModuleType):
     max_memory_allocated = staticmethod(torch.accelerator.max_memory_allocated)
     max_memory_reserved = staticmethod(torch.accelerator.max_memory_reserved)
     reset_peak_memory_stats = staticmethod(torch.accelerator.reset_peak_memory_stats)
+    device = staticmethod(_on)
+    size = 2**30
     synchronize = staticmethod(torch.accelerator.synchronize)
     is_capturing = False
 
@@ -85,6 +87,11 @@ class _Module(types.ModuleType):
         return True
 
     is_initialized = is_available
+    _initialized = True  # or checkpoints would not restore its generator
+
+    @classmethod
+    def mem_get_info(cls, device: Any = None) -> tuple[int, int]:
+        return max(cls.size - torch.accelerator.memory_reserved(device), 0), cls.size
 
     @staticmethod
     def _lazy_init() -> None:
@@ -173,10 +180,12 @@ def late(*, operations: float = 0.0, copies: float = 0.0) -> Iterator[None]:
 def memory_of(nbytes: int) -> Iterator[None]:
     """The device has no more memory than that."""
     library.lag_limit(max(nbytes, 1))  # 0 is no limit
+    _Module.size, before = nbytes, _Module.size
     try:
         yield
     finally:
         library.lag_limit(0)
+        _Module.size = before
 
 
 def sleep(seconds: float) -> None:

@@ -390,9 +390,11 @@ def test_a_layer_that_changes_what_a_second_run_would_change_again_is_refused_at
 def test_the_planner_leaves_such_layers_alone_and_says_so_once(
     kind: type[Plain], model: type[Net], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    net = make(kind, model)
+    net, expected = make(kind, model), train(make(kind, model))
+    if kind is Scripted:  # TorchScript compiles the first runs of a process otherwise than later ones
+        expected = train(make(kind, model))
     with caplog.at_level("INFO", "tba_offload"), auto_session(net) as session:
-        assert_same(train(net, session), train(make(kind, model)))
+        assert_same(train(net, session), expected)
         assert {record.recomputed_scopes for record in session.report()} == {0}
     said = [line for line in caplog.messages if "not recomputed by the planner" in line]
     assert len(said) == 1
