@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import KIB, Drive, assert_all_given_back, config_for, session_for
-from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
+from harness import KIB, config_for, session_for
+from models import loss_of, make_model, make_tokens, same_bits, train
 from torch import nn
 
 import tba_offload as tba
@@ -244,15 +244,6 @@ def test_an_applied_on_full_takes_effect(model: Model) -> None:
             one_step(session, model)
 
 
-def test_an_applied_on_slow_takes_effect(model: Model) -> None:
-    drive = Drive()
-    with session_for(model, drive=drive, in_flight=128 * KIB) as session:
-        assert one_step(session, model).fallback_kept_bytes == 0
-        session.apply(config_for(in_flight=128 * KIB, on_slow="keep"))
-        drive.writes.hold()
-        assert one_step(session, model).fallback_kept_bytes > 0
-
-
 # Mistakes
 
 
@@ -341,25 +332,6 @@ def test_close_gives_the_layers_back(model: Model) -> None:
     assert [dict(vars(layer)) for layer in model.layers] == before
     assert model.layers[1].forward is other
     assert "forward" not in vars(model.layers[0])
-
-
-# Models of all kinds
-
-
-def test_two_sessions_on_two_models_at_once(tmp_path: Path) -> None:
-    first, second = make_model(layers=2), make_model("llama", layers=3)
-    expected = train(make_model(layers=2)), train(make_model("llama", layers=3))
-    with session_for(first, directory=tmp_path) as one, session_for(second, in_flight=256 * KIB) as other:
-        with one.step(), other.step():  # open at the same time, and crosswise
-            losses = loss_of(first, make_tokens(0)), loss_of(second, make_tokens(1))
-            losses[0].backward()
-            losses[1].backward()
-        first.zero_grad()
-        second.zero_grad()
-        assert_same_history(train(first, one), expected[0])
-        assert_same_history(train(second, other), expected[1])
-        assert_all_given_back(one)
-        assert_all_given_back(other)
 
 
 def test_a_forward_that_was_wrapped_later_is_left_in_place(model: Model) -> None:
