@@ -717,7 +717,7 @@ class ScopeTimes(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Memory and traffic at one moment, as of :data:`tba_offload.session.step_curve.Point`.
+    """Memory and traffic at one moment, live bytes without gradients.
 
     Times are seconds since the step began.
     """

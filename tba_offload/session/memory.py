@@ -457,19 +457,6 @@ _POINTS = 1200
 _MOST_LINES = 20_000
 """Most waits, and calls that moved bytes, of a step that is told: a line of some MiB each."""
 
-Point = tuple[float, int, int, int, int, int, int, int]
-"""Memory and traffic at one moment. It is a plain tuple, because one is made for each sample:
-
-1. when, by :func:`time.perf_counter`;
-2. live bytes, without gradients;
-3. bytes in flight;
-4. those of them that were read ahead;
-5. bytes written since the step began;
-6. bytes read since then;
-7. bytes that the offloader keeps outside of its window: backward uses them, or no drive took them;
-8. bytes that layers have left in memory beside that, and that wait for backward.
-"""
-
 
 class StepCurve:
     """Records memory and traffic of some steps: the third, powers of four from 16 on, and those asked for.
@@ -484,9 +471,9 @@ class StepCurve:
     def __init__(self, session: Session) -> None:
         self._ledger, self._store = session.offloader.ledger, session.store
         self._states, self._weights = session.states, session.weights_traffic
-        self.is_on = self._was_on = False
-        self._points: list[Point] = []
-        self._moves: dict[str, list[Moved]] = {}  # by what they moved
+        self.is_on = False
+        self._points: list[tuple[float, int, int, int, int, int, int, int]] = []  # as ``Moment`` of the log
+        self._moves: dict[str, list[Moved]] = {}  # by what they moved; of a step that is not recorded empty
         self._source = ""
 
     def begin_step(self, meter: MemoryMeter | None, number: int, *, wanted: bool) -> None:
@@ -498,11 +485,11 @@ class StepCurve:
             wanted: Whether a user asks for it.
         """
         self.stop()
-        self._points, self._moves = [], {"": [], _STATES: [], _WEIGHTS: []}
         number += 1
         is_power = number >= 16 and number.bit_count() == 1 and number.bit_length() % 2 == 1
-        self.is_on = self._was_on = wanted or (meter is not None and (number == _FIRST or is_power))
+        self.is_on = wanted or (meter is not None and (number == _FIRST or is_power))
         self._source = meter.source if meter is not None else ""
+        self._points, self._moves = [], {"": [], _STATES: [], _WEIGHTS: []} if self.is_on else {}
         if self.is_on:
             self._watch_moves(*(moves.append for moves in self._moves.values()))
 
@@ -544,7 +531,7 @@ class StepCurve:
             base_bytes: Live bytes when it began.
             limits: Budget and window.
         """
-        if not self._was_on or len(trace.scopes) > _MOST_LINES:
+        if not self._moves or len(trace.scopes) > _MOST_LINES:
             return None
 
         def at(*times: float | None) -> list[Any]:
@@ -608,12 +595,12 @@ def static_bytes(
     """
     optimizers = list(optimizers)
     parameters = [each for module in modules for each in torch.nn.Module.parameters(module)]
-    states = (state for optimizer in optimizers for state in optimizer.state.values())
+    states = (state for each in optimizers for state in each.state.values() if isinstance(state, dict))
     groups: dict[str, Iterable[object]] = {
         "parameters": parameters,
         "gradients": ((each.grad, getattr(each, "main_grad", None)) for each in parameters),
         "buffers": chain.from_iterable(map(torch.nn.Module.buffers, modules)),
-        "optimizer_states": chain.from_iterable(s.values() for s in states if isinstance(s, dict)),
+        "optimizer_states": chain.from_iterable(state.values() for state in states),
         "masters": chain.from_iterable(map(parameters_of, optimizers)),  # what is not the model's own
     }
     seen: set[int] = set()

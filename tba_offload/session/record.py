@@ -127,18 +127,22 @@ class Records:
         others = (*self._looks, *self._updates.values())
         return RunLog(header=self._header, steps=tuple(self.records), path=path, others=others)
 
-    def add(self, record: StepRecord, late: dict[str, LateValue]) -> None:
+    def add(self, record: StepRecord, late: dict[str, LateValue]) -> StepRecord:
         """Add the record of a step that has ended well.
 
         Args:
             record: What is known of it.
             late: What it is to be completed by.
+
+        Returns:
+            The record, complete if nothing of it is late.
         """
         self._records[record.step] = record
         if len(self._records) > _REMEMBERED_STEPS:
             del self._records[next(iter(self._records))]
         self._waiting.append((late, partial(self._write, record, late)))
         self.write_known()
+        return self._records[record.step]
 
     def note(self, event: str, document: dict[str, object]) -> None:
         """Add an event of another kind."""
@@ -237,7 +241,7 @@ def late_value(
 def late_figures(
     device: Device, step: Step, times: Times, marks: StepMarks | None
 ) -> tuple[float | None, dict[str, LateValue]]:
-    """Return the loss of a step if it is known by now, and the figures of its record that are not.
+    """Return the loss of a step if it is known, and the figures of its record that are late.
 
     Raises:
         ValueError: The loss is more than one number.
@@ -248,10 +252,7 @@ def late_figures(
             raise ValueError(f"the loss of a step is one number, not {loss.numel()}; step.loss = loss.mean()")
         loss = late_value(device, [[loss]], lambda groups: groups[0][0])
     if isinstance(loss, LateValue):
-        if loss.is_there():
-            loss = loss.read()
-        else:
-            late["loss"], loss = loss, None
+        late["loss"], loss = loss, None
     if undecided := step.undecided if step.opened_itself else []:  # others tell no skipped update
         late["skipped"] = late_value(device, [undecided], lambda groups: all(groups[0]))
     # The time of optimizers, which is none of the step, is the host's.
@@ -279,7 +280,8 @@ def record_of(
     trace, stats, times = session.capture.trace, session.offloader.stats, step.times
     loss, late = late_figures(session.device, step, times, trace.marks)
     on_host = [load for load in loads if load.tier == HOST_TIER]
-    figures = {f"{name}_bytes": getattr(stats, name) for name in _MOVED} | session.memory.figures
+    figures = session.memory.figures | {f"{name}_bytes": getattr(stats, name) for name in _MOVED}
+    figures |= {f"{name}_bytes": getattr(trace, f"{name}_bytes") for name in _SAVED}
     if not session.device.runs_behind:  # how long a device is given its work is not how long that takes
         figures["forward_seconds"] = trace.forward_seconds()
         figures["backward_seconds"] = trace.backward_seconds or None
@@ -307,9 +309,6 @@ def record_of(
         own_peak_bytes=stats.own_peak + trace.kept_bytes,
         host_offloaded_bytes=sum(load.write.nbytes for load in on_host),
         host_read_bytes=sum(load.read.nbytes for load in on_host),
-        deduplicated_bytes=trace.deduplicated_bytes,
-        rebuilt_bytes=trace.rebuilt_bytes,
-        kept_bytes=trace.kept_bytes,
         recomputed_scopes=sum(Placement(scope.placement).recomputes for scope in trace.scopes),
         scopes=len(trace.scopes),
         in_flight_peak_bytes=stats.in_flight_peak,
@@ -323,8 +322,11 @@ def record_of(
     return record, late
 
 
-_MOVED = ("offloaded", "read", "reread", "forwarded", "given_up", "held")
-"""Figures of the offloader, in bytes."""
+_MOVED, _SAVED = (
+    ("offloaded", "read", "reread", "forwarded", "given_up", "held"),
+    ("deduplicated", "rebuilt", "kept"),
+)
+"""Figures of the offloader and of what layers have saved, in bytes."""
 
 
 def memory_event(session: Session, number: int) -> dict[str, object] | None:

@@ -355,7 +355,7 @@ class Session:
         self.gradients.count()
         loads, moved = self.store.take_loads(), self.weights_traffic.take()
         record, late = record_of(self, step, number, loads, moved)
-        self.records.add(record, late)
+        record = self.records.add(record, late)
         if (figures := memory_event(self, number)) is not None:
             self.records.note(MEMORY, figures)
         waits = sorted([*self.offloader.stats.stalls, *(() if moved is None else moved.waits)])
