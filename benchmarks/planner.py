@@ -1,18 +1,17 @@
 """Is the plan as good as the best of the simple ones? `auto` against policies written by hand.
 
     python benchmarks/planner.py                    every budget, with the drive as it is
-    python benchmarks/planner.py --model mixed      another model, or layers that sleep (paced)
+    python benchmarks/planner.py --model mixed      another model
     python benchmarks/planner.py --rate 200MB       on a drive slowed down to 200 MB/s in each direction
     python benchmarks/planner.py --budget 0         without a budget, against keep and offload
-    python benchmarks/planner.py --adapt            the drive halves its rate in the middle of a run
     python benchmarks/planner.py --grid             five models, four budgets, and four drives
     python benchmarks/planner.py --against DIR      in turn with the planner of another checkout, too
 
-For every budget (a share of keep's activation peak) auto races the policies that a user could write down:
-keep the last layers and offload, or recompute, the others, as many as fit; offload or recompute all; half and
-half. One process each, single steps alternating. Policies that do not fit the budget race too, and count not.
-The lane ``keep again`` is keep in a second process: its ratio to keep is noise. With ``--against`` the lane
-``auto elsewhere`` is the same program with the package of another checkout.
+For every ``--budget`` (percent of keep's activation peak; 0 for none) auto races policies that a user could
+write down: keep the last layers and offload, or recompute, the others, as many as fit; offload or recompute
+all; half and half. One process each, single steps alternating. Policies that do not fit the budget race too,
+and count not. The lane ``keep again`` is keep in a second process: its ratio to keep is noise. ``auto
+elsewhere`` is the same program with the package of another checkout.
 """
 
 from __future__ import annotations
@@ -29,17 +28,14 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
 import torch
 from lanes import CONTROL, directory_option, dtype_option, json_option, shape_of, show, shown_race, write_json
-from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_lab.gpt import DTYPES, GptShape, build_gpt, gpt_loss, random_batch
-from tba_lab.megatron_cpu import single_process
+from tba_lab.gpt import DTYPES, GptShape, random_batch
 from tba_lab.race import MEASURE_EVERY, Entrant, measures_memory, paired_ratio, timed_rounds
 from tba_offload.config import parse_size
 from tba_offload.device.malloc import keep_freed_pages
@@ -51,6 +47,8 @@ from around import put_around
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from torch import Tensor, nn
+
     from tba_offload.store.base import Extent
 
     Figures = dict[str, Any]
@@ -60,9 +58,6 @@ WARM_UP = 4
 
 VOCABULARY = 1024
 """Tokens: logits shall not be what peaks."""
-
-UNITS = (1, 1, 1, 1, 1, 1, 1, 1, 4, 4)
-"""Tensors that a sleeping layer saves, in sizes of its input: two norms, attention, and an MLP."""
 
 ELSEWHERE = "auto elsewhere"
 """The planner of another checkout."""
@@ -79,65 +74,12 @@ GRID: dict[str, Figures] = {
 RATES = (None, "400MB", "200MB", "100MB")
 """The drives of ``--grid``; ``None`` is the drive as it is."""
 
-FORWARD = 0.06
-"""Seconds of the forward of a layer that sleeps; its backward takes twice as long."""
-
-
 # Models
-
-
-class Operation(torch.autograd.Function):
-    """Saves copies of its input, as many as ``units`` says, and sleeps."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, units: int) -> Tensor:
-        time.sleep(FORWARD * units / sum(UNITS))
-        ctx.save_for_backward(torch.cat([x + 1.0] * units))
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (saved,) = ctx.saved_tensors
-        time.sleep(2 * FORWARD * len(saved) / len(gradient) / sum(UNITS))
-        return gradient * saved[: len(gradient)].clamp(-1, 1), None
-
-
-class PacedLayer(nn.Module):
-    """A layer that takes the same time on each machine."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.scale = nn.LayerNorm(hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.scale(x)
-        for units in UNITS:
-            x = Operation.apply(x, units)
-        return x
-
-
-class Paced(nn.Module):
-    """Layers that sleep: what a plan makes of a slow drive can be measured on a busy machine too."""
-
-    def __init__(self, shape: GptShape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, shape.hidden)
-        self.layers = nn.ModuleList(PacedLayer(shape.hidden) for _ in range(shape.layers))
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:  # noqa: ARG002 - as others
-        x = self.embedding(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return SimpleNamespace(loss=x.square().mean())
 
 
 def build(family: str, shape: GptShape) -> nn.Module:
     """Return a model of a family; ``mixed`` is a Llama with a narrow MLP in every other layer."""
     torch.manual_seed(1)
-    if family == "megatron":
-        return build_gpt(shape, seed=1)
-    if family == "paced":
-        return Paced(shape)
     import transformers
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -176,8 +118,7 @@ class PlanRunner:
     ) -> None:
         keep_freed_pages()
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(single_process())
-        self._model, self._family, self._shape = build(family, shape), family, shape
+        self._model, self._shape = build(family, shape), shape
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=3e-4, fused=True)
@@ -210,17 +151,13 @@ class PlanRunner:
         return {
             "loss": float(loss.detach()),
             "seconds": record.seconds,
-            "stall": record.stall_seconds,
             "peak": record.activation_peak_bytes,
-            "predicted_seconds": record.predicted_seconds,
             "predicted_peak": record.predicted_peak_bytes,
             "layers": ", ".join(f"{count} {name}" for name, count in placements.items()),
         }
 
     def _loss(self, seed: int) -> Tensor:
         batch = random_batch(self._shape, batch_size=self._batch_size, seed=seed)
-        if self._family == "megatron":
-            return gpt_loss(self._model, batch)
         loss: Tensor = self._model(input_ids=batch["tokens"], labels=batch["tokens"]).loss
         return loss
 
@@ -286,17 +223,9 @@ class Bench:
     """The races of one command line."""
 
     def __init__(
-        self,
-        place: str,
-        window: str,
-        family: str,
-        shape: GptShape,
-        batch_size: int,
-        *,
-        against: str | None = None,
-        few: bool = False,
+        self, place: str, window: str, family: str, shape: GptShape, batch_size: int, against: str | None
     ) -> None:
-        self._place, self._window, self._few = place, window, few
+        self._place, self._window = place, window
         self.layers, self.against = shape.layers, against
         self._common = {"shape": shape, "family": family, "batch_size": batch_size}
 
@@ -330,11 +259,7 @@ class Bench:
         if budget is None:
             return {"offload all": self.policy("offload")}
         one, last = peak / self.layers, self.layers - 1
-        everywhere = ("offload", "recompute", "recompute-offload", "recompute-except-attention")
-        everywhere += ("offload-remat", *(f"offload-{percent}%" for percent in (25, 50, 75)))
-        if self._few:
-            everywhere = everywhere[:2]
-        found = {f"{name} all": self.policy(name) for name in everywhere}
+        found = {f"{name} all": self.policy(name) for name in ("offload", "recompute")}
         for name, needed in (("offload", parse_size(self._window)), ("recompute", one)):
             kept = min(int((budget - needed - 0.1 * peak) / one), last)
             if kept > 0:
@@ -368,6 +293,7 @@ def judged(name: str, results: Mapping[str, list[Figures]], share: int, budget: 
     rounds = timed_rounds(one[WARM_UP:], other[WARM_UP:], measured=lambda step: step["peak"] is not None)
     measured = [step for step in steps[WARM_UP - 1 :] if step["peak"] is not None]
     peak = max(step["peak"] for step in measured)
+    errors = [step["predicted_peak"] / step["peak"] - 1 for step in measured if step["predicted_peak"]]
     ratio = paired_ratio(*([each[lane]["seconds"] for each in rounds] for lane in range(2)))
     own = [each[0 if name == CONTROL else 1] for each in rounds]
     return {
@@ -381,23 +307,15 @@ def judged(name: str, results: Mapping[str, list[Figures]], share: int, budget: 
         "seconds_median": statistics.median(step["seconds"] for step in own),
         "auto_over_it": str(ratio),
         "auto_over_it_median": ratio.median,
-        "stall_median": statistics.median(step["stall"] for step in steps[WARM_UP:]),
         "same_losses": [step["loss"] for step in steps] == [step["loss"] for step in results["keep"]],
-        "peak_error": error_of(measured, "predicted_peak", "peak"),
-        "seconds_error": error_of(own, "predicted_seconds", "seconds"),
+        "peak_error": statistics.median(errors) if errors else None,
         "layers": steps[-1]["layers"],
     }
 
 
-def error_of(steps: Sequence[Figures], predicted: str, measured: str) -> float | None:
-    """Return by how much more was predicted than measured, as a share: the median of single steps."""
-    known = [step[predicted] / step[measured] - 1 for step in steps if step[predicted] and step[measured]]
-    return statistics.median(known) if known else None
-
-
 def show_rows(rows: Sequence[Figures], title: str) -> None:
     """Print the rows of one budget."""
-    heads = ("", "peak, x budget", "step s", "stall s", "auto / it; keep again / keep", "losses", "layers")
+    heads = ("", "peak, x budget", "step s", "auto / it; keep again / keep", "losses", "layers")
     show(
         heads,
         [
@@ -405,7 +323,6 @@ def show_rows(rows: Sequence[Figures], title: str) -> None:
                 row["name"],
                 f"{row['peak_bytes'] / row['budget_bytes']:.3f}{'' if row['fits'] else ' (too much)'}",
                 f"{row['seconds_median']:.3f}",
-                f"{row['stall_median']:.3f}",
                 row["auto_over_it"],
                 "same bits" if row["same_losses"] else "differ",
                 row["layers"],
@@ -414,6 +331,12 @@ def show_rows(rows: Sequence[Figures], title: str) -> None:
         ],
         title,
     )
+
+
+def best_by_hand(rows: Sequence[Figures]) -> Figures | None:
+    """Return the row of the fastest policy that fits the budget."""
+    fitting = [row for row in rows if row["fits"] and row["name"] not in {"auto", CONTROL, ELSEWHERE}]
+    return min(fitting, key=lambda row: row["seconds_median"], default=None)
 
 
 def verdict(rows: Sequence[Figures]) -> str:
@@ -426,49 +349,22 @@ def verdict(rows: Sequence[Figures]) -> str:
     if before is not None:
         kept = f"which kept the budget in {before['steps_kept']} of {before['steps_measured']}"
         said += f", {before['auto_over_it']} x the time of the other checkout, {kept}"
-    others = [row for row in rows if row["fits"] and row["name"] not in {"auto", CONTROL, ELSEWHERE}]
-    if others:
-        best = min(others, key=lambda row: row["seconds_median"])
+    if best := best_by_hand(rows):
         said += f", {best['auto_over_it']} x the time of the best ({best['name']})"
-    if auto["seconds_error"] is not None and auto["peak_error"] is not None:
-        said += f"; predicted peak {auto['peak_error']:+.1%}, step {auto['seconds_error']:+.1%}"
+    if auto["peak_error"] is not None:
+        said += f"; predicted peak {auto['peak_error']:+.1%}"
     return said
 
 
-def adapt(bench: Bench, steps: int, rate: float) -> list[Figures]:
-    """Halve the drive's rate in the middle: how many steps until compute waits no more?"""
-    half = steps // 2
-    rows = bench.race({"auto": bench.policy("auto")}, steps, {0: rate, half: rate / 2})["auto"]
-    show(
-        ("step", "seconds", "stall, % of step", "layers"),
-        [
-            (
-                str(number),
-                f"{step['seconds']:.3f}",
-                f"{step['stall'] / step['seconds']:.1%}",
-                step["layers"],
-            )
-            for number, step in enumerate(rows)
-        ],
-        f"{rate / 1e6:.0f} MB/s, from step {half} on {rate / 2e6:.0f} MB/s",
-    )
-    return rows
-
-
 def grid(
-    place: str,
-    window: str,
-    common: Mapping[str, Any],
-    shares: Sequence[int],
-    steps: int,
-    against: str | None,
+    place: str, window: str, common: Figures, shares: Sequence[int], steps: int, against: str | None
 ) -> list[Figures]:
     """Race auto for every model, budget and drive; print how it did in the median and at worst."""
     rows = []
     for name, changes in GRID.items():
         settings = {**common, **changes}
         family, batch_size = settings.pop("family"), settings.pop("batch_size")
-        bench = Bench(place, window, family, shape_of(**settings), batch_size, against=against, few=True)
+        bench = Bench(place, window, family, shape_of(**settings), batch_size, against)
         for rate in RATES:
             click.echo(f"== {name}, {rate or 'the drive as it is'}")
             found = sweep(bench, shares, steps, None if rate is None else parse_size(rate))
@@ -488,11 +384,7 @@ def summary(rows: Sequence[Figures]) -> None:
         lanes = {row["name"]: row for row in found}
         if ELSEWHERE in lanes:
             ratios[ELSEWHERE].append(lanes[ELSEWHERE]["auto_over_it_median"])
-        by_hand = [
-            row for name, row in lanes.items() if row["fits"] and name not in {"auto", CONTROL, ELSEWHERE}
-        ]
-        if by_hand:
-            best = min(by_hand, key=lambda row: row["seconds_median"])
+        if best := best_by_hand(found):
             ratios["the best by hand"].append(best["auto_over_it_median"])
         if lanes["auto"]["peak_error"] is not None:
             errors.append(abs(lanes["auto"]["peak_error"]))
@@ -508,27 +400,11 @@ def summary(rows: Sequence[Figures]) -> None:
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
-@click.option(
-    "--budget",
-    "shares",
-    type=click.IntRange(min=0),
-    multiple=True,
-    default=(20, 35, 50, 75),
-    show_default=True,
-    help="Percent of keep's peak; 0 for no budget.",
-)
+@click.option("--budget", "shares", type=click.IntRange(min=0), multiple=True, default=(20, 35, 50, 75))
 @click.option("--against", type=click.Path(exists=True, file_okay=False), help="Another checkout.")
 @click.option("--grid", "is_grid", is_flag=True, help="Every model, budget and drive; prints the medians.")
-@click.option("--few", is_flag=True, help="Race fewer policies by hand: a process each.")
 @click.option("--rate", help="Slow the drive down to this much a second, such as 200MB.")
-@click.option("--adapt", "adapts", is_flag=True, help="Halve the rate in the middle; --rate is 800MB.")
-@click.option(
-    "--model",
-    "family",
-    type=click.Choice(["megatron", "llama", "gpt2", "moe", "mixed", "paced"]),
-    default="megatron",
-    show_default=True,
-)
+@click.option("--model", "family", type=click.Choice(["llama", "gpt2", "moe", "mixed"]), default="llama")
 @click.option("--layers", default=12, show_default=True)
 @click.option("--hidden", default=512, show_default=True)
 @click.option("--sequence", default=256, show_default=True)
@@ -542,10 +418,8 @@ def main(
     *,
     shares: tuple[int, ...],
     rate: str | None,
-    adapts: bool,
     against: str | None,
     is_grid: bool,
-    few: bool,
     directory: str | None,
     json_file: str | None,
     steps: int,
@@ -557,12 +431,10 @@ def main(
     """Race auto against policies written by hand."""
     with contextlib.ExitStack() as stack:
         place = directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="tba-bench-"))
-        bench = Bench(place, window, family, shape_of(**shape), batch_size, against=against, few=few)
+        bench = Bench(place, window, family, shape_of(**shape), batch_size, against)
         if is_grid:
             common = {**shape, "family": family, "batch_size": batch_size}
             rows = grid(place, window, common, shares, steps, against)
-        elif adapts:
-            rows = adapt(bench, steps, parse_size(rate or "800MB"))
         else:
             rows = sweep(bench, shares, steps, None if rate is None else parse_size(rate))
     write_json(rows, json_file)

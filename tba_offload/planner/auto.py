@@ -28,22 +28,18 @@ from tba_offload.config.policy import Objective, Placement
 from tba_offload.errors import warn
 from tba_offload.formatting import readable_size, significant
 from tba_offload.planner.describe import describe, is_bound, over_budget, over_writes
-from tba_offload.planner.measure import profile_of, with_beside
+from tba_offload.planner.measure import Rates, Sizes, profile_of, with_beside
 from tba_offload.planner.model import Limits, Plan
 from tba_offload.planner.play import play
-from tba_offload.planner.rates import Rates
-from tba_offload.planner.sizes import Sizes
 from tba_offload.planner.solve import UNMEASURED, Case, best_uniform, solve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tba_offload.capture.trace import DeviceTimes, StepTrace
-    from tba_offload.planner.measure import LayerKey, SeenBeside
+    from tba_offload.planner.measure import LayerKey, StepObservation
+    from tba_offload.planner.model import Bandwidth
     from tba_offload.planner.profile import StepProfile
-    from tba_offload.planner.rates import Bandwidth
     from tba_offload.report.log import StepRecord
-    from tba_offload.store.base import DriveLoad
 
 LEARNING = 3
 """Steps before there is a plan."""
@@ -124,33 +120,6 @@ class Task:
         if budget is not None and self.has_budget:
             window = min(budget // FIRST_WINDOW, budget if window is None else window)
         return Plan(self.policy, window=window)
-
-
-@dataclass(frozen=True)
-class StepObservation:
-    """What the controller is shown of a step that has ended.
-
-    Attributes:
-        trace: What it recorded.
-        stalls: When compute waited for I/O.
-        loads: What the store moved.
-        plan: The plan that was in force.
-        record: Its figures.
-        began: When it began, by :func:`time.perf_counter`.
-        beside: Bytes seen beside the activations of layers; ``None`` if nothing looked.
-        on_device: Its times by the clock of a device that runs behind the host.
-        not_recomputed: Layers that must not run twice.
-    """
-
-    trace: StepTrace
-    stalls: Sequence[tuple[float, float]]
-    loads: Sequence[DriveLoad]
-    plan: Plan
-    record: StepRecord
-    began: float
-    beside: SeenBeside | None = None
-    on_device: DeviceTimes | None = None
-    not_recomputed: frozenset[int] = frozenset()
 
 
 class State(enum.Enum):
@@ -277,7 +246,7 @@ class Controller:
         budget = self.task.limits.budget
         if taken is not None and budget is not None and self.task.decides:
             if taken > budget:
-                return self._over(taken - budget)
+                return self._over(taken - budget, seen.record)
             self._most_seen = max(self._most_seen, seen.record.activation_peak_bytes or 0)
             self._measured = True
         if self.profile is None or self.rates.bandwidth() is None:
@@ -309,16 +278,7 @@ class Controller:
         if self.state is State.HOLD and not is_due:
             return
         record, plan = seen.record, seen.plan
-        profile = profile_of(
-            seen.trace,
-            seen.stalls,
-            self.task.layers,
-            began=seen.began,
-            ended=seen.began + record.seconds,
-            on_device=None if seen.on_device is None else seen.on_device.read(),
-            before=self.profile,
-            most_gradients=record.gradient_peak_bytes if self.task.limits.nets_gradients else None,
-        )
+        profile = profile_of(seen, self.task.layers, self.profile, nets=self.task.limits.nets_gradients)
         bandwidth = self.rates.bandwidth()
         if profile is None or bandwidth is None:
             return
@@ -340,7 +300,8 @@ class Controller:
         first = self.task.first()
         case = self._case(UNMEASURED)
         case = replace(case, limits=replace(case.limits, window=first.window))
-        again = Placement.RECOMPUTE_EXCEPT_ATTENTION if self._since == LEARNING - 1 else Placement.RECOMPUTE
+        has_recomputed = case.profile.is_measured(Placement.RECOMPUTE)
+        again = Placement.RECOMPUTE_EXCEPT_ATTENTION if has_recomputed else Placement.RECOMPUTE
         spares = again, Placement.OFFLOAD_REMAT
         for ways, stride in itertools.product(((Placement.KEEP, *spares), spares), (4, 8, 16)):
             placements = list(self.task.policy)
@@ -408,11 +369,13 @@ class Controller:
             self._race[bare(rival)] = []
         return plan
 
-    def _over(self, over: int) -> Plan:
+    def _over(self, over: int, record: StepRecord) -> Plan:
         """Answer a step over the budget at once: its excess comes off, and there is another plan."""
         if self.profile is None or self.rates.bandwidth() is None:
             return self.task.first()
         self._why = f"the last step took {readable_size(over)} more than the budget"
+        if self.steps == WARM_UP and not record.fallback_kept_bytes:  # memory that is allocated once counts
+            return self._next_lesson()
         if self.state is State.LEARN:  # nothing smaller is known than the first steps
             return self._try(self._why)
         self._excess += over

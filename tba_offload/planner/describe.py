@@ -81,15 +81,9 @@ def written_a_day(case: Case, plan: Plan) -> str | None:
 
 def is_bound(case: Case, plan: Plan) -> bool:
     """Return True if the limit of writes leaves no room to offload one more of the layers that are not."""
-    found, free = case.played(plan), enumerate(zip(case.policy, plan.placements, strict=True))
-    more = [
-        case.profile.kind_of(layer).stay_bytes(way.percent)
-        if way.offloads
-        else case.profile.kind_of(layer).nbytes
-        for layer, (wanted, way) in free
-        if wanted is Placement.AUTO and (way.percent < 100 or not way.offloads)
-    ]
-    return bool(more) and min(more) > case.limits.planned_in(found.seconds) - found.sent_bytes
+    found, least = case.played(plan), min(kind.nbytes for kind in case.profile.kinds)
+    has_more = any(not way.offloads for way in plan.placements)
+    return has_more and found.sent_bytes + least > case.limits.planned_in(found.seconds)
 
 
 def over_writes(case: Case, plan: Plan) -> str:
@@ -118,19 +112,3 @@ def over_budget(limits: Limits, plan: Plan, case: Case) -> str:
         f"{readable_size(layer)} in the largest layer, up to {readable_size(plan.window or 0)} in "
         f"flight{room}. Raise {limits.setting}, or take smaller micro-batches or shorter sequences"
     )
-
-
-def explain(case: Case, plan: Plan, layer: int) -> str:
-    """Return what a layer costs under its placement, in one line."""
-    kind, way, timing = case.profile.kind_of(layer), plan.placements[layer], case.profile.timing
-    moved = kind.nbytes - kind.stay_bytes(way.percent) - (kind.rebuilt_bytes if way.rebuilds else 0)
-    if way.offloads and way.recomputes:
-        moved = kind.input_bytes + (kind.attention_bytes or 0 if way.spares_attention else 0)
-    store = f"{1e3 * moved * (1 / case.bandwidth.write + 1 / case.bandwidth.read):.1f} ms of the store"
-    saves = f"saves {readable_size(kind.whole_bytes)}"
-    if way is Placement.KEEP:
-        return f"{saves}; offloading them would take {store}"
-    more = f"{1e3 * (timing(layer, way).whole - timing(layer, Placement.KEEP).whole):.1f} ms longer than kept"
-    if not way.offloads:
-        return f"{saves}, computes {more}; offloading them would take {store}"
-    return f"{saves}, offloads {readable_size(moved)} in {store}, computes {more}"

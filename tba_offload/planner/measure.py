@@ -9,11 +9,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
 from itertools import accumulate
+from operator import le
 from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
+from tba_offload.planner.model import Bandwidth
 from tba_offload.planner.profile import (
     Beside,
     LayerKind,
@@ -26,10 +29,13 @@ from tba_offload.planner.profile import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTimes, StepTrace
+    from tba_offload.capture.trace import ActivationTrace, DeviceTimes, ScopeTrace, StepTimes, StepTrace
+    from tba_offload.planner.model import Plan
     from tba_offload.planner.profile import Samples
+    from tba_offload.report.log import StepRecord
+    from tba_offload.store.base import DriveLoad
 
 LayerKey = tuple[int, str]
 """Model chunk and module name of a layer."""
@@ -44,11 +50,49 @@ REMEMBERED = 3
 """Steps whose median tells how long layers take: one odd step does no harm."""
 
 
+EVIDENCE = 32 << 20
+"""Bytes that must have moved in one direction before measurements count without the floor."""
+
+
+FORGOTTEN_AFTER = 64
+"""Steps after which larger ones are forgotten, so that plans are made for what runs now."""
+
+RunSize = tuple[int, ...]
+"""Runs of a layer that wait for their backward, this one included, then all dimensions of its tensors."""
+
+
 class SeenBeside(NamedTuple):
     """Most bytes seen in one step beside activations: at the loss, and while each layer ran."""
 
     at_loss: int
     layers: Sequence[Beside]
+
+
+@dataclass(frozen=True)
+class StepObservation:
+    """What the controller is shown of a step that has ended.
+
+    Attributes:
+        trace: What it recorded.
+        stalls: When compute waited for I/O.
+        loads: What the store moved.
+        plan: The plan that was in force.
+        record: Its figures.
+        began: When it began, by :func:`time.perf_counter`.
+        beside: Bytes seen beside the activations of layers; ``None`` if nothing looked.
+        on_device: Its times by the clock of a device that runs behind the host.
+        not_recomputed: Layers that must not run twice.
+    """
+
+    trace: StepTrace
+    stalls: Sequence[tuple[float, float]]
+    loads: Sequence[DriveLoad]
+    plan: Plan
+    record: StepRecord
+    began: float
+    beside: SeenBeside | None = None
+    on_device: DeviceTimes | None = None
+    not_recomputed: frozenset[int] = frozenset()
 
 
 class _Run(NamedTuple):
@@ -71,45 +115,32 @@ class _Run(NamedTuple):
 
 
 def profile_of(
-    trace: StepTrace,
-    stalls: Sequence[tuple[float, float]],
-    layers: Sequence[LayerKey],
-    *,
-    began: float,
-    ended: float,
-    on_device: StepTimes | None = None,
-    before: StepProfile | None = None,
-    most_gradients: int | None = None,
+    seen: StepObservation, layers: Sequence[LayerKey], before: StepProfile | None, *, nets: bool
 ) -> StepProfile | None:
     """Return the profile of a step.
 
     Args:
-        trace: What it recorded.
-        stalls: When the training thread waited for I/O.
+        seen: The step.
         layers: Chunk and name of each layer of this process.
-        began: When the step began, by :func:`time.perf_counter`.
-        ended: When it ended.
-        on_device: Its times by the clock of a device that runs behind the host.
         before: What earlier steps of the same size told; this step adds to it.
-        most_gradients: Most bytes of gradients that existed; ``None`` if it does not matter when they come.
+        nets: Whether it matters when gradients come.
 
     Returns:
         ``None`` if no layer ever ran with hooks, or there was no backward.
     """
-    on_host = trace.host_times(stalls, began=began, ended=ended)
-    times = on_device or on_host
+    trace, ended = seen.trace, seen.began + seen.record.seconds
+    on_host = trace.host_times(seen.stalls, began=seen.began, ended=ended)
+    times = on_host if seen.on_device is None else seen.on_device.read()
     index = {key: number for number, key in enumerate(layers)}
     pairs = zip(trace.whole_scopes(), _stretches(times), _stretches(on_host), strict=True)
     runs = [_Run(index[scope.key.chunk, scope.key.name], scope, *own, *host) for scope, own, host in pairs]
-    kinds, of_layers = _kinds(trace, runs, _clock(stalls), len(layers), before) if runs else ((), ())
+    kinds, of_layers = _kinds(trace, runs, _clock(seen.stalls), len(layers), before) if runs else ((), ())
     if not kinds:
         return None
     clock = _clock(times.stalls)
-    slots, last = _slots(runs, clock(times.began), most_gradients)
+    slots, last = _slots(runs, clock(times.began), seen.record.gradient_peak_bytes if nets else None)
     if before is not None:
-        slots = _with_gradients(slots, before.slots)
-    if before is not None:  # a step may run any of the layers that ran before
-        slots = _with_skipped(slots, {slot.layer for slot in before.slots})
+        slots = _with_skipped(_with_gradients(slots, before.slots), {slot.layer for slot in before.slots})
     samples = _samples(runs, kinds, of_layers, before)
     return StepProfile(
         kinds=kinds,
@@ -228,9 +259,8 @@ def _samples(
 ) -> tuple[Samples, ...]:
     """Return the last measurements of each kind under each placement, with the median of this step's.
 
-    If the machine became slower under some placements, it did so under the others. Layers of which a share is
-    offloaded tell nothing of offloading; the first ``offload-remat`` of a kind finds out what to rebuild, so
-    its time counts only as long as nothing else is known.
+    Layers of which a share is offloaded tell nothing of offloading. The first ``offload-remat`` of a kind
+    finds out what to rebuild, so its time counts only as long as nothing else is known.
     """
     found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     first: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
@@ -242,16 +272,8 @@ def _samples(
     for kind, known in enumerate(renewed):
         if before is not None and kind in layers:
             known.update(before.samples[before.layers[layers.index(kind)]])
-        drifts = []
         for way, timings in found[kind].items():
-            old = known.get(way, ())
-            known[way] = (*old, median_of(timings))[-REMEMBERED:]
-            if old and median_of(old).whole:
-                drifts.append(median_of(known[way]).whole / median_of(old).whole)
-        if drifts:
-            for way in known.keys() - found[kind].keys():
-                scale = statistics.mean(drifts)
-                known[way] = tuple(Timing(scale * each.forward, scale * each.backward) for each in known[way])
+            known[way] = (*known.get(way, ()), median_of(timings))[-REMEMBERED:]
         for way, timings in first[kind].items():
             known.setdefault(way, (median_of(timings),))
     some = next(known for known in renewed if known)
@@ -272,9 +294,7 @@ def _kinds(
 
     Layers that ran without hooks in this step save what they saved before, or what most others save.
     """
-    saved: defaultdict[object, list[ActivationTrace]] = defaultdict(list)
-    for activation in trace.activations:
-        saved[activation.key.scope].append(activation)
+    saved, sources = _by_scope(trace.activations), _by_scope(trace.sources)
     captured = [run for run in runs if run.way.is_offloaded]
     small = trace.kept_bytes - sum(
         a.nbytes for a in trace.activations if a.treatment.value not in (OFFLOADED, REBUILT)
@@ -303,10 +323,20 @@ def _kinds(
             kinds.append(known)
     final = tuple(kind for kind in of_layers if kind is not None)
     for run in runs:
+        number = final[run.layer]
         if run.way is Placement.RECOMPUTE_EXCEPT_ATTENTION:
-            number = final[run.layer]
             kinds[number] = dataclasses.replace(kinds[number], attention_bytes=run.scope.attention_bytes)
+        if run.way.rebuilds:
+            made_from = tuple(_saved([run], [each], clock, None) for each in sources[run.scope.key])
+            kinds[number] = dataclasses.replace(kinds[number], sources=made_from)
     return tuple(kinds), final
+
+
+def _by_scope(activations: Sequence[ActivationTrace]) -> defaultdict[object, list[ActivationTrace]]:
+    found: defaultdict[object, list[ActivationTrace]] = defaultdict(list)
+    for activation in activations:
+        found[activation.key.scope].append(activation)
+    return found
 
 
 def _kind_like(size: tuple[int, int], sizes: list[tuple[int, int]]) -> int:
@@ -338,6 +368,7 @@ def _kind(
         input_bytes=max(run.scope.input_bytes for run in runs),
         attention_bytes=None if old is None else old.attention_bytes,
         beside=None if old is None else old.beside,
+        sources=() if old is None else old.sources,
     )
 
 
@@ -401,3 +432,109 @@ def _own_bytes(kind: LayerKind, way: Placement) -> tuple[int, int]:
         max((saved.nbytes for saved in kind.activations if saved.rebuilt), default=0) if way.rebuilds else 0
     )
     return kind.stay_bytes(way.percent) + kind.small_bytes, again
+
+
+# ---- rates and sizes, from step to step ----------------------------------------------------------
+
+
+class Rates:
+    """The rates of the store, as the loads of the last three steps tell."""
+
+    def __init__(self) -> None:
+        self._floor: tuple[float, float] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was measured: files grew, caches were cold."""
+        self._steps: tuple[deque[tuple[float, float]], ...] = deque(maxlen=3), deque(maxlen=3)
+        self._moved = [0, 0]
+        self._room: int | None = None
+        self._fell_back = False
+
+    def note_probe(self, write: float, read: float) -> None:
+        """Take what a probe found as the least that the store gives, until steps tell more."""
+        self._floor = write, read
+
+    def note(self, loads: Sequence[DriveLoad], *, fell_back: bool) -> None:
+        """Add what a step moved, and whether activations stayed because the store was full."""
+        self._fell_back |= fell_back
+        serving = [load for load in loads if load.in_service]
+        rooms = [load.room for load in serving]
+        self._room = None if None in rooms else sum(room or 0 for room in rooms)
+        for number, parts in enumerate(([load.write for load in serving], [load.read for load in serving])):
+            rates = [part.nbytes / part.seconds for part in parts if part.nbytes > 0 and part.seconds > 0]
+            if rates:
+                nbytes = sum(part.nbytes for part in parts)
+                self._steps[number].append((sum(rates), nbytes))
+                self._moved[number] += nbytes
+
+    def bandwidth(self) -> Bandwidth | None:
+        """Return the median of the last three steps; ``None`` if nothing moved and nothing was probed."""
+        found: list[float | None] = []
+        for number, steps in enumerate(self._steps):
+            rate = statistics.median(rate for rate, _ in steps) if steps else None
+            if self._floor is not None and self._moved[number] < EVIDENCE:
+                rate = max(rate or 0.0, self._floor[number])
+            found.append(rate)
+        write, read = found
+        if write is None:
+            return Bandwidth(1e9, 1e9, capacity=0) if self._fell_back else None
+        return Bandwidth(write, read or write, capacity=self._room)
+
+
+class Sizes:
+    """The sizes of a session's steps; plans must hold for the largest of them.
+
+    A run is within another one if none of its dimensions is larger, nor the number of runs that wait. Nor may
+    more layers run in a step: where layers are skipped, the most count.
+
+    Attributes:
+        is_largest: Whether the last step was as large as what plans are made for.
+    """
+
+    def __init__(self) -> None:
+        self._planned: dict[int, set[RunSize]] = {}
+        self._most_runs = self._smaller = 0
+        self.is_largest = True
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the runs of the last step."""
+        self._seen: defaultdict[int, set[RunSize]] = defaultdict(set)
+        self._runs = 0
+        self._has_grown = False
+
+    def note(self, layer: int, size: RunSize) -> bool:
+        """Note that a layer is going to run; return True if the step is no larger than planned for so far."""
+        self._runs += 1
+        self._seen[layer].add(size)
+        if self._runs > self._most_runs or not _is_within(size, self._planned.get(layer, ())):
+            self._has_grown = True
+        return not self._has_grown
+
+    def end_step(self) -> bool:
+        """Return True if the step was larger than planned for, and count with it from now on."""
+        seen = set().union(*self._seen.values())
+        planned = set().union(*(self._planned.get(layer, set()) for layer in self._seen))
+        self.is_largest = self._has_grown or (
+            self._runs >= self._most_runs and all(_is_within(size, seen) for size in planned)
+        )
+        self._smaller = 0 if self.is_largest else self._smaller + 1
+        if self._smaller >= FORGOTTEN_AFTER:
+            self._planned, self._most_runs, self._has_grown = {}, 0, True
+        if self._has_grown:
+            for layer, sizes in self._seen.items():
+                known = self._planned.get(layer, set()) | sizes
+                self._planned[layer] = {size for size in known if not _is_within(size, known - {size})}
+            self._most_runs = max(self._most_runs, self._runs)
+        return self._has_grown
+
+
+def _is_within(size: RunSize, others: Iterable[RunSize]) -> bool:
+    return any(len(size) == len(other) and all(map(le, size, other)) for other in others)
+
+
+def rough_bytes(nbytes: int) -> int:
+    """Return bytes rounded up to five binary digits."""
+    coarse = max(nbytes.bit_length() - 5, 0)
+    return -(-nbytes >> coarse) << coarse

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.config.policy import Placement
 from tba_offload.days import DAY
-from tba_offload.formatting import readable_size
+from tba_offload.formatting import readable_rate, readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +20,41 @@ MARGIN = 0.02
 
 SPARE = 1 / 64
 """Share of what a device has left that plans do not use: a base that grows a little breaks nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Rates of the store, all drives and host memory together.
+
+    Attributes:
+        write: Bytes a second to it.
+        read: Bytes a second from it.
+        capacity: Bytes that it holds at most; ``None`` for no limit.
+    """
+
+    write: float
+    read: float
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.write > 0 and self.read > 0 and (self.capacity or 0) >= 0):
+            raise ValueError(f"rates must be positive, and the capacity not negative: {self}")
+
+    def scaled(self, factor: float) -> Bandwidth:
+        """Return the same store, ``factor`` times as fast."""
+        return replace(self, write=self.write * factor, read=self.read * factor)
+
+    def differs_from(self, other: Bandwidth, share: float) -> bool:
+        """Return True if a rate or the room is more than ``share`` away from that of ``other``."""
+        pairs = [(self.write, other.write), (self.read, other.read)]
+        if (self.capacity is None) is not (other.capacity is None):
+            return True
+        if self.capacity is not None and other.capacity is not None:
+            pairs.append((self.capacity, other.capacity))
+        return any(abs(new - old) > share * old for new, old in pairs)
+
+    def __str__(self) -> str:
+        return f"{readable_rate(self.write)} written, {readable_rate(self.read)} read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +142,21 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Expected figures of a step.
+    """Figures of a simulated step.
 
     Attributes:
         seconds: Its duration.
         stall_seconds: Seconds of it in which compute waits for I/O.
-        peak_bytes: Bytes of the budget that it takes: the activation peak, or less where activations use the
-            room of gradients that come later.
+        peak_bytes: Most bytes of the budget that are taken, with what lies beside activations and the
+            headroom: the activation peak, less the room that gradients which come later leave.
         written_bytes: Bytes written to the store.
         activation_peak: The activation peak, bytes.
+        held_bytes: The most of ``peak_bytes`` that was not in flight.
+        read_bytes: Bytes read back.
+        forwarded_bytes: Bytes of offloaded layers that backward found in memory.
+        fallback_bytes: Bytes that stayed because the store had no room.
+        write_seconds: How long writes kept the store busy.
+        read_seconds: The same of reads.
     """
 
     seconds: float
@@ -123,6 +164,17 @@ class Prediction:
     peak_bytes: int
     written_bytes: int
     activation_peak: int
+    held_bytes: int = 0
+    read_bytes: int = 0
+    forwarded_bytes: int = 0
+    fallback_bytes: int = 0
+    write_seconds: float = 0.0
+    read_seconds: float = 0.0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Most bytes that may be written: what backward finds in memory depends on the drive's mood."""
+        return self.written_bytes + self.forwarded_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -10,19 +11,20 @@ from typing import TYPE_CHECKING
 
 from tba_offload.config.policy import Placement
 from tba_offload.errors import StoreError
-from tba_offload.planner.auto import StepObservation
-from tba_offload.planner.rates import EVIDENCE
+from tba_offload.planner.auto import bytes_taken
+from tba_offload.planner.measure import EVIDENCE
+from tba_offload.planner.model import MARGIN, DeviceShare
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from tba_offload.capture.hooks import Capture
-    from tba_offload.capture.trace import DeviceTimes
+    from tba_offload.device.live_bytes import LiveBytes
     from tba_offload.planner.auto import Controller
-    from tba_offload.planner.measure import SeenBeside
+    from tba_offload.planner.measure import RunSize, StepObservation
     from tba_offload.planner.model import Limits, Plan
-    from tba_offload.planner.sizes import RunSize
     from tba_offload.report.log import StepRecord
+    from tba_offload.states import OptimizerStates
     from tba_offload.store.base import DriveLoad
     from tba_offload.transfer.offloader import Offloader
 
@@ -117,7 +119,8 @@ class Planning:
             self._outgrown = None
 
     def limit(self, limits: Limits) -> None:
-        """Have plans and the window keep to other limits from now on."""
+        """Have plans, the window and layers before slow drives keep to other limits from now on."""
+        self._capture.budget_bytes = limits.budget
         if self.controller is not None:
             self.controller.limit(limits)
         if not self.has_budget:
@@ -140,25 +143,8 @@ class Planning:
             self._outgrown = self.plan
         self._put_in_force(self.controller.least(self.plan))
 
-    def learn(
-        self,
-        record: StepRecord,
-        loads: Sequence[DriveLoad],
-        *,
-        began: float,
-        beside: SeenBeside | None,
-        repeatable: Iterable[int],
-        on_device: DeviceTimes | None,
-    ) -> dict[str, object] | None:
+    def learn(self, seen: StepObservation) -> dict[str, object] | None:
         """Show the controller a step, and take its plan for the next one.
-
-        Args:
-            record: The figures of the step.
-            loads: What the store moved.
-            began: When it began, by :func:`time.perf_counter`.
-            beside: Bytes seen beside activations.
-            repeatable: Layers that may run twice.
-            on_device: Its times by the clock of a device that runs behind the host.
 
         Returns:
             What the log is told of a new plan; ``None`` if there is none.
@@ -166,25 +152,13 @@ class Planning:
         controller = self.controller
         if controller is None:
             return None
-        began_at = time.perf_counter()
+        began = time.perf_counter()
         if controller.steps == 0 and controller.task.decides:
-            self._ask_store(controller, loads)
-        seen = StepObservation(
-            trace=self._capture.trace,
-            stalls=self._offloader.stats.stalls,
-            loads=loads,
-            plan=self.plan,
-            record=record,
-            began=began,
-            beside=beside,
-            on_device=on_device,
-            not_recomputed=self.chosen - frozenset(repeatable),
-        )
+            self._ask_store(controller, seen.loads)
         plan = self._agreed(controller, controller.observe(seen))
         self._put_in_force(plan)
-        self._outgrown = None
-        self._made_for = self._budget
-        self._next_seconds = time.perf_counter() - began_at
+        self._outgrown, self._made_for = None, self._budget
+        self._next_seconds = time.perf_counter() - began
         news = controller.news(plan)
         if controller.is_done and self._agree is None:
             self.controller = None
@@ -217,3 +191,165 @@ class Planning:
         self._capture.registry.forget_learned({self._layers[index] for index in near})
         self.plan = plan
         self._offloader.resize_window(plan.window)
+
+
+SECOND = 2
+"""Number of the step from which on gradients count. In the first one it is not known which backward pass is
+the last before an update, so that no optimizer can free them in backward."""
+
+SLOTS = 3
+"""Sub-groups that updates go through: their memory is taken as soon as one sub-group is offloaded."""
+
+
+class Budget:
+    """What activations may take in a step.
+
+    Args:
+        limits: What the policy says.
+        planning: Keeps to it by its plans and the window.
+        gradients: Their bytes, and those of frozen weights that come and go.
+
+    Attributes:
+        limits: What holds now.
+        share: What lies on the device beside activations; ``None`` before that was measured. States that
+            may leave are none of it.
+        extra_bytes: Bytes of states on the device that may leave.
+    """
+
+    def __init__(self, limits: Limits, planning: Planning, gradients: LiveBytes) -> None:
+        self.limits = self._of_policy = limits
+        self.share: DeviceShare | None = None
+        self.extra_bytes: Callable[[], int] = int
+        self._planning, self._gradients = planning, gradients
+        self._device_bytes = None if limits.device is None else limits.device.device_bytes
+        self._most_gradients = 0
+        self._at_begin = 0  # bytes of gradients
+
+    @property
+    def is_of_device(self) -> bool:
+        """Whether it is derived from what lies on the device, which must be measured in each step."""
+        return self._device_bytes is not None
+
+    def begin_step(self, base_bytes: int | None) -> None:
+        """Look at what there is before the forward of a step; one that has less left runs without its plan.
+
+        Args:
+            base_bytes: Live bytes of the device, without gradients; ``None`` if they were not measured.
+        """
+        self._at_begin = self._gradients.nbytes
+        self._most_gradients = max(self._most_gradients, self._at_begin)
+        self._derive(base_bytes)
+        if self.is_of_device:
+            self._planning.leave_if_over_limits()
+
+    def end_step(self, record: StepRecord) -> None:
+        """Take note of the gradients of a step and of states made in it, before a plan is made."""
+        if record.step == SECOND:
+            self._most_gradients = self._at_begin
+        self._most_gradients = max(self._most_gradients, record.gradient_peak_bytes or 0)
+        base = record.base_bytes
+        self._derive(None if base is None else base + (record.state_bytes or 0))
+
+    @property
+    def of_activations(self) -> int | None:
+        """The most bytes that activations may take at a time; ``None`` for no limit.
+
+        As long as gradients have not come, activations may have their room.
+        """
+        budget = self.limits.budget
+        if budget is None or not self.limits.nets_gradients:
+            return budget
+        return budget + self._most_gradients - self._at_begin
+
+    def device_peak(self, taken: int) -> int | None:
+        """Return the most bytes on the device in a step, as far as is known before it; ``None`` if unknown.
+
+        Args:
+            taken: Bytes of the budget that the step takes.
+        """
+        if self.share is None:
+            return None
+        return self.share.base_bytes + self.extra_bytes() + self.share.gradient_bytes + taken
+
+    def _derive(self, base_bytes: int | None) -> None:
+        if self._device_bytes is None or base_bytes is None:
+            return
+        base_bytes = max(base_bytes - self.extra_bytes(), 0)
+        device = self.share = DeviceShare(self._device_bytes, base_bytes, self._most_gradients)
+        before = self.limits.device
+        if before is not None and before.holds_for(device):
+            return
+        self.limits = self._of_policy.on_device(device)
+        self._planning.limit(self.limits)
+
+
+class StatesBeside:
+    """Fills what the plan for activations leaves of a device with sub-groups of optimizer states.
+
+    All sub-groups are offloaded until a plan is in force. Then as many stay as there is room for; they leave
+    at once when less is left.
+
+    Args:
+        planning: Has the plan.
+        budget: Tells what is left.
+        states: Those of each optimizer.
+        chosen: Is told of each choice, in words and for the run log.
+    """
+
+    def __init__(
+        self,
+        planning: Planning,
+        budget: Budget,
+        states: Sequence[OptimizerStates],
+        chosen: Callable[[str, dict[str, object]], object],
+    ) -> None:
+        self._planning, self._budget, self._states, self._chosen = planning, budget, states, chosen
+        self._parts: list[int] = []  # sub-groups of each optimizer that are offloaded
+        self._highest = 0  # bytes of the budget that a step took, where there are no plans
+        self._needs: deque[int] = deque(maxlen=2)  # of the last steps: plans that race run in turn
+        budget.extra_bytes = self._extra_bytes
+
+    def _extra_bytes(self) -> int:
+        """Return the bytes of states that lie there and may leave."""
+        extra = sum(each.device_bytes - _on_device(each.sizes, len(each.sizes)) for each in self._states)
+        return max(extra, 0)
+
+    def step_ended(self, record: StepRecord) -> None:
+        """Look how many sub-groups have room beside the activations of the next step.
+
+        Args:
+            record: The figures of the step that has ended.
+
+        Raises:
+            TransferError: A sub-group cannot be read or written.
+        """
+        share, prediction = self._budget.share, self._planning.plan.prediction
+        taken = bytes_taken(record, self._budget.limits) or 0
+        self._highest = max(self._highest, taken)
+        count = sum(len(states.sizes) for states in self._states)
+        if share is None or not count or (self._planning.has_budget and prediction is None):
+            return
+        self._needs.append(self._highest if prediction is None else max(prediction.peak_bytes, taken))
+        free, parts = share.budget - int((1 + MARGIN) * max(self._needs)), []
+        for sizes in (states.sizes for states in self._states):
+            extra = [
+                _on_device(sizes, part) - _on_device(sizes, len(sizes)) for part in range(len(sizes) + 1)
+            ]
+            parts.append(next(part for part, nbytes in enumerate(extra) if nbytes <= max(free, 0)))
+            free -= extra[parts[-1]]
+        if parts == self._parts:
+            return
+        self._parts = parts
+        for states, part in zip(self._states, parts, strict=True):
+            states.arrange(part)
+        line = f"{sum(parts)} of {count} sub-groups of optimizer states are offloaded, as many as must be"
+        self._chosen(line, {"step": record.step, "sub_groups": count, "travelling": sum(parts)})
+
+    def close(self) -> None:
+        """Choose nothing more."""
+        self._budget.extra_bytes = int  # a cycle
+
+
+def _on_device(sizes: Sequence[int], offloaded: int) -> int:
+    """Return the bytes that states take if the first ones of these sub-groups are offloaded, with slots."""
+    return sum(sizes[offloaded:]) + sum(sorted(sizes[:offloaded])[-SLOTS:])

@@ -8,69 +8,26 @@ one thread of slots; reads and writes are one queue each, with constant rates.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
 from tba_offload.config.values import BLOCK
-from tba_offload.planner.model import Plan, Prediction
-from tba_offload.planner.profile import Beside, Timing
+from tba_offload.planner.model import Prediction
+from tba_offload.planner.profile import Beside, Saved, Timing
 from tba_offload.planner.window import Window
 
 if TYPE_CHECKING:
-    from tba_offload.planner.profile import LayerKind, Slot, StepProfile
-    from tba_offload.planner.rates import Bandwidth
+    from collections.abc import Sequence
+
+    from tba_offload.planner.model import Bandwidth, Plan
+    from tba_offload.planner.profile import Slot, StepProfile
 
 INFINITY = float("inf")
 Scope = tuple[int, int]
 """Layer and micro-batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Figures of a simulated step.
-
-    Attributes:
-        seconds: Its duration.
-        stall_seconds: Seconds of it in which compute waited for I/O.
-        peak_bytes: Most bytes of the budget that are taken, with what lies beside activations and the
-            headroom: the activation peak, less the room that gradients which come later leave.
-        activation_peak: The activation peak, likewise.
-        held_bytes: The same of what was not in flight.
-        written_bytes: Bytes written to the store.
-        read_bytes: Bytes read back.
-        forwarded_bytes: Bytes of offloaded layers that backward found in memory.
-        fallback_bytes: Bytes that stayed because the store had no room.
-        write_seconds: How long writes kept the store busy.
-        read_seconds: The same of reads.
-    """
-
-    seconds: float
-    stall_seconds: float
-    peak_bytes: int
-    activation_peak: int
-    held_bytes: int
-    written_bytes: int
-    read_bytes: int
-    forwarded_bytes: int
-    fallback_bytes: int
-    write_seconds: float
-    read_seconds: float
-
-    @property
-    def sent_bytes(self) -> int:
-        """Most bytes that may be written: what backward finds in memory depends on the drive's mood."""
-        return self.written_bytes + self.forwarded_bytes
-
-    @property
-    def prediction(self) -> Prediction:
-        """The figures that a step is compared with."""
-        return Prediction(
-            self.seconds, self.stall_seconds, self.peak_bytes, self.written_bytes, self.activation_peak
-        )
-
-
-def play(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Outcome:
+def play(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Prediction:
     """Play one step.
 
     Args:
@@ -103,13 +60,28 @@ class _Item:
 
 
 class _Layer(NamedTuple):
-    """A layer under the plan."""
+    """A layer under the plan.
 
-    kind: LayerKind
+    Attributes:
+        way: The placement.
+        timing: Its seconds.
+        saves: What it saves in forward, in order, and whether that stays.
+        rebuilt: What backward rebuilds.
+        small: Bytes that it leaves in memory when its forward begins.
+        after: The same when its forward ends.
+        left: Bytes that it has left in memory until its backward ends.
+        again: Bytes that its second forward saves.
+        beside: Bytes beside that in forward and backward.
+    """
+
     way: Placement
     timing: Timing
-    stays: frozenset[int]
-    stay_bytes: int
+    saves: Sequence[tuple[Saved, bool]]
+    rebuilt: Sequence[Saved]
+    small: int
+    after: int
+    left: int
+    again: int
     beside: tuple[int, int]
 
 
@@ -121,10 +93,23 @@ def _layer(profile: StepProfile, number: int, placement: Placement) -> _Layer:
         kept, share = profile.timing(layer, Placement.KEEP), stays / kind.nbytes
         timing = Timing(*(max(a - share * (a - b), b) for a, b in zip(timing, kept, strict=True)))
     beside = kind.beside or Beside()
-    in_backward = beside.backward if way.is_offloaded else beside.whole
+    ran = beside.forward, beside.backward if way.is_offloaded else beside.whole
     if way.recomputes:  # its second forward needs what the first one did, beside the gradient of its output
-        in_backward = max(in_backward, beside.forward + kind.input_bytes)
-    return _Layer(kind, way, timing, kind.staying(way.percent), stays, (beside.forward, in_backward))
+        attention = kind.attention_bytes or 0 if way is Placement.RECOMPUTE_EXCEPT_ATTENTION else 0
+        moves = [kind.input_bytes, attention] if way.offloads else []
+        saves = [(Saved(nbytes, 0.0, 0.0), False) for nbytes in moves if nbytes]
+        after, again = 0 if moves else kind.input_bytes, kind.whole_bytes - kind.input_bytes - attention
+        ran = beside.forward, max(ran[1], beside.forward + kind.input_bytes)
+        return _Layer(way, timing, saves, (), 0, after, after, max(again, 0), ran)
+    if not way.offloads:
+        return _Layer(way, timing, (), (), 0, kind.whole_bytes, kind.whole_bytes, 0, ran)
+    staying = kind.staying(way.percent)
+    saves = [(saved, number in staying) for number, saved in enumerate(kind.activations)]
+    rebuilt = [saved for saved in kind.activations if way.rebuilds and saved.rebuilt]
+    if way.rebuilds:
+        saves = [(saved, False) for saved in (*kind.activations, *kind.sources) if not saved.rebuilt]
+        saves.sort(key=lambda save: save[0].at)
+    return _Layer(way, timing, saves, rebuilt, kind.small_bytes, 0, kind.small_bytes + stays, 0, ran)
 
 
 class _Step:
@@ -137,7 +122,7 @@ class _Step:
         self._window = Window(plan.window)
         self._bandwidth = bandwidth
         self._room = INFINITY if bandwidth.capacity is None else bandwidth.capacity
-        self._largest = profile.largest_bytes
+        self._tight_above = self._window.tight_above(profile.largest_bytes)
         self._headroom, self._at_loss = profile.headroom, profile.loss_bytes
         self._now = self._stall = 0.0
         # memory
@@ -162,13 +147,21 @@ class _Step:
         self._pass = self._next = 0
         self._saved: dict[Scope, list[_Item]] = {}
 
-    def outcome(self, tail: float) -> Outcome:
+    def outcome(self, tail: float) -> Prediction:
         """Return the figures; ``tail`` seconds of compute come last."""
-        peaks = max(self._peak + self._headroom, 0), max(self._activations + self._headroom, 0)
-        held = self._held + max(self._headroom, 0)  # at another moment nothing may be spare
-        moved = self._written, self._read, self._forwarded, self._fallback
-        busy = self._write_seconds, self._read_seconds
-        return Outcome(self._now + tail, self._stall, *peaks, held, *moved, *busy)
+        return Prediction(
+            self._now + tail,
+            self._stall,
+            max(self._peak + self._headroom, 0),
+            self._written,
+            max(self._activations + self._headroom, 0),
+            self._held + max(self._headroom, 0),  # at another moment nothing may be spare
+            self._read,
+            self._forwarded,
+            self._fallback,
+            self._write_seconds,
+            self._read_seconds,
+        )
 
     # ---- slots -----------------------------------------------------------------------------------
 
@@ -189,69 +182,47 @@ class _Step:
             self._forward(layer, (slot.layer, slot.micro_batch))
 
     def _forward(self, layer: _Layer, scope: Scope) -> None:
-        kind, way, seconds = layer.kind, layer.way, layer.timing.forward
-        if not way.offloads:
-            self._now += seconds
-            self._hold(kind.input_bytes if way.recomputes else kind.whole_bytes)
-            return
-        items: list[_Item] = []
-        if way.recomputes:
-            items = [self._save(nbytes, 0.0) for nbytes in (kind.input_bytes, _attention(layer)) if nbytes]
-            self._now += seconds
-        else:
-            passed = 0.0
-            self._hold(kind.small_bytes)
-            for number, saved in enumerate(kind.activations):
-                self._now += (saved.at - passed) * seconds
-                passed = saved.at
-                if number in layer.stays:
-                    self._hold(saved.nbytes)
-                elif not (way.rebuilds and saved.rebuilt):
-                    items.append(self._save(saved.nbytes, saved.until))
-            self._now += (1.0 - passed) * seconds
-        self._saved[scope] = sorted(items, key=lambda item: item.until)
-        # With several micro-batches the order runs ahead of what exists: come back for what appears.
-        self._next = min(self._next, self._position[scope])
-        if not self._window.held_back:
-            self._flush(0)
+        items, passed, seconds = [], 0.0, layer.timing.forward
+        self._hold(layer.small)
+        for saved, stays in layer.saves:
+            self._now += (saved.at - passed) * seconds
+            passed = saved.at
+            if stays:
+                self._hold(saved.nbytes)
+            else:
+                items.append(self._save(saved.nbytes, saved.until))
+        self._now += (1.0 - passed) * seconds
+        self._hold(layer.after)
+        if layer.way.offloads:
+            self._saved[scope] = sorted(items, key=lambda item: item.until)
+            # With several micro-batches the order runs ahead of what exists: come back for what appears.
+            self._next = min(self._next, self._position[scope])
+            if not self._window.held_back:
+                self._flush(0)
 
     def _backward(self, layer: _Layer, scope: Scope) -> None:
-        kind, way, seconds = layer.kind, layer.way, layer.timing.backward
-        if way.offloads:
-            self._pass = self._pass_of[self._position[scope]]
-        if way.offloads and way.recomputes:
-            for item in self._saved[scope]:
-                self._use(item)
-                self._fill_window()
-            del self._saved[scope]
-        if way.recomputes or not way.offloads:
-            self._now += seconds
-            if way.recomputes:
-                again = max(kind.whole_bytes - kind.input_bytes - _attention(layer), 0)
-                self._hold(again)
-                self._settled -= again + kind.input_bytes + _attention(layer)
-            else:
-                self._settled -= kind.whole_bytes
-            return
-        passed, used = 0.0, 0
+        passed, used, seconds = 0.0, 0, layer.timing.backward
         uses: list[tuple[float, int, _Item | None]]
-        uses = [(item.until, item.nbytes, item) for item in self._saved[scope]]
-        if way.rebuilds:
-            uses += [(saved.until, saved.nbytes, None) for saved in kind.activations if saved.rebuilt]
-            uses.sort(key=lambda use: use[0])
-        for at, nbytes, offloaded in uses:
+        uses = [(item.until, item.nbytes, item) for item in self._saved.get(scope, ())]
+        uses += [(saved.until, saved.nbytes, None) for saved in layer.rebuilt]
+        if layer.way.offloads:
+            self._pass = self._pass_of[self._position[scope]]
+        for at, nbytes, offloaded in sorted(uses, key=lambda use: use[0]):
             self._now += (at - passed) * seconds
             passed = at
-            self._settled -= used  # the activation before was used up
-            used = nbytes
+            if not layer.way.recomputes:
+                self._settled -= used  # the activation before was used up
+                used = 0
+            used += nbytes
             if offloaded is None:
                 self._hold(nbytes)
             else:
                 self._use(offloaded)
                 self._fill_window()
         self._now += (1.0 - passed) * seconds
-        del self._saved[scope]
-        self._settled -= used + layer.stay_bytes + kind.small_bytes
+        self._hold(layer.again)
+        self._saved.pop(scope, None)
+        self._settled -= used + layer.left + layer.again
 
     # ---- memory and time -------------------------------------------------------------------------
 
@@ -287,7 +258,7 @@ class _Step:
         self._outbox_bytes += nbytes
         self._in_flight += nbytes
         self._note()
-        if self._window.is_tight(self._in_flight, self._largest):
+        if self._in_flight > self._tight_above:
             self._flush(0)  # or the next one may find no room
         elif self._outbox_bytes >= self._batch_from:
             self._flush(self._window.held_back)
@@ -374,7 +345,7 @@ class _Step:
     def _fill_window(self) -> None:
         """Read what backward uses next, as far as the window allows."""
         self._settle()
-        if not self._window.is_worth_filling(self._in_flight):
+        if self._in_flight > self._window.fills_below:
             return
         while self._next < len(self._order):
             across = self._pass_of[self._next] > self._pass  # a forward pass comes before its use
@@ -400,11 +371,6 @@ class _Step:
         self._in_flight += item.nbytes
         self._note()
         return True
-
-
-def _attention(layer: _Layer) -> int:
-    """Bytes of attention's output that are offloaded beside the input of a recomputed layer."""
-    return layer.kind.attention_bytes or 0 if layer.way is Placement.RECOMPUTE_EXCEPT_ATTENTION else 0
 
 
 def _passes(slots: list[Slot]) -> list[int]:

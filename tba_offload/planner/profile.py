@@ -73,6 +73,7 @@ class LayerKind:
         input_bytes: Bytes of its input, which stay if it is recomputed.
         attention_bytes: Bytes of the output of its fused attention; ``None`` if unknown.
         beside: Bytes beside activations; ``None`` if memory was never looked at.
+        sources: What ``offload-remat`` offloads only because it rebuilds others from it.
     """
 
     activations: tuple[Saved, ...]
@@ -80,6 +81,7 @@ class LayerKind:
     input_bytes: int
     attention_bytes: int | None = None
     beside: Beside | None = None
+    sources: tuple[Saved, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -105,6 +107,11 @@ class LayerKind:
     def rebuilt_bytes(self) -> int:
         """Bytes that ``offload-remat`` rebuilds; 0 if unknown."""
         return sum(saved.nbytes for saved in self.activations if saved.rebuilt)
+
+    @property
+    def spared_bytes(self) -> int:
+        """Bytes by which ``offload-remat`` offloads less than ``offload``; 0 if unknown."""
+        return self.rebuilt_bytes - sum(saved.nbytes for saved in self.sources)
 
     @property
     def knows_rebuilt(self) -> bool:
@@ -215,10 +222,7 @@ class StepProfile:
         """
         number, kind, way = self.layers[layer], self.kind_of(layer), computed_as(placement)
         offloaded, kept = self._measured(number, Placement.OFFLOAD), self._measured(number, Placement.KEEP)
-        some = kept or offloaded or self._measured(number, Placement.OFFLOAD_REMAT)
-        if some is None:  # only recomputed so far
-            again = self._measured(number, Placement.RECOMPUTE) or Timing(0.0, 0.0)
-            some = Timing(again.forward, max(again.backward - again.forward, 0.0))
+        some = kept or offloaded or self._measured(number, Placement.OFFLOAD_REMAT) or Timing(0.0, 0.0)
         keep = Timing(*map(min, kept or some, offloaded or some))
         if way is Placement.KEEP:
             return keep

@@ -17,14 +17,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tba_offload.config.policy import Objective, Placement
-from tba_offload.planner.model import Limits, Plan
-from tba_offload.planner.play import Outcome, play
+from tba_offload.planner.model import Limits, Plan, Prediction
+from tba_offload.planner.play import play
 from tba_offload.planner.profile import Saved, StepProfile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from tba_offload.planner.rates import Bandwidth
+    from tba_offload.planner.model import Bandwidth
 
 KEEP, OFFLOAD, REMAT = Placement.KEEP, Placement.OFFLOAD, Placement.OFFLOAD_REMAT
 WAYS = (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD, Placement.RECOMPUTE_EXCEPT_ATTENTION, REMAT)
@@ -72,7 +72,7 @@ class Case:
     highest: float = math.inf
 
     @cached_property
-    def keep(self) -> Outcome:
+    def keep(self) -> Prediction:
         """What comes of a step in which all free layers are kept."""
         return self.played(self.uniform(KEEP))
 
@@ -83,7 +83,7 @@ class Case:
             return False
         if way is Placement.RECOMPUTE_EXCEPT_ATTENTION:
             return bool(kind.attention_bytes)
-        return not way.rebuilds or kind.rebuilt_bytes > 0
+        return not way.rebuilds or kind.spared_bytes > 0
 
     def place(self, choose: Callable[[int], Placement]) -> tuple[Placement, ...]:
         """Return the policy with ``choose(layer)`` for free layers, or offload where that is not allowed."""
@@ -105,13 +105,13 @@ class Case:
         """Peak in bytes that plans are made for if the window is full: nobody has measured such a step."""
         return float("inf") if self.limits.budget is None else (1 - UNMEASURED) * self.limits.budget
 
-    def worst_peak(self, plan: Plan, found: Outcome) -> int:
+    def worst_peak(self, plan: Plan, found: Prediction) -> int:
         """Return the peak if the window is full when most is held: drives have their moods."""
         if plan.window is None:
             return found.peak_bytes
         return max(found.peak_bytes, min(found.held_bytes + plan.window, self.keep.peak_bytes))
 
-    def score(self, plan: Plan, found: Outcome) -> Score:
+    def score(self, plan: Plan, found: Prediction) -> Score:
         """Return how good a played plan is."""
         over = max(
             found.peak_bytes - self.limits.planned, self.worst_peak(plan, found) - self.worst_planned, 0.0
@@ -124,13 +124,13 @@ class Case:
         slower = max(found.seconds / max((1 + NO_SLOWER) * self.keep.seconds, 1e-9) - 1, 0.0)
         return over, max(waits, slower), found.peak_bytes, found.sent_bytes
 
-    def played(self, plan: Plan) -> Outcome:
+    def played(self, plan: Plan) -> Prediction:
         """Return what comes of a step under a plan."""
         return play(self.profile, plan, self.bandwidth)
 
     def predicted(self, plan: Plan) -> Plan:
         """Return the plan with its prediction."""
-        return replace(plan, prediction=self.played(plan).prediction)
+        return replace(plan, prediction=self.played(plan))
 
     def fits(self, plan: Plan) -> bool:
         """Return True if a plan keeps to the limits, however slow the drive is."""
@@ -162,7 +162,7 @@ class _Search:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._found: dict[Plan, tuple[Score, Outcome]] = {}
+        self._found: dict[Plan, tuple[Score, Prediction]] = {}
         self._free = [layer for layer, wanted in enumerate(case.policy) if wanted is Placement.AUTO]
         items = sum(1 + len(case.profile.kind_of(slot.layer).activations) for slot in case.profile.slots) // 2
         self._most_plays = max(min(MOST_PLAYS, MOST_PLAYED // max(items, 1)), LEAST_PLAYS)
@@ -171,7 +171,7 @@ class _Search:
         """Return the score of a plan, which is played once."""
         return self._play(plan)[0]
 
-    def _play(self, plan: Plan) -> tuple[Score, Outcome]:
+    def _play(self, plan: Plan) -> tuple[Score, Prediction]:
         if plan not in self._found:
             found = self._case.played(plan)
             self._found[plan] = self._case.score(plan, found), found
@@ -243,25 +243,20 @@ class _Search:
             points = {(a, b) for a, b in near if a >= 0 and b >= 0 and a + b <= count}
 
     def _shares(self, others: Placement) -> None:
-        """Offload a share of each layer: all alike but for the last ones, then in the best plan so far."""
-        kinds = self._case.profile.kinds
-        ways: dict[tuple[frozenset[int], ...], Placement] = {}
-        for percent in range(90, 0, -10):
-            ways.setdefault(tuple(kind.staying(percent) for kind in kinds), Placement(f"offload-{percent}%"))
-        base = min(self._found, key=lambda plan: self._found[plan][0]).placements
-        order, count = self._free[::-1], len(self._free)
-        for share in ways.values():
-            if len(self._found) > self._most_plays:
-                return
-            for kept in _grid(count, max(count // 3, 1)):
-                self._try(self._spread(order, kept, 0, others, share))
-            for replaced in ({others}, {others, KEEP}):
-                self._try(
-                    tuple(
-                        share if way in replaced and layer in self._free else way
-                        for layer, way in enumerate(base)
-                    )
-                )
+        """Offload a share of all layers but the last ones, then of those that the best plan offloads."""
+        base, count = min(self._found, key=lambda plan: self._found[plan][0]).placements, len(self._free)
+        for share in (Placement(f"offload-{percent}%") for percent in range(90, 0, -10)):
+            every = [
+                self._spread(self._free[::-1], kept, 0, others, share)
+                for kept in _grid(count, max(count // 3, 1))
+            ]
+            pairs = zip(self._case.policy, base, strict=True)
+            every.append(
+                tuple(share if wanted is Placement.AUTO and way is others else way for wanted, way in pairs)
+            )
+            for placements in every:
+                if len(self._found) <= self._most_plays:
+                    self._try(placements)
 
     def _single_changes(self) -> None:
         """Change one layer after the other for as long as that helps."""

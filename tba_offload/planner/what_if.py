@@ -16,11 +16,10 @@ from tba_offload.config.policy import Objective, Placement, Rule
 from tba_offload.days import bytes_per_day
 from tba_offload.errors import ConfigError, RunLogError
 from tba_offload.formatting import readable_rate, readable_size, renumbered, significant
-from tba_offload.planner.describe import explain, written_a_day
-from tba_offload.planner.model import DeviceShare, Limits, Plan, PlannedStep
+from tba_offload.planner.describe import written_a_day
+from tba_offload.planner.model import Bandwidth, DeviceShare, Limits, Plan, PlannedStep
 from tba_offload.planner.play import play
 from tba_offload.planner.profile import Slot, StepProfile
-from tba_offload.planner.rates import Bandwidth
 from tba_offload.planner.solve import Case, solve
 from tba_offload.report.log import PLAN, PlanEvent, counted_steps, read_run_log, timed_steps
 from tba_offload.report.plans import PlanReport, title_of
@@ -184,7 +183,6 @@ class Situation:
         report = PlanReport(
             names=self.names,
             plan=plan.as_json(),
-            whys=tuple(explain(case, plan, layer) for layer in range(len(self.names))),
             step=_planned(case, plan),
             frontier=tuple(_planned(each, solve(each)) for each in frontier),
             keep_peak_bytes=keep.peak_bytes,
@@ -242,7 +240,7 @@ def _planned(case: Case, plan: Plan) -> PlannedStep:
     """Return what a plan is predicted to do, and whether it keeps to the budget of its case."""
     outcome, placements, budget = case.played(plan), plan.placements, case.limits.budget
     return PlannedStep(
-        **dataclasses.asdict(outcome.prediction),
+        **dataclasses.asdict(outcome),
         budget_bytes=None if budget is None else budget + case.profile.gradient_bytes,
         fits=budget is None or outcome.peak_bytes <= budget,
         layers=", ".join(f"{placements.count(each)} {each}" for each in sorted(set(placements))),

@@ -572,7 +572,7 @@ class PlanEvent(Event):
         policy: Placement that the user wants for each layer.
         plan: The plan.
         profile: The step, as :class:`tba_offload.planner.profile.StepProfile` reads it.
-        drive: Rates of the store, as :class:`tba_offload.planner.rates.Bandwidth` reads them.
+        drive: Rates of the store, as :class:`tba_offload.planner.model.Bandwidth` reads them.
         limits: What the plan had to keep to.
         writes_bound: Whether the limit of writes leaves room to offload no layer more.
     """

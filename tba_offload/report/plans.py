@@ -27,7 +27,6 @@ class PlanReport:
     Attributes:
         names: Module name of each layer.
         plan: The plan as run logs hold it.
-        whys: The reason of each placement, in a line.
         step: What the plan is predicted to do.
         frontier: The best plan for each of some budgets, the smallest first.
         keep_peak_bytes: The activation peak if every layer were kept.
@@ -41,7 +40,6 @@ class PlanReport:
 
     names: tuple[str, ...]
     plan: Mapping[str, Any]
-    whys: tuple[str, ...]
     step: PlannedStep
     frontier: tuple[PlannedStep, ...]
     keep_peak_bytes: int
@@ -61,9 +59,9 @@ class PlanReport:
             f"{step.stall_seconds:.3f} s of waits, {readable_size(step.written_bytes)} written, window "
             f"{window}."
         )
-        placed = list(zip(self.plan["placements"], self.whys, strict=True))
-        rows = [(group.name, *placed[group.first]) for group in grouped(self.names, placed)]
-        plan = Table(("Layers", "Placement", "Why"), rows, title="The plan")
+        placed = self.plan["placements"]
+        rows = [(group.name, placed[group.first]) for group in grouped(self.names, placed)]
+        plan = Table(("Layers", "Placement"), rows, title="The plan")
         return [*self.notes, self._frontier(), plan, predicted, self.advice(policy_file)]
 
     def as_json(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tba_offload.layers.graph import (
 )
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.placements import Placement, Staying
-from tba_offload.planner.sizes import rough_bytes
+from tba_offload.planner.measure import rough_bytes
 from tba_offload.recompute.arguments import is_cache
 from tba_offload.recompute.attention import AttentionOnce
 from tba_offload.recompute.checkpoint import RecomputedLayer, Trial, has_hooks

@@ -21,6 +21,7 @@ import torch
 from tba_offload.capture.trace import DeviceTimes
 from tba_offload.device.streams import device_of
 from tba_offload.placements import Placement
+from tba_offload.planner.measure import StepObservation
 from tba_offload.planner.model import Plan
 from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter, StepRecord, describe_step
 from tba_offload.report.ranks import free_run_log
@@ -372,14 +373,22 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
     may_plan = session.world.may_plan_recomputation
     if not may_plan and chosen:
         session.notices.tell_once(OTHER_RANKS)
-    stalls = session.offloader.stats.marked_stalls
+    repeatable = {index for index in chosen if may_plan and session.verifier.may_plan(index)}
+    stats, on_device = session.offloader.stats, None
+    if trace.marks is not None:
+        on_device = DeviceTimes(trace, stats.marked_stalls)
     news = planning.learn(
-        record,
-        loads,
-        began=step.began,
-        beside=session.memory.beside,
-        repeatable=[index for index in chosen if may_plan and session.verifier.may_plan(index)],
-        on_device=DeviceTimes(trace, stalls) if trace.marks is not None else None,
+        StepObservation(
+            trace=trace,
+            stalls=stats.stalls,
+            loads=loads,
+            plan=planning.plan,
+            record=record,
+            began=step.began,
+            beside=session.memory.beside,
+            on_device=on_device,
+            not_recomputed=chosen - repeatable,
+        )
     )
     if news is None:
         return

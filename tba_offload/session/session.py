@@ -34,9 +34,8 @@ from tba_offload.errors import ConfigError, SessionError, TransferError
 from tba_offload.formatting import layers_by_placement
 from tba_offload.layers.find import LayerStack, check_disjoint
 from tba_offload.planner.auto import Controller, Task
-from tba_offload.planner.budget import Budget, StatesBeside
 from tba_offload.planner.model import DeviceShare, Limits, Plan
-from tba_offload.planner.planning import Agree, Planning
+from tba_offload.planner.planning import Agree, Budget, Planning, StatesBeside
 from tba_offload.recompute.verify import Verifier
 from tba_offload.report.log import MEMORY, TIMELINE, StepRecord
 from tba_offload.report.why import Diagnosis
@@ -207,7 +206,7 @@ class Session:
         self._closers.append(partial(self._in_parent, self.memory.close))
         limits = self._limits()
         self.capture.budget_bytes = limits.budget
-        self.budget = Budget(limits, self.planning, self.capture, self.gradients.live)
+        self.budget = Budget(limits, self.planning, self.gradients.live)
         self.verifier = Verifier({str(layer.id): type(layer.module) for layer in layers}, tell)
         self._closers.append(self.verifier.close)
         self.ranges = Ranges()

@@ -41,7 +41,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tba_offload.planner.auto import Controller, StepObservation
+    from tba_offload.planner.auto import Controller
+    from tba_offload.planner.measure import StepObservation
     from tba_offload.planner.model import Plan
 
 SEED = 1234

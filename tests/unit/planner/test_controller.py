@@ -17,10 +17,9 @@ from profiles import KEEP, all_of, steps_of
 
 from tba_offload.config.policy import Placement
 from tba_offload.planner.auto import Controller, Task
-from tba_offload.planner.model import Limits
+from tba_offload.planner.model import Bandwidth, Limits
 from tba_offload.planner.play import play
 from tba_offload.planner.profile import LayerKind, Saved, Slot, StepProfile, Timing
-from tba_offload.planner.rates import Bandwidth
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

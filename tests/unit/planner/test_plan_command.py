@@ -136,13 +136,12 @@ def test_of_several_ranks_one_has_to_be_named(run_log: Path, tmp_path: Path) -> 
     assert "run.rank0.jsonl" in result.output
 
 
-def test_the_table_says_why(run_log: Path, tmp_path: Path) -> None:
+def test_the_tables_say_what_there_is_to_say(run_log: Path, tmp_path: Path) -> None:
     picture = tmp_path / "frontier.svg"
     output = run_plan(run_log, "--budget", "3MiB", "--picture", picture, "--rated", "600TB").output
     assert re.search(r"written \S+ TB a day: 600 TB in \S+ years", output)
     assert "8 layers; the store writes" in output
     assert "The best plan for each budget" in output
-    assert re.search(r"saves \S+ [KM]iB, .* ms of the store", output)
     assert picture.read_bytes().startswith(b"<?xml")
 
 
@@ -190,24 +189,6 @@ def test_what_failed_a_second_run_is_not_recomputed_in_what_ifs(run_log: Path, t
     assert Situation.of(changed).not_recomputed == set(range(LAYERS))
     found = json.loads(run_plan(with_rates(changed, changed, 1e5), "--budget", "3MiB", "--json").output)
     assert not any("recompute" in placement for placement in found["plan"]["placements"])
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (("--budget", "0"), "must be more than 0"),
-        (("--budget", "12"), "has no unit"),
-    ],
-)
-def test_a_wrong_option_is_told(options: tuple[str, ...], problem: str, run_log: Path) -> None:
-    result = invoke_plan(run_log, *options)
-    assert result.exit_code == 2
-    assert problem in result.output
-    for drives in ("nan", "0", "inf"):
-        assert (
-            f"{drives} is no number of drives; give a finite number above 0"
-            in invoke_plan(run_log, "--drives", drives).output
-        )
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ from profiles import (
 )
 
 from tba_offload.config.policy import Objective, Placement
-from tba_offload.planner.model import Limits, Plan
+from tba_offload.planner.measure import Rates
+from tba_offload.planner.model import Bandwidth, Limits, Plan
 from tba_offload.planner.play import play
 from tba_offload.planner.profile import Beside, Saved, StepProfile, Timing
-from tba_offload.planner.rates import Bandwidth, Rates
 from tba_offload.planner.solve import Case, solve
 from tba_offload.store.base import DriveLoad, Load
 
@@ -79,21 +79,6 @@ def test_a_profile_survives_its_way_through_a_run_log(profile: StepProfile) -> N
     assert StepProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile
 
 
-def test_what_is_kept_moves_nothing_and_peaks_with_everything() -> None:
-    profile = make_profile(8)
-    outcome = play(profile, all_of(profile, KEEP), FAST)
-    assert outcome.peak_bytes == 8 * (12 * MIB + 1000) + MIB
-    assert outcome.stall_seconds == outcome.written_bytes == outcome.read_bytes == 0
-    assert outcome.seconds == pytest.approx(8 * 0.09 + 0.03)
-
-
-def test_what_is_recomputed_keeps_inputs_and_one_layer() -> None:
-    profile = make_profile(8)
-    outcome = play(profile, all_of(profile, RECOMPUTE), FAST)
-    assert outcome.peak_bytes >= 7 * 2 * MIB + 12 * MIB + 1000 + MIB
-    assert outcome.seconds == pytest.approx(8 * 0.12 + 0.03)
-
-
 @pytest.mark.parametrize("layers", [4, 32])
 def test_what_is_offloaded_peaks_with_its_window_however_deep(layers: int) -> None:
     profile = make_profile(layers)
@@ -111,6 +96,17 @@ def test_a_drive_at_half_the_needed_rate_takes_twice_the_forward() -> None:
     assert outcome.stall_seconds == pytest.approx(40 * 0.03, rel=0.05)
     outcome = play(profile, all_of(profile, OFFLOAD, 8 * MIB), Bandwidth(100e9, rate / 2))
     assert outcome.stall_seconds == pytest.approx(40 * 0.06, rel=0.05)
+
+
+def test_what_others_are_rebuilt_from_is_written_too() -> None:
+    profile = rebuilding(make_profile(4), seconds=0.001)
+    before = play(profile, all_of(profile, OFFLOAD_REMAT, WINDOW), FAST)
+    kind = dataclasses.replace(profile.kinds[0], sources=(Saved(MIB, 0.4, 0.5, rebuilt=False),))
+    profile = dataclasses.replace(profile, kinds=(kind,))
+    found = play(profile, all_of(profile, OFFLOAD_REMAT, WINDOW), FAST)
+    assert found.sent_bytes == before.sent_bytes + 4 * MIB
+    plain = play(profile, all_of(profile, OFFLOAD, WINDOW), FAST)
+    assert plain.sent_bytes == 4 * kind.nbytes
 
 
 def test_what_a_second_forward_works_with_lies_beside_the_gradient_of_the_output() -> None:
@@ -214,7 +210,7 @@ def test_a_budget_is_kept_and_no_simple_plan_within_it_is_faster(
     plan = solve(case)
     found = case.played(plan)
     assert plan == solve(case)
-    assert plan.prediction == found.prediction
+    assert plan.prediction == found
     assert AUTO not in plan.placements
     for placement in (KEEP, OFFLOAD, RECOMPUTE, OFFLOAD_REMAT):
         other = all_of(profile, placement, WINDOW)
@@ -238,12 +234,6 @@ def test_for_the_lowest_peak_nothing_waits_and_nothing_is_recomputed(
     assert found.seconds <= 1.02 * case.keep.seconds
     assert found.stall_seconds <= 0.01 * found.seconds + 1e-9
     assert found.peak_bytes <= case.keep.peak_bytes
-
-
-def test_where_a_budget_has_room_for_everything_all_is_kept() -> None:
-    profile = make_profile(12)
-    unknown = dataclasses.replace(profile, timings=({OFFLOAD: profile.timings[0][KEEP]},))
-    assert solve(case_of(unknown, FAST, 2.0)).placements == (KEEP,) * 12
 
 
 @pytest.mark.parametrize("share", [0.2, 0.35, 0.5])
@@ -275,19 +265,6 @@ def test_the_policy_of_the_user_stands() -> None:
     assert all(wanted in {AUTO, found} for wanted, found in zip(policy, plan.placements, strict=True))
 
 
-@given(profiles, drives, st.integers(MIB, 64 * MIB), shares)
-@quick
-def test_no_window_is_larger_than_the_user_allows(
-    profile: StepProfile, bandwidth: Bandwidth, window: int, share: float
-) -> None:
-    every = frozenset(range(len(profile.layers)))
-    case = case_of(profile, bandwidth, share, not_recomputed=every)
-    plan = solve(dataclasses.replace(case, limits=dataclasses.replace(case.limits, window=window)))
-    assert plan.window is not None
-    assert plan.window <= max(window, profile.largest_bytes)
-    assert not any(way.recomputes for way in plan.placements)
-
-
 @pytest.mark.parametrize("share", [0.2, 0.35])
 def test_what_is_cheap_to_rebuild_spares_a_drive_that_cannot_follow(share: float) -> None:
     unknown = make_profile(16)
@@ -311,15 +288,6 @@ def test_attention_is_spared_where_the_drive_has_no_time(attention: int | None, 
     assert (SPARED in plan.placements) is is_chosen
 
 
-@pytest.mark.parametrize("sizes", [(), (0, 0)])
-def test_a_step_that_saves_nothing_has_a_plan(sizes: tuple[int, ...]) -> None:
-    profile = make_profile(4)
-    kind = dataclasses.replace(profile.kinds[0], activations=tuple(Saved(n, 0.5, 0.5) for n in sizes))
-    plan = solve(case_of(dataclasses.replace(profile, kinds=(kind,)), FAST, None))
-    assert plan.prediction is not None
-    assert plan.prediction.written_bytes == 0
-
-
 def test_no_plan_peaks_higher_than_what_may_be_tried() -> None:
     case = case_of(make_profile(12), FAST, 2.0)
     for highest in (40 * MIB, 80 * MIB):
@@ -337,8 +305,3 @@ def test_a_large_step_is_planned_in_seconds(shape: tuple[int, int, int]) -> None
     plan = solve(case)
     assert time.process_time() - began < 10
     assert case.fits(plan)
-
-
-def test_a_plan_of_another_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="a plan for 3 layers does not fit 8"):
-        play(make_profile(8), Plan((KEEP,) * 3), FAST)

@@ -25,51 +25,6 @@ def test_sizes(nbytes: int | None, held_back: int, batch: int, spills_above: int
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "in_flight", "more", "is_crowded"),
-    [
-        (None, 10**15, 10**15, False),
-        (100, 60, 40, False),
-        (100, 60, 41, True),
-        (100, 0, 1000, False),  # alone
-        (100, 1, 1000, True),
-        (0, 0, 1, False),
-        (0, 1, 0, True),
-    ],
-)
-def test_what_does_not_fit_waits_unless_it_is_alone(
-    nbytes: int | None, in_flight: int, more: int, *, is_crowded: bool
-) -> None:
-    assert Window(nbytes).is_crowded(in_flight, more) is is_crowded
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "in_flight", "largest", "is_tight"),
-    [
-        (None, 1000, 1000, False),
-        (100, 60, 40, False),
-        (100, 60, 41, True),
-        (100, 60, 100, True),
-        (100, 60, 101, False),  # that one waits for all writes anyway
-        (100, 0, 100, False),
-    ],
-)
-def test_all_is_written_if_the_next_one_may_find_no_room(
-    nbytes: int | None, in_flight: int, largest: int, *, is_tight: bool
-) -> None:
-    assert Window(nbytes).is_tight(in_flight, largest) is is_tight
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "in_flight", "is_worth_filling"),
-    [(None, 10**15, True), (100, 75, True), (100, 76, False), (0, 0, True), (0, 1, False)],
-)
-def test_reading_ahead_starts_again_with_a_quarter_free(
-    nbytes: int | None, in_flight: int, *, is_worth_filling: bool
-) -> None:
-    assert Window(nbytes).is_worth_filling(in_flight) is is_worth_filling
-
-
-@pytest.mark.parametrize(
     ("nbytes", "in_flight", "read_ahead", "more", "across_forward", "may"),
     [
         (None, 10**15, 10**15, 10**15, True, True),

@@ -43,7 +43,6 @@ def report_of(*placements: str, **changes: Any) -> PlanReport:
     report = PlanReport(
         names=NAMES,
         plan={"placements": placements},
-        whys=tuple(f"why {placement}" for placement in placements),
         step=planned(84, 1.53, None, "3 keep, 9 offload"),
         frontier=FRONTIER,
         keep_peak_bytes=284 * MIB,
@@ -72,5 +71,5 @@ def test_the_tables() -> None:
     said = [" ".join(line.split()) for line in as_text(*report_of().parts()).splitlines()]
     assert "| 28.0 | too high | 1.70 | 1.13 | 12 offload |" in said
     assert "| 300 | 284 | 1.50 | 1.00 | 12 keep |" in said
-    assert "| model.layers.0-8 | offload | why offload |" in said
+    assert "| model.layers.0-8 | offload |" in said
     assert not any("x keep" in line for line in as_text(*report_of(keep_seconds=None).parts()).splitlines())
