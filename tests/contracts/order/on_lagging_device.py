@@ -268,6 +268,29 @@ def test_states_give_the_bits_of_the_optimizer(
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_states_are_read_while_the_device_has_other_work(store: str, tmp_path: Path) -> None:
+    """The host is far ahead of it in backward: a slot that is free already is not waited for."""
+    model = made()
+    optimizer = MAKERS["adam"](model.parameters())
+    chosen = policy(tmp_path, store={"kind": store, "directories": [str(tmp_path)] * (store == "file")})
+    chosen["states"]["when"] = "backward"
+    early: list[bool] = []
+    with tba.offload_optimizer(optimizer, chosen, model=model) as states:
+        for number in range(3):
+            loss = loss_on_lagging(model, number)
+            torch.accelerator.synchronize()
+            lagging.sleep(1.0 if number == 2 else 0.0)
+            then = device_of(LAG).event()
+            if number == 2:
+                states.watch_moves(lambda move, then=then: early.append(move.writes or then.query()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.watch_moves(None)
+    assert not all(early)
+
+
 # Memory
 
 
