@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from tba_offload.states.groups import Entry, Groups, Place, SubGroup
-    from tba_offload.states.slots import Slot
 
     Bound = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
     Left = Mapping[torch.Tensor, Entry]
@@ -25,22 +24,17 @@ if TYPE_CHECKING:
 class Entries:
     """Moves states between ``optimizer.state`` and the slots.
 
-    Sub-groups that the processor updates are in slots of their own kind, and leave those before the device
-    gets them.
-
     Args:
         groups: The sub-groups of the optimizer.
         next_use: When a sub-group is needed again; the greater, the later.
 
     Attributes:
-        arrived: Returns what is called when a sub-group has got its states, in a slot of the device.
+        in_host_memory: The states of sub-groups that the processor updates.
     """
 
     def __init__(self, groups: Groups, next_use: Callable[[SubGroup], int]) -> None:
         self.slots = Slots(groups, groups.homes, next_use)
-        self.host_homes = groups.homes.on_host()
-        self.host_slots = Slots(groups, self.host_homes, lambda _: 1)
-        self.arrived: Callable[[], Callable[[SubGroup], object] | None] = lambda: None
+        self.in_host_memory: dict[SubGroup, torch.Tensor] = {}
         self._groups = groups
 
     # ---- for an update ---------------------------------------------------------------------------
@@ -146,11 +140,12 @@ class Entries:
         for group in groups:
             places = [place for place in group.places if self._is_away(place)]
             if places:
-                flat = (self._held(group) or self.slots.load(group)).lend()
+                flat = self._held(group)
+                flat = self.slots.load(group).lend() if flat is None else flat
                 for place in places:
                     self._put_back(place, place.view(flat))
             self.slots.empty(group)
-            self.host_slots.empty(group)
+            self.in_host_memory.pop(group, None)
 
     def _put_back(self, place: Place, view: torch.Tensor) -> None:
         parameter = place.parameter
@@ -179,8 +174,8 @@ class Entries:
         for group in self._groups.holding(parameters):
             if not group.places:
                 continue
-            slot = self._held(group)
-            flat = group.home.on_host(group.nbytes) if slot is None else slot.lend()
+            flat = self._held(group)
+            flat = group.home.on_host(group.nbytes) if flat is None else flat
             for place in group.places:
                 if masters or place.key != MASTER:
                     copy = place.wrapped(place.view(flat).to("cpu", copy=True))
@@ -189,12 +184,13 @@ class Entries:
 
     # ---- the parts of it -------------------------------------------------------------------------
 
-    def _held(self, group: SubGroup) -> Slot | None:
-        """Return the slot that holds a sub-group, with its bytes; ``None`` if they are at home."""
-        slot = self.host_slots.of(group) or self.slots.of(group)
-        if slot is not None:
-            slot.settle()
-        return slot
+    def _held(self, group: SubGroup) -> torch.Tensor | None:
+        """Return the bytes of a sub-group, if they are in memory; ``None`` if they are at home."""
+        slot = self.slots.of(group)
+        if slot is None:
+            return self.in_host_memory.get(group)
+        slot.settle()
+        return slot.lend()
 
     def _is_away(self, place: Place) -> bool:
         """Whether ``optimizer.state`` shows that a state is away, or the master itself that it is."""
@@ -215,8 +211,6 @@ class Entries:
             for place in group.places:
                 place.view(slot.lend()).copy_(local(entries[place.parameter][place.key]))
             slot.hold(group)
-            if (arrived := self.arrived()) is not None:
-                arrived(group)
 
     def _stand_in(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> AwayTensor:
         known = self.shown(parameter).get(key)

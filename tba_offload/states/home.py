@@ -72,23 +72,6 @@ class Homes:
         self.waits: deque[tuple[float, float]] = deque(maxlen=0)
         self._has_told = False
 
-    def on_host(self) -> Homes:
-        """Return the same for memory of the host, which counts for itself."""
-        return Homes(
-            self.store,
-            CpuDevice(),
-            stall_limit=self.stall_limit,
-            keep_when_full=self.keep_when_full,
-            tell=self.tell,
-            padded=self.padded,
-        )
-
-    def hand_over(self, others: Homes) -> None:
-        """Count with others what was moved until now."""
-        others.read_bytes += self.read_bytes
-        others.written_bytes += self.written_bytes
-        self.read_bytes = self.written_bytes = 0
-
     def wait(self, transfer: IoFuture) -> None:
         """Wait for a transfer, within the limit.
 
@@ -140,14 +123,6 @@ class Home:
     def device(self) -> Device:
         """The device that the bytes come to and go from."""
         return self._homes.device
-
-    def serve(self, homes: Homes) -> None:
-        """Have its bytes come from, and go to, memory of another device; no transfer is under way.
-
-        Args:
-            homes: Of that device, with the same store.
-        """
-        self._homes = homes
 
     @property
     def is_empty(self) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import AwayMaster
 from tba_offload.states.entries import is_alike
 from tba_offload.states.groups import MASTER, side_by_side
@@ -49,8 +50,7 @@ and read once more. Less would follow the noise of single updates."""
 class HostLane:
     """The processor updates some sub-groups, or all, beside the device.
 
-    Where states live in host memory, those of its sub-groups lie in slots of their own there and are updated
-    in place. From drives they travel through a ring of slots, as those of the device do.
+    The states of its sub-groups lie in memory of their own, and are updated in place.
 
     Args:
         updates: Those of the optimizer.
@@ -60,20 +60,24 @@ class HostLane:
     Attributes:
         updated: How many sub-groups the processor has updated in the last update.
         predicted_seconds: What that was expected to take; ``None`` if nothing was expected.
+
+    Raises:
+        UnsupportedError: States live on drives, which both lanes would share.
     """
 
     def __init__(self, updates: Updates, kind: type[torch.optim.Optimizer], update: str) -> None:
         self._optimizer = updates.optimizer  # not the updates: a cycle
         self._entries, self._groups, self._homes = updates.entries, updates.groups, updates.homes
-        self._slots, self._device = self._entries.host_slots, self._homes.device
-        self._is_home = self._homes.store.kind == HostStore.kind
+        self._states, self._device = self._entries.in_host_memory, self._homes.device
         self._is_on = update != "device" and self._device.runs_behind  # a CPU's memory is the host's
+        if self._is_on and self._homes.store.kind != HostStore.kind:
+            raise UnsupportedError(
+                f"states.update: {update} needs states in host memory, and they live in a store of kind "
+                f"{self._homes.store.kind}; set store.kind to host, or states.update to device"
+            )
         self._rates = _Rates(is_auto=update == "auto")
         self._twin = _HostTwin(self._optimizer, kind)
-        self._mine: set[SubGroup] = set()
-        self._idle: set[SubGroup] = set()
-        self._slots.next_use = self._idle.__contains__  # what is updated keeps its slot
-        self._lock, self._computing = threading.Lock(), threading.Lock()
+        self._computing = threading.Lock()
         self._desks = [torch.empty(0, dtype=torch.uint8) for _ in range(_THREADS)]
         self._pool = ThreadPoolExecutor(_THREADS, "tba-update", self._device.bind_thread)
         self._last: tuple[Any, tuple[int, int], float] | None = None
@@ -83,7 +87,9 @@ class HostLane:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that it has, for states and for copies."""
-        return self._slots.all_bytes + sum(desk.numel() for desk in self._desks)
+        return sum(states.numel() for states in self._states.values()) + sum(
+            desk.numel() for desk in self._desks
+        )
 
     @contextmanager
     def updating(
@@ -110,7 +116,7 @@ class HostLane:
             self._rates.learn(sizes, (ended - began, host_seconds))
             self._last = None
         mine = self._chosen(groups)
-        rest = [group for group in groups if group not in self._mine]
+        rest = [group for group in groups if group not in self._states]
         on_device, on_host = (sum(group.nbytes for group in some) for some in (rest, mine))
         self.updated, self.predicted_seconds = len(mine), self._rates.seconds(on_device, on_host)
         resident = {
@@ -129,36 +135,19 @@ class HostLane:
             seconds = max(each.ended for each in done) - min(each.began for each in done)
             self._last = (began, ended), (on_device, on_host), seconds
 
-    def welcome(self, group: SubGroup) -> None:
-        """Take a sub-group that has just got its states in a slot of the device, if it is the next.
-
-        Where states live in host memory they come to a slot there at once, so that the store takes none.
-        """
-        if self._is_on and self._is_home and _can_be_copied(group):
-            sizes = [each.nbytes for each in self._groups if _can_be_copied(each)]
-            if self._rates.count(sizes, len(self._mine)) > len(self._mine):
-                self._serve(group, on_host=True)
-                states = self._entries.slots.load(group).lend()[: group.nbytes]
-                self._slots.own(group).lend()[: group.nbytes].copy_(states)
-                self._entries.slots.empty(group)
-
     def give_up(self, groups: Iterable[SubGroup]) -> None:
         """Leave sub-groups to the device.
 
         Raises:
             TransferError: Their states cannot be written.
         """
-        for group in self._mine.intersection(groups):
-            is_needed = self._entries.shows_any(group)  # else others are there in place of its states
-            if is_needed:
-                (self._slots.leave if self._slots.stays(group) else self._slots.write)(group)
-            self._slots.empty(group, drops=not is_needed)
-            self._serve(group, on_host=False)
-
-    def forget(self, groups: Iterable[SubGroup]) -> None:
-        """Forget sub-groups that are no more."""
-        self._mine.difference_update(groups)
-        self._idle.difference_update(groups)
+        for group in self._states.keys() & set(groups):
+            if self._entries.shows_any(group):  # else others are there in place of its states
+                slot = self._entries.slots.take(group.room)
+                slot.lend()[: group.nbytes].copy_(self._states[group])
+                slot.hold(group)
+                slot.write()
+            del self._states[group]
 
     def close(self) -> None:
         """End the threads."""
@@ -170,18 +159,15 @@ class HostLane:
         """Take over the sub-groups that the processor updates now, and give up the others."""
         updated = set(groups)
         able = [group for group in self._groups.spread if group in updated and _can_be_copied(group)]
-        able.sort(key=lambda group: group not in self._mine)  # those that it has stay as far as they may
-        chosen = set(able[: self._rates.count([group.nbytes for group in able], len(self._mine))])
+        able.sort(key=lambda group: group not in self._states)  # what it has stays as far as it may
+        chosen = set(able[: self._rates.count([group.nbytes for group in able], len(self._states))])
         self.give_up(updated - chosen)
-        for group in chosen - self._mine:
+        for group in chosen - self._states.keys():
             self._entries.slots.write(group)
             self._entries.slots.empty(group)
-            self._serve(group, on_host=True)
+            self._states[group] = group.home.on_host(group.nbytes)
+            group.home.release()
         return [group for group in groups if group in chosen]
-
-    def _serve(self, group: SubGroup, *, on_host: bool) -> None:
-        (self._mine.add if on_host else self._mine.discard)(group)
-        group.home.serve(self._entries.host_homes if on_host else self._homes)
 
     # ---- the way of one sub-group ------------------------------------------------------------------
 
@@ -196,7 +182,7 @@ class HostLane:
         """
         desk = self._desks.pop()
         try:
-            bound = group.views(self._load(group))
+            bound = group.views(self._states[group])
             after.synchronize()
             began = time.perf_counter()
             with self._device.on_side_stream():  # another one would wait for all that the device has to do
@@ -233,23 +219,7 @@ class HostLane:
                         entry[key] = _put_back(entry[key], resident[parameter].get(key))
         finally:
             self._desks.append(desk)
-            with self._lock:
-                self._slots.write(group)
-                self._idle.add(group)
         return _Done(bound if is_as_before else {}, left, began, time.perf_counter())
-
-    def _load(self, group: SubGroup) -> torch.Tensor:
-        with self._lock:
-            slot = self._slots.of(group)
-            if slot is None and self._is_home:
-                slot = self._slots.stay(group)
-            elif slot is None:
-                slot = self._slots.take(group.room)
-                slot.read(group)
-            self._idle.discard(group)
-        slot.settle()
-        slot.hold(group)
-        return slot.lend()
 
     def _run(self, number: int, parts: Sequence[_Part], before: States, options: Mapping[str, Any]) -> States:
         """Run the optimizer's code, and return the states that it has left."""
@@ -287,10 +257,8 @@ class HostLane:
                         key: each for key, each in entry.items() if torch.is_tensor(each) and each.numel() > 1
                     }
                     entry.update({key: each.to(parameter.device) for key, each in large.items()})
-                self._slots.empty(group, drops=True)
-                self._serve(group, on_host=False)
+                del self._states[group]
             self._entries.take(group, done.bound, done.left)
-        self._entries.host_homes.hand_over(self._homes)
 
 
 class _Done(NamedTuple):

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
-from weakref import WeakMethod
 
 import torch
 
@@ -85,7 +84,6 @@ class Updates:
         self.entries = Entries(self.groups, self.order.next_use)
         self._twin = Twin(optimizer, kind)
         self._host = HostLane(self, kind, states.update)
-        self.entries.arrived = WeakMethod(self._host.welcome)
         self._counts = _Counts()
         self._failure: TransferError | None = None
 
@@ -252,7 +250,6 @@ class Updates:
         self.entries.restore(groups)
         self.groups.remove(groups)
         self.order.remove(groups)
-        self._host.forget(groups)
 
     def restore_all(self) -> None:
         """Put all states back into ``optimizer.state``, and free slots and extents.
@@ -263,7 +260,6 @@ class Updates:
         self._host.close()
         self.restore([*self.groups])
         self.entries.slots.clear()
-        self.entries.host_slots.clear()
 
     def loaded(self) -> None:
         """Take a checkpoint that was loaded, and forget that an update failed."""
