@@ -16,8 +16,9 @@ states of all lanes are compared, bit for bit.
 With ``--rows`` the matrices are the layers of a model, each step trains it on that number of rows, and whole
 steps are timed. One more lane updates in backward, and frees gradients there.
 
-On a GPU there are lanes in which the processor updates all sub-groups (``host``), or as many as let both end
-together (``both``). Their bits are other ones, since the processor's kernels are, and are not compared.
+On a GPU, with states in host memory, there are lanes in which the processor updates all sub-groups
+(``host``), or as many as let both end together (``both``). Their bits are other ones, since the processor's
+kernels are, and are not compared.
 Printed is what the lanes' rates predicted as well.
 
 With ``--deepspeed`` one more lane, or one for each JSON object of settings for its ``aio``, is DeepSpeed's
@@ -359,7 +360,8 @@ def main() -> None:
     gradients = [torch.randn(options.width, options.width, **where) for _ in range(count)]
     rows = torch.randn(options.rows, options.width, **where)
     wanted = {"plain", *options.lanes} - set(() if options.rows else LATER)
-    wanted -= set(BY_PROCESSOR if options.device == "cpu" else ())
+    is_able = options.device != "cpu" and options.store == "host"
+    wanted -= set(() if is_able else BY_PROCESSOR)
     lanes = [made(name, options) for name in SETTINGS if name in wanted]
     places = [] if options.store == "host" else [str(options.directory)]
     store = {"kind": options.store, "directories": places}
