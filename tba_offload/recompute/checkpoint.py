@@ -110,7 +110,7 @@ class _Execution:
         self._look = None if known else Look(layer.module, arguments)
         self.mode = mode = known or Mode(layer.module, layer.states())
         self._found = mode.read()
-        self._layout = take_apart(given, tensors)
+        self._layout: Any = take_apart(given, tensors)
         self.saved = SavedTwice(layer.name, _static(layer.module), outcome)
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
@@ -124,6 +124,7 @@ class _Execution:
             self.learn()
         except BaseException as error:  # noqa: BLE001 - checkpoints of PyTorch 2.10 would keep their hooks on
             self._error = error
+            self._layout = None  # arguments may hold the graph, whose checkpoint holds this
             return None
         return output
 
