@@ -164,8 +164,8 @@ def _sharing_versions() -> AbstractContextManager[object]:
     return guard(torch._C.DispatchKey.ADInplaceOrView, False)  # noqa: FBT003 - positional in C++
 
 
-_looking: dict[str, object] = {}
-"""By the name of an operation: what keeps a function in front of it, for as long as the process lasts."""
+_looking: dict[str, Any] = {}
+"""The library that keeps a function in front of an operation, by the name of the operation."""
 
 
 _turn = threading.Lock()
@@ -183,7 +183,14 @@ def _look_at_operations() -> None:
                     _looking[name] = _look_at(namespace, word, packet.default)
 
 
-def _look_at(namespace: str, word: str, operation: Any) -> object:
+def take_out() -> None:
+    """Leave operations as they were; a layer that needs a function there puts it back."""
+    with _turn:
+        while _looking:
+            _looking.popitem()[1]._destroy()
+
+
+def _look_at(namespace: str, word: str, operation: Any) -> Any:
     # Those of other packages stand in the forward of a function, where gradients are off.
     wants_gradient = _saves_for_backward if namespace == "aten" else _has_gradient
     names = [argument.name for argument in operation._schema.arguments]

@@ -124,7 +124,7 @@ class _Execution:
             self.learn()
         except BaseException as error:  # noqa: BLE001 - checkpoints of PyTorch 2.10 would keep their hooks on
             self._error = error
-            self._layout = None  # arguments may hold the graph, whose checkpoint holds this
+            self._look = self._layout = None  # arguments may hold the graph, whose checkpoint holds this
             return None
         return output
 

@@ -51,7 +51,8 @@ def other_numbers(layer: str) -> TbaError:
         layer,
         f"{_OTHER} than the first, because it depends on something that changed in between (a counter, a "
         "global, a generator of its own; with states.when: backward the weight of a later layer, which needs "
-        "states.when: step). Do not use the gradients of this step",
+        "states.when: step). Do not use the gradients of this step; with states.when: backward the layers "
+        "after this one are updated already, so load a checkpoint",
     )
 
 
@@ -131,11 +132,16 @@ class Verifier:
         self.faults[name, training] = str(fault)
         if kind not in self._reported:
             self._reported.add(kind)
-            sentence = f"{name}, and layers like it, are not recomputed by the planner: {fault}"
-            if _OTHER in str(fault):  # the trial may have changed state out of its sight once more
-                warn(sentence, RuntimeWarning)
+            sentence = f"{name}, and layers like it, are not recomputed by the planner: "
+            if _OTHER in str(fault):
+                warn(
+                    f"{sentence}{_OTHER} than the first. If its forward keeps state of its own (a counter, a "
+                    "global), that has moved on once more than in plain training. Place it keep or offload, "
+                    "and it runs once.",
+                    RuntimeWarning,
+                )
             else:
-                self._report(sentence)
+                self._report(f"{sentence}{fault}")
 
     def withdraw(self, name: str) -> None:
         """Have ``auto`` recompute no layer of this class from now on: a second run of one has failed."""

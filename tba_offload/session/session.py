@@ -36,6 +36,7 @@ from tba_offload.layers.find import LayerStack, check_disjoint
 from tba_offload.planner.auto import Controller, Task
 from tba_offload.planner.model import DeviceShare, Limits, Plan
 from tba_offload.planner.planning import Agree, Budget, Planning, StatesBeside
+from tba_offload.recompute import attention
 from tba_offload.recompute.verify import Verifier
 from tba_offload.report.log import MEMORY, TIMELINE, StepRecord
 from tba_offload.report.why import Diagnosis
@@ -496,6 +497,8 @@ class Session:
         torch_private.unwatch(self.capture)
         self.capture.look_at_memory = None  # a cycle
         _open_sessions.discard(self)
+        if not _open_sessions:
+            attention.take_out()
 
     def _close(self) -> None:
         """Close what was opened, the last first; an error of one keeps no other from closing."""

@@ -332,3 +332,19 @@ def test_operations_of_other_threads_are_left_alone() -> None:
         stop.set()
         other.join()
     assert not wrong
+
+
+def test_closing_the_last_session_leaves_the_operation_as_it_was() -> None:
+    operation = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+    def is_looked_at() -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(operation, "BackendSelect")
+
+    for _ in range(2):
+        assert not is_looked_at()
+        model = layers_of(causal, torch.float32)
+        with session_over(model) as session:
+            with session.step():
+                step(model)
+            assert is_looked_at()
+        assert not is_looked_at()
