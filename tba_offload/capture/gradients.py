@@ -11,7 +11,7 @@ from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedParameter
 
 from tba_offload.device.live_bytes import LiveBytes
 from tba_offload.layers.nested import parameters_in
@@ -57,10 +57,10 @@ class Gradients:
         self.was_dropped = self.were_taken = False
         self._forget_gone()
         parameters = list(self.parameters())  # once: a model may have thousands of modules
-        for parameter in parameters:
-            self._watch(parameter)
+        self._watch(parameters)
         for watched in self._watched.values():
-            watched.begin_step()
+            if (known := watched.parameter()) is not None:
+                watched.begun_version = known._version
         self._count(parameters)
         self.all_exist = all(map(_has_gradient, parameters))
         self.live.take_added()
@@ -74,8 +74,13 @@ class Gradients:
 
     def also_watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Count the gradients of parameters of the model, or of those that train together with it."""
-        for parameter in filter(_is_trained, parameters):
-            self._watch(parameter)
+        self._watch(filter(_is_trained, parameters))
+
+    def _watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            known = self._watched.get(id(parameter))
+            if known is None or known.parameter() is not parameter:
+                self._watched[id(parameter)] = _Watched(parameter, weakref.ref(self))
 
     def count(self) -> None:
         """Count gradients that exist and came without a word, as those of sharded parameters do."""
@@ -153,11 +158,6 @@ class Gradients:
         for key in [key for key, watched in self._watched.items() if watched.parameter() is None]:
             del self._watched[key]
 
-    def _watch(self, parameter: torch.Tensor) -> None:
-        known = self._watched.get(id(parameter))
-        if known is None or known.parameter() is not parameter:
-            self._watched[id(parameter)] = _Watched(parameter, weakref.ref(self))
-
     def accumulated(self, watched: _Watched, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Record that a gradient is in its place."""
         is_again = self._born.get(id(parameter)) is watched
@@ -169,7 +169,8 @@ class Gradients:
 
 
 def _is_trained(parameter: torch.Tensor) -> bool:
-    return parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter)
+    is_lazy = issubclass(type(parameter), UninitializedParameter)  # isinstance() would be a call in Python
+    return parameter.requires_grad and parameter.is_leaf and not is_lazy
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:
@@ -190,8 +191,8 @@ class _Watched:
     """
 
     __slots__ = (
-        "_begun_version",
         "_gradients",
+        "begun_version",
         "gradient",
         "gradient_version",
         "handle",
@@ -202,7 +203,7 @@ class _Watched:
     def __init__(self, parameter: torch.Tensor, gradients: weakref.ref[Gradients]) -> None:
         self._gradients = gradients
         self.parameter = weakref.ref(parameter)
-        self.parameter_version = self._begun_version = parameter._version
+        self.parameter_version = self.begun_version = parameter._version
         self.gradient: Callable[[], torch.Tensor | None] = _no_gradient
         self.gradient_version = 0
         register: Any = parameter.register_post_accumulate_grad_hook
@@ -217,17 +218,11 @@ class _Watched:
         self.gradient = weakref.ref(gradient)
         self.gradient_version = gradient._version
 
-    def begin_step(self) -> None:
-        """Note what the parameter is when a step begins."""
-        parameter = self.parameter()
-        if parameter is not None:
-            self._begun_version = parameter._version
-
     @property
     def is_changed(self) -> bool:
         """Whether the parameter was changed since; what is another object now is another parameter."""
         parameter = self.parameter()
-        return parameter is not None and parameter._version != self._begun_version
+        return parameter is not None and parameter._version != self.begun_version
 
     @property
     def is_gone(self) -> bool:
