@@ -21,6 +21,7 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 from tba_offload.device.peers import has_peers
 from tba_offload.errors import TbaError, UnsupportedError
 from tba_offload.layers.graph import first_differentiable
+from tba_offload.layers.nested import modules_in
 from tba_offload.recompute.arguments import put_together, take_apart
 from tba_offload.recompute.purity import SMALL, Look, Mode, attributes_kept, impure, in_force
 from tba_offload.recompute.verify import SavedTwice, cannot, other_numbers, turn
@@ -59,7 +60,7 @@ class RecomputedLayer:
     @property
     def training(self) -> tuple[bool, ...]:
         """Which modules of the layer train."""
-        return tuple([inner.training for inner in self.module.modules()])
+        return tuple([inner.training for inner in modules_in(self.module)])
 
     def run(self, forward: Callable[..., Any], given: Arguments) -> Any:
         """Run the layer in a checkpoint.
@@ -82,7 +83,7 @@ class RecomputedLayer:
             return False
         if reason is None and has_hooks(self.module):
             reason = "a program has hooked into its forward, and its hooks would run twice"
-        held = (value for inner in self.module.modules() for value in vars(inner).values())
+        held = (value for inner in modules_in(self.module) for value in vars(inner).values())
         if reason is None and any(isinstance(value, Iterator) for value in held):
             reason = "it holds an iterator, which a second run would move on"
         if reason is not None:
@@ -170,7 +171,7 @@ class _Execution:
             attributes_kept(layer.name, layer.module, restored),
             in_force(mode.states, self._found),
         ):
-            for inner, training in zip(layer.module.modules(), self.training, strict=False):
+            for inner, training in zip(modules_in(layer.module), self.training, strict=False):
                 inner.training = training  # a program may evaluate between forward and backward
             saved.run_again(lambda: self._forward(*args, **kwargs), restored, drops=drops)
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from tba_offload.errors import TbaError, UnsupportedError
+from tba_offload.layers.nested import modules_in
 from tba_offload.recompute.arguments import take_apart
 from tba_offload.recompute.digest import digest
 from tba_offload.recompute.verify import address_of, cannot
@@ -206,28 +207,28 @@ def attributes_kept(layer: str, module: nn.Module, restored: Container[int | Non
         UnsupportedError: A tensor was changed in place. :class:`Look` cannot tell where the very first run
             did not, as with a sum that begins as ``None``.
     """
-    before = [
-        (name, vars(inner), dict(vars(inner)), set(inner._parameters))
-        for name, inner in module.named_modules()
-    ]
+    inside = modules_in(module)
+    before = [(vars(inner), dict(vars(inner)), set(inner._parameters)) for inner in inside]
     held = [
-        (".".join(filter(None, ("self", prefix, name))), value, value._version)
-        for prefix, _, old, _ in before
-        for name, value in (*old.items(), *old["_buffers"].items())
+        (inner, name, value, value._version)
+        for inner, (_, old, _) in zip(inside, before, strict=True)
+        for name, value in (*old.items(), *inner._buffers.items())
         if isinstance(value, torch.Tensor) and address_of(value) not in restored
     ]
     try:
         yield
     finally:
-        for _, now, old, parameters in before:
-            if len(now) != len(old) or any(now.get(name) is not value for name, value in old.items()):
+        for now, old, parameters in before:
+            if now.keys() != old.keys() or [*map(id, now.values())] != [*map(id, old.values())]:
                 parameters.update(now["_parameters"])  # sharding moves these in and out of attributes
                 own = {name: value for name, value in old.items() if name not in parameters}
                 shards = {name: value for name, value in now.items() if name in parameters}
                 now.clear()
                 now.update(own | shards)
-        if changed := [name for name, tensor, version in held if tensor._version != version]:
-            raise impure(layer, changed)  # also in the place of the error by which checkpoints end a run
+        if changed := [(inner, name) for inner, name, tensor, version in held if tensor._version != version]:
+            paths = {inner: path for path, inner in module.named_modules()}
+            names = [".".join(filter(None, ("self", paths[inner], name))) for inner, name in changed]
+            raise impure(layer, names)  # also in the place of the error by which checkpoints end a run
 
 
 def _small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
