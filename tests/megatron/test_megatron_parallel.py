@@ -367,14 +367,15 @@ def check_steps(
     own = Counter(wanted[layer] for layer in layout.stages[layout.stage_of(rank)])
     assert len(log.steps) == STEPS
     recomputed = own["recompute"] + own[INPUTS]
-    trained = sum(layout.micro_batches) * (own.total() + recomputed)
+    trained = sum(layout.micro_batches) * own.total() + sum(step.recomputed_scopes for step in log.steps)
     evaluated = sum(layout.micro_batches) * own.total()
-    # One run of each is compared with a second one, but routers would log their losses twice.
-    tried = 0 if layout.has_experts else recomputed + own["auto"]
+    # Before a plan may recompute a layer it runs once more, but routers would log their losses twice.
+    tried = 0 if layout.has_experts else own["auto"]
     assert history["runs"] == trained + evaluated + tried
     for step, count, reported in zip(log.steps, layout.micro_batches, history["losses"], strict=True):
         assert step.scopes == own.total() * count
-        assert step.recomputed_scopes == recomputed * count
+        # Layers placed auto are recomputed in the steps that learn how long that takes.
+        assert recomputed * count <= step.recomputed_scopes <= (recomputed + own["auto"]) * count
         assert step.tokens == count * MICRO_BATCH * layout.data * SEQUENCE / layout.ranks
         assert step.loss == mean_loss(layout, reported)
         assert step.left_alone_scopes == 0
@@ -401,7 +402,5 @@ def check_transfers(step: StepRecord, own: Counter[str]) -> None:
     if own["offload"] + own[INPUTS]:
         assert moved > 0
         assert step.fallback_kept_bytes == 0 or own["auto"]
-    elif own["auto"]:
-        assert moved + step.fallback_kept_bytes > 0
-    else:
+    elif not own["auto"]:  # else a lesson keeps the layer, or recomputes it
         assert (moved, step.read_bytes, step.fallback_kept_bytes) == (0, 0, 0)
