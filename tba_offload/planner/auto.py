@@ -62,6 +62,8 @@ RIVAL = 0.25
 OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
 """Share by which steps are off, how many in a row, and share by which a rate is off, to solve again."""
 
+ANOTHER_SHARE = "the device has another share left for activations"
+
 WORTH_IT = 0.02
 """Share by which a new plan must be faster than the one in force, or that stays."""
 
@@ -386,6 +388,9 @@ class Controller:
 
     def _raced(self, seen: StepObservation) -> Plan:
         """Note a step of the race; return the next one's plan, or the winner."""
+        if self._limited:  # the plans in the race were made for another budget
+            self._limited = False
+            return self._try(ANOTHER_SHARE)
         plan, first = bare(seen.plan), next(iter(self._race))
         if plan in self._race:
             self._race[plan].append(_seconds(seen))
@@ -433,7 +438,7 @@ class Controller:
         if moved:
             why = f"the store now gives {case.bandwidth}, not {was}"
         elif self._limited:
-            why = "the device has another share left for activations"
+            why = ANOTHER_SHARE
         self._off, self._usual, self._limited = 0, [], False
         now, better = case.predicted(bare(seen.plan)), self._solve()
         if case.fits(now) and not _is_faster(better, now, 1 - WORTH_IT):
