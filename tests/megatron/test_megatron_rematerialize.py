@@ -61,15 +61,31 @@ def train(model: nn.Module, shape: GptShape, default: tba.Placement | None) -> t
         return found, session.report()[-1].offloaded_bytes if session else 0
 
 
-@pytest.mark.parametrize(("style", "dtype"), [("gpt", "fp32"), ("llama", "bf16")])
-def test_models_write_less(style: Any, dtype: Any) -> None:
+def written_by_models(style: Any, dtype: Any) -> float:
+    """Return the bytes that offload-remat writes over those that offload writes; all runs have the same bits."""
     shape = dataclasses.replace(SHAPE, style=style, dtype=dtype)
     expected, _ = train(build_gpt(shape, seed=0), shape, None)
     found, written = train(build_gpt(shape, seed=0), shape, tba.Placement.OFFLOAD)
     assert_same(found, expected)
     found, less = train(build_gpt(shape, seed=0), shape, tba.Placement.OFFLOAD_REMAT)
     assert_same(found, expected)
-    assert less < 0.85 * written
+    return less / written
+
+
+STYLES = pytest.mark.parametrize(("style", "dtype"), [("gpt", "fp32"), ("llama", "bf16")])
+
+
+@STYLES
+def test_models_write_less(style: Any, dtype: Any) -> None:
+    assert written_by_models(style, dtype) < 0.85
+
+
+@STYLES
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="outputs of dropout, and more of a Llama's, are written again"
+)
+def test_models_write_three_quarters(style: Any, dtype: Any) -> None:
+    assert written_by_models(style, dtype) < 0.75
 
 
 # Functions
