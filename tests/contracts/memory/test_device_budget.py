@@ -300,7 +300,7 @@ def test_layers_that_are_placed_offload_have_less_in_flight(tmp_path: Path) -> N
 
 
 def with_states_offloaded(tmp_path: Path, when: dict[str, str]) -> tuple[Run, Run, int, int]:
-    """Return training with all kept, with states offloaded, what activations gained, and bytes of weights."""
+    """Return both trainings, the bytes of room that activations gained, and the bytes of all weights."""
     kept = run(tmp_path, {"default": "keep"})
     budget = int(0.6 * max(kept.peaks))
     policy: dict[str, object] = {"default": "auto", "budget": {"device_bytes": budget}}
