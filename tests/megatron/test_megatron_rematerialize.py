@@ -62,7 +62,7 @@ def train(model: nn.Module, shape: GptShape, default: tba.Placement | None) -> t
 
 
 def written_by_models(style: Any, dtype: Any) -> float:
-    """Return the bytes that offload-remat writes over those that offload writes; all runs have the same bits."""
+    """Return the share of bytes that offload-remat writes of those of offload; all bits are the same."""
     shape = dataclasses.replace(SHAPE, style=style, dtype=dtype)
     expected, _ = train(build_gpt(shape, seed=0), shape, None)
     found, written = train(build_gpt(shape, seed=0), shape, tba.Placement.OFFLOAD)
