@@ -572,9 +572,15 @@ class Session:
         self.planning.start(plan, controller, self.world.agree)
 
 
+_SLOW_BYTES_PER_SECOND = 16e6
+"""A store below this rate is measured by few small pieces: more would hold the first step for seconds."""
+
+
 def _probed(store: ActivationStore, device: Device) -> tuple[float, float]:
     """Return the rates at which a store takes small pieces and gives them back, bytes a second."""
-    rates = measure(store, device, extent_bytes=1 << 20, extents=4, seconds=0.05)
+    rates = measure(store, device, extent_bytes=64 << 10, extents=1, seconds=0.0)
+    if min(rates) > _SLOW_BYTES_PER_SECOND:
+        rates = measure(store, device, extent_bytes=1 << 20, extents=4, seconds=0.05)
     return rates.write, rates.read
 
 
