@@ -111,7 +111,7 @@ class StepRecord:
             and this one where the program tells what a step is and updates after it. None if there was none.
             On a GPU it is how long the host was held up, to launch the work or to wait for it.
         skipped: Whether its gradients were dropped without an update, as a gradient scaler does after an
-            overflow. Nothing is planned from such a step, unless its device tells so only later.
+            overflow. Nothing is planned from such a step.
         forward_seconds: Time spent in forward passes; None on a GPU.
         backward_seconds: Time spent in backward passes; None on a GPU.
         stall_seconds: Time that the training thread waited for I/O of activations; a GPU may have had work

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.profiler import record_function
 
 from tba_offload.capture.retained import is_retained, life_of_layer
 from tba_offload.layers.graph import first_differentiable, keeps_graph, nearest_nodes
@@ -34,7 +32,7 @@ class BackwardWatch:
 
     def __init__(self, session: Session) -> None:
         self._loop, self._capture, self._gradients = session.loop, session.capture, session.gradients
-        self._memory, self._ranges, self._notices = session.memory, session.ranges, session.notices
+        self._memory, self._notices = session.memory, session.notices
 
     def note_gone(self) -> None:
         """Note which graphs are gone that a backward pass had left alive.
@@ -59,7 +57,8 @@ class BackwardWatch:
         back = partial(self._came_back, site, scope, before, step, self._capture.trace)
         tensor.register_hook(back)  # type: ignore[no-untyped-call]
         if step is not None:
-            step.recorded(tensor.grad_fn._sequence_nr(), weakref.ref(back))
+            step.graph_end = tensor.grad_fn._sequence_nr()
+            step.graphs.add(back)
 
     def watch_input(self, arguments: tuple[object, ...]) -> None:
         """Have it noted when backward leaves the first layer for what has made its input, as embeddings have.
@@ -86,8 +85,6 @@ class BackwardWatch:
             site.come_back()
         if self._capture.trace.gone:
             self.note_gone()
-        if self._ranges.is_on:
-            self._ranges.backward_reached(site.layer.id.name)
         is_first = trace.backward_reached(scope)
         if memory.is_on:
             memory.backward_reached(site.index, scope.key)
@@ -102,7 +99,6 @@ class BackwardWatch:
 
     def _pass_ended(self, trace: StepTrace) -> None:
         trace.backward_ended()
-        self._ranges.leave("backward")
         self._memory.leave(BETWEEN)
         self._loop.backward_ended()
 
@@ -134,59 +130,3 @@ def _left(watch: weakref.ref[BackwardWatch], step: Step | None, _: torch.Tensor)
 def _look(memory: weakref.ref[Memory], *_: object) -> None:
     if (found := memory()) is not None and found.meter is not None:
         found.meter.cut()
-
-
-class Ranges:
-    """Ranges in the profile of :mod:`torch.profiler`: a step, and each run of a layer.
-
-    They are those of :class:`torch.profiler.record_function`, which ``torch.autograd.profiler.emit_nvtx``
-    turns into ranges of NVTX for Nsight Systems.
-
-    Attributes:
-        is_on: Whether they are wanted, and a profile is made on this thread.
-    """
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self._open: dict[str, tuple[record_function, int]] = {}
-
-    def begin_step(self, number: int, *, wanted: bool) -> None:
-        """Mark that a step begins.
-
-        Args:
-            number: Of the step.
-            wanted: Whether it is to be marked, if a profile is made.
-        """
-        self.end_step()
-        self.is_on = wanted and torch._C._autograd._profiler_enabled()
-        if self.is_on:
-            self._enter("step", str(number))
-
-    def forward(self, name: str) -> record_function:
-        """Return a context manager around the forward of a layer."""
-        return record_function(f"tba-offload: forward {name}")
-
-    def backward_reached(self, name: str) -> None:
-        """Mark that backward comes to a run of a layer, and so is done with the one before."""
-        self.leave("backward")
-        self._enter("backward", name)
-
-    def end_step(self) -> None:
-        """Mark that the step is over, or was left."""
-        self.leave("backward")
-        self.leave("step")
-        self.is_on = False
-
-    def _enter(self, kind: str, name: str) -> None:
-        entered = record_function(f"tba-offload: {kind} {name}").__enter__()  # type: ignore[no-untyped-call]
-        self._open[kind] = entered, threading.get_ident()
-
-    def leave(self, kind: str) -> None:
-        """Mark that the backward of a layer or the step is over.
-
-        A range ends on the thread that it began on: another one, as autograd's of a device, may have had a
-        range of its own in between, and NVTX ends the latest.
-        """
-        entered, thread = self._open.pop(kind, (None, None))
-        if entered is not None and thread == threading.get_ident():
-            entered.__exit__(None, None, None)

@@ -114,11 +114,7 @@ class LayerRuns:
         if memory.is_on and memory.layer_begins(site.index):
             self._watch.watch_input(arguments)
         try:
-            if session.ranges.is_on:
-                with session.ranges.forward(site.layer.id.name):
-                    output = self._run_as(placement, site, scope, (args, kwargs))
-            else:
-                output = self._run_as(placement, site, scope, (args, kwargs))
+            output = self._run_as(placement, site, scope, (args, kwargs))
             if may_be_graph:
                 _check_graph(site, placement, graph, session.device.compiled_graph())
         except BaseException:

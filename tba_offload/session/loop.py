@@ -76,10 +76,10 @@ class Loop:
         self.opens_steps, self.is_closed, self.is_inert = count_tokens is not None, False, False
         self.session: Any = session
         self._seconds_between = 0.0  # of optimizers since the last step was open
-        self._running: list[tuple[Optimizer, float]] = []  # optimizers whose step has begun, and when
-        self._closures = 0  # of optimizers, that are running
-        self._forwards: dict[nn.Module, None] = {}  # those that run, outermost first
-        self._tokens_are_known = False  # of the outermost forward
+        self._updating: tuple[Optimizer, float] | None = None  # the optimizer that works, and since when
+        self._has_closure = False  # which that optimizer calls
+        self._outermost: nn.Module | None = None  # whose forward runs
+        self._tokens_are_known = False  # of that forward
         self._handles: list[RemovableHandle | HookFreeCopies] = []
         if count_tokens is not None:
             self._count_tokens = count_tokens
@@ -117,7 +117,7 @@ class Loop:
         self.check_usable()
         if not step.opened_itself:
             self.finish()
-        if self._left_behind() is not None:
+        if self.step is not None:
             raise SessionError("another step of this session is still open")
         try:
             interrupts.put_up(step)
@@ -130,10 +130,9 @@ class Loop:
 
     def end(self, step: Step, *, failed: bool) -> None:
         """End a step, and record it unless it failed."""
-        step.is_left = True
         if self.is_inert:
             return
-        self._running.clear()  # a whole step within a closure: its optimizer's time is no step's
+        self._updating = None  # a whole step within a closure: its optimizer's time is no step's
         try:
             self.session.end_step(step, failed=failed)
         finally:
@@ -145,15 +144,13 @@ class Loop:
 
     def open_step(self) -> None:
         """Open a step that has begun by itself, unless one is open that goes on."""
-        step = self._left_behind()
-        if step is not None and self._closures:
+        step = self.step
+        if self._updating is not None and not self._has_closure:
+            self._updating = None  # it raised an exception, so that its end was never heard
+            self.fail()
+        elif self._updating is not None and step is not None and not step.has_failed:
             self.session.memory.resume()
             return
-        if self._running and not self._closures:  # it raised an exception, so that its end was never heard
-            self._running.clear()
-            if step is not None:
-                self.fail()
-                self.session.memory.resume()
         if step is not None:
             if not step.opened_itself or not (step.updates or self._is_over(step)):
                 return
@@ -175,6 +172,7 @@ class Loop:
 
     def fail(self) -> None:
         """Record that a forward or an optimizer raised an exception: the step comes to nothing."""
+        self._outermost = None
         if self.step is not None:
             self.step.has_failed = True
 
@@ -189,15 +187,9 @@ class Loop:
         if self.is_closed:
             raise SessionError("this session is closed; attach the model again")
 
-    def _left_behind(self) -> Step | None:
-        """Return the step that is open; one whose end was interrupted is ended now."""
-        if self.step is not None and self.step.is_left:
-            self.step.end(failed=True)
-        return self.step
-
     def _own_step(self) -> Step | None:
         """Return the step that is open, if it has opened by itself and may end here."""
-        step = self._left_behind()
+        step = self.step
         return step if step is not None and step.opened_itself and not is_recomputation() else None
 
     # ---- is it over? -----------------------------------------------------------------------------
@@ -209,11 +201,11 @@ class Loop:
         if step.updates:
             return bool(gradients.born_within(step.updated))
         if not trace.backward_ends:
-            return bool(trace.scopes) and not step.has_graphs
+            return bool(trace.scopes) and not step.graphs
         if gradients.went_elsewhere:
             if trace.note_gone():
                 gradients.count()
-            return trace.is_used_up or not step.has_graphs
+            return trace.is_used_up or not step.graphs
         if gradients.were_taken and not self.session.optimizers and len(trace.backward_ends) >= _MOST_PASSES:
             self.session.notices.warn_once("no update", category=NoEffectWarning)
             return True
@@ -227,9 +219,7 @@ class Loop:
                 self.session.notices.no_layer_trained(self.session, self.number + 1)
             step.end(failed=True)
             return
-        if step.updates:
-            step.is_skipped = step.overflowed
-        else:
+        if not step.updates:
             is_gone = gradients.are_cleared or (gradients.were_taken and not gradients.went_elsewhere)
             step.is_skipped = gradients.was_dropped or (is_gone and not gradients.updated)
         step.end(failed=False)
@@ -240,43 +230,42 @@ class Loop:
         """Open a step before the model's forward, unless one is open that goes on; count its tokens."""
         if self.is_inert or is_recomputation() or not torch.is_grad_enabled():
             return
-        if module in self._forwards:  # it raised an exception, so that its end was never heard
-            self._forwards.clear()
-        if not self._forwards:
+        if self._outermost is None or self._outermost is module:  # the latter has raised an exception
             self._tokens_are_known = False
             self.open_step()
-        self._forwards[module] = None
+            self._outermost = module
         if self.step is not None and not self._tokens_are_known:  # a wrapper may not know them by name
             tokens = self._count_tokens(module, args, kwargs)
             self._tokens_are_known = tokens is not None
             self.step.seen_tokens += tokens or 0
 
     def _model_ended(self, module: nn.Module, _args: object, output: object) -> None:
-        if module not in self._forwards or is_recomputation():
-            return
-        while self._forwards.popitem()[0] is not module:
-            pass  # it raised an exception, so that its end was never heard
-        if not self._forwards and not self.is_inert:
-            self.session.forward_ended(output)
+        if module is self._outermost and not is_recomputation():
+            self._outermost = None
+            if not self.is_inert:
+                self.session.forward_ended(output)
 
     def backward_ended(self) -> None:
         """Record that a backward pass is over; what an optimizer does that asked for it is not the step's."""
         if self.step is not None and self.step.opened_itself:
             self.session.gradients.pass_ended()
             self.session.capture.trace.end_step()  # unless another micro-batch follows
-        if self.step is not None and self._closures:
+        if self.step is not None and self._updating is not None:
             self.session.memory.pause()
 
     # ---- optimizers ------------------------------------------------------------------------------
 
     def _optimizer_begins(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Raise what went wrong in a step before its gradients change the weights; notice a closure."""
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        """Raise what went wrong in a step before its gradients change the weights.
+
+        An optimizer may call another one, or the class that it is derived from: the last to begin counts.
+        """
         if self.is_inert or self.session is None:
-            return None
+            return
         if not any(map(self.session.gradients.watches, parameters_of(optimizer))):  # others at each update
-            return None
+            return
         self.session.optimizers.add(optimizer)
         if (step := self._own_step()) is not None:
             try:
@@ -286,38 +275,20 @@ class Loop:
                 raise
         if self.step is not None:
             self.session.memory.pause()
-        self._running.append((optimizer, time.perf_counter()))
-        if callable(kwargs.get("closure")):
-            return args, kwargs | {"closure": self._noticed(kwargs["closure"])}
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._noticed(args[1]), *args[2:]), kwargs
-        return None
-
-    def _noticed(self, closure: Callable[[], object]) -> Callable[[], object]:
-        @functools.wraps(closure)
-        def run() -> object:
-            self._closures += 1
-            try:
-                return closure()
-            finally:
-                self._closures -= 1
-
-        return run
+        self._updating = optimizer, time.perf_counter()
+        self._has_closure = callable(kwargs.get("closure", args[1] if len(args) > 1 else None))
 
     def _optimizer_ended(self, optimizer: Optimizer, *_: object) -> None:
-        if not self._running or self._running[-1][0] is not optimizer:
+        if self._updating is None or self._updating[0] is not optimizer:
             return
-        began = self._running.pop()[1]
-        step = self._left_behind()
-        if self._running:  # a class may call the step of the one that it is derived from
-            return
+        began, step = self._updating[1], self.step
+        self._updating = None
         if step is None:
             self._seconds_between += time.perf_counter() - began
             return
-        # With optimizers that can do so themselves a scaler leaves it to their step to skip the update.
         # Ids are good only as long as the optimizer holds the parameters: they are asked for at each update.
         updated = list(parameters_of(optimizer))
-        step.add_update(began, frozenset(map(id, updated)), getattr(optimizer, "found_inf", None))
+        step.add_update(began, frozenset(map(id, updated)))
         self.session.gradients.also_watch(updated)
         self.session.memory.resume()
         if self._own_step() is not None and self._is_over(step):

@@ -254,8 +254,6 @@ def late_figures(
         loss = late_value(device, [[loss]], lambda groups: groups[0][0])
     if isinstance(loss, LateValue):
         late["loss"], loss = loss, None
-    if undecided := step.undecided if step.opened_itself else []:  # others tell no skipped update
-        late["skipped"] = late_value(device, [undecided], lambda groups: all(groups[0]))
     # The time of optimizers, which is none of the step, is the host's.
     if marks is not None and marks.ended is not None and not times.had_optimizer:
         late["seconds"] = LateValue(marks.are_reached, marks.seconds)

@@ -40,7 +40,7 @@ from tba_offload.recompute import attention
 from tba_offload.recompute.verify import Verifier
 from tba_offload.report.log import MEMORY, TIMELINE, StepRecord
 from tba_offload.report.why import Diagnosis
-from tba_offload.session.backward import BackwardWatch, Ranges
+from tba_offload.session.backward import BackwardWatch
 from tba_offload.session.layers import LayerRuns, Outputs
 from tba_offload.session.loop import Loop, TokenCounter, Tokens, token_counter
 from tba_offload.session.memory import Memory, static_bytes
@@ -210,7 +210,6 @@ class Session:
         self.budget = Budget(limits, self.planning, self.gradients.live)
         self.verifier = Verifier({str(layer.id): type(layer.module) for layer in layers}, tell)
         self._closers.append(self.verifier.close)
-        self.ranges = Ranges()
 
     def _open_control(self, stack: LayerStack, count_tokens: TokenCounter | None) -> None:
         """Stand in front of the layers, and watch the model and its optimizers."""
@@ -274,7 +273,6 @@ class Session:
             site.begin_step()
         self.planning.begin_step()
         # Observers begin last: nothing of the above is theirs.
-        self.ranges.begin_step(number + 1, wanted=wanted)
         # The planner asks for times of a device that does its work later than the host gives it out, and
         # under a budget of all that lies on the device for when gradients come.
         has_marks = self.planning.controller is not None and self.device.runs_behind
@@ -326,7 +324,6 @@ class Session:
             raise
         finally:
             memory.stop()
-            self.ranges.end_step()
             self.capture.end_step(failed=failed)
         if not failed:
             self.verifier.check()
@@ -394,8 +391,7 @@ class Session:
             model_flops: Algorithmic FLOPs of the step; recomputed ones do not count.
             measure_memory: Whether to measure the activation peak; by default what :func:`attach` was told.
             trace: Whether to record the step over time, for ``step.timeline``, the run log and
-                ``tba-offload timeline``; its memory is measured then. In a profile of :mod:`torch.profiler`
-                that is being made when it begins, the step and the runs of its layers are ranges.
+                ``tba-offload timeline``; its memory is measured then.
 
         Returns:
             A context manager. After its block ``record`` holds the :class:`StepRecord`.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+import weakref
 from typing import TYPE_CHECKING, NamedTuple, Self
-
-import torch
 
 from tba_offload.errors import SessionError
 from tba_offload.report.log import StepRecord, TimelineEvent, read_event
@@ -16,7 +14,8 @@ from tba_offload.session.record import LateValue, late_value
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
-    from weakref import ref
+
+    import torch
 
     from tba_offload.device.memory import MemoryMeter
     from tba_offload.session.loop import Loop
@@ -38,9 +37,9 @@ class Step:
         meter: Measures its memory; ``None`` if that is not wanted.
         thread: Number of the thread that opened the step.
         began: Time of its begin, by :func:`time.perf_counter`.
-        is_left: Whether its end has come.
         has_failed: Whether a forward or an optimizer raised an exception in it.
         is_skipped: Whether its gradients were dropped without an update.
+        graphs: Hooks on the outputs of layers that ran: each lives as long as the graph of its layer.
         graph_end: Number in autograd's sequence of the output of the layer that ran last.
         seen_tokens: Tokens of the micro-batches, as seen.
         updates: When optimizers made their steps in it, begin and end.
@@ -59,12 +58,11 @@ class Step:
         self.thread = threading.get_ident()
         self.began = self.seconds_before = 0.0
         self.times = Times(0.0, None, had_optimizer=False)
-        self.opened_itself = self.is_left = self.has_failed = self.is_skipped = False
+        self.opened_itself = self.has_failed = self.is_skipped = False
         self.graph_end = 0
         self.updated: frozenset[int] = frozenset()
-        self._graphs: deque[ref[Callable[..., None]]] = deque()
+        self.graphs: weakref.WeakSet[Callable[..., None]] = weakref.WeakSet()
         self.updates: list[tuple[float, float]] = []
-        self._overflows: list[bool | torch.Tensor] = []
         self.seen_tokens = 0
 
     def __enter__(self) -> Self:
@@ -96,54 +94,17 @@ class Step:
         """Tokens of the step, as told or else as seen."""
         return (self.seen_tokens or None) if self.tokens is None else self.tokens
 
-    # ---- graphs ----------------------------------------------------------------------------------
-
-    def recorded(self, end: int, graph: ref[Callable[..., None]]) -> None:
-        """Record that a layer has run.
-
-        Args:
-            end: Number in autograd's sequence of the layer's output.
-            graph: Dead when the graph of the layer is.
-        """
-        self.graph_end = end
-        self._graphs.append(graph)
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether a graph of a layer is alive."""
-        graphs = self._graphs
-        while graphs and graphs[0]() is None:
-            graphs.popleft()
-        return bool(graphs)
-
     # ---- optimizers ------------------------------------------------------------------------------
 
-    def add_update(self, began: float, parameters: frozenset[int], overflow: object) -> None:
+    def add_update(self, began: float, parameters: frozenset[int]) -> None:
         """Record that an optimizer made its step; forward and backward may have taken place in it.
 
         Args:
             began: When it began, by :func:`time.perf_counter`.
             parameters: The ids of the optimizer's parameters.
-            overflow: Whether a gradient scaler made it skip the update, as the scaler has told the optimizer.
         """
         self.updates.append((began, time.perf_counter()))
-        if isinstance(overflow, torch.Tensor) and not overflow.is_cpu:  # its device is still to tell
-            self._overflows.append(overflow.detach().clone())  # scalers add to theirs in place
-        else:
-            self._overflows.append(bool(overflow))
         self.updated |= parameters
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether it is known that a gradient scaler made all optimizers skip the update."""
-        return bool(self.updates) and all(each is True for each in self._overflows)
-
-    @property
-    def undecided(self) -> list[torch.Tensor]:
-        """Flags that devices are still to tell, where these decide whether all optimizers skipped."""
-        if any(each is False for each in self._overflows):
-            return []
-        return [each for each in self._overflows if isinstance(each, torch.Tensor)]
 
     def update_times(self, backward_ends: Sequence[float]) -> list[tuple[float, float]]:
         """Return when each optimizer worked; forward and backward of a closure are left out.

@@ -161,26 +161,3 @@ def test_a_step_that_failed_leaves_nothing_on(session: Session, model: Model) ->
             raise ZeroDivisionError
     with pytest.raises(SessionError, match="not recorded"):
         _ = failed.timeline.event
-    with profiled() as profile:
-        with session.step() as step:
-            loss_of(model, make_tokens(0)).backward()
-    assert [event.name for event in profile.events() if event.name.startswith("tba-offload")] == []
-    assert step.record.read_bytes > 0
-
-
-# In a profile
-
-
-def profiled() -> torch.profiler.profile:
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
-
-
-def test_each_run_of_a_layer_is_a_range_of_the_profile(session: Session, model: Model) -> None:
-    with profiled() as profile:
-        with session.step(trace=True):
-            for micro_batch in range(2):
-                loss_of(model, make_tokens(micro_batch)).backward()
-    names = [event.name for event in profile.events() if event.name.startswith("tba-offload: ")]
-    for phase in ("forward", "backward"):
-        assert sum(f" {phase} " in name for name in names) == 2 * LAYERS
-    assert names.count("tba-offload: step 1") == 1
