@@ -90,9 +90,9 @@ def digest(tensors: Sequence[torch.Tensor]) -> list[int]:
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
     """Return each element once, flat; copied only if the elements are not dense in memory."""
     tensor = tensor.resolve_conj().resolve_neg()
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.size(dim) > 1:  # expanded: the same element many times
-            tensor = tensor.narrow(dim, 0, 1)
+    for dim in reversed(range(tensor.dim())):
+        if tensor.stride(dim) == 0 and tensor.size(dim):  # expanded: the same element many times
+            tensor = tensor.select(dim, 0)
     if not tensor.is_contiguous():
         strides: Sequence[int] = tensor.stride()
         permuted = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))

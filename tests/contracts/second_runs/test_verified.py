@@ -455,12 +455,21 @@ class AskingTwice(Plain):
         return doubled
 
 
+class Differentiating(Plain):
+    """Records the graph of a gradient, which saves a sum's gradient: one element, expanded."""
+
+    def noise(self, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(torch.tanh(x).square().sum(), x, create_graph=True)
+        return x + slope
+
+
 NOTICED = {
     Fickle: "other numbers",
     Iterating: "self.numbers|other numbers",
     Nested: "nested tensors",
     Ragged: "nested tensors",
     AskingTwice: "already unpacked once",
+    Differentiating: "other numbers",
 }
 
 
@@ -476,7 +485,7 @@ def test_a_layer_whose_second_run_is_of_no_use_is_named_before_the_update(
     assert_same([parameter.detach() for parameter in net.parameters()], before)
 
 
-@pytest.mark.parametrize("kind", [Iterating, Nested, Ragged, AskingTwice])
+@pytest.mark.parametrize("kind", [Iterating, Nested, Ragged, AskingTwice, Differentiating])
 def test_the_planner_leaves_those_alone_as_well(kind: type[Plain], caplog: pytest.LogCaptureFixture) -> None:
     net = make(kind)
     with caplog.at_level("INFO", "tba_offload"), auto_session(net) as session:
