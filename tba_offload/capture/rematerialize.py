@@ -5,45 +5,48 @@ function and from which arguments the outputs of cheap ones were made. When auto
 arguments are saved in its place; most of them autograd saves as well. Backward calls the function again, and
 compares a digest over every byte before the optimizer's step.
 
-PyTorch does not show autograd functions in Python to modes. The forward of some classes is therefore wrapped.
+PyTorch does not show modules and autograd functions in Python to modes. Those of some classes are therefore
+wrapped. Nor does PyTorch show what a function calls in C++. Within a few, another mode sees that.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from functools import partial, wraps
-from types import SimpleNamespace
+from functools import partial
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, wrap_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tba_offload.capture.hooks import LayerHooks
 from tba_offload.capture.identity import View, is_understood, restore, version_witness, viewed
-from tba_offload.capture.saved import Packed
 from tba_offload.capture.trace import Treatment
-from tba_offload.errors import SavedTensorModifiedError
-from tba_offload.layers.graph import check_version, hooks_on_top, untraced
+from tba_offload.layers.graph import check_version, untraced
 from tba_offload.recompute.digest import fold, mix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable
 
     from tba_offload.capture.hooks import Capture
     from tba_offload.capture.scope import ScopeKey
     from tba_offload.recompute.verify import Verifier
 
 _NAMES = (
-    "__pow__ __rdiv__ __rpow__ __rsub__ abs add addcmul bfloat16 clamp cos div elu erf exp float gelu glu",
-    "half hardswish layer_norm leaky_relu logsigmoid mean mish mul neg pow reciprocal relu relu6 rms_norm",
-    "rsqrt selu sigmoid silu sin softplus sqrt square sub tanh to type_as where",
+    "__pow__ __rdiv__ __rpow__ __rsub__ abs add addcmul bfloat16 clamp cos div elu erf exp float gelu glu "
+    "half hardswish layer_norm leaky_relu logsigmoid mean mish mul neg pow reciprocal relu relu6 rms_norm "
+    "rsqrt selu sigmoid silu sin softplus sqrt square sub tanh to type_as where"
 )
-_ROOMS = (torch, Tensor, nn.functional)
+_PARTS = {torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor}
 
-CHEAP = {getattr(room, name, None) for row in _NAMES for name in row.split() for room in _ROOMS} - {None}
+CHEAP = {getattr(room, x, None) for x in _NAMES.split() for room in (torch, Tensor, nn.functional)} | _PARTS
 """Functions without random numbers whose time is that of reading and writing memory."""
+
+COMPOSED = {nn.functional.dropout, torch.dropout, nn.functional.rms_norm, torch.rms_norm}
+"""Functions that are one kernel on a GPU. On a CPU they call others, and save what these put out."""
 
 DEEPEST = 12
 """Calls that are made one after the other for one saved tensor, at most."""
@@ -59,8 +62,8 @@ _CLASSES = (
 )
 """Cheap modules and autograd functions that modes do not see, by their Python modules."""
 
-_wrapped: dict[Any, Any] = {}
-"""The own forward of each of these classes that is wrapped."""
+_wrapped: dict[Any, tuple[str, Any, Any]] = {}
+"""Of each of these classes that is wrapped: the method, what it was, and what it is."""
 
 
 class RematerializingHooks(LayerHooks, TorchFunctionMode):
@@ -91,17 +94,22 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of PyTorch, and note the call of a cheap one."""
-        output = function(*args, **(kwargs or {}))
         # The compiler traces through this: it compiles the same as without a mode.
-        if not torch.compiler.is_compiling() and function in CHEAP and torch.is_grad_enabled():
-            self.note(function, args, kwargs or {}, output)
+        kwargs, is_compiling = kwargs or {}, torch.compiler.is_compiling()
+        if function in COMPOSED and self.capture.device.type == "cpu" and not is_compiling:
+            with _Parts(self):
+                output = function(*args, **kwargs)
+        else:
+            output = function(*args, **kwargs)
+        if function in CHEAP and not is_compiling and torch.is_grad_enabled():
+            self.note(function, args, kwargs, output)
         return output
 
     @untraced
     def pack(self, tensor: Tensor) -> Any:
         """Save a tensor, or what it is made from."""
         call = self._call_of(tensor)
-        if call is None or call.cost >= call.nbytes or not call.save_arguments(self._pack_argument):
+        if call is None or not call.save_arguments(self._pack_argument):
             return super().pack(tensor)
         if call.digest is None:
             call.cost, call.digest = 0, mix([fold(viewed(tensor.untyped_storage(), call.view))])
@@ -113,11 +121,11 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         """Save an argument; it is no activation of the layer's own unless autograd saves it as well."""
         count, activations = self._count, self.capture.trace.activations
         packed = super().pack(tensor)
-        if self._count > count and isinstance(packed, Packed) and activations[-1] is packed.trace:
+        if self._count > count and activations[-1] is getattr(packed, "trace", None):
             self.capture.trace.sources.append(activations.pop())
         return packed
 
-    def note(self, function: Any, args: Any, kwargs: Any, output: Any, saved: Any = ()) -> None:
+    def note(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Note how an output was made, if it can be made again from less than it takes.
 
         Args:
@@ -125,29 +133,23 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
             args: Its arguments by position.
             kwargs: Its arguments by name.
             output: What it has returned.
-            saved: Tensors that it is going to save for backward.
         """
         is_plain = isinstance(output, Tensor) and is_understood(output, self.capture.device)
         if not is_plain or output._version or output.nbytes < self.capture.min_tensor_bytes:
             return
         given, storage = {**dict(enumerate(args)), **kwargs}, output.untyped_storage()
         tensors = [value for value in given.values() if isinstance(value, Tensor)]
-        odd = [
-            x
-            for x in tensors
-            if x.is_inference() or not is_understood(x, x.device) or x.untyped_storage() is storage
-        ]
-        if not odd and output.is_contiguous() and output.nbytes == storage.nbytes():
-            free = {id(tensor) for tensor in saved}
-            taken = {key: self._argument(value, free) for key, value in given.items()}
+        is_odd = any(x is output or x.is_inference() or not is_understood(x, x.device) for x in tensors)
+        if not is_odd and output.is_contiguous() and output.nbytes == storage.nbytes():
+            taken = {key: self._argument(value) for key, value in given.items()}
             call = _Call(function, taken, output, self)
             if call.cost < call.nbytes and call.depth <= DEEPEST:
                 self._calls[storage._cdata] = self._calls[output.grad_fn] = call
 
-    def _argument(self, value: Any, free: Container[int]) -> Any:
+    def _argument(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        cost = 0 if id(value) in free or self._is_saved(value) else value.untyped_storage().nbytes()
+        cost = 0 if self._is_saved(value) else value.untyped_storage().nbytes()
         return _Argument(value, self._call_of(value), View.of(value), cost)
 
     def _call_of(self, tensor: Tensor) -> _Call | None:
@@ -173,6 +175,17 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return static or is_known or tensor.nbytes < capture.min_tensor_bytes
 
 
+class _Parts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows the hooks of a layer what a composed function calls."""
+
+    def __init__(self, hooks: RematerializingHooks) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._hooks = hooks
+
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        return self._hooks.__torch_function__(function, types, args, kwargs)
+
+
 class _Call:
     """A call whose output can be made again.
 
@@ -193,9 +206,9 @@ class _Call:
 
     def __init__(self, function: Any, given: dict[Any, Any], output: Tensor, hooks: Any) -> None:
         self._function, self._given, self.nbytes = function, given, output.nbytes
-        self._arguments = [each for each in given.values() if isinstance(each, _Argument)]
-        self.cost: int = sum(each.cost for each in self._arguments)
-        self.depth: int = 1 + max((each.depth for each in self._arguments), default=0)
+        self._taken = {key: each for key, each in given.items() if isinstance(each, _Argument)}
+        self.cost: int = sum(each.cost for each in self._taken.values())
+        self.depth: int = 1 + max((each.depth for each in self._taken.values()), default=0)
         self.name = f"the output of {function.__name__} in {hooks.layer}"
         self.digest: Tensor | None = None
         self.waiting: weakref.WeakSet[_Remade] = weakref.WeakSet()
@@ -211,7 +224,7 @@ class _Call:
 
     def save_arguments(self, pack: Callable[[Tensor], object]) -> bool:
         """Save what the output is made from; return False if some of that has changed since the call."""
-        return all(each.save(pack) for each in self._arguments)
+        return all(each.save(pack) for each in self._taken.values())
 
     def storage(self, capture: Capture, verifier: Verifier) -> torch.UntypedStorage:
         """Return the storage of the output: the one that is still in use, or a new one."""
@@ -227,13 +240,8 @@ class _Call:
         return found
 
     def _make(self, capture: Capture, verifier: Verifier) -> Tensor:
-        values, (kind, dtype, enabled) = dict(self._given), self._autocast
-        try:
-            for key, given in values.items():
-                values[key] = given.value(capture, verifier) if isinstance(given, _Argument) else given
-        except SavedTensorModifiedError as error:
-            message = f"{error}. {self.name} needs it: place the layer offload"
-            raise SavedTensorModifiedError(message) from None
+        kind, dtype, enabled = self._autocast
+        values = self._given | {key: x.value(capture, verifier, self) for key, x in self._taken.items()}
         args = [values.pop(key) for key in self._given if isinstance(key, int)]
         with torch.no_grad(), torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False):
             return self._function(*args, **values)  # type: ignore[no-any-return]
@@ -257,10 +265,13 @@ class _Argument:
             self._packed = pack(tensor)
         return self._packed is not None
 
-    def value(self, capture: Capture, verifier: Verifier) -> Tensor:
-        """Return it again."""
+    def value(self, capture: Capture, verifier: Verifier, call: _Call) -> Tensor:
+        """Return it again, for a call."""
         if self._maker is not None:
             return viewed(self._maker.storage(capture, verifier), self._view)
+        check_version(
+            self._packed.witness, self._packed.version, f"{call.name} needs it: place the layer offload"
+        )
         # Compiled functions ask whether arguments need a gradient, and may compute otherwise if they do not.
         return capture.unpack(self._packed).detach().requires_grad_(self._needs_grad)
 
@@ -269,8 +280,7 @@ class _Remade:
     """A saved tensor that is made again: a view of the output of a call."""
 
     def __init__(self, call: _Call, tensor: Tensor) -> None:
-        self.call, self.view, self.version = call, View.of(tensor), tensor._version
-        self.witness = version_witness(tensor)
+        self.call, self.view, self.witness = call, View.of(tensor), version_witness(tensor)
         call.waiting.add(self)
 
 
@@ -278,40 +288,30 @@ def _unpack(capture: Capture, verifier: Verifier, packed: Any) -> Tensor:
     """Return a saved tensor as :meth:`Capture.unpack` does, or make it again."""
     if not isinstance(packed, _Remade):
         return capture.unpack(packed)
-    check_version(packed.witness, packed.version, packed.call.name)
+    check_version(packed.witness, 0, packed.call.name)
     packed.call.waiting.discard(packed)
     return restore(packed.call.storage(capture, verifier), packed.view, packed.witness)
 
 
 def _wrap_classes() -> None:
-    """Wrap the forward of those classes that are loaded."""
+    """Have modes see the calls of those classes that are loaded, each as one function."""
     for module, names in _CLASSES:
         for name in names.split() if module in sys.modules else ():
             found: Any = getattr(sys.modules[module], name, None)
             if found is not None and found not in _wrapped:
-                _wrapped[found] = vars(found).get("forward", found.forward)
-                found.forward = _noting(found, is_function=issubclass(found, torch.autograd.Function))
+                method = "apply" if issubclass(found, torch.autograd.Function) else "forward"
+                own = getattr_static(found, method)
+                # Subclasses of tensors are to see no more than before: only its owner is asked, and the mode.
+                shown = wrap_torch_function(lambda owner, *_, **__: (owner,))(getattr(own, "__func__", own))
+                shown.__name__ = name
+                CHEAP.add(shown)
+                _wrapped[found] = method, own, shown
+                setattr(found, method, classmethod(shown) if isinstance(own, classmethod) else shown)
 
 
 def unwrap_classes() -> None:
-    """Give classes their own forward back; a layer that runs later wraps them again."""
-    for found in list(_wrapped):
-        found.forward = _wrapped.pop(found)
-
-
-def _noting(cls: Any, *, is_function: bool) -> Any:
-    """Return the forward of a class that has the layer that runs note its calls."""
-    forward = cls.forward
-
-    @wraps(forward)
-    def noted(first: Any, *args: Any, **kwargs: Any) -> Any:
-        output = forward(first, *args, **kwargs)
-        top = None if torch.compiler.is_compiling() else hooks_on_top()
-        hooks = getattr(top[0], "__self__", None) if top is not None else None
-        if isinstance(hooks, RematerializingHooks):
-            context = SimpleNamespace(save_for_backward=lambda *_: None) if is_function else first
-            again = wraps(cls, updated=())(partial(forward, context))
-            hooks.note(again, args, kwargs, output, getattr(first, "to_save", None) or ())
-        return output
-
-    return staticmethod(noted) if is_function else noted
+    """Give classes their own methods back; a layer that runs later wraps them again."""
+    while _wrapped:
+        found, (method, own, shown) = _wrapped.popitem()
+        setattr(found, method, own)
+        CHEAP.remove(shown)

@@ -72,20 +72,9 @@ def written_by_models(style: Any, dtype: Any) -> float:
     return less / written
 
 
-STYLES = pytest.mark.parametrize(("style", "dtype"), [("gpt", "fp32"), ("llama", "bf16")])
-
-
-@STYLES
-def test_models_write_less(style: Any, dtype: Any) -> None:
-    assert written_by_models(style, dtype) < 0.85
-
-
-@STYLES
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="outputs of dropout, and more of a Llama's, are written again"
-)
-def test_models_write_three_quarters(style: Any, dtype: Any) -> None:
-    assert written_by_models(style, dtype) < 0.75
+@pytest.mark.parametrize(("style", "dtype", "most"), [("gpt", "fp32", 0.70), ("llama", "bf16", 0.60)])
+def test_models_write_less(style: Any, dtype: Any, most: float) -> None:
+    assert written_by_models(style, dtype) < most
 
 
 # Functions

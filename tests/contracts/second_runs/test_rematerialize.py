@@ -114,7 +114,8 @@ MADE_AGAIN: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "norm of a function": (mixing(lambda h: F.layer_norm(F.gelu(h), (INNER,))), 2 * ONE),
     "by names": (mixing(lambda h: F.layer_norm(h, normalized_shape=(INNER,), eps=1e-4)), ONE),
     "a view": (mixing(lambda h: F.gelu(h).view(ROWS * LENGTH, INNER).view(ROWS, LENGTH, INNER)), ONE),
-    "dropout inside a chain": (mixing(dropped), 2 * ONE),
+    "dropout inside a chain": (mixing(dropped), 3 * ONE),
+    "rms norm": (normed(nn.RMSNorm, INNER), 2 * ONE),
 }
 """Bytes of each layer that are made again."""
 
