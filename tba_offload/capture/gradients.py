@@ -35,7 +35,6 @@ class Gradients:
         live: Their bytes.
         all_exist: Whether each parameter had one when the step began.
         was_dropped: Whether one of this step was freed and made again, so that what was accumulated is lost.
-        were_taken: Whether hooks took all that a backward pass of this step had made, before it ended.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Gradients:
     ) -> None:
         self.live = LiveBytes(device)
         self.all_exist = False
-        self.was_dropped = self.were_taken = False
+        self.was_dropped = False
         self._modules = modules
         self._about_to_count = about_to_count
         self._watched: dict[int, _Watched] = {}
@@ -54,13 +53,10 @@ class Gradients:
     def begin_step(self) -> None:
         """Forget what was born; count what exists, and watch parameters that are new."""
         self._born.clear()
-        self.was_dropped = self.were_taken = False
+        self.was_dropped = False
         self._forget_gone()
         parameters = list(self.parameters())  # once: a model may have thousands of modules
         self._watch(parameters)
-        for watched in self._watched.values():
-            if (known := watched.parameter()) is not None:
-                watched.begun_version = known._version
         self._count(parameters)
         self.all_exist = all(map(_has_gradient, parameters))
         self.live.take_added()
@@ -110,9 +106,9 @@ class Gradients:
         return None if frozen else gradients
 
     @property
-    def went_elsewhere(self) -> bool:
-        """Whether the step changed parameters and made none, as with ``torch.autograd.grad``."""
-        return not self._born and any(watched.is_changed for watched in self._watched.values())
+    def are_there(self) -> bool:
+        """Whether this step has made gradients and no hook has taken them away within backward."""
+        return bool(self._born)
 
     @property
     def are_cleared(self) -> bool:
@@ -143,7 +139,6 @@ class Gradients:
         if first is None or not first.is_gone:  # of thousands, mostly
             return
         self._born = {key: born for key, born in self._born.items() if born.follow()}
-        self.were_taken = not self._born
 
     def reached(self, module: nn.Module) -> bool:
         """Whether this step has made a gradient of a parameter of a module."""
@@ -192,7 +187,6 @@ class _Watched:
 
     __slots__ = (
         "_gradients",
-        "begun_version",
         "gradient",
         "gradient_version",
         "handle",
@@ -203,7 +197,7 @@ class _Watched:
     def __init__(self, parameter: torch.Tensor, gradients: weakref.ref[Gradients]) -> None:
         self._gradients = gradients
         self.parameter = weakref.ref(parameter)
-        self.parameter_version = self.begun_version = parameter._version
+        self.parameter_version = parameter._version
         self.gradient: Callable[[], torch.Tensor | None] = _no_gradient
         self.gradient_version = 0
         register: Any = parameter.register_post_accumulate_grad_hook
@@ -217,12 +211,6 @@ class _Watched:
         self.parameter_version = parameter._version
         self.gradient = weakref.ref(gradient)
         self.gradient_version = gradient._version
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the parameter was changed since; what is another object now is another parameter."""
-        parameter = self.parameter()
-        return parameter is not None and parameter._version != self.begun_version
 
     @property
     def is_gone(self) -> bool:

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import enum
 import time
-from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Callable, Sequence
 
-    from tba_offload.capture.retained import Life
     from tba_offload.capture.scope import ActivationKey, ScopeKey
     from tba_offload.device import Device, Mark
 
@@ -122,8 +119,6 @@ class ScopeTrace:
         input_bytes: Bytes of the activations that it was given.
         forward_ended: When it returned.
         backward_began: When backward came back to it.
-        is_retained: Whether the graph was to outlive the last backward pass that came.
-        gone_by: When it was found to be gone then; ``None`` if it was not in this step.
         marks: The same in the work of a device that runs behind the host.
         attention_bytes: Bytes that its fused attention put out, if they travel without the rest.
         forward_gradients: Bytes of gradients that there were when it started; ``None`` if they were not
@@ -137,8 +132,6 @@ class ScopeTrace:
     input_bytes: int = 0
     forward_ended: float | None = None
     backward_began: float | None = None
-    is_retained: bool = False
-    gone_by: float | None = None
     marks: ScopeMarks | None = None
     attention_bytes: int = 0
     forward_gradients: int | None = None
@@ -169,7 +162,6 @@ class StepTrace:
         backward_ends: When they ended.
         layers_left: When they came out of the first layer, as far as that was watched.
         marks: The step in the work of a device that runs behind the host; ``None`` if they are not wanted.
-        gone: Retained graphs whose end was not noted yet.
         gradients: Counts the bytes of gradients; ``None`` if it does not matter when they come.
     """
 
@@ -187,9 +179,6 @@ class StepTrace:
     marks: StepMarks | None = None
     gradients: Callable[[], int | None] | None = None
     _backward_began: float | None = None
-    gone: deque[weakref.ref[Life]] = field(default_factory=deque)
-    _retained: dict[int, tuple[weakref.ref[Life], ScopeTrace]] = field(default_factory=dict)  # by id of life
-    _lives: Counter[int] = field(default_factory=Counter)  # by id of scope
 
     def mark_times(self, device: Device) -> None:
         """Record that the step begins, and from now on everything is marked in the work of ``device`` too."""
@@ -239,7 +228,6 @@ class StepTrace:
     def backward_reached(self, scope: ScopeTrace) -> bool:
         """Note that backward arrives at a scope; tell whether it is the first of its pass."""
         scope.backward_began = time.perf_counter()
-        scope.is_retained = False
         if self.marks is not None and scope.marks is not None:
             scope.marks.backward_began = self.marks.device.mark()
         if self.gradients is not None:
@@ -247,29 +235,6 @@ class StepTrace:
         if self._backward_began is not None:
             return False
         self._backward_began = scope.backward_began
-        return True
-
-    def retained(self, scope: ScopeTrace, life: weakref.ref[Life]) -> None:
-        """Note that the backward pass that has reached a scope leaves its graph alive.
-
-        Args:
-            scope: The scope.
-            life: For how long; its end is noted in :attr:`gone`.
-        """
-        scope.is_retained = True
-        self._retained[id(life)] = life, scope
-        self._lives[id(scope)] += 1
-
-    def note_gone(self) -> bool:
-        """Note which retained graphs are gone; tell whether any is."""
-        if not self.gone:
-            return False
-        now = time.perf_counter()
-        while self.gone:
-            _, scope = self._retained.pop(id(self.gone.popleft()))
-            self._lives[id(scope)] -= 1
-            if not self._lives[id(scope)]:  # a pass that comes again gives it a new life
-                scope.gone_by = now
         return True
 
     def backward_left(self) -> None:
@@ -289,14 +254,6 @@ class StepTrace:
     def in_backward(self) -> bool:
         """Whether a backward pass has begun and not ended; after an exception in it that stays so."""
         return self._backward_began is not None
-
-    @property
-    def is_used_up(self) -> bool:
-        """Whether backward has come to every run of a layer, and no other pass can come."""
-        return all(
-            scope.backward_began is not None and (not scope.is_retained or scope.gone_by is not None)
-            for scope in self.scopes
-        )
 
     def whole_scopes(self) -> list[ScopeTrace]:
         """Those whose forward and backward both took place, in the order of their forward."""

@@ -43,11 +43,17 @@ def fitting_bytes(device: torch.device) -> int:
     has and may still take.
 
     Raises:
-        UnsupportedError: The kernel does not say it.
+        UnsupportedError: The kernel, or PyTorch's module of the accelerator, does not say it.
     """
-    free = available_bytes(device)
     if device.type != "cpu":
-        return int(FITTING * (free + torch.get_device_module(device).memory_reserved(device)))
+        module = torch.get_device_module(device)
+        if not (hasattr(module, "mem_get_info") and hasattr(module, "memory_reserved")):
+            raise UnsupportedError(
+                f"layers placed auto cannot fit this device: torch.{device.type} does not tell how much "
+                "memory is free. Set budget.activation_bytes."
+            )
+        return int(FITTING * (available_bytes(device) + module.memory_reserved(device)))
+    free = available_bytes(device)
     resident = int(_read(Path("/proc/self/statm")).split()[1]) * resource.getpagesize()
     return int(FITTING * (free + resident))
 

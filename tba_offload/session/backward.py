@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tba_offload.capture.retained import is_retained, life_of_layer
-from tba_offload.layers.graph import first_differentiable, keeps_graph, nearest_nodes
+from tba_offload.layers.graph import first_differentiable, nearest_nodes
 from tba_offload.session.memory import BETWEEN, EMBEDDINGS
 
 if TYPE_CHECKING:
@@ -31,30 +30,21 @@ class BackwardWatch:
     """
 
     def __init__(self, session: Session) -> None:
-        self._loop, self._capture, self._gradients = session.loop, session.capture, session.gradients
+        self._loop, self._capture = session.loop, session.capture
         self._memory, self._notices = session.memory, session.notices
 
-    def note_gone(self) -> None:
-        """Note which graphs are gone that a backward pass had left alive.
-
-        Their gradients of parameters were put in place by no pass that backward hooks are told of.
-        """
-        if self._capture.trace.note_gone() and not self._loop.is_inert:
-            self._gradients.count()
-
-    def watch(self, site: Site, output: object, scope: ScopeTrace, before: int) -> None:
+    def watch(self, site: Site, output: object, scope: ScopeTrace) -> None:
         """Have it noted when backward comes back to a layer.
 
         Args:
             site: Where the layer is.
             output: What it has put out.
             scope: Its run.
-            before: Number in autograd's sequence of the node before its first one.
         """
         tensor, step = first_differentiable(output), self._loop.step
         if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook
             return
-        back = partial(self._came_back, site, scope, before, step, self._capture.trace)
+        back = partial(self._came_back, site, scope, step, self._capture.trace)
         tensor.register_hook(back)  # type: ignore[no-untyped-call]
         if step is not None:
             step.graph_end = tensor.grad_fn._sequence_nr()
@@ -77,19 +67,15 @@ class BackwardWatch:
             self._memory.leave(EMBEDDINGS)
 
     def _came_back(
-        self, site: Site, scope: ScopeTrace, before: int, step: Step | None, trace: StepTrace, _: torch.Tensor
+        self, site: Site, scope: ScopeTrace, step: Step | None, trace: StepTrace, _: torch.Tensor
     ) -> None:
         """Backward has come back to a run of a layer."""
         memory, loop, is_current = self._memory, self._loop, step is self._loop.step
         if is_current and site.waiting and scope.backward_began is None:
             site.come_back()
-        if self._capture.trace.gone:
-            self.note_gone()
         is_first = trace.backward_reached(scope)
         if memory.is_on:
             memory.backward_reached(site.index, scope.key)
-        if keeps_graph() and is_retained():
-            trace.retained(scope, life_of_layer(before, trace.gone.append))
         if is_first:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._pass_ended, trace))
             if not is_current and not loop.is_inert:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +16,6 @@ from tba_offload.layers.graph import (
     first_differentiable,
     hooks_on_top,
     is_recomputation,
-    latest_node,
     untraced,
 )
 from tba_offload.layers.nested import TooManyError, tensors_in
@@ -26,7 +24,7 @@ from tba_offload.planner.measure import rough_bytes
 from tba_offload.recompute.arguments import is_cache
 from tba_offload.recompute.attention import AttentionOnce
 from tba_offload.recompute.checkpoint import RecomputedLayer, Trial, has_hooks
-from tba_offload.session.notices import is_checkpointed, tell
+from tba_offload.session.notices import is_checkpointed
 from tba_offload.transfer.storage import State
 
 if TYPE_CHECKING:
@@ -44,9 +42,6 @@ if TYPE_CHECKING:
     from tba_offload.session.backward import BackwardWatch
     from tba_offload.session.loop import Loop
     from tba_offload.session.session import Session
-
-_LOADED_LATE = "torch._dynamo"
-"""Module that a first checkpoint loads: with all that it needs some 800 modules, 70 MiB and 2 to 5 s."""
 
 
 class LayerRuns:
@@ -76,14 +71,12 @@ class LayerRuns:
         self._session = None
 
     def configure(self, config: OffloadConfig) -> None:
-        """Put another policy in force; load now what the first checkpoint would load in a step."""
+        """Put another policy in force."""
         self._config = config
         controller, placements = self._session.planning.controller, self._session.planning.plan.placements
         may_choose = controller is not None and controller.task.may_recompute
-        is_wanted = may_choose or any(placement.recomputes for placement in placements)
-        if is_wanted and _LOADED_LATE not in sys.modules:
-            tell(f"loading {_LOADED_LATE}, which recomputation needs, so that no step has to (some seconds)")
-            importlib.import_module(_LOADED_LATE)
+        if may_choose or any(placement.recomputes for placement in placements):
+            importlib.import_module("torch._dynamo")  # 70 MiB, which a first checkpoint would load in a step
 
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Run a layer the way the plan says.
@@ -95,7 +88,8 @@ class LayerRuns:
             return site.forward(*args, **kwargs)
         # Checks stand here and not in what they lead to: in cold caches a call costs as much as what it does.
         if not torch.is_grad_enabled() or self._loop.is_inert or is_recomputation():
-            self._notice_outer_checkpoint(site)
+            if site.runs == 0 and is_recomputation() and self._is_left_alone(site):
+                self._leave_alone(site)
             return site.forward(*args, **kwargs)
         if self._loop.step is None and not self._opens_step(site):
             return site.forward(*args, **kwargs)
@@ -105,18 +99,13 @@ class LayerRuns:
         placement = self._placement_here(site, arguments)
         # Graphs spare a host the launches that it makes ahead of its device: other devices have none.
         may_be_graph = session.device.runs_behind and placement is not Placement.KEEP
-        graph = self._graph_before(site, placement) if may_be_graph else None
+        run_as = self._run_ungraphed if may_be_graph else self._run_as
         trace, memory, way = session.capture.trace, session.memory, placement.as_run
-        if trace.gone:
-            self._watch.note_gone()
-        before = latest_node() - 1
         scope = trace.begin_scope(site.next_run(self._micro_batch), way, inputs=inputs)
         if memory.is_on and memory.layer_begins(site.index):
             self._watch.watch_input(arguments)
         try:
-            output = self._run_as(placement, site, scope, (args, kwargs))
-            if may_be_graph:
-                _check_graph(site, placement, graph, session.device.compiled_graph())
+            output = run_as(placement, site, scope, (args, kwargs))
         except BaseException:
             self._loop.fail()
             raise
@@ -126,10 +115,29 @@ class LayerRuns:
         if memory.meter is not None:
             session.outputs.layer_returned(site, way, output)
             memory.meter.sample()
-        self._watch.watch(site, output, scope, before)
+        self._watch.watch(site, output, scope)
         return output
 
     # ---- placements ------------------------------------------------------------------------------
+
+    def _run_ungraphed(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
+        """Run a layer; refuse CUDA graphs, which fix the addresses of activations."""
+        device, layer = self._session.device, site.layer.id
+        if device.is_capturing():
+            raise UnsupportedError(
+                f"{layer} is placed {placement.value} and runs while a CUDA graph is captured: a graph fixes "
+                "the addresses of activations, so they cannot be offloaded. Capture no graph around attached "
+                "layers, or place them keep."
+            )
+        before = device.compiled_graph()
+        output = self._run_as(placement, site, scope, given)
+        if device.compiled_graph() is not before:
+            raise UnsupportedError(
+                f"{layer} is placed {placement.value} and runs as CUDA graphs, which fix the addresses of "
+                "activations, so they cannot be offloaded. Compile it with mode='default' or "
+                "'max-autotune-no-cudagraphs', or place it keep."
+            )
+        return output
 
     def _run_as(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
         """Run a layer in a checkpoint, with hooks that offload what it saves, or as it is."""
@@ -145,7 +153,8 @@ class LayerRuns:
                 return layer.run(AttentionOnce(site.forward, pack, hooks.capture.unpack), given)
         if not placement.offloads:
             return site.forward(*args, **kwargs)
-        if self._session.planning.chosen and self._is_tried(site, layer):
+        session = self._session
+        if site.index in session.planning.chosen and session.world.may_plan_recomputation and layer.may_try():
             return self._try_out(placement, site, scope, given)
         with self._hooks(placement, site, scope):
             return site.forward(*args, **kwargs)
@@ -169,13 +178,6 @@ class LayerRuns:
             return False  # what a plan keeps was decided with the budget in view
         # What layers hold that is not offloaded is not counted.
         return not has_budget or all(each.is_offloaded for each in planning.plan.placements)
-
-    def _is_tried(self, site: Site, layer: RecomputedLayer) -> bool:
-        """Return True if it is still to be seen whether the planner may have the layer recomputed."""
-        session = self._session
-        return (
-            site.index in session.planning.chosen and session.world.may_plan_recomputation and layer.may_try()
-        )
 
     def _try_out(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
         """Offload a layer that backward runs a second time, to see whether that gives the same."""
@@ -235,30 +237,13 @@ class LayerRuns:
         given = (each for each in arguments if isinstance(each, torch.Tensor) and each.requires_grad)
         return sum(each.numel() * each.itemsize for each in given)
 
-    def _graph_before(self, site: Site, placement: Placement) -> object:
-        """Return what the device ran last as a graph before a layer that is not kept."""
-        device = self._session.device
-        if device.is_capturing():
-            raise UnsupportedError(
-                f"{site.layer.id} is placed {placement.value} and runs while a CUDA graph is captured: a "
-                "graph fixes the addresses of activations, so they cannot be offloaded. Capture no graph "
-                "around attached layers, or place them keep."
-            )
-        return device.compiled_graph()
+    def _is_left_alone(self, site: Site) -> bool:
+        """Return True if a layer has its first run in backward, though it is to be offloaded or recomputed.
 
-    def _notice_outer_checkpoint(self, site: Site) -> None:
-        """Notice a reentrant checkpoint around a layer, which records no graph of it before backward.
-
-        Nor does a loss that caches gradients, and there no step has opened either.
+        In a reentrant checkpoint, or in a loss that caches gradients, for which no step opens either.
         """
         is_placed = self._session.planning.plan.placements[site.index] is not Placement.KEEP
-        if self._loop.is_inert or not is_placed or not is_recomputation():
-            return
-        if self._loop.step is not None:
-            if site.runs == 0:
-                self._leave_alone(site)
-        elif torch.is_grad_enabled():
-            self._session.notices.warn_once("runs in backward", site.layer.id)
+        return is_placed and torch.is_grad_enabled() and not self._loop.is_inert
 
     def _leave_alone(self, site: Site) -> None:
         self._session.capture.trace.leave_alone()
@@ -288,23 +273,10 @@ def _counting(hooks: LayerHooks, scope: ScopeTrace) -> Callable[[torch.Tensor], 
     return pack
 
 
-def _check_graph(site: Site, placement: Placement, before: object, now: object) -> None:
-    if now is not before:
-        raise UnsupportedError(
-            f"{site.layer.id} is placed {placement.value} and runs as CUDA graphs, which fix the addresses "
-            "of activations, so they cannot be offloaded. Compile it with mode='default' or "
-            "'max-autotune-no-cudagraphs', or place it keep."
-        )
-
-
 def _has_backward(layer: nn.Module, arguments: Sequence[object]) -> bool:
     """Return True if gradients are wanted of a layer, or of what it is given."""
-    if any(parameter.requires_grad for parameter in layer.parameters()):
-        return True
-    try:
-        return any(tensor.requires_grad for tensor in tensors_in(arguments))
-    except TooManyError:
-        return True
+    is_trained = any(parameter.requires_grad for parameter in layer.parameters())
+    return is_trained or first_differentiable(arguments) is not None
 
 
 def _dimensions(arguments: Iterable[object]) -> list[int]:
@@ -330,7 +302,7 @@ def _hooks_are_taken() -> bool:
 
 
 class Returned(NamedTuple):
-    """A storage that a layer has returned, or saved and the model puts out.
+    """A storage that a layer has returned.
 
     Attributes:
         storage: A weak reference to it.
@@ -370,7 +342,6 @@ class Outputs:
         self._last = last
         self._live = LiveBytes(device)
         self._of_layers: dict[int, Returned] = {}  # by address, in the forward that runs
-        self._ran: dict[int, tuple[int, Placement, int]] = {}  # by number of the layer
         self._unused: list[tuple[Returned, bool]] = []
 
     @property
@@ -385,11 +356,10 @@ class Outputs:
 
     def layer_returned(self, site: Site, placement: Placement, output: object) -> None:
         """Record that a layer has returned ``output``."""
-        ran = self._ran[site.layer.id.number] = site.index, placement, self.returned
-        main = plain_storage(first_differentiable(output))
+        main, number = plain_storage(first_differentiable(output)), self.returned
         for storage in self._storages(output):
-            found = Returned(weakref.ref(storage), storage.nbytes(), *ran, storage is main)
-            self._of_layers[storage._cdata] = found
+            found = weakref.ref(storage), storage.nbytes(), site.index, placement, number, storage is main
+            self._of_layers[storage._cdata] = Returned(*found)
             self.returned += 1
         if site.index == self._last:
             looks = ((each, self._look_at(each.storage())) for each in self._of_layers.values())
@@ -419,12 +389,8 @@ class Outputs:
                 collected.append(each)
                 # What lives on is counted when backward finds it in memory.
                 self._capture.offloader.stats.held += each.nbytes if is_written else 0
-        for key, storage in put_out.items():
+        for storage in put_out.values():
             self._live.add_storage(storage)
-            record = self._capture.registry.record_of(storage)
-            ran = None if record is None else self._ran.get(record.key.scope.layer)  # type: ignore[attr-defined]
-            if record is not None and ran and key not in self._of_layers and self._look_at(storage)[0]:
-                collected.append(Returned(weakref.ref(storage), record.nbytes, *ran, is_put_out=True))
         self._of_layers, self._unused = {}, []
         return collected
 

@@ -7,9 +7,7 @@ micro-batches until the optimizers that hold the model's parameters have made th
 * one of them has, and the next forward begins: the step ends before that one;
 * the program has dropped its gradients, or set them to zero, without any optimizer: either the loop updates
   the weights itself, or a gradient scaler has skipped the update. Gradients that hooks take away within
-  backward, to add them up elsewhere, end no step;
-* backward has used all of its graph and summed up no gradient, as ``torch.autograd.grad`` does not, and a
-  parameter was changed since the step began: the loop updates the weights itself;
+  backward, to add them up elsewhere, or that ``torch.autograd.grad`` returns, end no step;
 * its graph is gone and backward never came: it was an evaluation, and is forgotten.
 
 A step never ends inside a backward pass, where optimizers that update in hooks make theirs.
@@ -51,7 +49,7 @@ TokenCounter = Callable[..., int | None]
 """Tells the tokens of a micro-batch from the model, and the tuple and the dict of its forward's arguments."""
 
 _MOST_PASSES = 128
-"""Backward passes of one step whose gradients hooks take, as long as no optimizer was seen to use them."""
+"""Backward passes of one step that leave no gradients, as long as no optimizer was seen to use them."""
 
 
 class Loop:
@@ -202,11 +200,8 @@ class Loop:
             return bool(gradients.born_within(step.updated))
         if not trace.backward_ends:
             return bool(trace.scopes) and not step.graphs
-        if gradients.went_elsewhere:
-            if trace.note_gone():
-                gradients.count()
-            return trace.is_used_up or not step.graphs
-        if gradients.were_taken and not self.session.optimizers and len(trace.backward_ends) >= _MOST_PASSES:
+        is_unseen = not gradients.are_there and not self.session.optimizers
+        if is_unseen and len(trace.backward_ends) >= _MOST_PASSES:
             self.session.notices.warn_once("no update", category=NoEffectWarning)
             return True
         return bool(gradients.are_cleared)
@@ -220,7 +215,7 @@ class Loop:
             step.end(failed=True)
             return
         if not step.updates:
-            is_gone = gradients.are_cleared or (gradients.were_taken and not gradients.went_elsewhere)
+            is_gone = gradients.are_cleared or not gradients.are_there
             step.is_skipped = gradients.was_dropped or (is_gone and not gradients.updated)
         step.end(failed=False)
 

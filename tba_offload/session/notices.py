@@ -14,54 +14,49 @@ from tba_offload.config import format_size
 from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn
 from tba_offload.formatting import readable_size
 from tba_offload.placements import Placement
+from tba_offload.session.memory import static_bytes
 from tba_offload.store.options import saves_nothing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId
-    from tba_offload.planner.model import DeviceShare
     from tba_offload.report.log import StepRecord
     from tba_offload.session.session import Session
 
 _MESSAGES = {
-    "outside": "a layer trains outside of session.step(): its activations stay in memory; put forward and "
+    "outside": "a layer trains outside of session.step(), so its activations stay in memory: put forward and "
     "backward into `with session.step():`",
-    "backward outside": "backward runs outside of the step that its forward was in: gradients are right, "
-    "but the figures of that step lack it; put forward and backward into one `with session.step():`",
+    "backward outside": "backward runs outside of the step that its forward was in: gradients are right, the "
+    "figures of that step lack it. put both into one `with session.step():`",
     "cache": "the model fills a cache of keys and values while it trains, so that those of all layers stay "
-    "in memory until its output is dropped: switch it off (use_cache=False, to the model or in its config)",
+    "in memory: switch it off (use_cache=False, to the model or in its config)",
     "checkpointing": "gradient checkpointing is switched on in {} of the {} layers of the model: backward "
-    "computes them again whatever their placement, and at most their inputs are offloaded. switch it off to "
-    "have all their activations offloaded: gradient_checkpointing=False among the arguments of a Hugging "
-    "Face trainer (newer: activation_checkpointing=False), or place the layers recompute-offload instead",
-    "overlap": "steps of two attached models are open at once: the activation peak of neither can be told "
-    "and is left out of their records",
+    "computes them again whatever their placement. switch it off (gradient_checkpointing=False or, newer, "
+    "activation_checkpointing=False in the arguments of a Hugging Face trainer), and to have layers "
+    "recomputed place them recompute-offload",
+    "overlap": "steps of two attached models are open at once: the activation peak of neither can be told",
     "left alone": "{} runs inside saved-tensor hooks or a transform of other code (a checkpoint, "
-    "save_on_cpu, torch.func), so it is neither offloaded nor recomputed; switch that off, or place the "
-    "layer keep. the run log counts left_alone_scopes",
-    "runs in backward": "{} runs forward with a graph only within a backward pass, as in losses that cache "
-    "gradients (sentence-transformers' CachedMultipleNegativesRankingLoss): it is neither offloaded nor "
-    "recomputed, and no step is recorded. take the loss without a cache",
+    "save_on_cpu, torch.func), or only within a backward pass (a loss that caches gradients), so it is "
+    "neither offloaded nor recomputed: switch that off, or place the layer keep",
     "no layer": "nothing is offloaded or recomputed: {}, though the model was trained. close the session, "
     "and attach the layers that train: attach(model, config, layers=[...])",
     "no update": "gradients go away in every step, and no optimizer of the model's parameters was seen to "
-    "update them: such steps count as skipped, and nothing is planned. an optimizer that updates copies of "
-    "the parameters is not noticed: put all micro-batches of a step and its update into one `with "
-    "session.step():`",
-    "full": "the store is full: {} of activations stayed in memory in step {}{}; make room where "
-    "store.directories are, or raise store.capacity. the run log counts fallback_kept_bytes",
+    "update them: such steps count as skipped, and nothing is planned. put all micro-batches of a step and "
+    "its update into one `with session.step():`",
+    "full": "the store is full: {} of activations stayed in memory in step {}; make room where "
+    "store.directories are, or raise store.capacity",
     "nothing left": "budget.device_bytes of {} leaves nothing for activations: {} lie there in a step; "
     "offload the states of optimizers (states:) or frozen weights (weights: {{frozen: offload}}), train "
     "fewer parameters, or raise budget.device_bytes. smaller micro-batches do not help here",
     "window": "offloading frees little here: the layers save {} in a step, and budget.in_flight_bytes lets "
     "{} of it stay in memory at a time; with in_flight_bytes: {} most of it leaves memory",
     "slots": "offloading the states of the optimizer frees nothing: they are {}, and the slots that updates "
-    "go through hold {}; with states.sub_group_bytes: {} most of them leave memory, unless the largest "
-    "parameter cannot be cut: give that one an optimizer of its own whose states stay",
+    "go through hold {}; with states.sub_group_bytes: {} most of them leave memory, unless one parameter "
+    "that cannot be cut has most of them: give that one an optimizer of its own whose states stay",
 }
 OTHER_RANKS = (
     "the planner recomputes no layer, because other ranks may run the same layers and would have to do the "
@@ -150,23 +145,6 @@ class Notices:
         if not self.said("checkpointing") and (count := sum(map(is_checkpointed, others))):
             self.warn_once("checkpointing", count, len(session.layers))
 
-    def nothing_left(self, device: DeviceShare, static: Mapping[str, int]) -> None:
-        """Warn that what lies on the device beside activations takes all that may lie there.
-
-        Args:
-            device: What lies there.
-            static: Bytes by what holds them.
-        """
-        rest = device.base_bytes - sum(nbytes for name, nbytes in static.items() if name != "gradients")
-        known = {
-            **static,
-            "gradients": max(device.gradient_bytes, static["gradients"]),
-            "other things (on a CPU all else of the process)": rest,
-        }
-        held = [f"{readable_size(size)} {name.replace('_', ' ')}" for name, size in known.items() if size > 0]
-        limit = readable_size(device.device_bytes)
-        self.warn_once("nothing left", limit, ", ".join(held), category=RuntimeWarning)
-
 
 _LOOKED_AT = 3
 """Steps in which it is looked whether the window is too wide: later ones save as much."""
@@ -194,10 +172,13 @@ def warn_after(session: Session, record: StepRecord) -> None:
     if record.skipped and number == _SKIPPED and not session.optimizers:
         notices.warn_once("no update", category=NoEffectWarning)
     if stats.full:
-        allowed = budget.of_activations
-        beyond = 0 if allowed is None else stats.own_peak + trace.kept_bytes - allowed
-        over = f", {readable_size(beyond)} beyond the activation budget" if beyond > 0 else ""
-        notices.warn_once("full", readable_size(stats.fallback_kept), number, over)
+        notices.warn_once("full", readable_size(stats.fallback_kept), number)
+    if budget.share is not None and budget.share.left <= 0 and not notices.said("nothing left"):
+        held = static_bytes(session.modules, session.optimizers, session.states, session.device.torch_device)
+        held["other things"] = budget.share.base_bytes - sum(held.values()) + held["gradients"]
+        shares = [f"{readable_size(held[name])} {name.replace('_', ' ')}" for name in held if held[name] > 0]
+        limit = readable_size(budget.share.device_bytes)
+        notices.warn_once("nothing left", limit, ", ".join(shares), category=RuntimeWarning)
     if number > _LOOKED_AT:
         return
     window, saved = budget.limits.window, sum(activation.nbytes for activation in trace.activations)

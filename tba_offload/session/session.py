@@ -31,8 +31,7 @@ from tba_offload.config.policy import LayerId, Objective, Placement
 from tba_offload.device.available import fitting_bytes
 from tba_offload.device.streams import Device, device_of_model
 from tba_offload.errors import ConfigError, SessionError, TransferError
-from tba_offload.formatting import layers_by_placement
-from tba_offload.layers.find import LayerStack, check_disjoint
+from tba_offload.layers.find import LayerStack, check_disjoint, chunks_of
 from tba_offload.planner.auto import Controller, Task
 from tba_offload.planner.model import DeviceShare, Limits, Plan
 from tba_offload.planner.planning import Agree, Budget, Planning, StatesBeside
@@ -43,7 +42,7 @@ from tba_offload.report.why import Diagnosis
 from tba_offload.session.backward import BackwardWatch
 from tba_offload.session.layers import LayerRuns, Outputs
 from tba_offload.session.loop import Loop, TokenCounter, Tokens, token_counter
-from tba_offload.session.memory import Memory, static_bytes
+from tba_offload.session.memory import Memory
 from tba_offload.session.notices import Notices, tell, warn_after
 from tba_offload.session.record import Records, explained, header_of, label_of, learn, memory_event, record_of
 from tba_offload.session.step import Step
@@ -164,7 +163,7 @@ class Session:
         self.states: list[OptimizerStates] = []
         self.weights: FrozenWeights | None = None
         self._states_beside: StatesBeside | None = None
-        self._traced, self._is_inert = frozenset(trace_steps), False
+        self._traced = frozenset(trace_steps)
         self._closers: list[Callable[[], object]] = []  # in the order of opening; close() goes backwards
         with interrupts.put_off(self):
             try:
@@ -172,7 +171,7 @@ class Session:
                 label = strategy or label_of(config, self.world.layers, modules, has_states=bool(optimizers))
                 header = header_of(self, label, model_info)
                 self.records = Records(run_log, header, tells=status, on_step=on_step)
-                self._closers.append(partial(self._in_parent, self.records.close))
+                self._closers.append(self.records.close)
                 self._open_control(stack, None if steps_by_hand else count_tokens)
                 self._open_states(optimizers, masters)
             except BaseException:  # also of an interrupt
@@ -186,7 +185,7 @@ class Session:
         plan = self._plan_of(config)  # before anything is opened: its rules may be wrong
         self.notices = Notices()
         self.store = open_store(config.store, device=device)
-        self._closers.append(partial(self._in_parent, self.store.close))
+        self._closers.append(self.store.close)
         self.offloader = Offloader(
             self.store,
             device,
@@ -204,7 +203,7 @@ class Session:
         self.gradients = Gradients(modules, device.torch_device, lambda nbytes: memory.sample(nbytes))  # noqa: PLW0108 - comes later
         self._closers.append(self.gradients.close)
         self.memory = memory = Memory(self, wanted=measure_memory)
-        self._closers.append(partial(self._in_parent, self.memory.close))
+        self._closers.append(self.memory.close)
         limits = self._limits()
         self.capture.budget_bytes = limits.budget
         self.budget = Budget(limits, self.planning, self.gradients.live)
@@ -362,12 +361,8 @@ class Session:
             timeline: dict[str, object] = {"step": number, **found}
             step.timeline.figures = timeline
             self.records.note(TIMELINE, timeline)
-        warn_after(self, record)
         self.budget.end_step(record)
-        share = self.budget.share
-        if share is not None and share.left <= 0 and not self.notices.said("nothing left"):
-            held = static_bytes(self.modules, self.optimizers, self.states, self.device.torch_device)
-            self.notices.nothing_left(share, held)
+        warn_after(self, record)
         if not step.is_skipped:
             learn(self, step, record, loads)
             if self._states_beside is not None:
@@ -482,11 +477,6 @@ class Session:
         self.loop.is_closed = True
         self._close()
 
-    def _in_parent(self, close: Callable[[], object]) -> None:
-        """Close what a forked child must leave to its parent."""
-        if not self._is_inert:
-            close()
-
     def _uninstall(self) -> None:
         for site in self.sites:
             site.uninstall()
@@ -503,13 +493,6 @@ class Session:
                 opened.callback(close)
         self._closers.clear()  # in cycles, the model would stay alive
 
-    def __repr__(self) -> str:
-        names, placements = [layer.id.name for layer in self.layers], self.plan.placements
-        placed = layers_by_placement(names, [placement.value for placement in placements])
-        kind = self.store.description.get("kind", type(self.store).__name__)
-        state = "closed" if self.loop.is_closed else f"{self.loop.number} steps"
-        return f"<Session: {placed}; store {kind}; {state}>"
-
     def __enter__(self) -> Self:
         return self
 
@@ -520,8 +503,9 @@ class Session:
 
     def become_inert(self) -> None:
         """Leave everything to the parent: this is a forked child."""
-        self._is_inert = self.loop.is_inert = True
-        self.loop.step = None
+        self.loop.is_inert, self.loop.step = True, None
+        of_parent = self.records.close, self.memory.close, self.store.close
+        self._closers = [close for close in self._closers if close not in of_parent]
         self.offloader.become_inert()
 
     # ---- the plan --------------------------------------------------------------------------------
@@ -590,12 +574,11 @@ def session_of(model: nn.Module | Sequence[nn.Module]) -> Session | None:
         model: The model, wrapped or not, a layer of it, or its chunks.
 
     Returns:
-        That of the first layer that has one; ``None`` if none has.
+        A session that has a layer of the model; ``None`` if none has.
     """
-    chunks = [model] if isinstance(model, nn.Module) else model
-    owners = {layer.module: session for session in list(_open_sessions) for layer in session.layers}
-    found = (owners.get(module) for chunk in chunks for module in chunk.modules())
-    return next((session for session in found if session is not None), None)
+    modules = {module for chunk in chunks_of(model) for module in chunk.modules()}
+    found = (each for each in list(_open_sessions) if any(layer.module in modules for layer in each.layers))
+    return next(found, None)
 
 
 def _after_fork_in_child() -> None:

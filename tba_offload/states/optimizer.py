@@ -434,11 +434,11 @@ class OptimizerStates:
     def arrange(self, travelling: int) -> None:
         """Have a number of sub-groups travel from now on, where ``states.when`` is ``step``; the others stay.
 
-        They stay in slots, so that ``optimizer.state`` shows all of them as if they were away.
+        They stay in slots, so that ``optimizer.state`` shows all of them as if they were away. This is what
+        ``states.default: auto`` calls, which goes with ``states.update: device`` only.
 
         Raises:
             TransferError: One of them cannot be read or written.
-            UnsupportedError: The processor updates some of them, by ``states.update``.
         """
         self._updates.arrange(travelling)
 

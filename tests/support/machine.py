@@ -70,7 +70,6 @@ class Machine:
         waits: float = 0.0,
         peak: float | None = 1.0,
         beside: SeenBeside | None = None,
-        retains: bool = False,
     ) -> Plan:
         """One step, and what the controller makes of it.
 
@@ -80,7 +79,6 @@ class Machine:
             waits: The share of it that compute waits for, beside what it has to.
             peak: By which factor its peak is higher than it should be; ``None`` if it is not measured.
             beside: What is seen beside layers.
-            retains: Whether its graph outlives backward.
 
         Returns:
             The plan that was in force.
@@ -90,8 +88,6 @@ class Machine:
         plan = self._fitting()
         found = play(self.profile, plan, bandwidth or self.bandwidth)
         trace, ended = trace_of_step(self.profile, plan, slower)
-        for scope in trace.scopes:
-            scope.is_retained = retains
         stall = found.stall_seconds + waits * ended
         record = StepRecord(
             step=self.steps,

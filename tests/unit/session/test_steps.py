@@ -127,18 +127,6 @@ def test_a_loop_that_updates_the_weights_itself(model: Model) -> None:
         assert not any(record.skipped for record in session.report())
 
 
-def test_gradients_that_are_summed_up_nowhere_leave_no_step_open(model: Model) -> None:
-    """As of ``torch.autograd.grad`` in a loop that updates the weights itself."""
-    parameters = list(model.parameters())
-    with session_for(model) as session:
-        for number in range(3):
-            gradients = torch.autograd.grad(loss_of(model, make_tokens(number)), parameters)
-            with torch.no_grad():
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.sub_(gradient, alpha=1e-3)
-    assert scopes_of(session) == [LAYERS] * 3
-
-
 def test_the_last_step_is_recorded_when_the_session_closes(model: Model) -> None:
     with session_for(model) as session:
         micro_batch(model)
@@ -318,24 +306,35 @@ def test_gradients_that_hooks_replace_are_followed(model: Model) -> None:
     ]
 
 
-def test_where_no_update_is_ever_seen_steps_have_to_be_told(model: Model) -> None:
-    """As by ZeRO, which takes gradients away as soon as they are made and updates copies."""
+@pytest.mark.parametrize("taken_by", ["hooks", "autograd.grad"])
+def test_where_no_update_is_ever_seen_steps_have_to_be_told(model: Model, taken_by: str) -> None:
+    """Hooks as of ZeRO, which takes gradients away as soon as they are made and updates copies."""
+    parameters = list(model.parameters())
 
     def update(parameter: Tensor) -> None:
         parameter.data.sub_(parameter.grad, alpha=1e-3)  # type: ignore[arg-type]
         parameter.grad = None
 
+    def train(number: int = 0) -> None:
+        if taken_by == "hooks":
+            micro_batch(model, number)
+            return
+        gradients = torch.autograd.grad(loss_of(model, make_tokens(number)), parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.sub_(gradient, alpha=1e-3)
+
     with session_for(model) as session:  # before the hooks, or no gradient is seen at all
-        for parameter in model.parameters():
+        for parameter in parameters if taken_by == "hooks" else ():
             parameter.register_post_accumulate_grad_hook(update)
         for number in range(128):
-            micro_batch(model, number)
+            train(number)
         with pytest.warns(tba.NoEffectWarning, match="no optimizer of the model's parameters was seen"):
-            micro_batch(model)
+            train()
         found = session.report()
         assert [(record.scopes, record.skipped) for record in found] == [(128 * LAYERS, True)]
         with session.step() as step:
-            micro_batch(model)
+            train()
         assert step.record is not None
         assert (step.record.scopes, step.record.skipped) == (LAYERS, False)
 
