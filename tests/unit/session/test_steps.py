@@ -90,28 +90,21 @@ def test_all_micro_batches_are_one_step(model: Model, zeroed: str) -> None:
         assert not any(record.skipped for record in session.report())
 
 
-def test_evaluation_between_micro_batches_changes_nothing(model: Model) -> None:
+def test_an_evaluation_is_no_part_of_a_step(model: Model) -> None:
+    """Without a graph between micro-batches, and with one whose backward never comes."""
     optimizer = adam(model)
     with session_for(model) as session:
         micro_batch(model)
-        model.eval()
         with torch.no_grad():
-            loss_of(model, make_tokens(1))
+            loss_of(model.eval(), make_tokens(1))
         model.train()
         one_step(model, optimizer)
-        assert scopes_of(session) == [2 * LAYERS]
-
-
-def test_a_forward_without_backward_leaves_no_step_open(model: Model) -> None:
-    optimizer = adam(model)
-    with session_for(model) as session:
         for _ in range(2):
             loss_of(model, make_tokens(0)).item()
             one_step(model, optimizer)
         loss_of(model, make_tokens(0)).item()
-        assert scopes_of(session) == [LAYERS] * 2
         session.apply(config_for(default=tba.Placement.KEEP))
-    assert scopes_of(session) == [LAYERS] * 2
+        assert scopes_of(session) == [2 * LAYERS, LAYERS, LAYERS]
 
 
 def test_a_loop_that_updates_the_weights_itself(model: Model) -> None:
