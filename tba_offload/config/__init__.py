@@ -126,8 +126,8 @@ class StatesConfig:
     (``auto``): what they leave there is for activations, and costs travels in each update."""
 
     sub_group_bytes: values.Capacity = None
-    """Bytes of states that travel as one; three times as many stay on the device. The states of one
-    parameter may be more. By default 64MiB on a CPU and 256MiB elsewhere."""
+    """Bytes of states that travel as one; three times as many stay on the device. A parameter that cannot
+    be cut may have more. By default 64MiB on a CPU and 256MiB elsewhere."""
 
     trust: StrictBool = False
     """Whether an optimizer of a class that is not known updates each parameter by itself. One that computes

@@ -117,7 +117,8 @@ class BackwardUpdates:
             if self._open:
                 self._updates.prefetch()
                 self._note_later_use(parameter)
-            for group in [group for group, missing in self._open.items() if parameter in missing]:
+            holding = [group for group, missing in self._open.items() if parameter in missing]
+            for group in holding:  # several, if they have slices of it
                 self._open[group].discard(parameter)
                 if self._open[group] or not self._read_later.isdisjoint(group.parameters):
                     continue  # the latter are updated at the end
@@ -125,7 +126,8 @@ class BackwardUpdates:
                 self._done.append(group)
                 self._updates.update_in_backward(group)
                 del self._open[group]
-                self._free(group.parameters)
+            self._updates.entries.show_slices()
+            self._free(each for group in holding if group not in self._open for each in group.parameters)
 
     def _begin_pass(self) -> None:
         """Count a backward pass, and let updates begin if it is the last before the step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 class Entries:
     """Moves states between ``optimizer.state`` and the slots.
 
+    A state is shown as away when all slices of its parameter are.
+
     Args:
         groups: The sub-groups of the optimizer.
         next_use: When a sub-group is needed again; the greater, the later.
@@ -36,6 +39,7 @@ class Entries:
         self.slots = Slots(groups, groups.homes, next_use)
         self.in_host_memory: dict[SubGroup, torch.Tensor] = {}
         self._groups = groups
+        self._of_slices: dict[torch.Tensor, Entry] = {}
 
     # ---- for an update ---------------------------------------------------------------------------
 
@@ -43,13 +47,14 @@ class Entries:
         """Return what ``optimizer.state`` shows of a parameter."""
         return self._groups.optimizer.state.get(parameter, {})  # type: ignore[no-any-return]
 
-    def resident(self, parameter: torch.Tensor) -> Entry:
-        """Return the states of a parameter that are in memory."""
+    def resident(self, group: SubGroup, parameter: torch.Tensor) -> Entry:
+        """Return the states of a parameter that are in memory; a slice gets copies, as others do."""
         entry = self.shown(parameter)
-        return {key: value for key, value in entry.items() if not isinstance(value, AwayTensor)}
+        found = {key: value for key, value in entry.items() if not isinstance(value, AwayTensor)}
+        return found if group.part is None else {key: _copy(value) for key, value in found.items()}
 
     def take(self, group: SubGroup, bound: Bound, left: Left) -> None:
-        """Take the states that an update left, and show them.
+        """Take the states that an update left, and show them; those of slices with :meth:`show_slices`.
 
         Args:
             group: The sub-group that was updated.
@@ -58,18 +63,34 @@ class Entries:
         """
         if _have_moved(bound, left):
             self._lay_out(group, bound, left)
-        self._show(group, left)
+        stand_ins = self._stand_ins(group, left)
+        if group.part is None:
+            self._show(stand_ins)
+        else:
+            self._of_slices |= stand_ins
 
-    def _show(self, group: SubGroup, left: Left) -> None:
-        for parameter, entry in left.items():
-            away = group.keys_of(parameter)
-            if MASTER in away:
-                self._groups.send_away(parameter)
-            shown = {
-                key: self._stand_in(parameter, key, value) if key in away else value
+    def show_slices(self) -> None:
+        """Show what the update of slices has left: with the states, what slices have in common."""
+        of_slices, self._of_slices = self._of_slices, {}
+        self._show(of_slices)
+
+    def _stand_ins(self, group: SubGroup, left: Left) -> dict[torch.Tensor, Entry]:
+        """Return what is to be shown of states: what stands for those that are away, and the others."""
+        return {
+            parameter: {
+                key: self._stand_in(group, parameter, key, value)
+                if key in group.keys_of(parameter)
+                else value
                 for key, value in entry.items()
-                if key != MASTER
             }
+            for parameter, entry in left.items()
+        }
+
+    def _show(self, stand_ins: Left) -> None:
+        for parameter, entry in stand_ins.items():
+            if MASTER in entry:
+                self._groups.send_away(parameter)
+            shown = {key: value for key, value in entry.items() if key != MASTER}
             known = self.shown(parameter)
             shown = {key: shown[key] for key in known if key in shown} | shown  # in the order that there was
             if known.keys() == shown.keys():
@@ -110,16 +131,26 @@ class Entries:
     def absorb(self, groups: Iterable[SubGroup]) -> None:
         """Take the states that ``optimizer.state`` shows, and forget those that it shows no more.
 
+        Args:
+            groups: Sub-groups, with all slices of each parameter.
+
         Raises:
             TransferError: States that are still away cannot be read.
         """
+        of_slices: dict[torch.Tensor, Entry] = {}
         for group in groups:
-            self._absorb(group)
+            stand_ins = self._absorb(group)
             self.slots.write(group)
+            if group.part is None:
+                self._show(stand_ins)
+            else:  # the next slice takes its part of the same tensors
+                of_slices |= stand_ins
+                self._of_slices.pop(group.parameters[0], None)  # left by an update that failed
+        self._show(of_slices)
 
-    def _absorb(self, group: SubGroup) -> None:
+    def _absorb(self, group: SubGroup) -> dict[torch.Tensor, Entry]:
         entries = {
-            each: {key: _arrived(each, value) for key, value in self._groups.states_of(each).items()}
+            each: {key: _arrived(group, each, value) for key, value in self._groups.states_of(each).items()}
             for each in group.parameters
         }
         away = [(each, key) for each, entry in entries.items() for key in entry if is_away(entry[key])]
@@ -129,34 +160,27 @@ class Entries:
                 raise entries[parameter][key].refused("it was put back when it was there no more")
             entries[parameter][key] = bound[parameter][key]
         self._lay_out(group, bound, entries)
-        self._show(group, entries)
+        return self._stand_ins(group, entries)
 
     def restore(self, groups: Iterable[SubGroup]) -> None:
         """Put states back into ``optimizer.state``, in memory of their own; not those that were cleared.
 
+        Args:
+            groups: Sub-groups, with all slices of each parameter, one after the other.
+
         Raises:
             TransferError: They cannot be read.
         """
-        for group in groups:
-            places = [place for place in group.places if self._is_away(place)]
-            if places:
-                flat = self._held(group)
-                flat = self.slots.load(group).lend() if flat is None else flat
-                for place in places:
-                    self._put_back(place, place.view(flat))
-            self.slots.empty(group)
-            self.in_host_memory.pop(group, None)
-
-    def _put_back(self, place: Place, view: torch.Tensor) -> None:
-        parameter = place.parameter
-        if place.key != MASTER:
-            whole = place.wrapped(view.to(local(parameter).device, copy=True))
-            self.shown(parameter)[place.key] = whole
-            return
-        AwayMaster.allocate(parameter)
-        with torch._C.DisableTorchFunctionSubclass():
-            local(parameter.detach()).copy_(view)
-        AwayMaster.end(parameter)
+        for _, slices in groupby(groups, lambda group: id(group.parameters[0])):
+            some = list(slices)
+            found = self._whole(some, self._is_away, lambda group: self.slots.load(group).lend())
+            for parameter, entry in found.items():
+                if entry.pop(MASTER, None) is not None:
+                    AwayMaster.end(parameter)
+                self.shown(parameter).update(entry)
+            for group in some:
+                self.slots.empty(group)
+                self.in_host_memory.pop(group, None)
 
     def on_host(
         self, parameters: AbstractSet[torch.Tensor], *, masters: bool = False
@@ -170,19 +194,44 @@ class Entries:
         Raises:
             TransferError: They cannot be read.
         """
-        found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        for group in self._groups.holding(parameters):
-            if not group.places:
-                continue
-            flat = self._held(group)
-            flat = group.home.on_host(group.nbytes) if flat is None else flat
-            for place in group.places:
-                if masters or place.key != MASTER:
-                    copy = place.wrapped(place.view(flat).to("cpu", copy=True))
-                    found.setdefault(place.parameter, {})[place.key] = copy
-        return found
+        return self._whole(
+            self._groups.holding(parameters),
+            lambda place: masters or place.key != MASTER,
+            lambda group: group.home.on_host(group.nbytes),
+            torch.device("cpu"),
+        )
 
     # ---- the parts of it -------------------------------------------------------------------------
+
+    def _whole(
+        self,
+        groups: Iterable[SubGroup],
+        is_wanted: Callable[[Place], bool],
+        read: Callable[[SubGroup], torch.Tensor],
+        device: torch.device | None = None,
+    ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return copies of states, each put together of its slices.
+
+        Args:
+            groups: The sub-groups.
+            is_wanted: Says which states.
+            read: Returns the bytes of a sub-group that is at home.
+            device: Where to; by default that of the parameters, where masters are filled themselves.
+        """
+        found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for group in groups:
+            places = [place for place in group.places if is_wanted(place)]
+            if not places:
+                continue
+            flat = self._held(group)
+            flat = read(group) if flat is None else flat
+            for place in places:
+                entry = found.setdefault(place.parameter, {})
+                if place.key not in entry:
+                    entry[place.key] = _memory(group, place, device)
+                with torch._C.DisableTorchFunctionSubclass():
+                    group.cut(local(entry[place.key])).copy_(place.view(flat))
+        return found
 
     def _held(self, group: SubGroup) -> torch.Tensor | None:
         """Return the bytes of a sub-group, if they are in memory; ``None`` if they are at home."""
@@ -212,12 +261,15 @@ class Entries:
                 place.view(slot.lend()).copy_(local(entries[place.parameter][place.key]))
             slot.hold(group)
 
-    def _stand_in(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> AwayTensor:
+    def _stand_in(
+        self, group: SubGroup, parameter: torch.Tensor, key: str, value: torch.Tensor
+    ) -> AwayTensor:
+        like = value if group.part is None else parameter
         known = self.shown(parameter).get(key)
-        if stands_for(known, parameter, key) and (known.shape, known.dtype) == (value.shape, value.dtype):
+        if stands_for(known, parameter, key) and (known.shape, known.dtype) == (like.shape, value.dtype):
             return known
         name = f"{key!r} of {self._groups.name_of(parameter)}"
-        away = AwayTensor(value.shape, value.stride(), value.dtype, value.device, name)
+        away = AwayTensor(like.shape, like.stride(), value.dtype, value.device, name)
         away.origin = parameter, key  # no weak reference: PyTorch swaps no tensors that have one
         return away
 
@@ -247,11 +299,23 @@ def is_alike(value: object, view: torch.Tensor) -> bool:
     )
 
 
-def _arrived(parameter: torch.Tensor, value: Any) -> Any:
-    """Return a state; what a checkpoint brings comes to the parameter's device."""
-    if not isinstance(value, Incoming):
-        return value
-    return value.value.to(device=parameter.device, dtype=value.dtype, copy=True)
+def _arrived(group: SubGroup, parameter: torch.Tensor, value: Any) -> Any:
+    """Return a state, or a copy of a slice of it; those of a checkpoint come to the parameter's device."""
+    if isinstance(value, Incoming):
+        return group.cut(value.value).to(device=parameter.device, dtype=value.dtype, copy=True)
+    return value if group.part is None or is_away(value) else _copy(group.cut(value))
+
+
+def _memory(group: SubGroup, place: Place, device: torch.device | None) -> torch.Tensor:
+    """Return memory for a whole state; that of the master itself, unless a device is given."""
+    parameter = place.parameter
+    if place.key == MASTER and device is None:
+        AwayMaster.allocate(parameter)
+        return parameter.detach()
+    device = device or local(parameter).device
+    if group.part is not None:
+        return torch.empty(parameter.shape, dtype=place.dtype, device=device)
+    return place.wrapped(torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=device))
 
 
 def _copy(value: Any) -> Any:

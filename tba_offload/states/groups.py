@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tba_offload.device.ranges import CACHE_LINE
 from tba_offload.errors import UnsupportedError
-from tba_offload.states.away import AwayMaster
+from tba_offload.states.away import AwayMaster, is_away
 from tba_offload.states.home import Home
-from tba_offload.states.parameters import gathered, local, parameters_of, travels, wrap_of
+from tba_offload.states.parameters import can_be_cut, gathered, local, parameters_of, travels, wrap_of
 from tba_offload.store.extents import BLOCK, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
-
-    import torch
 
     from tba_offload.states.home import Homes
     from tba_offload.states.parameters import Wrap
@@ -28,8 +28,9 @@ Entry = dict[str, Any]
 MASTER = "tba_offload.master"
 """Name of a master copy among the states of its own: no optimizer has one of that name."""
 
-_ALONE = 1024
-"""Elements of the parameters that are updated first, and tell how many states there are."""
+SLICE = 1024
+"""Elements at whose multiples a parameter is cut, so that no kernel meets another alignment or remainder. So
+many are updated first, too, and tell how many states there are."""
 
 USUAL = 2.0
 """Bytes of states for one byte of a parameter, until an update has told: what Adam has."""
@@ -56,7 +57,7 @@ class Place:
         parameter: Whose state it is.
         key: Its name in ``state[parameter]``.
         start: Its first byte.
-        size: Of the state.
+        size: Of the state; 1-D for a slice.
         stride: Likewise, elements.
         dtype: Likewise.
         wrap: Makes the state of its bytes, where that is a distributed tensor.
@@ -86,22 +87,26 @@ class Place:
 
 
 class SubGroup:
-    """Some parameters of one parameter group.
+    """Some parameters of one parameter group, or one slice of a large parameter.
 
     Args:
         number: The number of the parameter group.
         parameters: The parameters.
         home: Where their states live between updates.
+        part: The elements of the only parameter that belong to it; ``None`` for whole parameters.
 
     Attributes:
         places: Where their states lie; empty before the first update that made some.
         nbytes: Bytes that travel, padded to blocks: extents are cut at multiples of them, for direct I/O.
     """
 
-    def __init__(self, number: int, parameters: Sequence[torch.Tensor], home: Home) -> None:
+    def __init__(
+        self, number: int, parameters: Sequence[torch.Tensor], home: Home, part: slice | None = None
+    ) -> None:
         self.number = number
         self.parameters = tuple(parameters)
         self.home = home
+        self.part = part
         self.places: tuple[Place, ...] = ()
         self.nbytes = 0
         self._keys: dict[torch.Tensor, set[str]] = {}
@@ -120,6 +125,27 @@ class SubGroup:
     def has_gradient(self) -> bool:
         """Whether an update would change it."""
         return any(each.grad is not None for each in self.parameters)
+
+    def cut(self, value: Any) -> Any:
+        """Return the slice of a tensor of its parameter's shape, 1-D; anything else is itself."""
+        if self.part is None or getattr(value, "shape", None) != self.parameters[0].shape:
+            return value
+        return value.reshape(-1)[self.part]
+
+    def tensor(self, parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
+        """Return what an update gets as a parameter: itself, or a slice of it.
+
+        Args:
+            parameter: The parameter.
+            master: The bytes in a slot, if it is a master.
+        """
+        if self.part is None and master is None:
+            return parameter
+        made: torch.Tensor = self.cut(parameter.detach()) if master is None else master
+        for name, value in vars(parameter).items():  # an optimizer may know a parameter by them
+            setattr(made, name, value)
+        made.grad = self.cut(parameter.grad)
+        return made
 
     def keys_of(self, parameter: torch.Tensor) -> AbstractSet[str]:
         """Return the names of the states of a parameter that travel."""
@@ -158,6 +184,8 @@ class Groups:
     How many bytes of states a parameter has is known after its first update only. So in each parameter group
     the first parameters go alone, and tell how large the sub-groups of the others may be.
 
+    A parameter that has more states than that is cut into slices, where updates of them give the same bits.
+
     Between updates a master has no bytes, and is the same object. An update gets a tensor over the bytes in a
     slot in its place.
 
@@ -167,7 +195,7 @@ class Groups:
         masters: Master copies that the optimizer updates, and the parameters of the model, or parts of them,
             that are set to their values.
         names: Names of parameters in the model, as far as it is known.
-        most: Bytes of states in a sub-group; one of a single parameter may have more.
+        most: Bytes of states in a sub-group; one of a single parameter that cannot be cut may have more.
 
     Attributes:
         optimizer: As given.
@@ -201,7 +229,7 @@ class Groups:
         self._names = names
         self.most = most
         self._ratios: dict[int, float] = {}
-        self._of: dict[torch.Tensor, SubGroup] = {}
+        self._of: dict[torch.Tensor, list[SubGroup]] = {}
         self._members: dict[torch.Tensor, tuple[int, int]] = {}
         self._numbers: dict[torch.Tensor, int] = {}
         self._all: list[SubGroup] = []
@@ -224,16 +252,20 @@ class Groups:
         ]
 
     def holding(self, parameters: Iterable[torch.Tensor]) -> list[SubGroup]:
-        """Return the sub-groups that hold any of some parameters."""
-        return list(dict.fromkeys(self._of[each] for each in parameters if each in self._of))
+        """Return the sub-groups that hold any of some parameters, with all slices of each."""
+        return list(dict.fromkeys(group for each in parameters for group in self._of.get(each, ())))
 
     # ---- what was done to the optimizer ------------------------------------------------------------
 
     def outdated(self) -> list[SubGroup]:
-        """Return the sub-groups of a parameter that has left its parameter group."""
+        """Return the sub-groups of a parameter that has left its parameter group, or can be cut no more."""
         now = self._now()
         self._numbers = {each: number for number, each in enumerate(parameters_of(self.optimizer))}
-        return self.holding(each for each, place in self._members.items() if now.get(each) != place)
+        return self.holding(
+            each
+            for each, place in self._members.items()
+            if now.get(each) != place or (self._of[each][0].part is not None and not self._can_be_cut(each))
+        )
 
     def newcomers(self, *, with_gradients: bool = False) -> dict[int, list[torch.Tensor]]:
         """Return the parameters that are in no sub-group yet, by the number of their parameter group.
@@ -255,7 +287,7 @@ class Groups:
             parameters: The parameters, in its order.
         """
         counts = accumulate(each.numel() for each in parameters)
-        first = sum(count < _ALONE for count in counts) + 1 if number not in self._ratios else len(parameters)
+        first = sum(count < SLICE for count in counts) + 1 if number not in self._ratios else len(parameters)
         yield from self.add(number, parameters[:first])
         yield from self.add(number, parameters[first:])
 
@@ -269,8 +301,10 @@ class Groups:
         made: list[SubGroup] = []
         for some in gathered(parameters, self.most, lambda each: self._states_bytes(number, each)):
             names = list(dict.fromkeys(self.name_of(some[at]) for at in (0, -1)))
-            made.append(SubGroup(number, some, Home(self.homes, " to ".join(names))))
-            self._of.update(dict.fromkeys(some, made[-1]))
+            for part in self._slices(number, some[0]) if len(some) == 1 else [None]:
+                made.append(SubGroup(number, some, Home(self.homes, " to ".join(names)), part))
+                for each in some:
+                    self._of.setdefault(each, []).append(made[-1])
         self._members.update({each: (number, each.numel()) for each in parameters})
         last = len(self._numbers)
         self._all = sorted(
@@ -285,15 +319,35 @@ class Groups:
         for group in gone:
             group.home.release()
             for parameter in group.parameters:
-                del self._members[parameter], self._of[parameter]
+                self._members.pop(parameter, None)
+                self._of.pop(parameter, None)
 
     def learn(self, group: SubGroup) -> None:
         """Note how many bytes of states a byte of parameters has, from a sub-group that has them."""
         # States of single numbers stay: they say nothing of those of others.
         nbytes = sum(local(each).nbytes for each in group.parameters if each.numel() > 1)
+        if group.part is not None:
+            nbytes = (group.part.stop - group.part.start) * group.parameters[0].element_size()
         if group.number not in self._ratios and not group.is_new and nbytes:
             states = sum(place.nbytes for place in group.places if place.key != MASTER)
             self._ratios[group.number] = max(states / nbytes, 1 / 16)
+
+    def _slices(self, number: int, parameter: torch.Tensor) -> Sequence[slice | None]:
+        """Return the elements that each sub-group of a parameter gets; ``[None]`` for a whole one."""
+        count, nbytes = parameter.numel(), self._states_bytes(number, parameter)
+        step = max(self.most * count // nbytes // SLICE, 1) * SLICE
+        if nbytes <= self.most or count <= step or not self._can_be_cut(parameter):
+            return [None]
+        starts = range(0, count - 1, step)  # the last has two elements at least: a state of one never travels
+        return [slice(start, count if start == starts[-1] else start + step) for start in starts]
+
+    def _can_be_cut(self, parameter: torch.Tensor) -> bool:
+        states = self.optimizer.state.get(parameter, {}).values()
+        return (
+            can_be_cut(self.optimizer, parameter)
+            and self._copies.get(parameter, parameter).is_contiguous()
+            and all(_is_cut_alike(state, parameter) for state in states)
+        )
 
     def _states_bytes(self, number: int, parameter: torch.Tensor) -> int:
         """Return the bytes of what travels for a parameter, as far as they are known; at least one."""
@@ -326,9 +380,9 @@ class Groups:
         entry = dict(self.optimizer.state.get(parameter, {}))
         return {**entry, MASTER: parameter.detach()} if self.is_master(parameter) else entry
 
-    def model_part(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what an update of a parameter changes in the model, on this rank."""
-        return local(self._copies.get(parameter, parameter).detach())  # type: ignore[no-any-return]
+    def model_part(self, group: SubGroup, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what an update of a sub-group changes of a parameter of the model, on this rank."""
+        return group.cut(local(self._copies.get(parameter, parameter).detach()))  # type: ignore[no-any-return]
 
     def send_away(self, master: torch.Tensor) -> None:
         """Free the memory of a master, whose bytes lie in a slot or at home."""
@@ -336,14 +390,13 @@ class Groups:
             AwayMaster.begin(master, self.name_of(master))
 
 
-def bound_master(parameter: torch.Tensor, bound: torch.Tensor | None) -> torch.Tensor:
-    """Return what an update gets as a parameter: the bytes in a slot, if it is a master."""
-    if bound is None:
-        return parameter
-    for name, value in vars(parameter).items():  # an optimizer may know a parameter by them
-        setattr(bound, name, value)
-    bound.grad = parameter.grad
-    return bound
+def _is_cut_alike(state: object, parameter: torch.Tensor) -> bool:
+    """Whether a state is cut like its parameter, or is a number that all slices share."""
+    value = state.value if isinstance(state, Incoming) else state
+    if not isinstance(value, torch.Tensor) or value.numel() <= 1:
+        return True
+    is_taken = isinstance(state, Incoming) or is_away(value) or travels(value, parameter)
+    return is_taken and value.shape == parameter.shape
 
 
 def side_by_side(sizes: Iterable[int]) -> tuple[list[int], int]:

@@ -120,7 +120,7 @@ class HostLane:
         on_device, on_host = (sum(group.nbytes for group in some) for some in (rest, mine))
         self.updated, self.predicted_seconds = len(mine), self._rates.seconds(on_device, on_host)
         resident = {
-            group: {each: self._entries.resident(each) for each in group.parameters} for group in mine
+            group: {each: self._entries.resident(group, each) for each in group.parameters} for group in mine
         }
         after, began = self._device.event(), self._device.mark()
         jobs = {
@@ -189,8 +189,8 @@ class HostLane:
                 before = {each: _on_host(resident[each]) | bound.get(each, {}) for each in group.parameters}
                 moving = [each for each in group.parameters if each.grad is not None]
                 likes: list[Any] = [
-                    *map(self._groups.model_part, moving),
-                    *(each.grad for each in moving),
+                    *(self._groups.model_part(group, each) for each in moving),
+                    *(group.cut(each.grad) for each in moving),
                 ]
                 starts, end = side_by_side(like.nbytes for like in likes)
                 desk = self._device.host_memory(end) if end > desk.numel() else desk

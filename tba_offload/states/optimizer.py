@@ -22,7 +22,7 @@ from tba_offload.states.backward import BackwardUpdates
 from tba_offload.states.checkpoints import Checkpoints
 from tba_offload.states.checks import check, device_of_parameters, innermost
 from tba_offload.states.entries import Entries
-from tba_offload.states.groups import MASTER, Groups, bound_master
+from tba_offload.states.groups import MASTER, Groups
 from tba_offload.states.home import Homes
 from tba_offload.states.host import HostLane
 from tba_offload.states.parameters import is_known, is_of_torch, parameters_of
@@ -100,15 +100,15 @@ class Updates:
         self._read_ahead()
         slot = slots.load(group) if group.places else None
         bound = {} if slot is None else group.views(slot.lend())
-        states = {each: entries.resident(each) | bound.get(each, {}) for each in group.parameters}
+        states = {each: entries.resident(group, each) | bound.get(each, {}) for each in group.parameters}
         masters = {each: entry.pop(MASTER) for each, entry in states.items() if MASTER in entry}
-        tensors = {each: bound_master(each, masters.get(each)) for each in group.parameters}
+        tensors = {each: group.tensor(each, masters.get(each)) for each in group.parameters}
         if slot is not None:
             slot.hold(group)
         try:
             self._twin.run(group.number, {tensors[each]: states[each] for each in tensors}, options)
             for parameter, master in masters.items():
-                self.groups.model_part(parameter).copy_(master)
+                self.groups.model_part(group, parameter).copy_(master)
         finally:
             left = {each: self._twin.states.pop(tensors[each], states[each]) for each in group.parameters}
             for parameter, master in masters.items():
@@ -135,6 +135,7 @@ class Updates:
             self.follow()
             try:
                 self._update_all(done, options)
+                self.entries.show_slices()
             finally:
                 self._twin.commit()
         counts, self._counts = self._counts, _Counts()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from tba_offload.states.away import AwayMaster
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -23,6 +25,19 @@ _FUSED = frozenset(
 )
 """Optimizers of other packages that update each parameter by itself."""
 
+_ELEMENTWISE = frozenset(
+    f"torch.optim.{name}"
+    for name in (
+        *("adam.Adam", "adamw.AdamW", "sgd.SGD", "rmsprop.RMSprop", "adagrad.Adagrad", "adadelta.Adadelta"),
+        *("adamax.Adamax", "nadam.NAdam", "radam.RAdam", "asgd.ASGD", "rprop.Rprop"),
+    )
+)
+"""Optimizers that treat each element of a parameter by itself."""
+
+_EXACT = frozenset((torch.float32, torch.float64))
+"""Data types in which vectors of a kernel and the scalar loop for its last elements give the same bits. In 16
+bits they do not: on a CPU 15 of 300,000 elements differed after six updates by RMSprop in bfloat16."""
+
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of an optimizer, each once, in the order in which ``state_dict`` counts them."""
@@ -37,6 +52,17 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Return True for PyTorch's own optimizers."""
     return _name_of(optimizer).startswith("torch.optim.")
+
+
+def can_be_cut(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Return True if a parameter has slices that are views, and updates of them give the same bits."""
+    return (
+        _name_of(optimizer) in _ELEMENTWISE
+        and type(parameter.data) in (torch.Tensor, AwayMaster)
+        and parameter.dtype in _EXACT
+        and parameter.is_contiguous()
+        and (parameter.grad is None or parameter.grad.layout == torch.strided)
+    )
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:

@@ -216,7 +216,7 @@ def _reset(training: Training, how: str) -> None:
             optimizer.state[parameter]["exp_avg"] = torch.full_like(parameter, 0.25, requires_grad=False)
     elif how == "further states":
         for parameter in (embedding, training.model.layers[0].bias):
-            optimizer.state[parameter]["mine"] = torch.arange(100.0)
+            optimizer.state[parameter]["mine"] = torch.arange(100.0)  # a parameter that has it is not cut
     else:
         optimizer.state[embedding] = {}
 
@@ -249,7 +249,8 @@ def test_states_that_go_to_another_parameter_are_an_error_that_changes_nothing(t
         train(found, expected, 2)
 
 
-def test_a_parameter_whose_memory_gets_another_order(tmp_path: Path) -> None:
+def test_a_cut_parameter_whose_memory_gets_another_order(tmp_path: Path) -> None:
+    """Its slices are views no more: an update of copies would be lost."""
 
     def change(training: Training, seed: int) -> None:
         if seed == 2:
@@ -258,6 +259,21 @@ def test_a_parameter_whose_memory_gets_another_order(tmp_path: Path) -> None:
 
     with offloaded("adamw", tmp_path) as (found, expected, _):
         train(found, expected, *range(5), before=change)
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_a_slice_of_one_element(more: int, tmp_path: Path) -> None:
+    """What is left of a parameter after slices of as many elements as a sub-group has."""
+    weights = [nn.Parameter(torch.ones(4096 + more)) for _ in range(2)]
+    found, expected = [optim.Adadelta([weight]) for weight in weights]
+    with tba.offload_optimizer(found, policy(tmp_path)):
+        for seed in range(4):
+            for weight, optimizer in zip(weights, (found, expected), strict=True):
+                weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+                optimizer.step()
+        assert same_bits(weights[0].detach(), weights[1].detach())
+        assert_same_state_dicts(found.state_dict(), expected.state_dict())
+    assert_same_state_dicts(found.state_dict(), expected.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -275,7 +291,7 @@ class Marked(torch.Tensor):
 
 
 @pytest.mark.parametrize("kind", ["shares memory", "of a class"])
-def test_a_state_that_shares_memory_or_has_a_class_stays(kind: str, tmp_path: Path) -> None:
+def test_a_state_that_stays_keeps_its_parameter_whole(kind: str, tmp_path: Path) -> None:
     found, expected = pair("sgd-momentum")
     for training in (found, expected):
         weight = training.model.embed.weight

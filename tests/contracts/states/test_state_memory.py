@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from covering import of_which
 from live_bytes import LiveBytes
 from models import same_bits
-from optimizers import MAKERS, Training, assert_same, pair, plain_copy, policy
+from optimizers import MAKERS, Training, assert_same, assert_same_state_dicts, pair, plain_copy, policy
 from torch import nn, optim
 
 import tba_offload as tba
@@ -73,9 +74,10 @@ def test_a_first_parameter_says_nothing_wrong_of_the_others(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("large", "small"), [(1, 1), (1, 2), (1, 40), (2, 40)])
 def test_slots_hold_no_more_than_the_largest_sub_groups(large: int, small: int, tmp_path: Path) -> None:
-    """An embedding that is larger than a sub-group is one of its own, for which one slot has room."""
-    sizes = [WIDTH * WIDTH] * (small // 2) + [65 * WIDTH * WIDTH] * large + [WIDTH * WIDTH] * -(-small // 2)
-    weights = [nn.Parameter(torch.ones(size)) for size in sizes]
+    """An embedding in 16 bits is not cut: it is a sub-group of its own, for which one slot has room."""
+    layer, table = 2 * WIDTH * WIDTH, 130 * WIDTH * WIDTH
+    sizes = [layer] * (small // 2) + [table] * large + [layer] * -(-small // 2)
+    weights = [nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in sizes]
     optimizer = optim.AdamW(weights, fused=True)
     with LiveBytes() as meter, tba.offload_optimizer(optimizer, settings(tmp_path)) as states:
         for seed in range(4):
@@ -88,6 +90,37 @@ def test_slots_hold_no_more_than_the_largest_sub_groups(large: int, small: int, 
             made = max(states.sizes) if seed == 0 else 0  # by the optimizer, before they have a place
             assert meter.peak - before <= sum(sorted(states.sizes)[-3:]) - slots + made + SMALL
         assert all(same_bits(each.detach(), weights[0].detach()[:1].expand_as(each)) for each in weights)
+
+
+def test_a_large_embedding_is_updated_in_slices(tmp_path: Path) -> None:
+    """The states of the embedding are as large as eight sub-groups, and checkpoints have them whole."""
+    plain = nn.Sequential(nn.Embedding(16 * SUB_GROUP // (16 * WIDTH), WIDTH), chain(8))
+    ours = copy.deepcopy(plain)
+    expected, found = (optim.AdamW(model.parameters(), fused=True) for model in (plain, ours))
+
+    def backward(model: nn.Module, optimizer: optim.Optimizer, seed: int) -> None:
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(seed)
+        model(torch.randint(len(plain[0].weight), (64,), generator=generator)).square().sum().backward()
+
+    def assert_same_bits() -> None:
+        assert all(map(same_bits, ours.state_dict().values(), plain.state_dict().values()))
+        assert_same_state_dicts(found.state_dict(), expected.state_dict())
+
+    with LiveBytes() as meter, tba.offload_optimizer(found, settings(tmp_path), model=ours) as states:
+        for seed in range(5):
+            backward(plain, expected, seed)
+            expected.step()
+            backward(ours, found, seed)
+            before, meter.peak = meter.live - states.device_bytes, meter.live
+            found.step()
+            assert meter.peak - before <= 3 * SUB_GROUP + SMALL
+            assert states.device_bytes <= 3 * SUB_GROUP
+            assert max(states.sizes) <= SUB_GROUP
+            assert_same_bits()
+            if seed == 2:
+                found.load_state_dict(plain_copy(expected.state_dict()))
+    assert_same_bits()
 
 
 def test_states_leave_when_they_are_there_already(tmp_path: Path) -> None:
