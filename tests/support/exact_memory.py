@@ -60,6 +60,11 @@ def exact_memory(*, slots_too: bool = False) -> Iterator[None]:
         library.count(0)
 
 
+def counted_bytes() -> int:
+    """Return the bytes that are counted as live now: also those that tests before this one have left."""
+    return int(_library().live_bytes())
+
+
 @cache
 def _library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library_of(SUPPORT / "counting_allocator.cpp")))

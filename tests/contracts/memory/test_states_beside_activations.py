@@ -16,7 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from covering import full
-from exact_memory import exact_memory
+from exact_memory import counted_bytes, exact_memory
 from harness import KIB
 from models import loss_of, make_model, make_tokens, same_bits
 
@@ -45,6 +45,12 @@ class Run(NamedTuple):
     steps: list[StepRecord]
     updates: list[StatesRecord]
     weights: list[Tensor]
+    others: int
+    """Bytes that lay in the process before."""
+
+    def share(self, of_all: float) -> int:
+        """Return a budget for a share of the bytes that this run took at its peak."""
+        return self.others + int(of_all * (max(self.peaks) - self.others))
 
     @property
     def peaks(self) -> list[int]:
@@ -74,6 +80,7 @@ def run(
 ) -> Run:
     """Trains a small GPT with AdamW; without a budget everything is kept."""
     gc.collect()
+    others = counted_bytes()
     torch.manual_seed(0)
     model = make_model(layers=LAYERS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -96,7 +103,7 @@ def run(
         records = session.report()
         updates = [record for each in session.states for record in each.records]
     weights = [torch.from_numpy(each.detach().numpy().copy()) for each in model.parameters()]
-    return Run(records, updates, weights)
+    return Run(records, updates, weights, others)
 
 
 def assert_below(found: Run, budget: int, first: int = 3) -> None:
@@ -115,7 +122,7 @@ def test_fewer_travel_where_a_device_has_more(tmp_path: Path, *, by_hand: bool) 
     kept = run(tmp_path, None, by_hand=by_hand)
     travelling = []
     for share in SHARES:
-        budget = int(share * max(kept.peaks))
+        budget = kept.share(share)
         found = run(tmp_path, budget, by_hand=by_hand)
         assert_below(found, budget)
         assert all(map(same_bits, found.weights, kept.weights))
@@ -139,7 +146,7 @@ def test_where_something_else_takes_memory_more_travel(tmp_path: Path) -> None:
             copies.extend(copy.deepcopy(model).requires_grad_(requires_grad=False) for _ in range(9))
 
     kept = run(tmp_path, None)
-    budget = 2 * max(kept.peaks)
+    budget = kept.share(2)
     found = run(tmp_path, budget, before=copy_model)
     copies.clear()
     assert all(map(same_bits, found.weights, kept.weights))
@@ -152,7 +159,7 @@ def test_layers_that_are_placed_offload_get_what_is_left(tmp_path: Path) -> None
     """Of them it is not known what they would take under another budget, but that they fit under this one."""
     kept = run(tmp_path, None)
     for share, most in ((2.0, 0), (0.5, 99)):
-        budget = int(share * max(kept.peaks))
+        budget = kept.share(share)
         found = run(tmp_path, budget, default="offload")
         assert_below(found, budget)
         assert min(most, 1) <= found.travelling <= most
@@ -163,7 +170,7 @@ def test_the_run_log_tells_what_was_chosen(tmp_path: Path) -> None:
     """And a plan from it for a device has states fill what it leaves."""
     log, policy = tmp_path / "run.jsonl", tmp_path / "policy.yaml"
     kept = run(tmp_path, None)
-    found = run(tmp_path, int(0.8 * max(kept.peaks)), log=log)
+    found = run(tmp_path, kept.share(0.8), log=log)
     events = [event for event in tba.read_run_log(log).others if event["event"] == "states_plan"]
     assert events[-1]["travelling"] == found.travelling
     assert events[-1]["sub_groups"] == found.updates[-1].sub_groups
