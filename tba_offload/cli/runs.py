@@ -179,7 +179,7 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: 
     """Draw one step over time: memory, the traffic of each drive, layers and waits.
 
     As a picture, or as a trace that ui.perfetto.dev and chrome://tracing open, which --json prints too. A log
-    tells the third step over time, and from the 16th on each whose number is a power of four, where memory is
+    tells the third step over time, and each later one whose number is a power of two, where memory is
     measured; and each step that was asked for by session.step(trace=True).
     """
     from tba_offload.report.log import read_run_log

@@ -148,8 +148,6 @@ class StepRecord:
         offloaded_bytes: Bytes written to the store.
         read_bytes: Bytes read back from the store.
         reread_bytes: Bytes read again because a read of them failed.
-        host_offloaded_bytes: Those of the bytes written that went to host memory beside the drives.
-        host_read_bytes: Those of the bytes read that came from there.
         forwarded_bytes: Bytes handed to backward from memory, without a read, because they were still there.
         deduplicated_bytes: Bytes not written because the same storage was offloaded already.
         rebuilt_bytes: Bytes neither kept nor written, because backward computed them anew.
@@ -208,8 +206,6 @@ class StepRecord:
     offloaded_bytes: int = 0
     read_bytes: int = 0
     reread_bytes: int = 0
-    host_offloaded_bytes: int = 0
-    host_read_bytes: int = 0
     forwarded_bytes: int = 0
     deduplicated_bytes: int = 0
     rebuilt_bytes: int = 0
@@ -592,11 +588,10 @@ class HeldBytes(NamedTuple):
     """What holds memory at one moment, in bytes.
 
     Attributes:
-        in_flight: Packed by layers and not yet written.
-        read_ahead: Read back and not yet used.
+        in_flight: On their way to the store or back.
         settled: Kept by the offloader: in use by backward, or refused by a drive.
         small: Saved by layers with hooks, and kept: small, not understood, or held elsewhere.
-        kept: Left in memory by layers that are placed ``keep`` or were left alone, and by plan by others.
+        kept: Left in memory by layers that are placed ``keep`` or were left alone, or of which a share stays.
         inputs: Left in memory by layers that are recomputed.
         outputs: Left in memory by layers whose activations travel, beside all that the offloader knows of.
         put_out: Put out by the model, now or in earlier steps, and alive still.
@@ -604,7 +599,6 @@ class HeldBytes(NamedTuple):
     """
 
     in_flight: Bytes = 0
-    read_ahead: Bytes = 0
     settled: Bytes = 0
     small: Bytes = 0
     kept: Bytes = 0
@@ -634,7 +628,6 @@ class PhasePeak(NamedTuple):
         beside: Those of nothing in ``held`` that were there when the layer began.
         gradients: Bytes of gradients at the time.
         frozen: Bytes of frozen weights that were there for layers that compute.
-        number: How many storages layers had returned in the step.
     """
 
     nbytes: Bytes
@@ -643,7 +636,6 @@ class PhasePeak(NamedTuple):
     beside: Bytes
     gradients: Bytes
     frozen: Bytes
-    number: Bytes = 0
 
     @property
     def whole(self) -> int:
@@ -670,39 +662,29 @@ class MemoryEvent(Event):
 
     Attributes:
         step: Its number.
-        source: How live bytes were measured.
         names: Module names of the layers.
         placements: Their placements.
         window: Most bytes in flight; ``None`` for no limit.
         static: What lasts from step to step.
-        held: What layers have saved and an attribute of a module holds: its name, its bytes, and whether it
-            outlives the step.
         returned: What the model's forward has held of its layers' outputs until it ended: index of the layer,
             whether the model puts it out too, and its bytes.
         phases: The peak of each phase.
-        layers: Of each layer, in bytes: what a forward leaves in memory, and the most that a forward and a
-            backward take beyond what was there before.
-        left_out: Trained blocks that are not among the layers, in words, with their numbers.
+        left_out: How many trained blocks are like the layers and not among them.
         outside: The largest trained parameters beside the layers: name and bytes.
-        inside: Bytes of the largest trained parameter of a layer.
         frozen_weights: Bytes of frozen weights of layers that are in memory.
     """
 
     EVENT = MEMORY
 
     step: int
-    source: str
     names: list[str]
     placements: list[str]
     window: Bytes | None
     static: StaticBytes
-    held: list[tuple[str, Bytes, bool]]
     returned: list[tuple[Bytes, bool, Bytes]] = []
     phases: dict[Literal["forward", "loss", "backward", "embeddings", "between", "update"], PhasePeak]
-    layers: list[tuple[Bytes, Bytes, Bytes]]
-    left_out: list[tuple[str, Bytes]] = []
+    left_out: Bytes = 0
     outside: list[tuple[str, Bytes]] = []
-    inside: Bytes = 0
     frozen_weights: Bytes = 0
 
 
@@ -717,7 +699,7 @@ class ScopeTimes(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Memory and traffic at one moment, live bytes without gradients.
+    """Memory at one moment, live bytes without gradients.
 
     Times are seconds since the step began.
     """
@@ -726,10 +708,8 @@ class Moment(NamedTuple):
     live: Bytes
     in_flight: Bytes
     read_ahead: Bytes
-    written: Bytes
-    read: Bytes
-    settled: Bytes = 0
-    left: Bytes = 0
+    settled: Bytes
+    left: Bytes
 
 
 class Move(NamedTuple):
@@ -782,11 +762,10 @@ class TimelineEvent(Event):
         scopes: The runs of layers, in the order of their forward.
         backward_ends: When backward passes ended.
         stalls: When training waited for I/O: from, until.
-        points: Memory and traffic, in the order of time; none where memory was not measured.
+        points: Memory, in the order of time; none where that was not measured.
         updates: When optimizers worked: from, until.
         layers_left: When backward passes came out of the first layer, to embeddings.
         budget: Most bytes of activations that the policy allows; ``None`` for no limit.
-        window: Most bytes in flight that it allows; ``None`` for no limit.
         drives: The drives that moved bytes; one that moved states or weights too is there
             once more for these.
         moves: The calls that moved bytes, by when they began.
@@ -804,7 +783,6 @@ class TimelineEvent(Event):
     updates: list[tuple[Seconds, Seconds]] = []
     layers_left: list[Seconds] = []
     budget: Bytes | None = None
-    window: Bytes | None = None
     drives: list[Drive] = []
     moves: list[Move] = []
 

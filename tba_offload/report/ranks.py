@@ -42,11 +42,14 @@ def free_run_log(
         ranks: How many there are; one alone has no number in the name of its file.
         agreed: Makes one number of those that ranks have found. Default: each goes by its own.
     """
-    stem = Path(path).name.removesuffix(".jsonl")
+    name = Path(path)
+    if ranks > 1:  # a program may have named the rank so already
+        name = name.with_name(name.name.replace(f".rank{rank}.jsonl", ".jsonl"))
+    stem = name.name.removesuffix(".jsonl")
 
     def own(number: int) -> Path:
-        name = Path(path).with_name(f"{stem}.{number}.jsonl") if number > 1 else Path(path)
-        return path_of_rank(name, rank) if ranks > 1 else name
+        found = name.with_name(f"{stem}.{number}.jsonl") if number > 1 else name
+        return path_of_rank(found, rank) if ranks > 1 else found
 
     free = next(number for number in itertools.count(1) if not os.path.lexists(own(number)))
     return own(1), own(agreed(free))

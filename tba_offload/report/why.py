@@ -31,7 +31,6 @@ HOLDERS = {
     "parameters": "parameters and buffers of the model",
     "states": "states of optimizers",
     "gradients": "gradients",
-    "tables": "attributes of modules, saved by layers",
     "others": "whatever else outlives steps, such as other models",
     "returned": "returned by layers, and held until the model's forward ends",
     "kept": "activations of layers that keep them",
@@ -183,7 +182,7 @@ class Evidence:
         """Return the causes that are worth a change, the one first whose change would help most."""
         if self.memory is None:
             return []
-        found, one_layer = [], max((backward for *_, backward in self.memory.layers), default=0)
+        found, one_layer = [], self.most("running", "backward")
         for cause, freed, what, change in (each for rule in _RULES for each in rule(self, self.memory)):
             if isinstance(freed, int):
                 found.append(Finding(cause, 0, freed, what, change))
@@ -310,7 +309,6 @@ def _lasting(log: RunLog, step: StepRecord, memory: MemoryEvent) -> dict[str, in
     known = {
         "parameters": memory.static.parameters + memory.static.buffers,
         "states": memory.static.optimizer_states + memory.static.masters,
-        "tables": sum(size for _, size, lasts in memory.held if lasts),
     }
     # In host memory the program itself is among what outlives steps.
     others = 0 if _is_on_cpu(step) else max((step.base_bytes or 0) - sum(known.values()), 0)
@@ -321,7 +319,6 @@ def _lasting(log: RunLog, step: StepRecord, memory: MemoryEvent) -> dict[str, in
 def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes of a peak by holder; no more than were live, as books may count what is gone."""
     left, books = peak.nbytes, peak.held._asdict() | {"beside": peak.beside}
-    books["in_flight"] += books.pop("read_ahead")
     held = dict(lasting) | {"gradients": peak.gradients}
     held["parameters"] += peak.frozen
     for name, nbytes in books.items():
@@ -362,24 +359,23 @@ def _store(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
 
 
 def _held_elsewhere(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
-    names, most = [memory.names[index] for index, *_ in memory.returned], readable_size(seen.most("returned"))
+    indices, most = sorted({index for index, *_ in memory.returned}), readable_size(seen.most("returned"))
+    names = [memory.names[index] for index in indices]
     out = sum(nbytes for _, is_put_out, nbytes in memory.returned if is_put_out)
     layers = f"{len(names)} layers ({names[0]} to {names[-1]})" if names[1:] else "".join(names)
     in_vain = f", {readable_size(seen.step.held_bytes)} written in vain" if seen.step.held_bytes else ""
     what = f"the model collects {most} that {layers} returned, until its forward ends{in_vain}"
     change = "collect none of it in training: output_attentions=False, output_hidden_states=False, no list"
     yield "held elsewhere", lambda phase: phase.of("returned") + min(phase.of("put_out"), out), what, change
-    held = _known_elsewhere(seen, memory) if memory.held or not names else 0
-    named = ", ".join(f"{name} ({readable_size(size)})" for name, size, _ in memory.held[:3])
-    by = named or "something that is no attribute of a module, such as a list,"
-    what = f"{readable_size(held)} that layers save stay in memory under every placement: {by} holds them"
-    change = "make a table a buffer of its module, and let go of the rest: no list of hidden states or losses"
-    yield "held elsewhere", lambda p: min(held, p.of("tables", "small", "outputs", "beside")), what, change
+    held = 0 if names else _known_elsewhere(seen)
+    what = f"a list or an attribute of a module holds {readable_size(held)} that layers save"
+    change = "let go of them: no list of hidden states or losses; make a table a buffer of its module"
+    yield "held elsewhere", lambda phase: min(held, phase.of("small", "outputs", "beside")), what, change
 
 
-def _known_elsewhere(seen: Evidence, memory: MemoryEvent) -> int:
-    """Return the bytes that attributes of modules hold, or something else; later steps keep the latter."""
-    return sum(size for _, size, _ in memory.held) or max(step.held_bytes for step in seen.log.steps)
+def _known_elsewhere(seen: Evidence) -> int:
+    """Return the bytes that something beside autograd holds; they are written in vain once, then kept."""
+    return max(step.held_bytes for step in seen.log.steps)
 
 
 def _kept_by_the_program(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
@@ -408,14 +404,14 @@ def _placements(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
             how = "keep what they save" if holder == "kept" else "are recomputed, and keep their inputs"
             what = f"{len(names)} of {len(placed)} layers {how}, {readable_size(seen.most(holder))}"
             change = _change_of_plan(seen, names, better)
-            yield "placements", partial(_beyond_one_layer, memory, holder), what, change
-    others = _known_elsewhere(seen, memory) + seen.step.fallback_kept_bytes
+            yield "placements", partial(_beyond_one_layer, holder, len(names)), what, change
+    others = _known_elsewhere(seen) + seen.step.fallback_kept_bytes
     what = f"{readable_size(max(seen.most('small') - others, 0))} are in tensors below min_tensor_bytes"
     yield "small tensors", lambda phase: phase.of("small") - others, what, "set min_tensor_bytes lower"
 
 
-def _beyond_one_layer(memory: MemoryEvent, holder: str, phase: Phase) -> int:
-    return phase.of(holder) - max((leaves for leaves, *_ in memory.layers), default=0)
+def _beyond_one_layer(holder: str, layers: int, phase: Phase) -> int:
+    return phase.of(holder) * (layers - 1) // layers
 
 
 def _change_of_plan(seen: Evidence, names: list[str], better: str) -> str:
@@ -444,24 +440,25 @@ def _loss(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
 
 def _left_out(seen: Evidence, memory: MemoryEvent) -> int:
     """Return the bytes that blocks save that are not among the layers, each as much as a layer."""
-    return sum(count for _, count in memory.left_out) * seen.saved_bytes // max(seen.step.scopes, 1)
+    return memory.left_out * seen.saved_bytes // max(seen.step.scopes, 1)
 
 
 def _outside(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
-    found = [words for words, _ in memory.left_out]
     nbytes = _left_out(seen, memory) or seen.most("beside", "forward", "loss")
 
     def beside(phase: Phase) -> int:
-        if found:
+        if memory.left_out:
             return min(phase.of("running", "beside"), nbytes)
         return phase.of("beside") if phase.name in {"forward", "loss"} else 0
 
-    who = " and ".join(found) or "modules such as embeddings or an encoder"
+    blocks = f"{memory.left_out} blocks that train"
+    who = blocks if memory.left_out else "modules such as embeddings or an encoder"
     what = f"{who} are not among the layers, and keep what they save, about {readable_size(nbytes)}"
     change = "name them as layers too: attach(model, policy, layers=[...])"
     yield "outside the layers", beside, what, change
     made = seen.most("running", "embeddings") + seen.most("beside", "embeddings")
-    name, size = next(((name, size) for name, size in memory.outside if size <= made), ("", 0))
+    # Other holders are estimates, so that a little of the gradient may be counted as theirs.
+    name, size = next(((name, size) for name, size in memory.outside if size <= 1.1 * made), ("", 0))
 
     def of_table(phase: Phase) -> int:
         made = phase.of("running", "beside") if size and phase.name == "embeddings" else 0
@@ -500,17 +497,14 @@ def _model(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
 
 
 def _one_layer(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
-    own = [max(forward - left, backward) for left, forward, backward in memory.layers] or [0]
     again = seen.peak.name == "backward" and memory.placements[seen.peak.layer].startswith("recompute")
 
     def freed(phase: Phase) -> int:
-        """Return half of what grows with the micro-batch; a gradient that is being made does not."""
-        grows = phase.of("running") - (memory.inside if phase.name == "backward" else 0)
-        return grows // 2 if phase.name in {"forward", "backward"} else 0
+        """Return half of what grows with the micro-batch."""
+        return phase.of("running") // 2 if phase.name in {"forward", "backward"} else 0
 
-    needs, median = readable_size(seen.peak.of("running")), readable_size(statistics.median(own))
     whole = " with all that it saves, which is made again" if again else ""
-    what = f"{seen.where(seen.peak)} needs {needs} at once{whole}; the median layer needs {median}"
+    what = f"{seen.where(seen.peak)} needs {readable_size(seen.peak.of('running'))} at once{whole}"
     yield "one layer", freed, what, "take micro-batches of half the size, and twice as many of them"
 
 

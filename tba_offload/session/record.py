@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections import deque
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from tba_offload.capture.trace import DeviceTimes
 from tba_offload.device.streams import device_of
@@ -25,9 +26,8 @@ from tba_offload.planner.measure import StepObservation
 from tba_offload.planner.model import Plan
 from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter, StepRecord, describe_step
 from tba_offload.report.ranks import free_run_log
-from tba_offload.session.memory import largest_trained, new_bytes, static_bytes
+from tba_offload.session.memory import new_bytes, static_bytes
 from tba_offload.session.notices import OTHER_RANKS, tell
-from tba_offload.store.base import HOST_TIER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,18 +44,15 @@ if TYPE_CHECKING:
     from tba_offload.store.base import DriveLoad
     from tba_offload.weights import WeightsMoved
 
-_REMEMBERED_STEPS = 10_000
+_STEPS = 10_000
+"""Steps whose records are remembered."""
 
-_REMEMBERED_LOOKS = 16
-"""Steps whose memory was looked at: as many as there are in the first 8,192."""
+_REMEMBERED = {MEMORY: "step", "states": "optimizer"}
+"""Events that are remembered too: the latest for each value of this field."""
 
 
 def run_log_path(
-    path: str | os.PathLike[str],
-    rank: int | None = None,
-    ranks: int | None = None,
-    *,
-    agreed: Callable[[int], int] = lambda number: number,
+    path: str | os.PathLike[str], *, agreed: Callable[[int], int] = lambda number: number
 ) -> Path:
     """Return the run log that a process writes: earlier runs and other ranks keep theirs.
 
@@ -64,16 +61,12 @@ def run_log_path(
 
     Args:
         path: The path that the user gave.
-        rank: The rank; by default that of :mod:`torch.distributed`, if it is initialized.
-        ranks: How many there are.
         agreed: Makes one number of those that ranks have found. Default: each goes by its own.
     """
-    distributed = torch.distributed
-    if rank is None or ranks is None:
-        is_alone = not (distributed.is_available() and distributed.is_initialized())
-        rank, ranks = (0, 1) if is_alone else (distributed.get_rank(), distributed.get_world_size())
-    named = re.sub(rf"\.rank{rank}(?=\.jsonl$)", "", os.fspath(path)) if ranks > 1 else path
-    wanted, taken = free_run_log(named, rank, ranks, agreed=agreed)
+    world = torch.distributed
+    is_alone = not (world.is_available() and world.is_initialized())
+    rank, ranks = (0, 1) if is_alone else (world.get_rank(), world.get_world_size())
+    wanted, taken = free_run_log(path, rank, ranks, agreed=agreed)
     if taken != wanted and rank == 0:
         tell(f"{wanted} holds an earlier run, so that this one is logged to {taken}")
     return taken
@@ -103,8 +96,7 @@ class Records:
         self._run_log = RunLogWriter(path, header) if path is not None else None
         self._header, self._tells, self._on_step = header, tells, tuple(on_step)
         self._records: dict[int, StepRecord] = {}  # by the number of the step
-        self._looks: deque[dict[str, object]] = deque(maxlen=_REMEMBERED_LOOKS)
-        self._updates: dict[int, dict[str, object]] = {}  # the latest of each optimizer
+        self._others: dict[tuple[str, object], dict[str, object]] = {}
         self._waiting: deque[tuple[dict[str, LateValue], Callable[[], object]]] = deque()
 
     @property
@@ -125,7 +117,7 @@ class Records:
     def log(self) -> RunLog:
         """Return what is remembered, as a log that was read."""
         path = Path("this session") if self._run_log is None else self._run_log.path
-        others = (*self._looks, *self._updates.values())
+        others = tuple(self._others.values())
         return RunLog(header=self._header, steps=tuple(self.records), path=path, others=others)
 
     def add(self, record: StepRecord, late: dict[str, LateValue]) -> StepRecord:
@@ -139,7 +131,7 @@ class Records:
             The record, complete if nothing of it is late.
         """
         self._records[record.step] = record
-        if len(self._records) > _REMEMBERED_STEPS:
+        if len(self._records) > _STEPS:
             del self._records[next(iter(self._records))]
         self._waiting.append((late, partial(self._write, record, late)))
         self.write_known()
@@ -147,17 +139,15 @@ class Records:
 
     def note(self, event: str, document: dict[str, object]) -> None:
         """Add an event of another kind."""
-        if event == MEMORY:
-            self._looks.append({"event": event, **document})
+        if event in _REMEMBERED:
+            self._others[event, document[_REMEMBERED[event]]] = {"event": event, **document}
         if self._run_log is not None:
             self._waiting.append(({}, partial(self._run_log.note, event, document)))
             self.write_known()
 
     def note_states(self, number: int, record: StatesRecord) -> None:
         """Add an update of an optimizer, the session's ``number``th."""
-        document = {"optimizer": number, "step": self.last_step, **asdict(record)}
-        self._updates[number] = {"event": "states", **document}
-        self.note("states", document)
+        self.note("states", {"optimizer": number, "step": self.last_step, **asdict(record)})
 
     def note_states_choice(self, line: str, document: dict[str, object]) -> None:
         """Add how many sub-groups of optimizer states are offloaded.
@@ -278,7 +268,6 @@ def record_of(
     gradients, budget, prediction = session.gradients.live, session.budget, session.plan.prediction
     trace, stats, times = session.capture.trace, session.offloader.stats, step.times
     loss, late = late_figures(session.device, step, times, trace.marks)
-    on_host = [load for load in loads if load.tier == HOST_TIER]
     figures = session.memory.figures | {f"{name}_bytes": getattr(stats, name) for name in _MOVED}
     figures |= {f"{name}_bytes": getattr(trace, f"{name}_bytes") for name in _SAVED}
     if not session.device.runs_behind:  # how long a device is given its work is not how long that takes
@@ -306,11 +295,8 @@ def record_of(
         gradient_bytes=gradients.take_added(),
         gradient_peak_bytes=gradients.take_most(),
         own_peak_bytes=stats.own_peak + trace.kept_bytes,
-        host_offloaded_bytes=sum(load.write.nbytes for load in on_host),
-        host_read_bytes=sum(load.read.nbytes for load in on_host),
         recomputed_scopes=sum(Placement(scope.placement).recomputes for scope in trace.scopes),
         scopes=len(trace.scopes),
-        in_flight_peak_bytes=stats.in_flight_peak,
         fallback_kept_bytes=stats.fallback_kept + session.capture.slow_kept_bytes,
         checksum_seconds=sum(load.checksum_seconds for load in loads),
         drives_out_of_service=sum(not load.in_service for load in loads),
@@ -322,7 +308,7 @@ def record_of(
 
 
 _MOVED, _SAVED = (
-    ("offloaded", "read", "reread", "forwarded", "given_up", "held"),
+    ("offloaded", "read", "reread", "forwarded", "given_up", "held", "in_flight_peak"),
     ("deduplicated", "rebuilt", "kept"),
 )
 """Figures of the offloader and of what layers have saved, in bytes."""
@@ -333,32 +319,30 @@ def memory_event(session: Session, number: int) -> dict[str, object] | None:
     memory, device = session.memory, session.device.torch_device
     if not memory.is_due:
         return None
-    layers = [layer.module for layer in session.layers]
-    outside, inside = largest_trained(session.modules, layers)
-    reached = ((str(each), each.blocks) for each in session.left_out)
-    left_out = [
-        (words, len(blocks)) for words, blocks in reached if any(map(session.gradients.reached, blocks))
+    layers, modules = [layer.module for layer in session.layers], session.modules
+    inner = {each for layer in layers for each in layer.modules()}
+    weights = {each for layer in layers for each in layer.parameters()}
+    kinds = set(map(type, layers))
+    alike = {each for module in modules for each in module.modules() if type(each) in kinds}
+    others = alike.union(*(each.blocks for each in session.left_out)) - inner
+    named = chain.from_iterable(module.named_parameters() for module in modules)
+    outside = [
+        (name, each.nbytes)
+        for name, each in named
+        if each.requires_grad and each not in weights and not is_lazy(each)
     ]
-    kinds, known = set(map(type, layers)), {inner for layer in layers for inner in layer.modules()}
-    found = {each for module in session.modules for each in module.modules() if type(each) in kinds}
-    if alike := len(found - known):
-        left_out.append((f"{alike} modules of the layers' class", alike))
-    frozen = (each for layer in layers for each in layer.parameters() if not each.requires_grad)
+    frozen = (each for each in weights if not each.requires_grad)
     return {
         "step": number,
         "names": [layer.id.name for layer in session.layers],
         "placements": [str(placement) for placement in session.plan.placements],
         "window": session.offloader.ledger.window.nbytes,
-        "static": static_bytes(session.modules, session.optimizers, session.states, device),
-        "outside": outside,
-        "inside": inside,
+        "static": static_bytes(modules, session.optimizers, session.states, device),
+        "outside": sorted(outside, key=itemgetter(1), reverse=True)[:3],
         "frozen_weights": sum(new_bytes(frozen, device, set())),
-        "left_out": left_out,
-        "source": memory.figures["peak_source"],
-        "held": memory.held_by_modules,
-        "returned": [[*key, nbytes] for key, nbytes in sorted(memory.returned.items())],
+        "left_out": sum(map(session.gradients.reached, others)),
+        "returned": [(each.layer, each.is_put_out, each.nbytes) for each in memory.returned],
         "phases": {phase: peak.as_json() for phase, peak in memory.peaks.items()},
-        "layers": [list(layer.values()) for layer in memory.layers],
     }
 
 

@@ -316,8 +316,6 @@ class Session:
             if not failed and not step.opened_itself:
                 trace.end_step()
             memory.end()
-            if not failed:
-                memory.look_back(self.modules)
         except BaseException:
             failed = True
             raise
@@ -355,9 +353,7 @@ class Session:
         if (figures := memory_event(self, number)) is not None:
             self.records.note(MEMORY, figures)
         waits = sorted([*self.offloader.stats.stalls, *(() if moved is None else moved.waits)])
-        curve, names = self.memory.curve, [layer.id.name for layer in self.layers]
-        seen = self.capture.trace, waits, names, self.memory.base_bytes, self.budget.limits
-        if (found := curve.figures(step, *seen)) is not None:
+        if (found := self.memory.curve.figures(self, step, waits)) is not None:
             timeline: dict[str, object] = {"step": number, **found}
             step.timeline.figures = timeline
             self.records.note(TIMELINE, timeline)
@@ -525,7 +521,7 @@ class Session:
         budget, device = self.config.budget, self.device.torch_device
         limits = Limits(budget.activation_bytes, budget.window, self.config.store.write_bytes_per_day)
         if budget.device_bytes is not None:
-            self.memory.check_measured()
+            self.memory.meter_of_step(wanted=True, may_help=True)
             return limits.on_device(DeviceShare(budget.device_bytes))
         is_auto = Placement.AUTO in self.config.policy.placements(self.world.layers)
         is_fit = is_auto and budget.activation_bytes is None and budget.objective is not Objective.MEMORY

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MIB = 1 << 20
-HELD = dict.fromkeys(("in_flight", "read_ahead", "settled", "small", "kept", "inputs", "outputs"), 0)
+HELD = dict.fromkeys(("in_flight", "settled", "small", "kept", "inputs", "outputs"), 0)
 
 
 def peak(
@@ -33,14 +33,11 @@ def memory_event(step: int, names: list[str], **phases: dict[str, Any]) -> dict[
     static = {"parameters": 10 * MIB, "gradients": 0, "buffers": 0, "optimizer_states": 0}
     return {
         "step": step,
-        "source": "mallinfo2",
         "names": names,
         "placements": ["offload"] * len(names),
         "window": 4 * MIB,
         "static": static,
-        "held": [],
         "phases": phases,
-        "layers": [[0, MIB, MIB]] * len(names),
     }
 
 

@@ -115,23 +115,6 @@ class Towers(nn.Module):
         return (images * self.texts(self.table(torch.arange(len(x))))).mean()
 
 
-class Tabled(Block):
-    """Makes a table once, and keeps it where it is no buffer."""
-
-    table: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = torch.rand(8 * x.shape[0], x.shape[1])
-        return super().forward(x) + x * self.table[: x.shape[0]]
-
-
-def model_of(kind: type[Block], wide: int = 4) -> Model:
-    model = Model()
-    model.layers = nn.ModuleList(kind(WIDTH, wide * WIDTH) for _ in range(LAYERS))
-    return model
-
-
 def frozen() -> Model:
     model = Model(width=512, layers=12)
     model.layers.requires_grad_(requires_grad=False)
@@ -216,7 +199,6 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": partial(Collecting, collects=True, puts_out=True)},
         {"model": partial(Collecting, collects=False)},
     ),
-    "held elsewhere: table": ({"model": partial(model_of, Tabled)}, {}),
     "outputs": ({"model": Extra, "train": partial(loop, holds=True)}, {"model": Extra}),
     "placements": ({"default": "keep"}, {}),
     "placements: recompute": (

@@ -54,9 +54,6 @@ def test_a_step_over_time_adds_up_to_its_record(tmp_path: Path) -> None:
     log = read_run_log(logged(tmp_path, steps=3))
     told, record = timeline_of(log), log.steps[2]
     assert told.step == record.step == 3
-    assert told.points[-1].written <= record.offloaded_bytes
-    assert told.points[-1].written > 0.8 * record.offloaded_bytes
-    assert told.points[-1].read == record.read_bytes
     assert max(point.live for point in told.points) <= (record.activation_peak_bytes or 0)
     assert max(point.live for point in told.points) > 0.9 * (record.activation_peak_bytes or 0)
     assert max(point.in_flight for point in told.points) <= record.in_flight_peak_bytes
@@ -80,7 +77,8 @@ def test_drives_add_up_to_the_step(tmp_path: Path) -> None:
 
 
 def test_few_steps_are_told(tmp_path: Path) -> None:
-    assert [told.step for told in read_run_log(logged(tmp_path, steps=17)).events(TimelineEvent)] == [3, 16]
+    log = read_run_log(logged(tmp_path, steps=17))
+    assert [told.step for told in log.events(TimelineEvent)] == [3, 4, 8, 16]
 
 
 # At a user's word

@@ -32,14 +32,13 @@ def event(step: int = 3, **more: Any) -> dict[str, Any]:
         "backward_ends": [0.5],
         "stalls": [[0.15, 0.18]],
         "points": [
-            [0.0, 0, 0, 0, 0, 0, 0, 0],
-            [0.2, 8 * MIB, 4 * MIB, 0, 4 * MIB, 0, 0, 0],
-            [0.3, 6 * MIB, 2 * MIB, 2 * MIB, 4 * MIB, 1 * MIB, 0, 0],
-            [0.5, 0, 0, 0, 4 * MIB, 4 * MIB, 0, 0],
+            [0.0, 0, 0, 0, 0, 0],
+            [0.2, 8 * MIB, 4 * MIB, 0, 0, 0],
+            [0.3, 6 * MIB, 2 * MIB, 2 * MIB, 0, 0],
+            [0.5, 0, 0, 0, 0, 0],
         ],
         "updates": [[0.5, 0.6]],
         "budget": 10 * MIB,
-        "window": 4 * MIB,
         "drives": [[0, "/mnt/a"], [2, "/mnt/<c>"], [3, "host memory"]],
         "moves": [
             [0, True, 0.0, 0.1, 3 * MIB, 0],

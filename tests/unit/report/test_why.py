@@ -24,7 +24,7 @@ def event(step: int = 2, **more: Any) -> dict[str, Any]:
     phases = {
         "forward": peak(30, layer=1, in_flight=4),
         "loss": peak(100, layer=1, beside=2),
-        "backward": peak(40, layer=1, read_ahead=4, gradients=10),
+        "backward": peak(40, layer=1, in_flight=4, gradients=10),
     }
     return memory_event(step, NAMES, **phases) | more
 
@@ -90,7 +90,7 @@ def test_layers_that_the_planner_keeps_are_its_business(
 def test_the_limit_of_writes_is_named_where_it_is_why_layers_are_kept(
     tmp_path: Path, bounds: bool, change: str
 ) -> None:
-    keeping = event(placements=["keep", "keep"], phases={"loss": peak(100, layer=0, kept=80)}, layers=[])
+    keeping = event(placements=["keep", "keep"], phases={"loss": peak(100, layer=0, kept=80)})
     header = {"plan": {name: {"placement": "auto"} for name in NAMES}}
     path = write_run(tmp_path / "run.jsonl", keeping, header=header)
     with path.open("a") as file:
@@ -109,7 +109,7 @@ def test_a_log_without_memory_events_says_so(tmp_path: Path) -> None:
 def test_gradients_are_there_when_kept_activations_have_gone(tmp_path: Path) -> None:
     """At its peak backward has few gradients; without what layers keep it would be where it has all."""
     phases = {
-        "backward": peak(100, layer=1, kept=80, gradients=2),
+        "backward": peak(100, layer=1, kept=99, gradients=2),
         "loss": peak(10),
         "update": peak(0, gradients=60),
     }

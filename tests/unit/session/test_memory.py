@@ -38,14 +38,11 @@ def test_what_layers_leave_is_told_by_how_they_ran(placement: str, holder: str, 
     held = found["phases"]["loss"]["held"]
     assert max(held, key=held.get) == holder
     assert held[holder] > 3 * 8 * 16 * 64 * 4  # the inputs of three layers at least
-    leaves, forward, _ = zip(*found["layers"], strict=True)
-    assert all(a <= b for a, b in zip(leaves, forward, strict=True))
 
 
 def test_where_looking_takes_long_few_steps_are_looked_at(tmp_path: Path) -> None:
     found = looks(make_model(layers=1), tmp_path / "run.jsonl", steps=17)
     assert [event["step"] for event in found] == [1, 2, 3, 4, 8, 16]
-    assert {event["source"] for event in found} == {"cpu allocator"}
 
 
 def test_each_storage_counts_once_for_what_holds_it_first(tmp_path: Path) -> None:
