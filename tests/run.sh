@@ -14,8 +14,10 @@ if ! cmp -s "$packages" "$kvikio/installed"; then
 fi
 # Processes that tests start, and pytest itself, find compiled what the run before has compiled.
 unset PYTHONDONTWRITEBYTECODE
+.venv/bin/mypy & # the longest of the checks
+types=$!
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
 .venv/bin/lint-imports --no-cache
+wait "$types"
 .venv/bin/python -m pytest -n 2 --dist worksteal "$@"

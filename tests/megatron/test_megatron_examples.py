@@ -72,7 +72,7 @@ def policy_of(name: str) -> Path:
 
 @needs_training
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", of_which(LAYOUTS, "distributed_optimizer", "pipeline_interleaved"))
+@pytest.mark.parametrize("name", of_which(LAYOUTS, "pipeline_interleaved"))
 def test_a_script_trains_as_it_does_without_offloading(name: str, tmp_path: Path) -> None:
     drives = [tmp_path / "drive0", tmp_path / "drive1"]
     for drive in drives:

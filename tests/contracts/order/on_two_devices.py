@@ -111,7 +111,7 @@ def policy(tmp_path: Path, kind: str = "file", **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("late", of_which(["operations", "copies"], "operations"))
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", of_which(PLACEMENTS, "offload", "recompute-offload", "auto"))
 def test_a_model_over_two_devices(placement: str, late: str, tmp_path: Path) -> None:
     """Its layers draw random numbers on both, which a second run gets once more, and a trial puts back."""
     expected = train(seeded(lambda: Spread(0.1)))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("checkpoints", "least_bytes"),
     [
-        pytest.param("none", 130 * MIB, id="no-checkpoints"),
+        pytest.param("none", 130 * MIB, id="no-checkpoints", marks=pytest.mark.full),
         pytest.param("selective", 65 * MIB, id="selective-checkpoints"),
         pytest.param("full", 4 * MIB, id="full-checkpoints", marks=pytest.mark.full),
     ],
