@@ -36,11 +36,8 @@ if TYPE_CHECKING:
     from tba_offload.capture.saved import Kept, Packed
     from tba_offload.capture.site import Site
     from tba_offload.capture.trace import ScopeTrace
-    from tba_offload.config import OffloadConfig
     from tba_offload.layers.find import LayerStack
     from tba_offload.recompute.checkpoint import Arguments
-    from tba_offload.session.backward import BackwardWatch
-    from tba_offload.session.loop import Loop
     from tba_offload.session.session import Session
 
 
@@ -49,30 +46,24 @@ class LayerRuns:
 
     Args:
         stack: The layers.
-        config: What the user wanted.
-        loop: Tells which step is open, and opens one if a layer is called where none is.
         session: The session: it lives as long as its layers, although the program may have lost it.
-        watch: Notes when backward comes back to a layer.
     """
 
-    def __init__(
-        self, stack: LayerStack, config: OffloadConfig, loop: Loop, session: Session, watch: BackwardWatch
-    ) -> None:
-        self._micro_batch, self._loop, self._watch = stack.micro_batch, loop, watch
+    def __init__(self, stack: LayerStack, session: Session) -> None:
+        self._micro_batch, self._loop, self._watch = stack.micro_batch, session.loop, session.watch
         self._session: Any = session
         self._recomputed = [
             RecomputedLayer(layer.module, str(layer.id), session.verifier, stack.states)
             for layer in stack.layers
         ]
-        self.configure(config)
+        self.load()
 
     def close(self) -> None:
         """Give the layers back, and keep the session no longer."""
         self._session = None
 
-    def configure(self, config: OffloadConfig) -> None:
-        """Put another policy in force."""
-        self._config = config
+    def load(self) -> None:
+        """Load what the plan, or one that may come, needs for recomputation."""
         controller, placements = self._session.planning.controller, self._session.planning.plan.placements
         may_choose = controller is not None and controller.task.may_recompute
         if may_choose or any(placement.recomputes for placement in placements):
@@ -88,7 +79,8 @@ class LayerRuns:
             return site.forward(*args, **kwargs)
         # Checks stand here and not in what they lead to: in cold caches a call costs as much as what it does.
         if not torch.is_grad_enabled() or self._loop.is_inert or is_recomputation():
-            if site.runs == 0 and is_recomputation() and self._is_left_alone(site):
+            # In a reentrant checkpoint, or in a loss that caches gradients, for which no step opens either.
+            if site.runs == 0 and torch.is_grad_enabled() and is_recomputation():
                 self._leave_alone(site)
             return site.forward(*args, **kwargs)
         if self._loop.step is None and not self._opens_step(site):
@@ -169,7 +161,7 @@ class LayerRuns:
 
     def _keeps_when_slow(self, placement: Placement) -> bool:
         """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
-        planning, on_slow = self._session.planning, self._config.on_slow
+        planning, on_slow = self._session.planning, self._session.config.on_slow
         has_budget = self._session.budget.limits.budget is not None
         if on_slow is None:
             # Under a budget nothing is kept before it is known what else a step holds.
@@ -237,17 +229,11 @@ class LayerRuns:
         given = (each for each in arguments if isinstance(each, torch.Tensor) and each.requires_grad)
         return sum(each.numel() * each.itemsize for each in given)
 
-    def _is_left_alone(self, site: Site) -> bool:
-        """Return True if a layer has its first run in backward, though it is to be offloaded or recomputed.
-
-        In a reentrant checkpoint, or in a loss that caches gradients, for which no step opens either.
-        """
-        is_placed = self._session.planning.plan.placements[site.index] is not Placement.KEEP
-        return is_placed and torch.is_grad_enabled() and not self._loop.is_inert
-
     def _leave_alone(self, site: Site) -> None:
-        self._session.capture.trace.leave_alone()
-        self._session.notices.warn_once("left alone", site.layer.id)
+        is_kept = self._session.planning.plan.placements[site.index] is Placement.KEEP
+        if not is_kept and not self._loop.is_inert:
+            self._session.capture.trace.leave_alone()
+            self._session.notices.warn_once("left alone", site.layer.id)
 
 
 class _TriedHooks(LayerHooks):

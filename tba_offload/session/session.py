@@ -84,7 +84,7 @@ class World:
         """Whether the planner decides for all ranks that would have to take part in a second run."""
         world = torch.distributed
         is_spread = world.is_available() and world.is_initialized() and world.get_world_size() > 1
-        return self.agree is not None or not (self.ranks > 1 or is_spread)
+        return self.agree is not None or not is_spread
 
 
 class Session:
@@ -215,9 +215,9 @@ class Session:
         self._start_planning(self.config)
         self.loop = Loop(self, count_tokens)
         self._closers.append(self.loop.close)
-        self._watch = BackwardWatch(self)
+        self.watch = BackwardWatch(self)
         self.sites = [Site(layer, index) for index, layer in enumerate(stack.layers)]
-        self._runs = LayerRuns(stack, self.config, self.loop, self, self._watch)
+        self._runs = LayerRuns(stack, self)
         self._closers.append(self._runs.close)
         self._closers.append(self._uninstall)  # first: an interrupt may strike between two layers
         for site in self.sites:
@@ -302,7 +302,7 @@ class Session:
         collected = [] if self.memory.meter is None else self.outputs.model_ended(output)
         if len(self.modules) == 1:  # a loss does not follow each chunk
             self.memory.model_ended(collected)
-        self._watch.watch_tail(output)
+        self.watch.watch_tail(output)
 
     def end_step(self, step: Step, *, failed: bool) -> None:
         """Take everything back from a step.
@@ -434,7 +434,7 @@ class Session:
             )
         self._start_planning(wanted)
         self.config = wanted
-        self._runs.configure(wanted)
+        self._runs.load()
         self.capture.configure(min_tensor_bytes=wanted.min_tensor_bytes)
         self.offloader.failures.resolve(keep_when_full=wanted.on_full == "keep")
         applied = {"policy": wanted.to_yaml(), "plan": explained(wanted.policy, self.world.layers)}
