@@ -535,7 +535,7 @@ class Session:
         Without a layer that is placed ``auto`` it is of use for the run log only.
         """
         limits, controller, plan = self.budget.limits, None, self._plan_of(config)
-        is_auto = Placement.AUTO in Plan.from_policy(config.policy, self.world.layers).placements
+        is_auto = Placement.AUTO in config.policy.placements(self.world.layers)
         if is_auto or self.records.is_written:
             task = Task(
                 plan.placements,

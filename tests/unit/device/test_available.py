@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tba_offload.device.available import available_bytes
+from tba_offload.device.available import available_bytes, fitting_bytes
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -93,3 +93,9 @@ def test_a_kernel_that_does_not_say(machine: Callable[..., int]) -> None:
 
 def test_this_machine() -> None:
     assert 0 < available_bytes(CPU) <= 1024 * int(Path("/proc/meminfo").read_text().split()[1])
+
+
+def test_an_accelerator_that_does_not_tell_its_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda _: object())
+    with pytest.raises(UnsupportedError, match=r"torch\.xpu does not tell.* Set budget\.activation_bytes"):
+        fitting_bytes(torch.device("xpu"))
