@@ -48,7 +48,7 @@ class BackwardWatch:
         tensor.register_hook(back)  # type: ignore[no-untyped-call]
         if step is not None:
             step.graph_end = tensor.grad_fn._sequence_nr()
-            step.graphs.add(back)
+            step.graphs.append(weakref.ref(back))
 
     def watch_input(self, arguments: tuple[object, ...]) -> None:
         """Have it noted when backward leaves the first layer for what has made its input, as embeddings have.

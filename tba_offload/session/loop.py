@@ -199,7 +199,7 @@ class Loop:
         if step.updates:
             return bool(gradients.born_within(step.updated))
         if not trace.backward_ends:
-            return bool(trace.scopes) and not step.graphs
+            return bool(trace.scopes) and all(graph() is None for graph in step.graphs)
         is_unseen = not gradients.are_there and not self.session.optimizers
         if is_unseen and len(trace.backward_ends) >= _MOST_PASSES:
             self.session.notices.warn_once("no update", category=NoEffectWarning)

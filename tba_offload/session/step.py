@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tba_offload.errors import SessionError
@@ -13,6 +12,7 @@ from tba_offload.session.record import LateValue, late_value
 
 if TYPE_CHECKING:
     import os
+    import weakref
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
@@ -39,7 +39,8 @@ class Step:
         began: Time of its begin, by :func:`time.perf_counter`.
         has_failed: Whether a forward or an optimizer raised an exception in it.
         is_skipped: Whether its gradients were dropped without an update.
-        graphs: Hooks on the outputs of layers that ran: each lives as long as the graph of its layer.
+        graphs: Hooks on outputs of layers that ran: each lives as long as the graph of its layer. A set of
+            weak references would have finalizers, in which an interrupt is lost.
         graph_end: Number in autograd's sequence of the output of the layer that ran last.
         seen_tokens: Tokens of the micro-batches, as seen.
         updates: When optimizers made their steps in it, begin and end.
@@ -61,7 +62,7 @@ class Step:
         self.opened_itself = self.has_failed = self.is_skipped = False
         self.graph_end = 0
         self.updated: frozenset[int] = frozenset()
-        self.graphs: weakref.WeakSet[Callable[..., None]] = weakref.WeakSet()
+        self.graphs: list[weakref.ref[Callable[..., None]]] = []
         self.updates: list[tuple[float, float]] = []
         self.seen_tokens = 0
 
