@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import types
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import yaml
-from children import environment
 
 import tba_offload as tba
 from tba_offload.megatron import training
@@ -23,6 +21,8 @@ from tba_offload.report.log import read_run_log
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from warm import Warm
 
 pytestmark = pytest.mark.megatron
 
@@ -60,25 +60,24 @@ finally:
 
 
 def run_ranks(
+    python: Warm,
     place: Path,
     *flags: tuple[str, ...],
     layers: tuple[list[int], list[int]] = ([1, 2], [3, 4]),
     extra: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
 ) -> list[tuple[int, str, str]]:
     """Status, output and errors of each of two ranks."""
-    ranks = []
+    programs = []
     for rank in range(2):
         settings = {"global_batch_size": 2} | extra[rank]
         given = [json.dumps(each) for each in (str(place), layers[rank], settings, flags[rank % len(flags)])]
-        command = [sys.executable, "-W", "ignore", "-c", RANK, str(rank), *given]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(subprocess.Popen(command, text=True, env=environment(), **pipes))
-    said = [rank.communicate(timeout=200) for rank in ranks]
+        programs.append(["-c", RANK, str(rank), *given])
+    ended = python.run_together(programs, [{}, {}], timeout=200)
     (place / "init").unlink(missing_ok=True)
-    return [(rank.returncode, *texts) for rank, texts in zip(ranks, said, strict=True)]
+    return [(rank.returncode, rank.stdout, rank.stderr) for rank in ended]
 
 
-def test_two_stages_are_one_run(tmp_path: Path) -> None:
+def test_two_stages_are_one_run(tmp_path: Path, python_with_megatron: Warm) -> None:
     """They know the layers of both, share drives out, and agree on a name for a log that was there before."""
     drives = [tmp_path / name for name in "abc"]
     for drive in drives:
@@ -86,7 +85,7 @@ def test_two_stages_are_one_run(tmp_path: Path) -> None:
     (tmp_path / "run.rank1.jsonl").write_text("{}")
     flags = ("--tba-directory", *map(str, drives), "--tba-run-log", str(tmp_path / "run.jsonl"))
     timeouts = ({"distributed_timeout_minutes": 2}, {"distributed_timeout_seconds_after_init": 30})
-    found = run_ranks(tmp_path, flags, extra=timeouts)
+    found = run_ranks(python_with_megatron, tmp_path, flags, extra=timeouts)
     assert [status for status, *_ in found] == [0, 0], found
     headers = [read_run_log(tmp_path / f"run.2.rank{rank}.jsonl").header for rank in range(2)]
     assert [(each.rank, each.ranks) for each in headers] == [(0, 2), (1, 2)]
@@ -119,9 +118,14 @@ def test_two_stages_are_one_run(tmp_path: Path) -> None:
     ids=["policies", "a file"],
 )
 def test_all_ranks_end_with_one_message_where_one_of_them_fails(
-    flags: tuple[tuple[str, ...], ...], options: dict[str, Any], said: tuple[str, str], tmp_path: Path
+    flags: tuple[tuple[str, ...], ...],
+    options: dict[str, Any],
+    said: tuple[str, str],
+    tmp_path: Path,
+    python_with_megatron: Warm,
 ) -> None:
-    for rank, (status, _, errors) in enumerate(run_ranks(tmp_path, *flags, **options)):
+    found = run_ranks(python_with_megatron, tmp_path, *flags, **options)
+    for rank, (status, _, errors) in enumerate(found):
         assert status == 1
         assert "Traceback" not in errors
         (line,) = [line for line in errors.splitlines() if line.startswith("tba-offload: ")]

@@ -2,8 +2,9 @@
 
     python warm.py MODULE...
 
-Each line of standard input describes a program as JSON; the answer is the exit status of the process that ran
-it. That process ends as any interpreter does: with its threads joined and its exit functions called.
+Each line of standard input describes programs that run at once, as JSON; the answer is the exit statuses of
+the processes that ran them. These end as any interpreter does: with their threads joined and their exit
+functions called.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import runpy
 import select
 import signal
 import subprocess
 import sys
+import time
 import types
 import warnings
 from pathlib import Path
@@ -26,11 +29,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
+
+GRACE = 30.0
+"""Seconds in which the others of programs that run at once may end after one has failed."""
 
 
 class Warm:
-    """Runs programs in processes that have modules imported, one after the other.
+    """Runs programs in processes that have modules imported.
 
     Args:
         process: The process that forks.
@@ -53,19 +59,45 @@ class Warm:
                 times as long on CPUs without instructions for it.
             is_strict: Whether warnings are errors, as with ``-W error``.
         """
-        output, errors = self._folder / "output", self._folder / "errors"
-        job = {"arguments": arguments, "output": str(output), "errors": str(errors), "is_strict": is_strict}
+        (finished,) = self.run_together([arguments], [{}], timeout=timeout, is_strict=is_strict)
+        return finished
+
+    def run_together(
+        self,
+        programs: Sequence[Sequence[str]],
+        variables: Sequence[Mapping[str, str]],
+        *,
+        timeout: float,
+        is_strict: bool = False,
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """As :meth:`run`, for programs that run at once; where one fails, the others may not go on for long.
+
+        Args:
+            programs: The arguments of each.
+            variables: What each has in its environment beside what all have.
+            timeout: Seconds, after which all are killed, and the test fails.
+            is_strict: Whether warnings are errors.
+        """
+        places = [(self._folder / f"output{n}", self._folder / f"errors{n}") for n in range(len(programs))]
+        jobs = [
+            {"arguments": arguments, "environment": own, "is_strict": is_strict}
+            | {"output": str(output), "errors": str(errors)}
+            for arguments, own, (output, errors) in zip(programs, variables, places, strict=True)
+        ]
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{json.dumps(job)}\n")
+        self._process.stdin.write(f"{json.dumps(jobs)}\n")
         self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], timeout)[0]:
             os.killpg(self._process.pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(arguments, timeout, output.read_text(), errors.read_text())
+            said = "\n".join(path.read_text() for place in places for path in place)
+            raise subprocess.TimeoutExpired(str(programs), timeout, said)
         if not (answer := self._process.stdout.readline()):
             raise RuntimeError(self._complaints.read_text())
-        status = json.loads(answer)
-        return subprocess.CompletedProcess(arguments, status, output.read_text(), errors.read_text())
+        return [
+            subprocess.CompletedProcess(arguments, status, output.read_text(), errors.read_text())
+            for arguments, status, (output, errors) in zip(programs, json.loads(answer), places, strict=True)
+        ]
 
 
 @contextlib.contextmanager
@@ -102,14 +134,34 @@ def serve(modules: list[str]) -> dict[str, Any] | None:
     gc.freeze()  # or each collection in a child would copy all pages
     answers = os.dup(1)
     for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            os.close(answers)
-            job: dict[str, Any] = json.loads(line)
-            return job
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os.write(answers, f"{status}\n".encode())
+        jobs: list[dict[str, Any]] = json.loads(line)
+        children = []
+        for job in jobs:
+            child = os.fork()
+            if child == 0:
+                os.close(answers)
+                return job
+            children.append(child)
+        os.write(answers, f"{json.dumps(wait_for(children))}\n".encode())
     return None
+
+
+def wait_for(children: list[int]) -> list[int]:
+    """Waits for all, and kills those that have not ended a while after another one failed."""
+    statuses: dict[int, int] = {}
+    deadline = math.inf
+    while len(statuses) < len(children):
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            statuses[child] = os.waitstatus_to_exitcode(status)
+            if statuses[child] != 0:
+                deadline = min(deadline, time.monotonic() + GRACE)
+        elif time.monotonic() > deadline:
+            for other in set(children) - statuses.keys():
+                os.kill(other, signal.SIGKILL)
+        else:
+            time.sleep(0.01)
+    return [statuses[child] for child in children]
 
 
 def become(job: dict[str, Any]) -> None:
@@ -118,6 +170,7 @@ def become(job: dict[str, Any]) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(file, fd)
         os.close(file)
+    os.environ |= job["environment"]
     # Or libraries that count at the end (nanobind, with Triton) tell as leaked what is never collected.
     atexit.register(gc.unfreeze)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells have it for jobs in the background
