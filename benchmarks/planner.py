@@ -1,23 +1,25 @@
 """Is the plan as good as the best of the simple ones? `auto` against policies written by hand.
 
-    python benchmarks/planner.py                    every budget, with the drive as it is
-    python benchmarks/planner.py --model mixed      another model
-    python benchmarks/planner.py --rate 200MB       on a drive slowed down to 200 MB/s in each direction
-    python benchmarks/planner.py --budget 0         without a budget, against keep and offload
-    python benchmarks/planner.py --grid             five models, four budgets, and four drives
-    python benchmarks/planner.py --against DIR      in turn with the planner of another checkout, too
+    python benchmarks/planner.py                      every budget, with the drive as it is
+    python benchmarks/planner.py --model moe          another model
+    python benchmarks/planner.py --rate 200MB         on a drive slowed down to 200 MB/s in each direction
+    python benchmarks/planner.py --budget 0           without a budget, against keep and offload
+    python benchmarks/planner.py --grid --json FILE   five models, four budgets, and four drives
+    python benchmarks/planner.py --against DIR        in turn with the planner of another checkout, too
 
 For every ``--budget`` (percent of keep's activation peak; 0 for none) auto races policies that a user could
 write down: keep the last layers and offload, or recompute, the others, as many as fit; offload or recompute
 all; half and half. One process each, single steps alternating. Policies that do not fit the budget race too,
 and count not. The lane ``keep again`` is keep in a second process: its ratio to keep is noise. ``auto
-elsewhere`` is the same program with the package of another checkout.
+elsewhere`` is the same program with the package of another checkout. FILE is written after each race; a race
+that is in it already is not run again, so that a grid goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -27,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +57,7 @@ if TYPE_CHECKING:
     Figures = dict[str, Any]
 
 WARM_UP = 4
-"""Steps that do not count: in the first two auto learns, in the third its plan starts."""
+"""Steps that do not count: in the first three auto learns, in the fourth its plan starts."""
 
 VOCABULARY = 1024
 """Tokens: logits shall not be what peaks."""
@@ -62,17 +65,18 @@ VOCABULARY = 1024
 ELSEWHERE = "auto elsewhere"
 """The planner of another checkout."""
 
-GRID: dict[str, Figures] = {
+MODELS: dict[str, Figures] = {
     "gpt": {"family": "gpt2"},
     "llama": {"family": "llama"},
     "moe": {"family": "moe"},
     "wide and narrow": {"family": "mixed"},
     "long sequences": {"family": "llama", "sequence": 1024, "batch_size": 1},
 }
-"""The models of ``--grid``."""
+"""The families of models, and what is special about their shape."""
 
-RATES = (None, "400MB", "200MB", "100MB")
-"""The drives of ``--grid``; ``None`` is the drive as it is."""
+AS_IT_IS = "as it is"
+RATES = (AS_IT_IS, "400MB", "200MB", "100MB")
+"""The drives of ``--grid``."""
 
 # Models
 
@@ -105,16 +109,10 @@ def build(family: str, shape: GptShape) -> nn.Module:
 
 
 class PlanRunner:
-    """A model that trains on random tokens under a policy; ``rates`` are the drive's from a step on."""
+    """A model that trains on random tokens under a policy; ``rate`` is the drive's, bytes a second."""
 
     def __init__(
-        self,
-        *,
-        config: Figures,
-        shape: GptShape,
-        family: str,
-        batch_size: int,
-        rates: Mapping[int, float | None],
+        self, *, config: Figures, shape: GptShape, family: str, batch_size: int, rate: int | None
     ) -> None:
         keep_freed_pages()
         self._stack = contextlib.ExitStack()
@@ -122,7 +120,7 @@ class PlanRunner:
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=3e-4, fused=True)
-        self._batch_size, self._rates, self._rate, self._count = batch_size, rates, None, 0
+        self._batch_size, self._rate, self._count = batch_size, rate, 0
         session = tba.attach(self._model, config, measure_memory=False)
         self._session = self._stack.enter_context(session)
         self._turns = {"write": threading.Lock(), "read": threading.Lock()}
@@ -140,7 +138,6 @@ class PlanRunner:
     def step(self) -> Figures:
         """Do one step; return its time, loss, peak if it was measured, stall, plan and prediction."""
         number, self._count = self._count, self._count + 1
-        self._rate = self._rates.get(number, self._rate)
         placements = Counter(map(str, self._session.plan.placements))
         with self._session.step(measure_memory=measures_memory(number)) as step:
             loss = self._loss(number)
@@ -208,8 +205,7 @@ ANSWER = "answer: "
 def work() -> None:
     """Do what :class:`Elsewhere` asks for by lines of standard input."""
     arguments = json.loads(sys.stdin.readline())
-    rates = {int(step): rate for step, rate in arguments.pop("rates").items()}
-    runner = PlanRunner(shape=GptShape(**arguments.pop("shape")), rates=rates, **arguments)
+    runner = PlanRunner(shape=GptShape(**arguments.pop("shape")), **arguments)
     print(ANSWER + "null", flush=True)
     for line in sys.stdin:
         if json.loads(line) == "close":
@@ -219,28 +215,32 @@ def work() -> None:
     print(ANSWER + "null", flush=True)
 
 
+@dataclasses.dataclass
 class Bench:
-    """The races of one command line."""
+    """The races of one model; ``common`` is what its lanes have in common."""
 
-    def __init__(
-        self, place: str, window: str, family: str, shape: GptShape, batch_size: int, against: str | None
-    ) -> None:
-        self._place, self._window = place, window
-        self.layers, self.against = shape.layers, against
-        self._common = {"shape": shape, "family": family, "batch_size": batch_size}
+    place: str
+    window: str
+    against: str | None
+    common: Figures
 
     def race(
-        self, configs: Mapping[str, Figures], steps: int, rates: Mapping[int, float | None]
+        self, configs: Mapping[str, Figures], steps: int, rate: int | None = None
     ) -> dict[str, list[Figures]]:
         """Race policies by name."""
         lanes = {
-            name: Entrant(PlanRunner, {"config": config, "rates": rates, **self._common})
+            name: Entrant(PlanRunner, {"config": config, "rate": rate, **self.common})
             for name, config in configs.items()
         }
         if self.against is not None and "auto" in lanes:
             there = {"checkout": self.against, **lanes["auto"].arguments}
             lanes[ELSEWHERE] = Entrant(Elsewhere, there)
         return shown_race(lanes, steps)
+
+    def peak(self) -> int:
+        """Return the activation peak of a step in which all layers are kept, bytes."""
+        steps = self.race({"keep": self.policy("keep")}, MEASURE_EVERY)["keep"]
+        return max(step["peak"] or 0 for step in steps)
 
     def policy(
         self, default: str, *, rules: Mapping[str, str] | None = None, budget: int | None = None
@@ -250,40 +250,33 @@ class Bench:
         return {
             "default": default,
             "layers": [{"match": match, "placement": name} for match, name in (rules or {}).items()],
-            "budget": {"activation_bytes": budget} if is_budgeted else {"in_flight_bytes": self._window},
-            "store": {"kind": "file", "directories": [self._place]},
+            "budget": {"activation_bytes": budget} if is_budgeted else {"in_flight_bytes": self.window},
+            "store": {"kind": "file", "directories": [self.place]},
         }
 
     def by_hand(self, budget: int | None, peak: int) -> dict[str, Figures]:
         """Return policies that a user could write: the last layers kept, as many as should fit."""
         if budget is None:
             return {"offload all": self.policy("offload")}
-        one, last = peak / self.layers, self.layers - 1
+        layers = self.common["shape"].layers
+        one, last = peak / layers, layers - 1
         found = {f"{name} all": self.policy(name) for name in ("offload", "recompute")}
-        for name, needed in (("offload", parse_size(self._window)), ("recompute", one)):
+        for name, needed in (("offload", parse_size(self.window)), ("recompute", one)):
             kept = min(int((budget - needed - 0.1 * peak) / one), last)
             if kept > 0:
                 found[f"keep {kept}, {name}"] = self.policy(name, rules={f"{last - kept + 1}-{last}": "keep"})
-        half = ",".join(map(str, range(0, self.layers, 2)))
+        half = ",".join(map(str, range(0, layers, 2)))
         found["half recompute, half offload"] = self.policy("offload", rules={half: "recompute"})
         return found
 
 
-def sweep(bench: Bench, shares: Sequence[int], steps: int, rate: float | None) -> list[Figures]:
-    """Race auto at every budget, or without one; return one row for each policy."""
-    keep, rows = bench.policy("keep"), []
-    peak = max(step["peak"] or 0 for step in bench.race({"keep": keep}, MEASURE_EVERY, {})["keep"])
-    for share in shares:
-        budget = peak * share // 100 if share else None
-        auto = bench.policy("auto", budget=budget)
-        configs = {"keep": keep, CONTROL: keep, "auto": auto, **bench.by_hand(budget, peak)}
-        results = bench.race(configs, steps, {0: rate})
-        found = [judged(name, results, share, budget or peak) for name in results]
-        where = "the drive as it is" if rate is None else f"{rate / 1e6:.0f} MB/s"
-        show_rows(found, f"{f'budget {share}% of' if share else 'no budget, against'} keep's peak, {where}")
-        click.echo(verdict(found))
-        rows += found
-    return rows
+def raced(bench: Bench, peak: int, share: int, steps: int, rate: str) -> list[Figures]:
+    """Race auto at one budget, or without one; return one row for each policy."""
+    budget, keep = peak * share // 100 if share else None, bench.policy("keep")
+    auto = bench.policy("auto", budget=budget)
+    configs = {"keep": keep, CONTROL: keep, "auto": auto, **bench.by_hand(budget, peak)}
+    results = bench.race(configs, steps, None if rate == AS_IT_IS else parse_size(rate))
+    return [judged(name, results, share, budget or peak) for name in results]
 
 
 def judged(name: str, results: Mapping[str, list[Figures]], share: int, budget: int) -> Figures:
@@ -356,21 +349,27 @@ def verdict(rows: Sequence[Figures]) -> str:
     return said
 
 
-def grid(
-    place: str, window: str, common: Figures, shares: Sequence[int], steps: int, against: str | None
-) -> list[Figures]:
-    """Race auto for every model, budget and drive; print how it did in the median and at worst."""
-    rows = []
-    for name, changes in GRID.items():
-        settings = {**common, **changes}
-        family, batch_size = settings.pop("family"), settings.pop("batch_size")
-        bench = Bench(place, window, family, shape_of(**settings), batch_size, against)
-        for rate in RATES:
-            click.echo(f"== {name}, {rate or 'the drive as it is'}")
-            found = sweep(bench, shares, steps, None if rate is None else parse_size(rate))
-            rows += [{"model": name, "rate": rate, **row} for row in found]
+def all_raced(
+    cells: Sequence[tuple[str, str, int]], common: Figures, json_file: str | None, **arguments: Any
+) -> None:
+    """Race auto for each model, drive and budget; print how it did, in the median and at worst."""
+    steps = common.pop("steps")
+    rows = json.loads(Path(json_file).read_text()) if json_file and Path(json_file).exists() else []
+    known = {(row["model"], row["rate"], row["share"]) for row in rows}
+    new = [cell for cell in cells if cell not in known]
+    for model, its_cells in itertools.groupby(new, key=itemgetter(0)):
+        shape = {**common, **MODELS[model]}
+        lane = {name: shape.pop(name) for name in ("family", "batch_size")}
+        bench = Bench(**arguments, common={**lane, "shape": shape_of(**shape)})
+        peak = bench.peak()
+        for _, rate, share in its_cells:
+            found = raced(bench, peak, share, steps, rate)
+            budget = f"budget {share}% of" if share else "no budget, against"
+            show_rows(found, f"{model}, the drive {rate}, {budget} keep's peak")
+            click.echo(verdict(found))
+            rows += [{"model": model, "rate": rate, **row} for row in found]
+            write_json(rows, json_file)
     summary(rows)
-    return rows
 
 
 def summary(rows: Sequence[Figures]) -> None:
@@ -402,9 +401,9 @@ def summary(rows: Sequence[Figures]) -> None:
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--budget", "shares", type=click.IntRange(min=0), multiple=True, default=(20, 35, 50, 75))
 @click.option("--against", type=click.Path(exists=True, file_okay=False), help="Another checkout.")
-@click.option("--grid", "is_grid", is_flag=True, help="Every model, budget and drive; prints the medians.")
-@click.option("--rate", help="Slow the drive down to this much a second, such as 200MB.")
-@click.option("--model", "family", type=click.Choice(["llama", "gpt2", "moe", "mixed"]), default="llama")
+@click.option("--grid", "is_grid", is_flag=True, help="Every model and drive.")
+@click.option("--rate", "rates", multiple=True, default=(AS_IT_IS,), help="Slow the drive down, as to 200MB.")
+@click.option("--model", "models", type=click.Choice(list(MODELS)), multiple=True, default=("llama",))
 @click.option("--layers", default=12, show_default=True)
 @click.option("--hidden", default=512, show_default=True)
 @click.option("--sequence", default=256, show_default=True)
@@ -416,28 +415,23 @@ def summary(rows: Sequence[Figures]) -> None:
 @json_option
 def main(
     *,
+    models: tuple[str, ...],
+    rates: tuple[str, ...],
     shares: tuple[int, ...],
-    rate: str | None,
-    against: str | None,
     is_grid: bool,
+    against: str | None,
+    window: str,
     directory: str | None,
     json_file: str | None,
-    steps: int,
-    batch_size: int,
-    window: str,
-    family: str,
-    **shape: Any,
+    **common: Any,
 ) -> None:
     """Race auto against policies written by hand."""
+    if is_grid:
+        models, rates = tuple(MODELS), RATES
+    cells = list(itertools.product(models, rates, shares))
     with contextlib.ExitStack() as stack:
         place = directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="tba-bench-"))
-        bench = Bench(place, window, family, shape_of(**shape), batch_size, against)
-        if is_grid:
-            common = {**shape, "family": family, "batch_size": batch_size}
-            rows = grid(place, window, common, shares, steps, against)
-        else:
-            rows = sweep(bench, shares, steps, None if rate is None else parse_size(rate))
-    write_json(rows, json_file)
+        all_raced(cells, common, json_file, place=place, window=window, against=against)
 
 
 if __name__ == "__main__":
