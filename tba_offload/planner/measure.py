@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import statistics
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import le
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
 from tba_offload.planner.model import Bandwidth
+from tba_offload.planner.play import layer_under
 from tba_offload.planner.profile import (
     Beside,
     LayerKind,
@@ -185,30 +186,15 @@ def _stretches(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float,
 
 
 def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tuple[tuple[Slot, ...], float]:
-    """Return the compute of a step in its order, and when the last of it ended.
-
-    A forward pass ends where a layer of its chunk runs again, or backward begins.
-    """
+    """Return the compute of a step in its order, and when the last of it ended."""
     stretches = sorted(
         [(run.forward, run, False) for run in runs] + [(run.backward, run, True) for run in runs],
         key=lambda stretch: stretch[0][0],
     )
     gradients = _gradients([(run.scope, backward) for _, run, backward in stretches], most_gradients)
     slots, last = [], began
-    ran: defaultdict[int, set[int]] = defaultdict(set)  # in the forward pass of each chunk that goes on
-    passes: Counter[int] = Counter()
-    pass_of: dict[int, int] = {}
     for ((start, end), run, backward), nbytes in zip(stretches, gradients, strict=True):
-        chunk = run.scope.key.chunk
-        if backward:
-            ran.clear()
-        else:
-            if not ran[chunk] or run.layer in ran[chunk]:
-                passes[chunk] += 1
-                ran[chunk] = set()
-            ran[chunk].add(run.layer)
-            pass_of[id(run.scope)] = passes[chunk] - 1
-        slots.append(Slot(run.layer, pass_of[id(run.scope)], backward, max(start - last, 0.0), nbytes))
+        slots.append(Slot(run.layer, run.scope.key.micro_batch, backward, max(start - last, 0.0), nbytes))
         last = end
     return tuple(slots), last
 
@@ -408,9 +394,10 @@ def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Pla
     found: dict[int, Beside] = {}
     for layer, (way, beside) in enumerate(zip(placements, seen.layers, strict=True)):
         if any(beside):
-            number, kind = profile.layers[layer], profile.kind_of(layer)
-            forward, again = _own_bytes(kind, way)
-            look = Beside(*(max(a - b, 0) for a, b in zip(beside, (forward, again, again), strict=True)))
+            number = profile.layers[layer]
+            own = layer_under(profile, number, way)
+            again = own.again or max((saved.nbytes for saved in own.rebuilt), default=0)
+            look = Beside(*(max(a - b, 0) for a, b in zip(beside, (own.left, again, again), strict=True)))
             if computed_as(way).is_offloaded:  # with all there at once, less would lie beside it
                 look = look._replace(whole=min(look.whole, look.backward))
             found[number] = look.at_least(found.get(number, Beside()))
@@ -419,19 +406,6 @@ def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Pla
         for number, kind in enumerate(profile.kinds)
     )
     return dataclasses.replace(profile, kinds=tuple(kinds), loss_bytes=seen.at_loss)
-
-
-def _own_bytes(kind: LayerKind, way: Placement) -> tuple[int, int]:
-    """Return the bytes of a layer's own that no books have while it runs forward, and backward."""
-    if way.recomputes:
-        spared = kind.attention_bytes or 0 if way is Placement.RECOMPUTE_EXCEPT_ATTENTION else 0
-        return (0 if way.offloads else kind.input_bytes), max(kind.whole_bytes - kind.input_bytes - spared, 0)
-    if not way.offloads:
-        return kind.whole_bytes, 0
-    again = (
-        max((saved.nbytes for saved in kind.activations if saved.rebuilt), default=0) if way.rebuilds else 0
-    )
-    return kind.stay_bytes(way.percent) + kind.small_bytes, again
 
 
 # ---- rates and sizes, from step to step ----------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +47,9 @@ class Bandwidth:
 
     def differs_from(self, other: Bandwidth, share: float) -> bool:
         """Return True if a rate or the room is more than ``share`` away from that of ``other``."""
-        pairs = [(self.write, other.write), (self.read, other.read)]
-        if (self.capacity is None) is not (other.capacity is None):
-            return True
-        if self.capacity is not None and other.capacity is not None:
-            pairs.append((self.capacity, other.capacity))
-        return any(abs(new - old) > share * old for new, old in pairs)
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        figures = ([math.inf if figure is None else figure for figure in pair] for pair in pairs)
+        return any(not (1 - share) * old <= new <= (1 + share) * old for new, old in figures)
 
     def __str__(self) -> str:
         return f"{readable_rate(self.write)} written, {readable_rate(self.read)} read"
@@ -155,8 +153,6 @@ class Prediction:
         read_bytes: Bytes read back.
         forwarded_bytes: Bytes of offloaded layers that backward found in memory.
         fallback_bytes: Bytes that stayed because the store had no room.
-        write_seconds: How long writes kept the store busy.
-        read_seconds: The same of reads.
     """
 
     seconds: float
@@ -168,8 +164,6 @@ class Prediction:
     read_bytes: int = 0
     forwarded_bytes: int = 0
     fallback_bytes: int = 0
-    write_seconds: float = 0.0
-    read_seconds: float = 0.0
 
     @property
     def sent_bytes(self) -> int:

@@ -128,20 +128,17 @@ class Planning:
 
     def leave_if_over_limits(self) -> None:
         """Run the step without its plan if less is left than the plan was made for."""
-        if self.has_budget and (self._budget or 0) < (self._made_for or 0):
-            self._leave()
+        if self.controller is not None and self.has_budget and (self._budget or 0) < (self._made_for or 0):
+            self._leave(self.controller)
 
     def leave_if_outgrown(self, layer: int, size: RunSize) -> None:
         """Run the rest of the step without its plan if a layer is given more than the plan is for."""
         if self.controller is not None and not self.controller.fits(layer, size) and self._outgrown is None:
-            self._leave()
+            self._leave(self.controller)
 
-    def _leave(self) -> None:
-        if self.controller is None:
-            return
-        if self._outgrown is None:
-            self._outgrown = self.plan
-        self._put_in_force(self.controller.least(self.plan))
+    def _leave(self, controller: Controller) -> None:
+        self._outgrown = self.plan
+        self._put_in_force(controller.least(self.plan))
 
     def learn(self, seen: StepObservation) -> dict[str, object] | None:
         """Show the controller a step, and take its plan for the next one.

@@ -59,7 +59,7 @@ class _Item:
         self.written = self.arrives = INFINITY
 
 
-class _Layer(NamedTuple):
+class LayerUnder(NamedTuple):
     """A layer under the plan.
 
     Attributes:
@@ -85,7 +85,7 @@ class _Layer(NamedTuple):
     beside: tuple[int, int]
 
 
-def _layer(profile: StepProfile, number: int, placement: Placement) -> _Layer:
+def layer_under(profile: StepProfile, number: int, placement: Placement) -> LayerUnder:
     """Return a layer of a kind under a placement."""
     kind, way, layer = profile.kinds[number], placement.as_run, profile.layers.index(number)
     timing, stays = profile.timing(layer, way), kind.stay_bytes(way.percent)
@@ -100,16 +100,16 @@ def _layer(profile: StepProfile, number: int, placement: Placement) -> _Layer:
         saves = [(Saved(nbytes, 0.0, 0.0), False) for nbytes in moves if nbytes]
         after, again = 0 if moves else kind.input_bytes, kind.whole_bytes - kind.input_bytes - attention
         ran = beside.forward, max(ran[1], beside.forward + kind.input_bytes)
-        return _Layer(way, timing, saves, (), 0, after, after, max(again, 0), ran)
+        return LayerUnder(way, timing, saves, (), 0, after, after, max(again, 0), ran)
     if not way.offloads:
-        return _Layer(way, timing, (), (), 0, kind.whole_bytes, kind.whole_bytes, 0, ran)
+        return LayerUnder(way, timing, (), (), 0, kind.whole_bytes, kind.whole_bytes, 0, ran)
     staying = kind.staying(way.percent)
     saves = [(saved, number in staying) for number, saved in enumerate(kind.activations)]
     rebuilt = [saved for saved in kind.activations if way.rebuilds and saved.rebuilt]
     if way.rebuilds:
         saves = [(saved, False) for saved in (*kind.activations, *kind.sources) if not saved.rebuilt]
         saves.sort(key=lambda save: save[0].at)
-    return _Layer(way, timing, saves, rebuilt, kind.small_bytes, 0, kind.small_bytes + stays, 0, ran)
+    return LayerUnder(way, timing, saves, rebuilt, kind.small_bytes, 0, kind.small_bytes + stays, 0, ran)
 
 
 class _Step:
@@ -117,7 +117,7 @@ class _Step:
 
     def __init__(self, profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> None:
         placed = list(zip(profile.layers, plan.placements, strict=True))
-        alike = {key: _layer(profile, *key) for key in set(placed)}
+        alike = {key: layer_under(profile, *key) for key in set(placed)}
         self._layers = [alike[key] for key in placed]
         self._window = Window(plan.window)
         self._bandwidth = bandwidth
@@ -136,7 +136,6 @@ class _Step:
         self._writing: deque[_Item] = deque()
         self._next_written = INFINITY
         self._written = self._read = self._forwarded = self._fallback = 0
-        self._write_seconds = self._read_seconds = 0.0
         # reads, in the order of backward
         self._reader_free = 0.0
         self._read_ahead_bytes = 0
@@ -159,8 +158,6 @@ class _Step:
             self._read,
             self._forwarded,
             self._fallback,
-            self._write_seconds,
-            self._read_seconds,
         )
 
     # ---- slots -----------------------------------------------------------------------------------
@@ -181,7 +178,7 @@ class _Step:
         else:
             self._forward(layer, (slot.layer, slot.micro_batch))
 
-    def _forward(self, layer: _Layer, scope: Scope) -> None:
+    def _forward(self, layer: LayerUnder, scope: Scope) -> None:
         items, passed, seconds = [], 0.0, layer.timing.forward
         self._hold(layer.small)
         for saved, stays in layer.saves:
@@ -200,7 +197,7 @@ class _Step:
             if not self._window.held_back:
                 self._flush(0)
 
-    def _backward(self, layer: _Layer, scope: Scope) -> None:
+    def _backward(self, layer: LayerUnder, scope: Scope) -> None:
         passed, used, seconds = 0.0, 0, layer.timing.backward
         uses: list[tuple[float, int, _Item | None]]
         uses = [(item.until, item.nbytes, item) for item in self._saved.get(scope, ())]
@@ -287,14 +284,12 @@ class _Step:
                 self._in_flight -= item.nbytes
                 self._hold(item.nbytes)
                 continue
-            seconds = item.nbytes / self._bandwidth.write
             begin = max(self._now, self._writing[-1].written) if self._writing else self._now
-            item.written = begin + seconds
+            item.written = begin + item.nbytes / self._bandwidth.write
             self._writing.append(item)
             self._next_written = self._writing[0].written
             self._room -= item.blocks
             self._written += item.nbytes
-            self._write_seconds += seconds
 
     def _settle(self) -> None:
         """Take note of the writes that have ended by now."""
@@ -337,10 +332,9 @@ class _Step:
         self._hold(item.nbytes)
 
     def _start_read(self, item: _Item) -> None:
-        seconds = item.nbytes / self._bandwidth.read
-        self._reader_free = item.arrives = max(self._reader_free, self._now, item.written) + seconds
+        begin = max(self._reader_free, self._now, item.written)
+        self._reader_free = item.arrives = begin + item.nbytes / self._bandwidth.read
         self._read += item.nbytes
-        self._read_seconds += seconds
 
     def _fill_window(self) -> None:
         """Read what backward uses next, as far as the window allows."""

@@ -11,6 +11,7 @@ Pure: the same question has the same answer.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.planner.model import Limits, Plan, Prediction
 from tba_offload.planner.play import play
-from tba_offload.planner.profile import Saved, StepProfile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from tba_offload.planner.model import Bandwidth
+    from tba_offload.planner.profile import Saved, StepProfile
 
 KEEP, OFFLOAD, REMAT = Placement.KEEP, Placement.OFFLOAD, Placement.OFFLOAD_REMAT
 WAYS = (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD, Placement.RECOMPUTE_EXCEPT_ATTENTION, REMAT)
@@ -206,8 +207,7 @@ class _Search:
             ways = [way for way in WAYS if any(self._case.allows(layer, way) for layer in self._free)]
             for way in [way for way in ways if way is not others] or [OFFLOAD]:
                 self._two_numbers(order, way, others)
-        self._shares(others)
-        self._single_changes()
+        self._shares()
         if self._case.objective is Objective.MEMORY:
             self._smaller_windows()
         return min(self._found, key=lambda plan: self._found[plan][0])
@@ -242,32 +242,15 @@ class _Search:
             near = [(kept + a, sparing + b) for a in (-step, 0, step) for b in (-step, 0, step)]
             points = {(a, b) for a, b in near if a >= 0 and b >= 0 and a + b <= count}
 
-    def _shares(self, others: Placement) -> None:
-        """Offload a share of all layers but the last ones, then of those that the best plan offloads."""
-        base, count = min(self._found, key=lambda plan: self._found[plan][0]).placements, len(self._free)
-        for share in (Placement(f"offload-{percent}%") for percent in range(90, 0, -10)):
-            every = [
-                self._spread(self._free[::-1], kept, 0, others, share)
-                for kept in _grid(count, max(count // 3, 1))
-            ]
-            pairs = zip(self._case.policy, base, strict=True)
-            every.append(
-                tuple(share if wanted is Placement.AUTO and way is others else way for wanted, way in pairs)
-            )
-            for placements in every:
+    def _shares(self) -> None:
+        """Offload a share of all layers but the last ones, which are kept."""
+        count = len(self._free)
+        for percent in range(90, 0, -10):
+            for kept in _grid(count, max(count // GRID, 1)):
                 if len(self._found) <= self._most_plays:
-                    self._try(placements)
-
-    def _single_changes(self) -> None:
-        """Change one layer after the other for as long as that helps."""
-        best = min(self._found, key=lambda plan: self._found[plan][0])
-        for layer in self._free[::-1]:
-            for way in (KEEP, OFFLOAD, *WAYS):
-                if len(self._found) > self._most_plays:
-                    return
-                if self._case.allows(layer, way) and best.placements[layer] is not way:
-                    placements = (*best.placements[:layer], way, *best.placements[layer + 1 :])
-                    best = min(best, self.fitted(placements), key=self.score)
+                    self._try(
+                        self._spread(self._free[::-1], kept, 0, OFFLOAD, Placement(f"offload-{percent}%"))
+                    )
 
     def _smaller_windows(self) -> None:
         best = min(self._found, key=lambda plan: self._found[plan][0])
@@ -312,17 +295,11 @@ def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
 def _merged(activations: Sequence[Saved], most: int) -> tuple[Saved, ...]:
     """Merge neighbours that are rebuilt, or offloaded, alike: saved with the last, used with the first."""
     size = -(-len(activations) // most)
-    groups: list[list[Saved]] = []
-    for saved in activations:
-        if not groups or len(groups[-1]) == size or groups[-1][0].rebuilt is not saved.rebuilt:
-            groups.append([])
-        groups[-1].append(saved)
+    alike = [list(run) for _, run in itertools.groupby(activations, key=lambda saved: saved.rebuilt)]
+    groups = [run[first : first + size] for run in alike for first in range(0, len(run), size)]
     return tuple(
-        Saved(
-            sum(saved.nbytes for saved in group),
-            group[-1].at,
-            min(saved.until for saved in group),
-            group[0].rebuilt,
+        group[-1]._replace(
+            nbytes=sum(saved.nbytes for saved in group), until=min(saved.until for saved in group)
         )
         for group in groups
     )

@@ -86,7 +86,8 @@ class Machine:
         self.steps += 1
         self.controller.begin_step()
         plan = self._fitting()
-        found = play(self.profile, plan, bandwidth or self.bandwidth)
+        rates = bandwidth or self.bandwidth
+        found = play(self.profile, plan, rates)
         trace, ended = trace_of_step(self.profile, plan, slower)
         stall = found.stall_seconds + waits * ended
         record = StepRecord(
@@ -98,7 +99,8 @@ class Machine:
             fallback_kept_bytes=found.fallback_bytes,
         )
         load = DriveLoad(
-            Load(found.written_bytes, found.write_seconds), Load(found.read_bytes, found.read_seconds)
+            Load(found.written_bytes, found.written_bytes / rates.write),
+            Load(found.read_bytes, found.read_bytes / rates.read),
         )
         stalls = [(ended, ended + stall)] if stall else []
         times = trace.host_times(stalls, began=0.0, ended=ended + stall)
