@@ -1,0 +1,91 @@
+"""Reads come before backward needs them: while it is in a layer, those of the layer before have begun."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from around import put_around
+from torch import Tensor, nn
+
+import tba_offload as tba
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tba_offload.store.base import Extent
+
+LAYERS, EACH = 12, 2
+"""Layers, and activations that each of them saves."""
+
+ROWS, WIDTH = 64, 1024
+WINDOW = 6 * ROWS * WIDTH * 4
+"""Bytes of three layers: those before the middle one have left memory when backward begins."""
+
+
+class Layer(nn.Module):
+    """Saves two activations, and is left alone with the gradient between their uses."""
+
+    def __init__(self, between: Callable[[], object]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self._between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = x * self.scale
+        if inner.requires_grad:
+            inner.register_hook(lambda _: self._between())
+        return torch.sin(inner)
+
+
+class Transfers:
+    """Knows of which layer an extent is: one thread writes activations in the order of saving."""
+
+    def __init__(self) -> None:
+        self.late: list[int] = []
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self._begun = [threading.Event() for _ in range(LAYERS)]
+        self._layer_at: dict[int, int] = {}
+        self._written = 0
+
+    @contextlib.contextmanager
+    def __call__(self, direction: str, extent: Extent) -> Iterator[None]:
+        if direction == "write":
+            self._layer_at[extent.offset] = self._written // EACH
+            self._written += 1
+        else:
+            self._begun[self._layer_at[extent.offset]].set()
+        yield
+
+    def wait_for(self, layer: int) -> None:
+        """Hold backward until reads of a layer have begun: nothing but reading ahead can begin them."""
+        is_stored = 0 <= layer < LAYERS // 2
+        if is_stored and not self.late and not self._begun[layer].wait(20):
+            self.late.append(layer)
+
+
+def test_backward_finds_the_reads_of_the_layer_before_begun(tmp_path: Path) -> None:
+    """In the first step, whose order nothing was seen of, and in one that repeats it."""
+    transfers = Transfers()
+    model = nn.Sequential(*(Layer(partial(transfers.wait_for, number - 1)) for number in range(LAYERS)))
+    document = {
+        "default": "offload",
+        "budget": {"in_flight_bytes": WINDOW},
+        "store": {"kind": "file", "directories": [str(tmp_path)], "writers": 1, "readers": 1},
+    }
+    batch = torch.linspace(0, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    with tba.attach(model, document, layers=list(model), measure_memory=False) as session:
+        put_around(session.store, transfers)
+        for _ in range(2):
+            transfers.begin_step()
+            with session.step():
+                model(batch).sum().backward()
+            assert session.last is not None
+            assert session.last.read_bytes >= LAYERS // 2 * EACH * batch.nbytes
+    assert not transfers.late
