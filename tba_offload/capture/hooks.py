@@ -434,8 +434,6 @@ class LayerHooks:
     ) -> Kept:
         trace, nbytes = self.capture.trace, storage.nbytes()
         trace.kept_bytes += nbytes
-        if treatment is Treatment.PLANNED_KEEP:
-            trace.planned_kept_bytes += nbytes
         trace.activations.append(ActivationTrace(key, nbytes, treatment, perf_counter()))
         self.capture.registry.note_kept(storage)
         return Kept(tensor)

@@ -153,7 +153,6 @@ class StepTrace:
         kept_bytes: Bytes of saved tensors that stayed because they are small, not understood, learned to be
             kept elsewhere, or by plan. Parameters and buffers do not count, nor layers placed ``keep``, which
             run without hooks.
-        planned_kept_bytes: Those of them that stay because the plan says so.
         deduplicated_bytes: Bytes of saved tensors whose storage was recorded already.
         rebuilt_bytes: Bytes of activations that were neither kept nor offloaded, to be computed anew.
         left_alone: Scopes that ran inside saved-tensor hooks of other code or under a transform that
@@ -169,7 +168,6 @@ class StepTrace:
     activations: list[ActivationTrace] = field(default_factory=list)
     sources: list[ActivationTrace] = field(default_factory=list)
     kept_bytes: int = 0
-    planned_kept_bytes: int = 0
     deduplicated_bytes: int = 0
     rebuilt_bytes: int = 0
     left_alone: int = 0

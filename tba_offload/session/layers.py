@@ -295,7 +295,6 @@ class Returned(NamedTuple):
         nbytes: Its size.
         layer: Index of the layer; of the last one for a storage that each layer passes on.
         placement: How the layer ran.
-        number: How many storages layers had returned before in the step.
         is_main: Whether it is what the next layer is given.
         is_put_out: Whether the model puts it out.
     """
@@ -304,7 +303,6 @@ class Returned(NamedTuple):
     nbytes: int
     layer: int
     placement: Placement
-    number: int
     is_main: bool = False
     is_put_out: bool = False
 
@@ -319,11 +317,10 @@ class Outputs:
 
     Attributes:
         at_begin: Bytes that the model had put out before the step began, and that were there then.
-        returned: How many storages layers have returned in the step.
     """
 
     def __init__(self, capture: Capture, device: torch.device, last: int) -> None:
-        self.at_begin = self.returned = 0
+        self.at_begin = 0
         self._capture = capture
         self._last = last
         self._live = LiveBytes(device)
@@ -337,16 +334,15 @@ class Outputs:
 
     def begin_step(self) -> None:
         """Record that what is there now is of earlier steps."""
-        self.at_begin, self.returned = self.nbytes, 0
+        self.at_begin = self.nbytes
         self._of_layers, self._unused = {}, []
 
     def layer_returned(self, site: Site, placement: Placement, output: object) -> None:
         """Record that a layer has returned ``output``."""
-        main, number = plain_storage(first_differentiable(output)), self.returned
+        main = plain_storage(first_differentiable(output))
         for storage in self._storages(output):
-            found = weakref.ref(storage), storage.nbytes(), site.index, placement, number, storage is main
+            found = weakref.ref(storage), storage.nbytes(), site.index, placement, storage is main
             self._of_layers[storage._cdata] = Returned(*found)
-            self.returned += 1
         if site.index == self._last:
             looks = ((each, self._look_at(each.storage())) for each in self._of_layers.values())
             self._unused = [(each, is_written) for each, (is_unused, is_written) in looks if is_unused]

@@ -249,10 +249,11 @@ class Memory:
         self.returned = collected
         for phase in self._since_forward & {FORWARD, LOSS}:
             peak = self.peaks[phase]
-            there = [each for each in collected if phase == LOSS or each.layer < peak.layer]
-            for each in there:
-                held = peak.held.with_returned(each.nbytes, holder_of(each.placement))
-                self.peaks[phase] = peak = peak._replace(held=held)
+            held = peak.held
+            for each in collected:
+                if phase == LOSS or each.layer < peak.layer:
+                    held = held.with_returned(each.nbytes, holder_of(each.placement))
+            self.peaks[phase] = peak._replace(held=held)
         self._since_forward.clear()
         if self._now.phase == FORWARD:
             self._enter(LOSS, self._now.layer, live)

@@ -81,6 +81,9 @@ class Records:
         tells: Whether each step is told in a line.
         on_step: Are called with the record of each step when it is complete, and in the run log.
 
+    Attributes:
+        is_written: Whether there is a run log.
+
     Raises:
         RunLogError: The run log cannot be begun.
     """
@@ -94,15 +97,11 @@ class Records:
         on_step: Sequence[Callable[[StepRecord], object]] = (),
     ) -> None:
         self._run_log = RunLogWriter(path, header) if path is not None else None
+        self.is_written = path is not None
         self._header, self._tells, self._on_step = header, tells, tuple(on_step)
         self._records: dict[int, StepRecord] = {}  # by the number of the step
         self._others: dict[tuple[str, object], dict[str, object]] = {}
         self._waiting: deque[tuple[dict[str, LateValue], Callable[[], object]]] = deque()
-
-    @property
-    def is_written(self) -> bool:
-        """Whether there is a run log."""
-        return self._run_log is not None
 
     @property
     def records(self) -> list[StepRecord]:
@@ -134,7 +133,7 @@ class Records:
         if len(self._records) > _STEPS:
             del self._records[next(iter(self._records))]
         self._waiting.append((late, partial(self._write, record, late)))
-        self.write_known()
+        self.write()
         return self._records[record.step]
 
     def note(self, event: str, document: dict[str, object]) -> None:
@@ -143,7 +142,7 @@ class Records:
             self._others[event, document[_REMEMBERED[event]]] = {"event": event, **document}
         if self._run_log is not None:
             self._waiting.append(({}, partial(self._run_log.note, event, document)))
-            self.write_known()
+            self.write()
 
     def note_states(self, number: int, record: StatesRecord) -> None:
         """Add an update of an optimizer, the session's ``number``th."""
@@ -160,20 +159,15 @@ class Records:
             tell(f"states after step {self.last_step}: {line}")
         self.note("states_plan", document)
 
-    def write_known(self) -> None:
-        """Write what waits for nothing any more."""
-        while self._waiting and all(value.is_there() for value in self._waiting[0][0].values()):
-            self._waiting.popleft()[1]()
-
-    def write_all(self) -> None:
-        """Write everything; wait for the device."""
-        while self._waiting:
+    def write(self, *, wait: bool = False) -> None:
+        """Write what is known; all of it where that may ``wait`` for the device."""
+        while self._waiting and (wait or all(value.is_there() for value in self._waiting[0][0].values())):
             self._waiting.popleft()[1]()
 
     def close(self) -> None:
         """Write what is missing, for which it waits, and close the run log."""
         try:
-            self.write_all()
+            self.write(wait=True)
         finally:
             if self._run_log is not None:
                 self._run_log.close()
@@ -274,10 +268,8 @@ def record_of(
         figures["forward_seconds"] = trace.forward_seconds()
         figures["backward_seconds"] = trace.backward_seconds or None
     if weights is not None:
-        figures |= {
-            "weights_read_bytes": weights.read_bytes,
-            "weights_waited_seconds": weights.waited_seconds,
-        }
+        figures["weights_read_bytes"] = weights.read_bytes
+        figures["weights_waited_seconds"] = weights.waited_seconds
     if prediction is not None:
         figures["predicted_peak_bytes"] = prediction.activation_peak
         figures["predicted_seconds"] = prediction.seconds

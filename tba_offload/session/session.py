@@ -447,7 +447,7 @@ class Session:
         given as a tensor, and ``seconds`` are the host's.
         """
         self.loop.settle()
-        self.records.write_known()
+        self.records.write()
         return self.records.records
 
     def why(self) -> Diagnosis:
@@ -592,7 +592,7 @@ def _finish_at_exit() -> None:
         if not session.loop.is_inert:
             session.planning.end()  # for no step that comes; from Python 3.12 on it could start no thread
             session.loop.finish()
-            session.records.write_all()
+            session.records.write(wait=True)
 
 
 atexit.register(_finish_at_exit)
