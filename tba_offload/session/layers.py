@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,18 +55,10 @@ class LayerRuns:
             RecomputedLayer(layer.module, str(layer.id), session.verifier, stack.states)
             for layer in stack.layers
         ]
-        self.load()
 
     def close(self) -> None:
         """Give the layers back, and keep the session no longer."""
         self._session = None
-
-    def load(self) -> None:
-        """Load what the plan, or one that may come, needs for recomputation."""
-        controller, placements = self._session.planning.controller, self._session.planning.plan.placements
-        may_choose = controller is not None and controller.task.may_recompute
-        if may_choose or any(placement.recomputes for placement in placements):
-            importlib.import_module("torch._dynamo")  # 70 MiB, which a first checkpoint would load in a step
 
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Run a layer the way the plan says.
@@ -209,12 +200,11 @@ class LayerRuns:
 
     def _opens_step(self, site: Site) -> bool:
         """Return True if a step is open now: layers may be called without their model, or outside of any."""
-        if not self._loop.opens_steps or self._loop.is_closed:
-            if site.layer.module.training and not self._loop.is_closed:
-                self._session.notices.warn_once("outside")
-            return False
-        self._loop.open_step()
-        return True
+        if self._loop.opens_steps:
+            self._loop.open_step()
+        elif site.layer.module.training:
+            self._session.notices.warn_once("outside")
+        return self._loop.step is not None
 
     def _note_inputs(self, site: Site, arguments: Sequence[object]) -> int:
         """Bytes that a layer is given; where it is more than the plan is for, the step goes on without it."""

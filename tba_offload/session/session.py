@@ -11,6 +11,7 @@ and has the next step planned.
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import time
 import weakref
@@ -434,7 +435,6 @@ class Session:
             )
         self._start_planning(wanted)
         self.config = wanted
-        self._runs.load()
         self.capture.configure(min_tensor_bytes=wanted.min_tensor_bytes)
         self.offloader.failures.resolve(keep_when_full=wanted.on_full == "keep")
         applied = {"policy": wanted.to_yaml(), "plan": explained(wanted.policy, self.world.layers)}
@@ -546,6 +546,9 @@ class Session:
             )
             controller = Controller(task)
         self.planning.start(plan, controller, self.world.agree)
+        may_choose = controller is not None and controller.task.may_recompute
+        if may_choose or any(placement.recomputes for placement in plan.placements):
+            importlib.import_module("torch._dynamo")  # 70 MiB, which a first checkpoint would load in a step
 
 
 _SLOW_BYTES_PER_SECOND = 16e6
