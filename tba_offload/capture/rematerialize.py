@@ -112,7 +112,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         if call is None or not call.save_arguments(self._pack_argument):
             return super().pack(tensor)
         if call.digest is None:
-            call.cost, call.digest = 0, mix([fold(viewed(tensor.untyped_storage(), call.view))])
+            call.cost, call.digest = 0, mix(fold(viewed(tensor.untyped_storage(), call.view)))
             self.capture.trace.saved(self._next_key(), call.nbytes, Treatment.REBUILT)
             self.capture.trace.rebuilt_bytes += call.nbytes
         return _Remade(call, tensor)
@@ -233,7 +233,7 @@ class _Call:
         if found is None or not found.nbytes() or self._witness._version or stream != self._stream:
             made = self._make(capture, verifier)
             if self.digest is not None:
-                verifier.add(self.name, mix([fold(made)]) != self.digest)
+                verifier.add(self.name, mix(fold(made)) != self.digest)
             found = made.untyped_storage()
             self._alive, self._stream = weakref.ref(found), stream
         self._held = found if self.waiting else None

@@ -7,23 +7,22 @@ first of its saved tensors, the layer runs again under such hooks, and digests a
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.checkpoint import _StopRecomputationError, checkpoint
+from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
 
 from tba_offload.device.peers import has_peers
 from tba_offload.errors import TbaError, UnsupportedError
 from tba_offload.layers.graph import first_differentiable
 from tba_offload.layers.nested import modules_in
 from tba_offload.recompute.arguments import put_together, take_apart
-from tba_offload.recompute.purity import SMALL, Look, Mode, attributes_kept, impure, in_force
+from tba_offload.recompute.purity import SMALL, Look, Mode, attributes_kept, buffers_at, in_force
 from tba_offload.recompute.verify import SavedTwice, cannot, other_numbers, turn
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class RecomputedLayer:
         """Which modules of the layer train."""
         return tuple([inner.training for inner in modules_in(self.module)])
 
-    def run(self, forward: Callable[..., Any], given: Arguments) -> Any:
+    def run(self, forward: Callable[..., Any], given: Arguments, placement: Hashable = None) -> Any:
         """Run the layer in a checkpoint.
 
         Raises:
@@ -70,9 +69,14 @@ class RecomputedLayer:
         """
         if (reason := _why_never(self.module)) is not None:
             raise cannot(self.name, reason, UnsupportedError)
-        tensors: list[torch.Tensor] = []
-        execution = _Execution(self, forward, given, tensors, partial(self.verifier.add, self.name))
-        output = checkpoint(execution, *tensors, use_reentrant=False)
+        verifier, mode = self.verifier, (self.name, self.training, placement)
+
+        def outcome(differs: torch.Tensor) -> None:
+            verifier.compared(mode)
+            verifier.add(self.name, differs)
+
+        execution = _Execution(self, forward, given, verifier.part(mode), outcome)
+        output = checkpoint(execution, *execution.tensors, use_reentrant=False)
         execution.raise_error()
         return output
 
@@ -92,33 +96,44 @@ class RecomputedLayer:
 
 
 class _Execution:
-    """One execution of a layer: its first run, and those that repeat it."""
+    """One execution of a layer: its first run, and those that repeat it.
+
+    Args:
+        layer: The layer.
+        forward: Runs it.
+        given: Its arguments.
+        part: Which part of the saved tensors is compared; ``None`` is all of them.
+        outcome: Takes a boolean of one element: whether the runs differ.
+    """
 
     def __init__(
         self,
         layer: RecomputedLayer,
         forward: Callable[..., Any],
         given: Arguments,
-        tensors: list[torch.Tensor],
+        part: int | None,
         outcome: Callable[[torch.Tensor], object],
     ) -> None:
-        self._layer, self._forward = layer, forward
-        self.given = [given]  # until the first run: they hold the graph before the layer
+        self._layer, self._forward, self.training = layer, forward, layer.training
+        # Until the first run: they hold the graph before the layer.
+        self.given, self.tensors = [given], list[torch.Tensor]()
         self._error: BaseException | None = None
-        self.training = layer.training
-        known = layer.modes.get(self.training)
-        arguments = {**{str(place): value for place, value in enumerate(given[0])}, **given[1]}
-        self._look = None if known else Look(layer.module, arguments)
-        self.mode = mode = known or Mode(layer.module, layer.states())
-        self._found = mode.read()
-        self._layout: Any = take_apart(given, tensors)
-        self.saved = SavedTwice(layer.name, _static(layer.module), outcome)
+        self._look, mode = None, layer.modes.get(self.training)
+        if mode is None:
+            arguments = {**{str(place): value for place, value in enumerate(given[0])}, **given[1]}
+            self._look = Look(layer.module, arguments, layer.states())
+            mode = Mode(self._look.states, ())
+        self._mode = mode
+        self._found = {read: read() for read, _ in self._mode.states}
+        self._buffers = {name: layer.module.get_buffer(name).clone() for name in self._mode.buffers}
+        self._layout: Any = take_apart(given, self.tensors)
+        self.saved = SavedTwice(layer.name, _static(layer.module), part, outcome)
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """Run the layer: the first time on the program's own arguments, then to repeat that."""
         if not self.given:
             return self.again(inputs)
-        args, kwargs = self.given.pop()
+        (args, kwargs), self.tensors = self.given.pop(), []
         try:
             with self.saved.first_run():
                 output = self._forward(*args, **kwargs)
@@ -135,14 +150,15 @@ class _Execution:
         Raises:
             UnsupportedError: A function of the layer forbids hooks.
         """
+        error, self._error = self._error, None
         try:
-            if isinstance(self._error, RuntimeError) and "saved tensor hooks" in str(self._error):
-                reason = f"it forbids saved-tensor hooks ({self._error})"
-                raise cannot(self._layer.name, reason, UnsupportedError) from self._error
-            if self._error is not None:
-                raise self._error
+            if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+                reason = f"it forbids saved-tensor hooks ({error})"
+                raise cannot(self._layer.name, reason, UnsupportedError) from error
+            if error is not None:
+                raise error
         finally:
-            self._error = None  # its frames know this object
+            del error  # its frames know this one
 
     def learn(self) -> None:
         """Note what the first run has changed, if that is not known yet.
@@ -150,13 +166,10 @@ class _Execution:
         Raises:
             UnsupportedError: A second run would change it again.
         """
-        if self._look is not None:
-            look, self._look = self._look, None
-            changes, buffers = look.changes()
-            if changes:
-                raise impure(self._layer.name, changes)
-            self.mode.learn(buffers, look.values, self._found)
-            self._layer.modes.setdefault(self.training, self.mode)
+        look, self._look = self._look, None
+        if look is not None:
+            self._mode = self._layer.modes[self.training] = look.learn(self._layer.name, self._found)
+            self._buffers = {name: look.buffers[name] for name in self._mode.buffers}
 
     def again(self, inputs: Sequence[torch.Tensor], *, drops: bool = False) -> None:
         """Run the layer a second time and compare what it saves; ``drops``: hold nothing of that.
@@ -164,31 +177,26 @@ class _Execution:
         Raises:
             RecomputationError: The second run differs, or fails.
         """
-        layer, mode, saved = self._layer, self.mode, self.saved
-        (args, kwargs), restored = put_together(self._layout, inputs), mode.addresses()
-        with (
-            self._naming_errors(withdraws=not drops),
-            attributes_kept(layer.name, layer.module, restored),
-            in_force(mode.states, self._found),
-        ):
-            for inner, training in zip(modules_in(layer.module), self.training, strict=False):
-                inner.training = training  # a program may evaluate between forward and backward
-            saved.run_again(lambda: self._forward(*args, **kwargs), restored, drops=drops)
-
-    @contextlib.contextmanager
-    def _naming_errors(self, *, withdraws: bool) -> Iterator[None]:
+        layer = self._layer
+        args, kwargs = put_together(self._layout, inputs)
         try:
-            yield
+            with (
+                in_force(self._mode.states, self._found),
+                buffers_at(layer.module, self._buffers) as replaced,
+                attributes_kept(layer.name, layer.module, replaced),
+            ):
+                for inner, training in zip(modules_in(layer.module), self.training, strict=False):
+                    inner.training = training  # a program may evaluate between forward and backward
+                self.saved.run_again(lambda: self._forward(*args, **kwargs), replaced, drops=drops)
         except _StopRecomputationError:
             raise
         except Exception as error:
-            if withdraws:
-                self._layer.verifier.withdraw(self._layer.name)
-            is_named = isinstance(error, TbaError | torch.OutOfMemoryError)
-            if is_named or type(error).__module__ == "torch.utils.checkpoint":
+            if not drops:
+                layer.verifier.withdraw(layer.name)
+            if isinstance(error, TbaError | torch.OutOfMemoryError | CheckpointError):
                 raise
             cause = f"its second run fails ({type(error).__name__}: {error})"
-            raise cannot(self._layer.name, cause) from error
+            raise cannot(layer.name, cause) from error
 
 
 class Trial:
@@ -204,9 +212,12 @@ class Trial:
     """
 
     def __init__(self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments) -> None:
-        self._layer, self._tensors = layer, list[torch.Tensor]()
-        differs = partial(_raise_other_numbers, layer.name)
-        self._execution = _Execution(layer, forward, given, self._tensors, differs)
+        def outcome(differs: torch.Tensor) -> None:
+            if differs.item():
+                raise other_numbers(layer.name)
+
+        self._layer = layer
+        self._execution = _Execution(layer, forward, given, None, outcome)
         self._execution.given.clear()
         self._fault: TbaError | None = None
 
@@ -220,8 +231,8 @@ class Trial:
             runs.append(1)
             return number.exp()
 
-        self._number = checkpoint(run, *self._tensors, use_reentrant=False)
-        self._tensors.clear()
+        self._number = checkpoint(run, *execution.tensors, use_reentrant=False)
+        execution.tensors = []
 
     def see(self, tensor: torch.Tensor) -> None:
         """Note a tensor that the first run saves."""
@@ -273,11 +284,6 @@ class Trial:
             return unpack(packed)
 
         return unpack_noticed
-
-
-def _raise_other_numbers(name: str, differs: torch.Tensor) -> None:
-    if differs.item():
-        raise other_numbers(name)
 
 
 def _why_never(module: nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""Digests of tensors: 64 bits each, over every byte, computed on the device without waiting for it."""
+"""Digests of tensors: 64 bits over every byte, computed on the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-COLUMNS = 1021
+PARTS = 8
+"""Parts of a tensor that can be read one at a time."""
+
+_COLUMNS = 1021
 """Words of 64 bits are summed in so many columns: a prime, so that no stride of a tensor lines up."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
 """Odd, and without a pattern in its bits: each column counts with another multiple of it."""
 
 _ROWS = 32
-"""Rows that are added up at a time: 256 KiB."""
+"""Rows that are added up at a time: memory is read in its order, in a quarter of the time."""
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -43,48 +46,71 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor.detach()
 
 
-def fold(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums over every byte of a strided tensor, from one reading of it.
+def fold(tensor: torch.Tensor, part: int | None = None) -> torch.Tensor:
+    """Return sums over the bytes of a strided tensor, from one reading of it.
+
+    Args:
+        tensor: The tensor.
+        part: Which of :data:`PARTS` parts to read: every eighth row of 8 KiB, from this one on. ``None``
+            reads every byte, and so does any part of a tensor below 64 KiB.
 
     Returns:
-        ``COLUMNS`` integers of 64 bits on the device of the tensor: 8 KiB.
+        1021 integers of 64 bits on the device of the tensor: 8 KiB.
     """
-    if not tensor.untyped_storage().nbytes():
-        tensor = tensor.new_empty(0)  # its memory was freed, to be filled again before backward
-    data = _elements(tensor).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()  # a view that begins within a word
-    words = data[: data.numel() // 8 * 8].view(torch.int64)
-    sums, begin = torch.zeros(COLUMNS, dtype=torch.int64, device=data.device), 0
-    for rows in (_ROWS, 1):  # a few rows at a time: memory is read in its order, in a quarter of the time
-        end = begin + (words.numel() - begin) // (rows * COLUMNS) * rows * COLUMNS
-        if end > begin:
-            blocks = words[begin:end].view(-1, rows, COLUMNS)
-            sums += blocks.sum(1).sum(0)
-            if tensor.itemsize >= 8:  # the sum of an even number of changed signs would be the same
-                for block in blocks:
-                    sums += (block >> 32).sum(0) * 3
-        begin = end
-    sums[: words.numel() - begin] += words[begin:] * 5
-    if rest := data.numel() % 8:
-        sums[-rest:] += data[-rest:].to(torch.int64) * 7
+    words, rest = _words(tensor)
+    count, begin = words.numel() // _COLUMNS, words.storage_offset()
+    if part is None or count < PARTS:
+        rows, reads_tail = words.as_strided((count, _COLUMNS), (_COLUMNS, 1)), True
+    else:
+        shape, stride = (len(range(part, count, PARTS)), _COLUMNS), (PARTS * _COLUMNS, 1)
+        rows, reads_tail = words.as_strided(shape, stride, begin + part * _COLUMNS), part == count % PARTS
+    even = rows.size(0) // _ROWS * _ROWS
+    sums = rows[even:].sum(0) if even else rows.sum(0)
+    if even:
+        sums += rows[:even].view(-1, _ROWS, _COLUMNS).sum(1).sum(0)
+    if tensor.itemsize >= 8:  # the sum of an even number of changed signs would be the same
+        for block in torch.split(rows, _ROWS):
+            sums.add_((block >> 32).sum(0), alpha=3)
+    if reads_tail:
+        tail = words[count * _COLUMNS :]
+        sums[: tail.numel()].add_(tail, alpha=5)
+        if rest is not None:
+            sums[-rest.numel() :].add_(rest, alpha=7)
     return sums
 
 
-def mix(folded: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one integer of 64 bits for each of some sums of :func:`fold`, which lie on one device."""
-    sums = torch.stack(list(folded))
-    factors = torch.arange(1, 2 * COLUMNS, 2, device=sums.device) * _FACTOR
-    return ((sums ^ (sums >> 29)) * factors).sum(1)
+def chain(before: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """Return sums that depend on all tensors before, on the next one, and on their order."""
+    return torch.add(sums, before ^ (before >> 29), alpha=_FACTOR)
 
 
-def digest(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the digests of tensors of any kind; waits for their devices.
+def mix(sums: torch.Tensor) -> torch.Tensor:
+    """Return one integer of 64 bits for the sums of :func:`fold` or :func:`chain`."""
+    factors = torch.arange(1, 2 * _COLUMNS, 2, device=sums.device) * _FACTOR
+    return ((sums ^ (sums >> 29)) * factors).sum()
+
+
+def digest(tensor: torch.Tensor) -> list[int]:
+    """Return the digest of a tensor of any kind; waits for its device.
 
     Raises:
-        TypeError: The bytes of one of them cannot be read.
+        TypeError: Its bytes cannot be read.
     """
-    return [int(mix([fold(part)])) for tensor in tensors for part in plain_parts(tensor)]
+    return [int(mix(fold(part))) for part in plain_parts(tensor)]
+
+
+def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the bytes of a tensor as words of 64 bits, in one dimension, and those that fill no word."""
+    if not tensor.untyped_storage().nbytes():
+        tensor = tensor.new_empty(0)  # its memory was freed, to be filled again before backward
+    flat = _elements(tensor)
+    if flat.storage_offset() * flat.itemsize % 8:
+        flat = flat.clone()  # a view that begins within a word
+    count, rest = divmod(flat.nbytes, 8)
+    if not rest:
+        return flat.view(torch.int64), None
+    data = flat.view(torch.uint8)
+    return data[: 8 * count].view(torch.int64), data[8 * count :]
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,7 +120,7 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.stride(dim) == 0 and tensor.size(dim):  # expanded: the same element many times
             tensor = tensor.select(dim, 0)
     if not tensor.is_contiguous():
-        strides: Sequence[int] = tensor.stride()
+        strides = tensor.stride()
         permuted = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
         tensor = permuted if permuted.is_contiguous() else tensor.contiguous()
     flat = tensor.reshape(-1)

@@ -13,9 +13,10 @@ import itertools
 import pickle
 import random
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,12 +28,15 @@ from tba_offload.recompute.digest import digest
 from tba_offload.recompute.verify import address_of, cannot
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
     from tba_offload.layers.find import State
 
 SMALL = 2**20
 """Bytes of buffers that are put back by value and compared by digests; larger ones by version."""
+
+States = Mapping[Callable[[], Any], Any]
+"""Values of states by the functions that read them."""
 
 _OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
 _C: Any = torch._C
@@ -50,114 +54,120 @@ _KERNELS: tuple[State, ...] = (
 """Settings that choose kernels: a program may set them around forward only."""
 
 
-class Mode:
+class Mode(NamedTuple):
     """What is known of a layer while certain modules of it train.
 
     Attributes:
-        states: What second runs put back, beside PyTorch's generators: settings that choose kernels, what a
-            framework names, and generators that the layer was seen to draw from (Python's, NumPy's, its own).
+        states: What second runs put in force, beside PyTorch's generators: settings that choose kernels, what
+            a framework names, and the generators of Python and NumPy if the layer draws from them.
         buffers: Names of small buffers that forward changes.
     """
 
-    def __init__(self, module: nn.Module, states: Sequence[State]) -> None:
-        own = (value for inner in module.modules() for value in vars(inner).values())
-        generators = [(each.get_state, each.set_state) for each in own if isinstance(each, torch.Generator)]
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            generators.append((numpy.random.get_state, numpy.random.set_state))
-        always = (*_KERNELS, *states)
-        self.states: tuple[State, ...] = (*always, (random.getstate, random.setstate), *generators)
-        self._always = len(always)
-        self.buffers: tuple[str, ...] = ()
-        self._module = module
-
-    def read(self) -> list[Any]:
-        """Return the states as they are now."""
-        return [read() for read, _ in self.states]
-
-    def learn(self, buffers: Sequence[str], values: Mapping[str, Any], found: list[Any]) -> None:
-        """Note what the first run has changed, and leave states out of ``found`` that it has not."""
-        always, now = self._always, self.read()
-        drawn = [pickle.dumps(one) != pickle.dumps(other) for one, other in zip(now, found, strict=True)]
-        kept = [True] * always + drawn[always:]
-        self.buffers = tuple(buffers)
-        buffer_states = ((partial(self._read, name), partial(self._write, name)) for name in buffers)
-        self.states = (*itertools.compress(self.states, kept), *buffer_states)
-        found[:] = [*itertools.compress(found, kept), *(values[name] for name in buffers)]
-
-    def addresses(self) -> set[int | None]:
-        """Return the addresses of the storages of buffers that are put back."""
-        return {address_of(self._module.get_buffer(name)) for name in self.buffers}
-
-    def _read(self, name: str) -> torch.Tensor:
-        return self._module.get_buffer(name).clone()
-
-    def _write(self, name: str, value: torch.Tensor) -> None:
-        # ``.data`` raises no version: other graphs may have saved the buffer.
-        self._module.get_buffer(name).data.copy_(value)
+    states: Sequence[State]
+    buffers: Sequence[str]
 
 
 @contextlib.contextmanager
-def in_force(states: Sequence[State], wanted: Sequence[Any]) -> Iterator[None]:
+def in_force(states: Sequence[State], wanted: States) -> Iterator[None]:
     """Put states in force, and the present ones back at the end."""
-    present = [read() for read, _ in states]
+    present = {read: read() for read, _ in states}
     _put(states, wanted, present)
     try:
         yield
     finally:
-        _put(states, present, [read() for read, _ in states])
+        _put(states, present, {read: read() for read, _ in states})
 
 
-def _put(states: Sequence[State], wanted: Sequence[Any], present: Sequence[Any]) -> None:
-    for (_, put), value, now in zip(states, wanted, present, strict=True):
-        if not isinstance(value, bool | str) or value != now:
+def _put(states: Sequence[State], wanted: States, present: States) -> None:
+    for read, put in states:
+        value = wanted[read]
+        if not isinstance(value, bool | str) or value != present[read]:  # settings may follow other settings
             put(value)
 
 
-class Look:
-    """A layer and its arguments before the first run."""
+@contextlib.contextmanager
+def buffers_at(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[set[int | None]]:
+    """Give buffers storages with earlier values, and their own at the end, which are not touched.
 
-    def __init__(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
-        self._module = module
-        self._small = small = _small_buffers(module)
-        self.values = {name: buffer.clone() for name, buffer in small.items()}
-        self._tensors: list[tuple[str, torch.Tensor]] = []
-        self._tensors += [(f"the parameter {name}", each) for name, each in module.named_parameters()]
-        large = ((name, each) for name, each in module.named_buffers() if name not in small)
-        self._tensors += [(f"the buffer {name}", each) for name, each in large]
-        self._objects: list[tuple[str, Any, Mapping[str, Any], str]] = []
+    Yields:
+        The addresses of these storages.
+    """
+    buffers = {module.get_buffer(name): value for name, value in values.items()}
+    own = [(buffer, buffer.data) for buffer in buffers]
+    for buffer, value in buffers.items():
+        buffer.data = value.clone()
+    try:
+        yield {address_of(buffer) for buffer in buffers}
+    finally:
+        for buffer, data in own:
+            buffer.data = data
+
+
+class Look:
+    """A layer and its arguments before the first run.
+
+    Args:
+        module: The layer.
+        arguments: Its arguments by name or position.
+        states: What a framework has second runs put in force.
+
+    Attributes:
+        states: All that a second run could put in force.
+        buffers: The values of its small buffers.
+    """
+
+    def __init__(self, module: nn.Module, arguments: Mapping[str, Any], states: Sequence[State]) -> None:
+        self._module, self._always = module, (*_KERNELS, *states)
+        numpy = sys.modules.get("numpy")
+        shared = () if numpy is None else ((numpy.random.get_state, numpy.random.set_state),)
+        self.states: Sequence[State] = (*self._always, (random.getstate, random.setstate), *shared)
+        self._small = _small_buffers(module)
+        self.buffers = {name: buffer.clone() for name, buffer in self._small.items()}
+        given: list[tuple[str, Any]] = []
+        given += [(f"the parameter {name}", each) for name, each in module.named_parameters()]
+        large = ((name, each) for name, each in module.named_buffers() if name not in self._small)
+        given += [(f"the buffer {name}", each) for name, each in large]
         for name, value in arguments.items():
             tensors: list[torch.Tensor] = []
-            if take_apart(value, tensors) is value:  # others are copied: what forward puts there is no change
-                self._objects.append((f"its argument {name}", value, arguments, name))
-            self._tensors += [(f"its argument {name}", each) for each in tensors]
+            is_copied = take_apart(value, tensors) is not value  # what forward puts there is no change
+            given += [(f"its argument {name}", each) for each in (tensors if is_copied else [value])]
+        self._values = [(name, value, {"": value}, "") for name, value in given]
         for prefix, inner in module.named_modules():
-            if _is_of_torch(inner):  # sharding keeps books there
-                continue
-            self._objects += [
-                (".".join(filter(None, ("self", prefix, key))), value, vars(inner), key)
-                for key, value in vars(inner).items()
-                if key not in _OF_MODULES and not isinstance(value, torch.Generator)
-            ]
-        self._before = self._facts()
+            if not _is_of_torch(inner):  # sharding keeps books there
+                self._values += [
+                    (".".join(filter(None, ("self", prefix, key))), value, vars(inner), key)
+                    for key, value in vars(inner).items()
+                    if key not in _OF_MODULES
+                ]
+        self._before = self._prints()
 
-    def changes(self) -> tuple[list[str], list[str]]:
-        """Return names of what a second run would change again, and of buffers that can be put back.
+    def learn(self, layer: str, found: States) -> Mode:
+        """Return what the first run has changed.
 
         Attributes that forward sets to another object are no changes: see :func:`attributes_kept`.
-        """
-        names = [*(name for name, _ in self._tensors), *(name for name, *_ in self._objects)]
-        facts = zip(names, self._before, self._facts(), strict=True)
-        named = [name for name, before, now in facts if now not in (before, None)]
-        small = {name: each for name, each in _small_buffers(self._module).items() if name in self._small}
-        named += [f"the buffer {name}" for name, each in small.items() if each is not self._small[name]]
-        changed = [name for name, each in small.items() if digest([each]) != digest([self.values[name]])]
-        return list(dict.fromkeys(named)), changed
 
-    def _facts(self) -> list[object]:
-        tensors = [_fact(each) for _, each in self._tensors]
-        objects = (value if owner.get(key) is value else None for _, value, owner, key in self._objects)
-        return [*tensors, *map(_print_of, objects)]
+        Args:
+            layer: The name of the layer.
+            found: The values of the states before, by the functions that read them.
+
+        Raises:
+            UnsupportedError: A second run would change it again.
+        """
+        now = zip(self._values, self._before, self._prints(), strict=True)
+        changes = [name for (name, *_), before, after in now if after not in (before, None)]
+        small = {name: each for name, each in _small_buffers(self._module).items() if name in self._small}
+        changes += [f"the buffer {name}" for name, each in small.items() if each is not self._small[name]]
+        if changes:
+            raise impure(layer, list(dict.fromkeys(changes)))
+        changed = [name for name, each in small.items() if digest(each) != digest(self.buffers[name])]
+        shared = self.states[len(self._always) :]
+        drawn = [state for state in shared if pickle.dumps(state[0]()) != pickle.dumps(found[state[0]])]
+        return Mode((*self._always, *drawn), changed)
+
+    def _prints(self) -> list[bytes | None]:
+        return [
+            _print_of(value) if owner.get(key) is value else None for _, value, owner, key in self._values
+        ]
 
 
 class _Fingerprint(pickle.Pickler):
@@ -166,7 +176,7 @@ class _Fingerprint(pickle.Pickler):
     def persistent_id(self, value: Any) -> object:
         """Return what stands for a value that is not pickled."""
         if isinstance(value, torch.Generator):
-            return digest([value.get_state()])
+            return digest(value.get_state())
         if isinstance(value, nn.Module):
             return [_fact(each) for each in value.buffers()]
         if isinstance(value, torch.Tensor):
@@ -177,12 +187,8 @@ class _Fingerprint(pickle.Pickler):
 
 def _print_of(value: Any) -> bytes | None:
     """Return bytes that change with what an object holds; ``None`` if that cannot be seen."""
-    is_tensor = isinstance(value, torch.Tensor)
-    if (
-        value is None
-        or isinstance(value, bool | int | float | str)
-        or (_is_of_torch(value) and not is_tensor)
-    ):
+    is_read = isinstance(value, torch.Tensor | torch.Generator) or not _is_of_torch(value)
+    if value is None or isinstance(value, bool | int | float | str) or not is_read:
         return None
     found = io.BytesIO()
     try:
@@ -200,7 +206,7 @@ def impure(layer: str, changes: Sequence[str]) -> TbaError:
 
 
 @contextlib.contextmanager
-def attributes_kept(layer: str, module: nn.Module, restored: Container[int | None]) -> Iterator[None]:
+def attributes_kept(layer: str, module: nn.Module, replaced: Container[int | None]) -> Iterator[None]:
     """Undo what a second run sets of the attributes of a layer: auxiliary losses, counters, probes.
 
     Raises:
@@ -213,7 +219,7 @@ def attributes_kept(layer: str, module: nn.Module, restored: Container[int | Non
         (inner, name, value, value._version)
         for inner, (_, old, _) in zip(inside, before, strict=True)
         for name, value in (*old.items(), *inner._buffers.items())
-        if isinstance(value, torch.Tensor) and address_of(value) not in restored
+        if isinstance(value, torch.Tensor) and address_of(value) not in replaced
     ]
     try:
         yield
@@ -242,6 +248,6 @@ def _is_of_torch(value: object) -> bool:
 
 def _fact(tensor: torch.Tensor) -> object:
     try:
-        return id(tensor), tensor._version, digest([tensor])
+        return id(tensor), tensor._version, digest(tensor)
     except (TypeError, RuntimeError):
         return id(tensor)  # of a kind whose bytes cannot be read

@@ -1,8 +1,11 @@
 """Comparison of the two runs of a layer: everything they save for backward, byte for byte by digests.
 
 Hooks stand inside those of the checkpoint. They see each tensor that the layer saves, in both runs. Of the
-first run 8 bytes a tensor are held. When the second run has ended, and before backward gets any tensor of it,
-the digests are compared on the device. The outcome is one flag a run, read before the optimizer's step.
+first run one digest of 64 bits is held. When the second run has ended, and before backward gets any tensor of
+it, the digests are compared on the device. The outcome is one flag a run, read before the optimizer's step.
+
+Every byte is read in the first three steps of a layer in each mode and placement, afterwards an eighth of
+each tensor, another one in each step: see :meth:`Verifier.part`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +30,8 @@ from tba_offload.recompute import digest
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator
 
-_AT_ONCE = 16
-"""Tensors whose sums are mixed together: 8 KiB each, and a layer may save thousands of small tensors."""
+_WHOLE_STEPS = 3
+"""Steps of a layer in one mode in which every byte is compared."""
 
 turn = threading.RLock()
 """Held by the thread that runs a layer a second time: generators are set for that, for all threads."""
@@ -86,6 +90,7 @@ class Verifier:
         self._failed: set[type | None] = set()
         self._reported: set[type | None] = set()
         self._open: deque[tuple[str, torch.Tensor]] = deque()
+        self._step, self._compared = 0, dict[Hashable, tuple[int, int]]()
         own = weakref.ref(self)  # the hook is global, and must not keep a session alive
 
         def check(*_: object) -> None:
@@ -109,6 +114,34 @@ class Verifier:
         self._open.append((name, differs))
         if differs.device.type == "cpu":
             self.check()
+
+    def part(self, mode: Hashable) -> int | None:
+        """Return which part of each tensor both runs of a layer read; ``None`` means every byte.
+
+        Every byte is read until three steps were compared. Then the eight parts take turns, so that eight
+        steps of the layer read every byte.
+
+        Args:
+            mode: The layer, and all that may have its kernels compute otherwise.
+        """
+        step, count = self._compared.get(mode, (-1, 0))
+        before = count - (step == self._step)  # micro-batches of a step read the same part
+        return None if before < _WHOLE_STEPS else before % digest.PARTS
+
+    def compared(self, mode: Hashable) -> None:
+        """Note that both runs of a layer were compared in this step."""
+        step, count = self._compared.get(mode, (-1, 0))
+        if step != self._step:
+            self._compared[mode] = self._step, count + 1
+
+    def end_step(self) -> None:
+        """Check all outcomes of a step, which ends.
+
+        Raises:
+            RecomputationError: A second run gave other numbers than the first.
+        """
+        self.check()
+        self._step += 1
 
     def check(self) -> None:
         """Check all outcomes since the last time; waits for the device if there are some.
@@ -162,40 +195,41 @@ class Verifier:
         self._handle.remove()
 
 
-class _Digests:
+class _Run:
     """The saved tensors of one run.
 
     A kernel may fill a tensor after it was saved (the noise of ``rrelu``, statistics of attention). Only
     tensors without a graph can be such. They are read when the next operation saves something.
 
+    Args:
+        static: Names of storages that are compared by version.
+        part: Which part of each tensor is read, or all of it.
+
     Attributes:
         forms: Of each tensor: what must be equal in both runs beside digests; the last is the version of a
             parameter.
-        numbers: The digests, when the run has ended.
-        tail: Number of the first tensor that the last operation saved, if the operation may fill one of them.
+        numbers: The digests by device, when the run has ended.
+        fills_last: Whether the last operation may fill a tensor after it has saved it.
     """
 
-    def __init__(self, static: Static) -> None:
+    def __init__(self, static: Static, part: int | None) -> None:
         self.forms: list[tuple[Any, ...]] = []
-        self.numbers = torch.zeros(0)
-        self.tail = 0
-        self._static = static
-        self._folded: list[Any] = []
-        self._mixed: list[torch.Tensor] = []
-        self._waiting: list[tuple[int, torch.Tensor]] = []
+        self.numbers: dict[torch.device, torch.Tensor] = {}
+        self.fills_last = False
+        self._static, self._part = static, part
+        self._waiting: list[torch.Tensor] = []
         self._seen: dict[object, weakref.ref[Any]] = {}
-        self._node, self._may_fill = -1, False
+        self._node = -1
 
-    def add(self, tensor: torch.Tensor) -> bool:
-        """Note a saved tensor; return True if the operation before the one that saves it has ended.
+    def add(self, tensor: torch.Tensor) -> None:
+        """Note a saved tensor.
 
         Raises:
             TypeError: The bytes of this kind of tensor cannot be read.
         """
-        is_next = latest_node() != self._node
-        if is_next:
+        if latest_node() != self._node:
             self._read_waiting()
-            self._node, self.tail, self._may_fill = latest_node(), len(self.forms), False
+            self._node, self.fills_last = latest_node(), False
         parts = list(digest.plain_parts(tensor))
         names = [self._name_of(part.untyped_storage()) for part in parts]
         is_static = bool(parts) and None not in names
@@ -203,46 +237,40 @@ class _Digests:
         self.forms.append((*form, tensor._version if is_static else None))
         if tensor.requires_grad and not is_static:
             for part in parts:
-                self._fold(part)
+                self._read(part)
         elif not is_static:
-            self._may_fill = True
-            for part in () if _may_be_unfilled(tensor) else parts:
-                self._waiting.append((len(self._folded), part))
-                self._folded.append(None)
-        return is_next
+            self.fills_last = True
+            if not _may_be_unfilled(tensor):
+                self._waiting += parts
 
     def _name_of(self, storage: torch.UntypedStorage) -> str | None:
         name, known = self._static.get(storage._cdata, (None, None))
         return name if known is not None and known() is storage else None
 
-    def _fold(self, part: torch.Tensor) -> None:
+    def _read(self, tensor: torch.Tensor) -> None:
         """Read a tensor, once if operations save it often."""
-        storage = part.untyped_storage()
-        key = (storage._cdata, part._version, part.storage_offset(), part.shape, part.stride(), part.dtype)
+        storage = tensor.untyped_storage()
+        place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        key = (storage._cdata, tensor._version, *place)
         known = self._seen.get(key)
         if known is None or known() is None:
             self._seen[key] = weakref.ref(storage)
-            self._folded.append(digest.fold(part))
+            self._chain(tensor)
+
+    def _chain(self, tensor: torch.Tensor) -> None:
+        sums, before = digest.fold(tensor, self._part), self.numbers.get(tensor.device)
+        self.numbers[tensor.device] = sums if before is None else digest.chain(before, sums)
 
     def _read_waiting(self) -> None:
-        for row, part in self._waiting:
-            self._folded[row] = digest.fold(part)
+        for tensor in self._waiting:
+            self._chain(tensor)
         self._waiting.clear()
-        if len(self._folded) >= _AT_ONCE:
-            self._mix()
-
-    def _mix(self) -> None:
-        if self._folded:
-            self._mixed.append(digest.mix(self._folded))
-        self._folded = []
 
     def end(self) -> None:
         """Compute the digests when the run has ended."""
         self._read_waiting()
-        self._mix()
-        self.numbers = torch.cat(self._mixed) if self._mixed else self.numbers
-        self.tail = self.tail if self._may_fill else len(self.forms)
-        self._mixed, self._seen = [], {}
+        self.numbers = {device: digest.mix(sums) for device, sums in self.numbers.items()}
+        self._seen = {}
 
 
 class _Ended(BaseException):
@@ -255,15 +283,18 @@ class SavedTwice:
     Args:
         layer: The name of the layer.
         static: Names of storages that are compared by version: parameters and large buffers.
+        part: Which part of each tensor both runs read; ``None`` is all of it.
         outcome: Takes a boolean of one element: whether the runs differ.
 
     Attributes:
         ended: Whether the first run has ended.
     """
 
-    def __init__(self, layer: str, static: Static, outcome: Callable[[torch.Tensor], object]) -> None:
-        self._layer, self._static, self._outcome = layer, static, outcome
-        self._first = _Digests(static)
+    def __init__(
+        self, layer: str, static: Static, part: int | None, outcome: Callable[[torch.Tensor], object]
+    ) -> None:
+        self._layer, self._outcome = layer, outcome
+        self._first, self._new_run = _Run(static, part), partial(_Run, static, part)
         self._versions: list[int] = []
         self.ended = False
 
@@ -311,7 +342,7 @@ class SavedTwice:
         self.end_first_run()
 
     def run_again(
-        self, forward: Callable[[], object], restored: Container[int | None], *, drops: bool = False
+        self, forward: Callable[[], object], replaced: Container[int | None], *, drops: bool = False
     ) -> None:
         """Run the layer a second time, inside the hooks of the checkpoint, and compare what it saves.
 
@@ -320,7 +351,7 @@ class SavedTwice:
 
         Args:
             forward: Runs the layer.
-            restored: Addresses of the storages of buffers that get their present values back after the run.
+            replaced: Addresses of the storages that buffers have during the run only.
             drops: Whether nothing is held of what the run saves.
 
         Raises:
@@ -328,30 +359,24 @@ class SavedTwice:
             SavedTensorModifiedError: A parameter was changed in place.
         """
         pack, unpack = (_drop, _refuse) if drops else _hooks_on_top(True)  # noqa: FBT003
-        second, at_end = _Digests(self._static), list[torch.Tensor]()
-        versions, copies = list[int](), list[tuple[torch.Tensor, torch.Tensor]]()
+        second, versions, is_complete = self._new_run(), list[int](), False
         self._versions = versions
-
-        def fill_copies() -> None:
-            for copy, buffer in copies:
-                copy.data.copy_(buffer)  # what the operation has put there after it has saved the buffer
-            copies.clear()
 
         @untraced
         def again(tensor: torch.Tensor) -> object:
-            if self._add(second, tensor):
-                fill_copies()
-            if restored and address_of(tensor) in restored:
-                copies.append((tensor.detach().clone(), tensor))
-                tensor = copies[-1][0]
+            nonlocal is_complete
+            self._add(second, tensor)
+            if replaced and address_of(tensor) in replaced:
+                tensor = tensor.detach()  # the buffer itself gets its own storage back
             versions.append(tensor._version)
-            if self.ended and not drops and len(second.forms) > self._first.tail:
-                at_end.append(tensor)
-                return tensor.detach()
-            try:
-                return pack(tensor)
-            except _StopRecomputationError:
-                raise _Ended from None
+            if not is_complete:
+                try:
+                    return pack(tensor)
+                except _StopRecomputationError:
+                    if not (self.ended and self._first.fills_last):
+                        raise _Ended from None
+                    is_complete = True
+            return tensor.detach()
 
         try:
             with saved_tensors_hooks(again, unpack):
@@ -359,18 +384,15 @@ class SavedTwice:
         except _Ended:
             self._compare(second)
             raise _StopRecomputationError from None
-        fill_copies()
         self._compare(second)
-        while at_end:  # emptied: the graph of this run knows the list by the hook, and the list that graph
-            pack(at_end.pop(0))
 
-    def _add(self, digests: _Digests, tensor: torch.Tensor) -> bool:
+    def _add(self, run: _Run, tensor: torch.Tensor) -> None:
         try:
-            return digests.add(tensor)
+            run.add(tensor)
         except (TypeError, NotImplementedError) as error:  # the latter of wrappers of transforms
             raise cannot(self._layer, f"it saves {error}, whose bytes cannot be compared") from error
 
-    def _compare(self, second: _Digests) -> None:
+    def _compare(self, second: _Run) -> None:
         if not self.ended:
             return  # a run within the first one, whose forward goes backward
         first = self._first
@@ -378,9 +400,10 @@ class SavedTwice:
         for one, other in zip(first.forms, second.forms, strict=False):
             if one != other and one[:-1] == other[:-1]:
                 raise modified(f"{one[-2][0]} of {self._layer}")
-        if first.forms != second.forms or first.numbers.shape != second.numbers.shape:
+        if first.forms != second.forms or first.numbers.keys() != second.numbers.keys():
             raise other_numbers(self._layer)
-        self._outcome((first.numbers != second.numbers).any())
+        for device, number in first.numbers.items():
+            self._outcome(number != second.numbers[device])
 
 
 def _may_be_unfilled(tensor: torch.Tensor) -> bool:

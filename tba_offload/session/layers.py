@@ -127,13 +127,14 @@ class LayerRuns:
         layer, (args, kwargs) = self._recomputed[site.index], given
         if placement.recomputes:
             if not placement.offloads:
-                return layer.run(site.forward, given)
+                return layer.run(site.forward, given, placement)
             hooks = self._hooks(placement, site, scope)
             with hooks:  # the checkpoint saves the arguments through them, and nothing else
                 if not placement.spares_attention:
-                    return layer.run(site.forward, given)
+                    return layer.run(site.forward, given, placement)
                 pack = _counting(hooks, scope)
-                return layer.run(AttentionOnce(site.forward, pack, hooks.capture.unpack), given)
+                once = AttentionOnce(site.forward, pack, hooks.capture.unpack)
+                return layer.run(once, given, placement)
         if not placement.offloads:
             return site.forward(*args, **kwargs)
         session = self._session

@@ -324,7 +324,7 @@ class Session:
             memory.stop()
             self.capture.end_step(failed=failed)
         if not failed:
-            self.verifier.check()
+            self.verifier.end_step()
             self.raise_failures()
 
     def raise_failures(self) -> None:
