@@ -189,7 +189,7 @@ def _cuda_types() -> None:
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
             return original(self, dtype, *args, **kwargs)
-        return original(self).replace("torch.", "torch.cuda.", 1)
+        return "torch.cuda." + original(self).rpartition(".")[2]
 
     replace(torch.Tensor, "type", type_)
 

@@ -105,6 +105,16 @@ def python_with_megatron() -> Iterator[Warm]:
         yield found
 
 
+@pytest.fixture(scope="session")
+def python_with_scripts() -> Iterator[Warm]:
+    """The same, for a CPU and with Megatron's training loop where there is one."""
+    from children import environment
+    from warm import warm
+
+    with warm("scripts_on_cpu", env=environment()) as found:
+        yield found
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """For what must be the same where several threads compute."""

@@ -58,7 +58,7 @@ def train(name: str, figures_directory: Path, **variables: str) -> list[Figures]
         "PYTHON": sys.executable,
     }
     child = start([*command, "--figures", str(figures_directory)], here | variables)
-    finished = wait_for([child])
+    finished = wait_for(child)
     assert finished.status == 0, finished.output[-5000:]
     return figures(figures_directory)
 

@@ -34,6 +34,8 @@ from tba_offload.report.log import MEMORY, RunLog, read_run_log
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from warm import Warm
+
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900), needs_training]
 
 LAYERS = 4
@@ -66,18 +68,23 @@ def tba_flags(directory: Path, placement: str = "mixed") -> tuple[str, ...]:
 
 
 def offload(
-    directory: Path, *flags: str, placement: str = "mixed", batch: int = 4, says: str = ""
+    python: Warm | None,
+    directory: Path,
+    *flags: str,
+    placement: str = "mixed",
+    batch: int = 4,
+    says: str = "",
 ) -> tuple[Figures, RunLog]:
     """A run of one rank with the flags, and its run log."""
     own = tba_flags(directory, placement)
-    (found,) = train(OFFLOADING, directory / "figures", *flags, *own, batch=batch, says=says)
+    (found,) = train(python, OFFLOADING, directory / "figures", *flags, *own, batch=batch, says=says)
     assert list((directory / "drive").iterdir()) == []
     return found, read_run_log(directory / "run.jsonl")
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Figures:
-    (found,) = train(PLAIN, tmp_path_factory.mktemp("plain"))
+def plain(tmp_path_factory: pytest.TempPathFactory, python_with_scripts: Warm) -> Figures:
+    (found,) = train(python_with_scripts, PLAIN, tmp_path_factory.mktemp("plain"))
     assert len(found.of("train")) == 2 * STEPS
     # Twice on the way, then once with each of the other splits; two micro-batches each.
     assert [iteration for iteration, _ in found.of("valid")] == [2, 2, *[STEPS] * 6]
@@ -87,9 +94,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Figures:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_training_and_evaluation_are_those_of_the_plain_run(
-    placement: str, plain: Figures, tmp_path: Path
+    placement: str, plain: Figures, tmp_path: Path, python_with_scripts: Warm
 ) -> None:
-    found, log = offload(tmp_path, placement=placement)
+    found, log = offload(python_with_scripts, tmp_path, placement=placement)
     assert found == plain
     assert [step.step for step in log.steps] == [1, 2, 3, 4]  # evaluations are none
     recomputed = sum(name == "recompute" for name in PLACEMENTS[placement].values())
@@ -101,21 +108,27 @@ def test_training_and_evaluation_are_those_of_the_plain_run(
     losses = [float.fromhex(loss) / TOKENS for _, loss in plain.of("train")]
     means = [sum(pair) / 2 for pair in zip(losses[::2], losses[1::2], strict=True)]
     assert [step.loss for step in log.steps] == means
+    if placement == "mixed":
+        assert log.header.plan == {
+            "decoder.layers.0": {"layer": 0, "placement": "offload", "why": "default"},
+            "decoder.layers.1": {"layer": 1, "placement": "recompute", "why": "rule '1' (line 2)"},
+            "decoder.layers.2": {"layer": 2, "placement": "offload", "why": "default"},
+            "decoder.layers.3": {"layer": 3, "placement": "keep", "why": "rule '3' (line 4)"},
+        }
 
 
-def test_the_header_of_the_run_log_says_what_every_layer_does_and_why(tmp_path: Path) -> None:
-    _, log = offload(tmp_path, "--exit-interval", "1")
-    assert log.header.plan == {
-        "decoder.layers.0": {"layer": 0, "placement": "offload", "why": "default"},
-        "decoder.layers.1": {"layer": 1, "placement": "recompute", "why": "rule '1' (line 2)"},
-        "decoder.layers.2": {"layer": 2, "placement": "offload", "why": "default"},
-        "decoder.layers.3": {"layer": 3, "placement": "keep", "why": "rule '3' (line 4)"},
-    }
-
-
-def test_curves_stand_at_the_iterations_of_megatron(plain: Figures, tmp_path: Path) -> None:
+def test_curves_stand_at_the_iterations_of_megatron(
+    plain: Figures, tmp_path: Path, python_with_scripts: Warm
+) -> None:
     board = tmp_path / "board"
-    found, log = offload(tmp_path / "run", "--tensorboard-dir", str(board), "--tensorboard-log-interval", "2")
+    found, log = offload(
+        python_with_scripts,
+        tmp_path / "run",
+        "--tensorboard-dir",
+        str(board),
+        "--tensorboard-log-interval",
+        "2",
+    )
     assert found == plain
     curves = read_curves(board)
     assert [iteration for iteration, _ in curves["lm loss"]] == [2, 4]
@@ -158,8 +171,8 @@ SAVINGS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Figures:
-    (found,) = train(PLAIN, tmp_path_factory.mktemp("uninterrupted"), *REPEATABLE)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, python_with_scripts: Warm) -> Figures:
+    (found,) = train(python_with_scripts, PLAIN, tmp_path_factory.mktemp("uninterrupted"), *REPEATABLE)
     return found
 
 
@@ -167,14 +180,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Figures:
 def test_a_run_that_is_resumed_ends_as_the_one_that_was_not_interrupted(
     saving: str, uninterrupted: Figures, tmp_path: Path
 ) -> None:
-    """Every step is saved; if asynchronously, while the next one trains."""
+    """Every step is saved; if asynchronously, by a process that forks while the next one trains."""
     how, says = SAVINGS[saving]
     checkpoints = (*REPEATABLE, "--save", str(tmp_path / "checkpoints"), "--save-interval", "1", *how)
-    first, log = offload(tmp_path / "first", *checkpoints, "--exit-interval", str(HALF), says=says)
+    first, log = offload(None, tmp_path / "first", *checkpoints, "--exit-interval", str(HALF), says=says)
     assert len(log.steps) == HALF
     board = tmp_path / "board"
     resume = ("--load", str(tmp_path / "checkpoints"), "--tensorboard-dir", str(board))
-    second, log = offload(tmp_path / "second", *checkpoints, *resume, placement="offload", says=says)
+    second, log = offload(None, tmp_path / "second", *checkpoints, *resume, placement="offload", says=says)
     assert len(log.steps) == STEPS - HALF
     assert first.losses + second.losses == uninterrupted.losses
     assert first.parameters != second.parameters == uninterrupted.parameters
@@ -186,8 +199,10 @@ def test_a_run_that_is_resumed_ends_as_the_one_that_was_not_interrupted(
 # Steps that are not simply one after the other
 
 
-def test_a_step_that_megatron_doubts_is_run_again_and_counts_twice(plain: Figures, tmp_path: Path) -> None:
-    found, log = offload(tmp_path, "--suspect-iteration", "3")
+def test_a_step_that_megatron_doubts_is_run_again_and_counts_twice(
+    plain: Figures, tmp_path: Path, python_with_scripts: Warm
+) -> None:
+    found, log = offload(python_with_scripts, tmp_path, "--suspect-iteration", "3")
     again = [loss for loss in plain.of("train") if loss[0] == 3]
     expected = plain.of("train")
     expected[6:6] = again
@@ -199,11 +214,11 @@ def test_a_step_that_megatron_doubts_is_run_again_and_counts_twice(plain: Figure
     assert (third.loss, third.scopes) == (fourth.loss, fourth.scopes)
 
 
-def test_the_batch_may_grow(tmp_path: Path) -> None:
+def test_the_batch_may_grow(tmp_path: Path, python_with_scripts: Warm) -> None:
     """From one micro-batch to two, after two steps."""
     schedule = ("--step-batch-size-schedule", f"0:2 {2 * TOKENS}:4")
-    (expected,) = train(PLAIN, tmp_path / "plain", *schedule, batch=0)
-    found, log = offload(tmp_path / "run", *schedule, batch=0)
+    (expected,) = train(python_with_scripts, PLAIN, tmp_path / "plain", *schedule, batch=0)
+    found, log = offload(python_with_scripts, tmp_path / "run", *schedule, batch=0)
     assert [iteration for iteration, _ in expected.of("train")] == [1, 2, 3, 3, 4, 4]
     assert found == expected
     assert [step.tokens for step in log.steps] == [TOKENS, TOKENS, 2 * TOKENS, 2 * TOKENS]
@@ -212,59 +227,58 @@ def test_the_batch_may_grow(tmp_path: Path) -> None:
     assert flops[0] == flops[1] == flops[2] / 2 == flops[3] / 2
 
 
-# Several ranks
-
-
-def test_the_run_logs_of_two_ranks_are_one_point(tmp_path: Path) -> None:
-    layout = ("--pipeline-model-parallel-size", "2")
-    expected = train(PLAIN, tmp_path / "plain", *layout, ranks=2)
-    run_log = tmp_path / "run" / "run.jsonl"
-    found = train(OFFLOADING, tmp_path / "figures", *layout, *tba_flags(tmp_path / "run"), ranks=2)
-    assert found == expected
-    assert [len(rank.losses) > 0 for rank in found] == [False, True]
-    logs = [read_run_log(run_log.with_name(f"run.rank{rank}.jsonl")) for rank in range(2)]
-    assert logs[0].header.plan == logs[1].header.plan
-    assert len(logs[0].header.plan) == LAYERS
-    assert [log.header.rank for log in logs] == [0, 1]
-    done = CliRunner().invoke(main, ["rok", str(run_log), "--csv", "-"])
-    assert done.exit_code == 0, done.output
-    assert len(done.output.splitlines()) == 2
-
-
-# Layers that are the planner's
+# Several ranks, whose layers are the planner's
 
 STAGES = ("--pipeline-model-parallel-size", "2", "--num-layers", "8", "--eval-interval", "3")
-LONGER = ("--train-iters", "14", *REPEATABLE)
-FIRST = 5
-"""Steps before the run is interrupted; the planner begins anew behind them."""
+ITERATIONS, FIRST = 14, 5
+"""Steps, and those before the run is interrupted; the planner begins anew behind them."""
+LONGER = ("--train-iters", str(ITERATIONS), *REPEATABLE)
 
 
 def auto_flags(directory: Path, budget: str) -> tuple[str, ...]:
     return *tba_flags(directory, "offload"), "--tba-placement", "auto", "--tba-activation-bytes", budget
 
 
-def test_two_stages_plan_save_and_resume_and_train_the_same(tmp_path: Path) -> None:
+def test_two_stages_plan_save_and_resume_and_train_the_same(
+    tmp_path: Path, python_with_scripts: Warm
+) -> None:
     """At first everything would fit into the budget, and later nothing; evaluations come in between."""
-    expected = train(PLAIN, tmp_path / "plain", *STAGES, *LONGER, ranks=2)
+    expected = train(python_with_scripts, PLAIN, tmp_path / "plain", *STAGES, *LONGER, ranks=2)
     checkpoints = ("--save", str(tmp_path / "checkpoints"), "--save-interval", str(FIRST))
     common, own = (*STAGES, *LONGER, *checkpoints), tmp_path / "run"
     stop = ("--exit-interval", str(FIRST))
-    first = train(OFFLOADING, tmp_path / "first", *common, *stop, *auto_flags(own, "1GiB"), ranks=2)
+    first = train(
+        python_with_scripts, OFFLOADING, tmp_path / "first", *common, *stop, *auto_flags(own, "1GiB"), ranks=2
+    )
     resume = ("--load", str(tmp_path / "checkpoints"))
-    second = train(OFFLOADING, tmp_path / "second", *common, *resume, *auto_flags(own, "1KiB"), ranks=2)
+    second = train(
+        python_with_scripts,
+        OFFLOADING,
+        tmp_path / "second",
+        *common,
+        *resume,
+        *auto_flags(own, "1KiB"),
+        ranks=2,
+    )
+    assert [len(rank.losses) > 0 for rank in first] == [False, True]
     for rank in range(2):
         assert first[rank].losses + second[rank].losses == expected[rank].losses
         assert first[rank].parameters != second[rank].parameters == expected[rank].parameters
         log = read_run_log(own / f"run.rank{rank}.jsonl")
+        assert log.header.rank == rank
+        assert list(log.header.plan) == [f"decoder.layers.{layer}" for layer in range(8)]  # of all ranks
         assert last_plan(log) == {f"decoder.layers.{4 * rank + layer}": "keep" for layer in range(4)}
         later = read_run_log(own / f"run.2.rank{rank}.jsonl")
-        assert len(later.steps) == 14 - FIRST
+        assert len(later.steps) == ITERATIONS - FIRST
         assert last_plan(later).keys() == last_plan(log).keys()
         assert later.steps[-1].predicted_peak_bytes is not None
         assert "keep" not in last_plan(later).values()
         done = CliRunner().invoke(main, ["plan", str(later.path), "--json"])
         assert done.exit_code == 0, done.output
         assert json.loads(done.output)["names"] == list(last_plan(log))
+    done = CliRunner().invoke(main, ["rok", str(own / "run.jsonl"), "--csv", "-"])
+    assert done.exit_code == 0, done.output
+    assert len(done.output.splitlines()) == 2  # the run logs of two ranks are one point
 
 
 def last_plan(log: RunLog) -> dict[str, str]:

@@ -1,4 +1,8 @@
-"""Runs of ``pretrain_tiny.py``, each in processes of its own on the loopback interface."""
+"""Runs of ``pretrain_tiny.py``, each in processes of its own on the loopback interface.
+
+Processes of :func:`train` are forked, since importing takes far longer than training; those of :func:`run`
+start anew.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -21,6 +24,8 @@ from children import environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from warm import Warm
 
 SCRIPT = Path(__file__).with_name("pretrain_tiny.py")
 PATIENCE = 280.0
@@ -42,6 +47,9 @@ ON_A_CPU = (
     "--no-gradient-accumulation-fusion",
 )
 """No data, no tokenizer, no GPU, no kernels of Apex or Transformer Engine."""
+
+OWN = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""What every rank has in its environment."""
 
 PLAIN = ("-m", "tba_lab.megatron_cpu_scripts")
 OFFLOADING = ("-m", "tba_offload.megatron.launch", "--cpu")
@@ -79,8 +87,8 @@ class Finished:
     """How a run ended.
 
     Attributes:
-        status: The highest exit status of its processes.
-        output: What all of them wrote.
+        status: The exit status of its process, without a sign.
+        output: What it wrote.
     """
 
     status: int
@@ -106,11 +114,18 @@ def figures(directory: Path) -> list[Figures]:
 
 
 def train(
-    how: Sequence[str], directory: Path, *flags: str, ranks: int = 1, batch: int = 4, says: str = ""
+    python: Warm | None,
+    how: Sequence[str],
+    directory: Path,
+    *flags: str,
+    ranks: int = 1,
+    batch: int = 4,
+    says: str = "",
 ) -> list[Figures]:
     """A run that must succeed.
 
     Args:
+        python: Forks processes that have imported ``scripts_on_cpu``; ``None`` for one that starts anew.
         how: ``PLAIN`` or ``OFFLOADING``.
         directory: Where the ranks write their figures.
         flags: Of the script, beside those that make it small.
@@ -119,24 +134,35 @@ def train(
         says: What must be among the output.
     """
     size = ("--global-batch-size", str(batch)) if batch else ()
-    finished = run(how, *TINY, *size, *ON_A_CPU, "--figures", str(directory), *flags, ranks=ranks)
-    assert finished.status == 0, finished.output[-5000:]
-    assert says in finished.output
+    flags = (*TINY, *size, *ON_A_CPU, "--figures", str(directory), *flags)
+    if python is None:
+        finished = run(how, *flags)
+        status, output = finished.status, finished.output
+    else:
+        status, output = fork(python, (*how, str(SCRIPT), *flags), ranks)
+    assert status == 0, output[-5000:]
+    assert says in output
     found = figures(directory)
     assert len(found) == ranks
     return found
 
 
-def run(how: Sequence[str], *flags: str, ranks: int = 1) -> Finished:
-    """Starts the script once for each rank and waits for all of them."""
-    port = str(free_port())
-    commands = [[sys.executable, *how, str(SCRIPT), *flags]] * ranks
-    groups = [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+def fork(python: Warm, command: Sequence[str], ranks: int) -> tuple[int, str]:
+    """Runs ranks that are forked; the highest exit status without a sign, and what all of them wrote."""
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    own = [
+        OWN | here | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         for rank in range(ranks)
     ]
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return wait_for([start(command, group | here) for command, group in zip(commands, groups, strict=True)])
+    ended = python.run_together([command] * ranks, own, timeout=PATIENCE)
+    return max(abs(each.returncode) for each in ended), "\n".join(each.stdout + each.stderr for each in ended)
+
+
+def run(how: Sequence[str], *flags: str) -> Finished:
+    """Starts the script as one rank, and waits for it."""
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return wait_for(start([sys.executable, *how, str(SCRIPT), *flags], variables | here))
 
 
 def free_port() -> int:
@@ -148,37 +174,26 @@ def free_port() -> int:
 
 def start(command: Sequence[str], variables: Mapping[str, str]) -> Child:
     """A child at the head of a process group of its own, so that none of its children is left."""
-    own = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would hold it up
     process = subprocess.Popen(
         command,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env=environment() | own | dict(variables),
+        env=environment() | OWN | dict(variables),
         start_new_session=True,
     )
     return Child(process, output)
 
 
-def wait_for(children: Sequence[Child]) -> Finished:
-    """Waits until all have ended or one has failed, and kills what is left."""
-    deadline = time.monotonic() + PATIENCE
+def wait_for(child: Child) -> Finished:
+    """Waits until it has ended, and kills what is left of its group."""
     try:
-        while time.monotonic() < deadline:
-            ended = [child.process.poll() for child in children]
-            if None not in ended or any(ended):
-                break
-            time.sleep(0.05)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(PATIENCE)
     finally:
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.process.pid, signal.SIGKILL)
-        statuses = [child.process.wait() for child in children]
-    return Finished(max(abs(status) for status in statuses), "".join(map(written, children)))
-
-
-def written(child: Child) -> str:
-    """Everything that a child wrote."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)
+        status = child.process.wait()
     with child.output as output:
         output.seek(0)
-        return output.read()
+        return Finished(abs(status), output.read())
