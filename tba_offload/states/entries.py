@@ -61,13 +61,16 @@ class Entries:
             bound: Its states as views of its slot, as the update got them.
             left: The states that there are now.
         """
-        if _have_moved(bound, left):
+        if have_moved(bound, left):
             self._lay_out(group, bound, left)
         stand_ins = self._stand_ins(group, left)
         if group.part is None:
             self._show(stand_ins)
         else:
             self._of_slices |= stand_ins
+            for parameter, entry in stand_ins.items():
+                if entry.keys() - {MASTER}:  # in the order in which a plain step has them
+                    self._groups.optimizer.state.setdefault(parameter, {})
 
     def show_slices(self) -> None:
         """Show what the update of slices has left: with the states, what slices have in common."""
@@ -274,15 +277,15 @@ class Entries:
         return away
 
 
-def _have_moved(bound: Bound, left: Left) -> bool:
-    """Whether states came, went or changed their shape; one that was only replaced is copied back."""
+def have_moved(bound: Bound, left: Left) -> bool:
+    """Return True if states came, went or changed their shape; copy those back that were only replaced."""
     moved = False
     for parameter, entry in left.items():
         views = bound.get(parameter, {})
         moved = moved or not views.keys() <= entry.keys()
         for key, value in entry.items():
             view = views.get(key)
-            if view is not None and value is not view and is_alike(value, view):
+            if view is not None and value is not view and _is_alike(value, view):
                 view.copy_(value)
                 entry[key] = view
             elif value is not view:
@@ -290,8 +293,8 @@ def _have_moved(bound: Bound, left: Left) -> bool:
     return moved
 
 
-def is_alike(value: object, view: torch.Tensor) -> bool:
-    """Return True if a state could lie where another one does."""
+def _is_alike(value: object, view: torch.Tensor) -> bool:
+    """Whether a state could lie where another one does."""
     return (
         isinstance(value, torch.Tensor)
         and (value.shape, value.dtype, value.device) == (view.shape, view.dtype, view.device)

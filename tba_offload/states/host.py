@@ -20,7 +20,7 @@ import torch
 
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import AwayMaster
-from tba_offload.states.entries import is_alike
+from tba_offload.states.entries import have_moved
 from tba_offload.states.groups import MASTER, side_by_side
 from tba_offload.states.parameters import is_dense
 from tba_offload.states.twin import Twin
@@ -206,7 +206,9 @@ class HostLane:
                         part.copy.copy_(part.model, non_blocking=True)
             with self._computing:  # one update at a time has all cores
                 left = before | self._run(group.number, parts, before, options)
-            is_as_before = _settle(bound, before, left)
+            is_as_before = not have_moved(bound, left) and all(
+                entry.keys() == before[each].keys() for each, entry in left.items()
+            )
             with self._device.on_side_stream():
                 for part in parts:
                     part.model.copy_(part.copy, non_blocking=True)
@@ -352,20 +354,6 @@ class _Rates:
 
 
 # ------------------------------------------------------------------------------------------------
-
-
-def _settle(bound: Mapping[torch.Tensor, Entry], before: States, left: States) -> bool:
-    """Have states lie in the bytes where they lay before; False if there are others now."""
-    for parameter, entry in left.items():
-        views = bound.get(parameter, {})
-        if entry.keys() != before[parameter].keys() or not all(
-            is_alike(entry[key], views[key]) for key in views
-        ):
-            return False
-    for parameter, views in bound.items():
-        entry = left[parameter]
-        entry.update({key: view.copy_(entry[key]) for key, view in views.items() if entry[key] is not view})
-    return True
 
 
 def _can_be_copied(group: SubGroup) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from live_bytes import ResizedBytes
 from models import same_bits
-from optimizers import MAKERS, Training, assert_same_state_dicts, policy
+from optimizers import MAKERS, Training, assert_same_state_dicts, plain_copy, policy
 from torch import Tensor, nn
 
 import tba_offload as tba
@@ -96,6 +96,19 @@ def test_parameters_masters_and_states_have_the_bits_of_plain_training(make: str
     found.step(6)
     expected.step(6)
     assert_same(found, expected)
+
+
+def test_masters_stay_and_leave_with_their_states(tmp_path: Path) -> None:
+    found, expected = Mixed("adamw-fused"), Mixed("adamw-fused")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path), masters=found.masters) as states:
+        for seed, travelling in enumerate((99, 2, 2, 99, 0, 1)):
+            expected.step(seed)
+            found.step(seed, copies=False)
+            assert_same(found, expected)
+            states.arrange(travelling)
+            if seed == 2:
+                found.optimizer.load_state_dict(plain_copy(expected.optimizer.state_dict()))
+    assert all(map(same_bits, found.masters, expected.masters))
 
 
 # ---- memory ------------------------------------------------------------------------------------------

@@ -106,6 +106,7 @@ def test_a_large_embedding_is_updated_in_slices(tmp_path: Path) -> None:
     def assert_same_bits() -> None:
         assert all(map(same_bits, ours.state_dict().values(), plain.state_dict().values()))
         assert_same_state_dicts(found.state_dict(), expected.state_dict())
+        assert list(found.state_dict()["state"]) == list(expected.state_dict()["state"])
 
     with LiveBytes() as meter, tba.offload_optimizer(found, settings(tmp_path), model=ours) as states:
         for seed in range(5):
