@@ -50,7 +50,7 @@ from around import put_around
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from tba_offload.store.base import Extent
 
@@ -138,9 +138,10 @@ class PlanRunner:
     def step(self) -> Figures:
         """Do one step; return its time, loss, peak if it was measured, stall, plan and prediction."""
         number, self._count = self._count, self._count + 1
+        tokens = random_batch(self._shape, batch_size=self._batch_size, seed=number)["tokens"]
         placements = Counter(map(str, self._session.plan.placements))
         with self._session.step(measure_memory=measures_memory(number)) as step:
-            loss = self._loss(number)
+            loss = self._model(input_ids=tokens, labels=tokens).loss
             loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
@@ -152,11 +153,6 @@ class PlanRunner:
             "predicted_peak": record.predicted_peak_bytes,
             "layers": ", ".join(f"{count} {name}" for name, count in placements.items()),
         }
-
-    def _loss(self, seed: int) -> Tensor:
-        batch = random_batch(self._shape, batch_size=self._batch_size, seed=seed)
-        loss: Tensor = self._model(input_ids=batch["tokens"], labels=batch["tokens"]).loss
-        return loss
 
 
 class Elsewhere:
@@ -335,18 +331,11 @@ def best_by_hand(rows: Sequence[Figures]) -> Figures | None:
 def verdict(rows: Sequence[Figures]) -> str:
     """Return how auto compares with the best of the others, and its predictions with what was measured."""
     auto = next(row for row in rows if row["name"] == "auto")
-    said = f"auto: peak {auto['peak_bytes'] / auto['budget_bytes']:.3f} x the budget"
-    if auto["steps_measured"]:
-        said += f", kept in {auto['steps_kept']} of {auto['steps_measured']} measured steps"
-    before = next((row for row in rows if row["name"] == ELSEWHERE), None)
-    if before is not None:
-        kept = f"which kept the budget in {before['steps_kept']} of {before['steps_measured']}"
-        said += f", {before['auto_over_it']} x the time of the other checkout, {kept}"
+    said = f"auto: the budget was kept in {auto['steps_kept']} of {auto['steps_measured']} measured steps"
     if best := best_by_hand(rows):
         said += f", {best['auto_over_it']} x the time of the best ({best['name']})"
-    if auto["peak_error"] is not None:
-        said += f"; predicted peak {auto['peak_error']:+.1%}"
-    return said
+    error = auto["peak_error"]
+    return said if error is None else f"{said}; predicted peak {error:+.1%}"
 
 
 def all_raced(
@@ -391,8 +380,9 @@ def summary(rows: Sequence[Figures]) -> None:
         if known:
             median, worst = statistics.median(known), max(known)
             click.echo(f"auto / {name}: median {median:.3f}, worst {worst:.3f}, of {len(known)} cells")
-    kept = sum(each["steps_kept"] for each in rows if each["name"] == "auto")
-    measured = sum(each["steps_measured"] for each in rows if each["name"] == "auto")
+    kept, measured = (
+        sum(each[key] for each in rows if each["name"] == "auto") for key in ("steps_kept", "steps_measured")
+    )
     click.echo(f"budgets kept in {kept} of {measured} measured steps")
     if errors:
         click.echo(f"predicted peaks: off by {statistics.median(errors):.1%} in the median")
@@ -429,8 +419,7 @@ def main(
     if is_grid:
         models, rates = tuple(MODELS), RATES
     cells = list(itertools.product(models, rates, shares))
-    with contextlib.ExitStack() as stack:
-        place = directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="tba-bench-"))
+    with tempfile.TemporaryDirectory(prefix="tba-bench-", dir=directory) as place:
         all_raced(cells, common, json_file, place=place, window=window, against=against)
 
 
