@@ -63,7 +63,6 @@ VOCABULARY = 1024
 """Tokens: logits shall not be what peaks."""
 
 ELSEWHERE = "auto elsewhere"
-"""The planner of another checkout."""
 
 MODELS: dict[str, Figures] = {
     "gpt": {"family": "gpt2"},
@@ -238,15 +237,12 @@ class Bench:
         steps = self.race({"keep": self.policy("keep")}, MEASURE_EVERY)["keep"]
         return max(step["peak"] or 0 for step in steps)
 
-    def policy(
-        self, default: str, *, rules: Mapping[str, str] | None = None, budget: int | None = None
-    ) -> Figures:
+    def policy(self, default: str, rules: Mapping[str, str] = {}, *, budget: int | None = None) -> Figures:
         """Return a policy; rules are placements by layers."""
-        is_budgeted = default == "auto" and budget is not None
         return {
             "default": default,
-            "layers": [{"match": match, "placement": name} for match, name in (rules or {}).items()],
-            "budget": {"activation_bytes": budget} if is_budgeted else {"in_flight_bytes": self.window},
+            "layers": [{"match": match, "placement": name} for match, name in rules.items()],
+            "budget": {"activation_bytes": budget} if budget else {"in_flight_bytes": self.window},
             "store": {"kind": "file", "directories": [self.place]},
         }
 
