@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tba_offload.report.log import StepRecord
 
 DAY = 24 * 60 * 60
-LAYERS, STEPS = 8, 14
+LAYERS, STEPS = 8, 10
 
 
 def run(
