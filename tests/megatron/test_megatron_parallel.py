@@ -208,6 +208,7 @@ AUTO_LAYOUTS = {
     ),
     "pipeline and tensor": Layout((SIX[:3], SIX[3:]), tensor=2),
     "experts": Layout((FOUR,), model="moe", data=2, expert=2),
+    "experts, balanced by counts": Layout((FOUR,), model="balanced moe", data=2, micro_batches=(3, 3, 3)),
     "distributed optimizer": Layout((FOUR,), data=2, distributed_optimizer=True, bf16=True),
     "distributed optimizer, wide": Layout(
         (FOUR,), data=2, distributed_optimizer=True, bf16=True, hidden=WIDE
@@ -261,7 +262,9 @@ def check_agreement(layout: Layout, variant: str, histories: list[dict[str, Any]
         ranks = [each for rank, each in enumerate(histories) if layout.stage_of(rank) == stage]
         done = [list(map(recomputed, each["placements"])) for each in ranks]
         assert all(each == done[0] for each in done)
-        if variant == "auto at odds" and not layout.has_experts:
+        if layout.has_experts:
+            assert any(done[0]), "no lesson recomputes what routers count in"
+        if variant == "auto at odds":
             # Each turn brings something new, and what comes is what the last of them wants.
             wanted = [list(map(recomputed, each["proposals"])) for each in ranks]
             assert [done[0][step] for step in AGREED_BEHIND] == wanted[-1][:-1]
@@ -284,10 +287,14 @@ def check_plans(layout: Layout, variant: str, log: RunLog, history: dict[str, An
     assert "auto" not in {placement for step in placed[3:] for placement in step.values()}
     if variant == "auto within a budget":  # the first steps learn what recomputing takes
         assert set(placed[-1].values()) == {"keep"}
-    if variant != "auto at odds":  # whose plans come from the test
-        plans = [event for event in log.others if event["event"] == "plan"]
-        assert plans[-1]["names"] == list(placed[-1])
-        assert plans[-1]["plan"]["placements"] == list(placed[-1].values())
+    plans = {event["step"]: event for event in log.others if event["event"] == "plan"}
+    assert all(event["names"] == list(placed[-1]) for event in plans.values())
+    told = {step: event["plan"]["placements"] for step, event in plans.items()}
+    if variant == "auto at odds":  # the plan behind each step is another one
+        assert told.keys() == {*AGREED_BEHIND, AUTO_STEPS}
+        assert [told[step] for step in AGREED_BEHIND] == [list(each.values()) for each in placed[1:]]
+    else:
+        assert told[max(told)] == list(placed[-1].values())
 
 
 def check_bits(job: Job, variants: Iterable[str]) -> None:
@@ -314,6 +321,10 @@ def check_plain(layout: Layout, rank: int, plain: dict[str, Any], steps: int) ->
     kinds = Counter(name.split()[0] for name in plain["tensors"])
     assert kinds["gradient"] == steps * kinds["parameter"] > 0
     assert kinds["random"] > 1
+    # What routers log, and what they balance by, counts a micro-batch once however often its layers run.
+    assert (kinds["router"] > 0) == layout.has_experts
+    counts = [name for name in plain["tensors"] if name.endswith("tokens_per_expert")]
+    assert bool(counts) == (layout.model == "balanced moe")
 
 
 def check_same(where: str, plain: dict[str, Any], other: dict[str, Any]) -> None:
