@@ -58,11 +58,6 @@ class StepTimes:
     backward_ends: Sequence[float]
     stalls: Sequence[tuple[float, float]]
 
-    @property
-    def waited(self) -> float:
-        """The share of the step that compute waited."""
-        return sum(until - since for since, until in self.stalls) / (self.ended - self.began)
-
 
 @dataclass(slots=True)
 class ActivationTrace:
@@ -137,10 +132,6 @@ class ScopeTrace:
     forward_gradients: int | None = None
     backward_gradients: int | None = None
 
-    def attended(self, nbytes: int) -> None:
-        """Note that attention has put something out that travels."""
-        self.attention_bytes += nbytes
-
 
 @dataclass(slots=True)
 class StepTrace:
@@ -182,10 +173,6 @@ class StepTrace:
         """Record that the step begins, and from now on everything is marked in the work of ``device`` too."""
         self.marks = StepMarks(device, device.mark())
 
-    def count_gradients(self, count: Callable[[], int | None]) -> None:
-        """Record that the step begins, and from now on it is noted how many bytes of gradients there are."""
-        self.gradients = count
-
     def end_step(self) -> None:
         """Note that the step is over."""
         if self.marks is not None:
@@ -212,10 +199,6 @@ class StepTrace:
         scope.forward_ended = time.perf_counter()
         if self.marks is not None and scope.marks is not None:
             scope.marks.forward_ended = self.marks.device.mark()
-
-    def leave_alone(self) -> None:
-        """Note that a layer runs where its placement cannot be followed."""
-        self.left_alone += 1
 
     def saved(self, key: ActivationKey, nbytes: int, treatment: Treatment) -> ActivationTrace:
         """Note that a storage was saved."""

@@ -223,7 +223,7 @@ class LayerRuns:
     def _leave_alone(self, site: Site) -> None:
         is_kept = self._session.planning.plan.placements[site.index] is Placement.KEEP
         if not is_kept and not self._loop.is_inert:
-            self._session.capture.trace.leave_alone()
+            self._session.capture.trace.left_alone += 1
             self._session.notices.warn_once("left alone", site.layer.id)
 
 
@@ -244,7 +244,7 @@ def _counting(hooks: LayerHooks, scope: ScopeTrace) -> Callable[[torch.Tensor], 
     """Return what packs the output of attention as if it were saved, and counts its bytes."""
 
     def pack(output: torch.Tensor) -> Kept | Packed:
-        scope.attended(output.numel() * output.itemsize)
+        scope.attention_bytes += output.numel() * output.itemsize
         return hooks.pack(output)
 
     return pack

@@ -280,7 +280,7 @@ class Session:
         if has_marks:
             self.capture.trace.mark_times(self.device)
         if self.budget.limits.nets_gradients:
-            self.capture.trace.count_gradients(gradients.alone)
+            self.capture.trace.gradients = gradients.alone
         looks, exist = wanted or self.planning.wants_memory, gradients.all_exist
         memory.begin_step(meter, number, wanted=looks, traced=wanted, gradients_allocated=exist)
         for other in self._beside() if meter is not None else ():  # live bytes are those of the process
