@@ -183,8 +183,12 @@ def assert_same_bits(
     elif placement != "auto":  # which tries it
         assert not any(rebuilt)
     recomputed = {"recompute": LAYERS, INPUTS: LAYERS, ATTENTION: LAYERS, "mixed": 1}.get(placement, 0)
-    if placement != "auto":  # which tries that, too
-        assert {record.recomputed_scopes for record in report} == {recomputed * micro_batches}
+    again = [record.recomputed_scopes / micro_batches for record in report]
+    if placement == "auto":  # offloads all layers in the first step, and tries one of each kind in the second
+        assert again[0] == 0
+        assert again[1] in range(1, LAYERS)
+    else:
+        assert again == [recomputed] * STEPS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
