@@ -290,9 +290,8 @@ def check_plans(layout: Layout, variant: str, log: RunLog, history: dict[str, An
     plans = {event["step"]: event for event in log.others if event["event"] == "plan"}
     assert all(event["names"] == list(placed[-1]) for event in plans.values())
     told = {step: event["plan"]["placements"] for step, event in plans.items()}
-    if variant == "auto at odds":  # the plan behind each step is another one
-        assert told.keys() == {*AGREED_BEHIND, AUTO_STEPS}
-        assert [told[step] for step in AGREED_BEHIND] == [list(each.values()) for each in placed[1:]]
+    if variant == "auto at odds":  # whose plans come from the test: none of them was made from measured steps
+        assert not told
     else:
         assert told[max(told)] == list(placed[-1].values())
 
