@@ -100,21 +100,12 @@ def digest(tensor: torch.Tensor) -> list[int]:
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the bytes of a tensor as words of 64 bits, in one dimension, and those that fill no word."""
+    """Return the bytes of a tensor, each element once, as words of 64 bits, and those that fill no word.
+
+    Elements are copied only if they are not dense in memory.
+    """
     if not tensor.untyped_storage().nbytes():
         tensor = tensor.new_empty(0)  # its memory was freed, to be filled again before backward
-    flat = _elements(tensor)
-    if flat.storage_offset() * flat.itemsize % 8:
-        flat = flat.clone()  # a view that begins within a word
-    count, rest = divmod(flat.nbytes, 8)
-    if not rest:
-        return flat.view(torch.int64), None
-    data = flat.view(torch.uint8)
-    return data[: 8 * count].view(torch.int64), data[8 * count :]
-
-
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return each element once, flat; copied only if the elements are not dense in memory."""
     tensor = tensor.resolve_conj().resolve_neg()
     for dim in reversed(range(tensor.dim())):
         if tensor.stride(dim) == 0 and tensor.size(dim):  # expanded: the same element many times
@@ -124,4 +115,12 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
         permuted = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
         tensor = permuted if permuted.is_contiguous() else tensor.contiguous()
     flat = tensor.reshape(-1)
-    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    if flat.storage_offset() * flat.itemsize % 8:
+        flat = flat.clone()  # a view that begins within a word
+    count, rest = divmod(flat.nbytes, 8)
+    if not rest:
+        return flat.view(torch.int64), None
+    data = flat.view(torch.uint8)
+    return data[: 8 * count].view(torch.int64), data[8 * count :]

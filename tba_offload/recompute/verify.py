@@ -247,23 +247,21 @@ class _Run:
         name, known = self._static.get(storage._cdata, (None, None))
         return name if known is not None and known() is storage else None
 
-    def _read(self, tensor: torch.Tensor) -> None:
-        """Read a tensor, once if operations save it often."""
+    def _read(self, tensor: torch.Tensor, *, is_repeated: bool = False) -> None:
+        """Read a tensor; once, unless ``is_repeated``, if operations save it often."""
         storage = tensor.untyped_storage()
         place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         key = (storage._cdata, tensor._version, *place)
-        known = self._seen.get(key)
+        known = None if is_repeated else self._seen.get(key)
         if known is None or known() is None:
-            self._seen[key] = weakref.ref(storage)
-            self._chain(tensor)
-
-    def _chain(self, tensor: torch.Tensor) -> None:
-        sums, before = digest.fold(tensor, self._part), self.numbers.get(tensor.device)
-        self.numbers[tensor.device] = sums if before is None else digest.chain(before, sums)
+            if not is_repeated:
+                self._seen[key] = weakref.ref(storage)
+            sums, before = digest.fold(tensor, self._part), self.numbers.get(tensor.device)
+            self.numbers[tensor.device] = sums if before is None else digest.chain(before, sums)
 
     def _read_waiting(self) -> None:
         for tensor in self._waiting:
-            self._chain(tensor)
+            self._read(tensor, is_repeated=True)
         self._waiting.clear()
 
     def end(self) -> None:
