@@ -79,6 +79,11 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
             f"whether {name} updates each parameter by itself is not known; if it computes nothing over all "
             "of them, set states.trust to true"
         )
+    if any(not isinstance(key, torch.Tensor) for key in optimizer.state):
+        raise UnsupportedError(
+            f"{name} keeps states for all of its parameters at once, so it cannot be updated in parts. Do "
+            "not offload its states"
+        )
     if _goes_by_position(optimizer):
         raise UnsupportedError(
             f"{name} has settings for some parameters by their position, which is another one in a part; "

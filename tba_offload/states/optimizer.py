@@ -114,6 +114,7 @@ class Updates:
             for parameter, master in masters.items():
                 left[parameter] = {**left[parameter], MASTER: master}
             entries.take(group, bound, left)
+        self._twin.check_rest()
         self.groups.learn(group)
         self._read_ahead()
         if writes or self.order.needs_more_than(slots.held()):

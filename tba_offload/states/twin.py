@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from tba_offload.errors import StatesAwayError, UnsupportedError
-from tba_offload.formatting import quoted
-from tba_offload.states.parameters import is_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,8 +25,8 @@ class Twin:
     """Runs the update of an optimizer on a twin of it that has only some parameters and their states.
 
     The twin starts with the attributes that the optimizer has, each time: a count of steps that an optimizer
-    keeps in itself, in a parameter group or in its state by a name goes up by one in a step, however many
-    twins there are. The optimizer itself is changed once, by :meth:`commit`.
+    keeps in itself or in a parameter group goes up by one in a step, however many twins there are. The
+    optimizer itself is changed once, by :meth:`commit`.
 
     Args:
         optimizer: The optimizer.
@@ -45,10 +42,7 @@ class Twin:
         self.kind = kind
         step: Any = kind.step  # without the wrapper that calls the user's hooks, which come once a step
         self._update: Step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        self._is_known = is_known(optimizer)  # each parameter by itself, and no states but theirs
-        self._named: dict[str, Any] = {}
         self._groups: dict[int, _Loan] = {}
-        self._left: dict[int, dict[str, Any]] = {}
         self._attributes = _Loan({}, {})
         self.states: dict[torch.Tensor, Entry] = {}
 
@@ -60,22 +54,16 @@ class Twin:
     def run(self, number: int, entries: Mapping[torch.Tensor, Entry], options: Mapping[str, Any]) -> None:
         """Update some parameters of one parameter group; ``states`` holds their states afterwards.
 
-        After an error it holds what there is of them. What the update leaves in the parameter group, and in
-        states of no parameter, must not depend on which parameters of the group were updated.
+        After an error they hold what there is of them.
 
         Args:
             number: The number of the parameter group.
             entries: Parameters and their states; an empty entry where there are none.
             options: Further arguments of the optimizer's ``step``.
-
-        Raises:
-            UnsupportedError: It does.
         """
-        if not (self._is_known or self._groups):  # once a step
-            self._named = _named_in(self._optimizer.state)
         twin: Any = object.__new__(self.kind)
         group = _Loan(self._settings(number, entries) | {"params": list(entries)}, {})
-        states: defaultdict[Any, Any] = defaultdict(dict, deepcopy(self._named))
+        states: defaultdict[Any, Any] = defaultdict(dict)
         states.update({tensor: entry for tensor, entry in entries.items() if entry})
         own = self._own_attributes() | {"param_groups": [group.taken], "state": states}
         self.states, self._groups[number], self._attributes = states, group, _Loan(own, vars(twin))
@@ -84,8 +72,18 @@ class Twin:
         finally:
             group.taken["params"] = []  # or views of them would live on
         self.states = twin.state
-        if not self._is_known:
-            self._check(number)
+
+    def check_rest(self) -> None:
+        """Check that nothing is in ``states`` when those of parameters were taken out.
+
+        Raises:
+            UnsupportedError: The update keeps states that belong to no parameter.
+        """
+        if self.states:
+            raise UnsupportedError(
+                f"{self.kind.__name__} keeps {next(iter(self.states))!r} in its state for all parameters at "
+                "once, so it cannot be updated in parts. Load a checkpoint, and do not offload its states"
+            )
 
     def _settings(
         self,
@@ -99,32 +97,16 @@ class Twin:
         """Return the attributes that the twin starts with."""
         return vars(self._optimizer)
 
-    def _check(self, number: int) -> None:
-        """Check that parameters are updated each by itself, as far as what updates have left tells."""
-        named = {f"state[{quoted(key)}]": each for key, each in _named_in(self.states).items()}
-        left = self._groups[number].changes()
-        now = {f"{key} in its parameter group": each for key, each in left.items()} | named
-        first = self._left.setdefault(number, now)
-        for name in () if first is now else {**first, **now}:
-            if not _are_same(now.get(name), first.get(name)):
-                raise UnsupportedError(
-                    f"{self.kind.__name__} does not update each parameter by itself, since it makes {name} "
-                    "of several of them, and updates wrongly in parts; load a checkpoint, and do not offload "
-                    "its states"
-                )
-
     def commit(self) -> None:
         """Give the optimizer what its update changed in itself and in its parameter groups."""
         for number, group in self._groups.items():
             group.give_back(self._optimizer.param_groups[number])
         self._attributes.give_back(vars(self._optimizer))
-        if not self._is_known:
-            vars(self._optimizer)["state"].update(_named_in(self.states))  # typed as having parameters only
         self.discard()
 
     def discard(self) -> None:
         """Forget what the update changed there."""
-        self._named, self._groups, self._left, self.states = {}, {}, {}, {}
+        self._groups, self.states = {}, {}
         self._attributes = _Loan({}, {})
 
 
@@ -142,49 +124,25 @@ class _Loan:
     """
 
     def __init__(self, values: Mapping[str, Any], taken: dict[str, Any]) -> None:
-        is_number = {
-            name: type(value) is torch.Tensor and value.numel() == 1 for name, value in values.items()
-        }
-        self._numbers = {name: value for name, value in values.items() if is_number[name]}
+        self._given = dict(values)
         with torch.inference_mode(mode=False):  # whose tensors do not tell that they are changed
-            copies = {name: each.detach().clone() for name, each in self._numbers.items()}
-        self._given = {**values, **copies}
+            self._copies = {
+                name: value.detach().clone()
+                for name, value in values.items()
+                if type(value) is torch.Tensor and value.numel() == 1
+            }
         self.taken = taken
-        taken.update(self._given)
-
-    def changes(self) -> dict[str, Any]:
-        """Return what the twin has changed: other values, and numbers in tensors that it has written to."""
-        return {
-            name: value
-            for name, value in self.taken.items()
-            if name not in _APART and (not self._is_given(name) or (name in self._numbers and value._version))
-        }
+        taken.update({**values, **self._copies})
 
     def give_back(self, own: dict[str, Any]) -> None:
         """Change the optimizer's own values where the twin has; others may have been changed meanwhile."""
-        for name, value in self.changes().items():
-            if self._is_given(name):
-                self._numbers[name].copy_(value)  # others may hold it, as schedulers do
-            else:
+        for name, value in self.taken.items():
+            copy = self._copies.get(name)
+            if copy is not None and value is copy:
+                if copy._version:
+                    self._given[name].copy_(copy)  # others may hold it, as schedulers do
+            elif name not in _APART and value is not self._given.get(name, _APART):
                 own[name] = value
-
-    def _is_given(self, name: str) -> bool:
-        return name in self._given and self.taken[name] is self._given[name]
-
-
-def _named_in(states: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the states that an optimizer keeps by a name: they are of no parameter."""
-    return {key: value for key, value in states.items() if not isinstance(key, torch.Tensor)}
-
-
-def _are_same(one: object, other: object) -> bool:
-    """Whether two values are the same, as far as they are numbers, alone or in dictionaries."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return all(_are_same(one.get(key), other.get(key)) for key in {**one, **other})
-    if isinstance(one, torch.Tensor | int | float) and isinstance(other, torch.Tensor | int | float):
-        values = torch.as_tensor(one), torch.as_tensor(other)
-        return torch.equal(*(each.nan_to_num() for each in values))
-    return (one is None) is (other is None)
 
 
 # ---- the optimizer's step --------------------------------------------------------------------------

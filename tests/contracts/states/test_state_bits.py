@@ -325,7 +325,7 @@ def test_an_update_in_inference_mode_with_a_rate_in_a_tensor(tmp_path: Path) -> 
 
 
 class Counting(optim.Optimizer):
-    """Counts steps wherever one can, also as MADGRAD by a name, and draws random numbers.
+    """Counts steps wherever one can but in its state, and draws random numbers.
 
     Its states are replaced, get another shape, and are forgotten in each fourth step.
     """
@@ -338,17 +338,15 @@ class Counting(optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        state: Any = self.state  # as of names too
-        state["all"]["k"] = state["all"].get("k", 0) + 1
         self.steps += 1
         self.count += 1
         for group in self.param_groups:
             group["steps"] += 1
             group["count"] += 1
-            rate = group["lr"] * (group["steps"] + group["count"] + self.count + state["all"]["k"])
+            rate = group["lr"] * (group["steps"] + group["count"] + self.count)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, state[parameter], rate)
+                    self._update(parameter, self.state[parameter], rate)
 
     def _update(self, parameter: Tensor, state: dict[str, Tensor], rate: Tensor) -> None:
         noise = torch.rand(parameter.shape, generator=self.generator)
@@ -371,8 +369,6 @@ def test_an_optimizer_of_a_user(tmp_path: Path) -> None:
                 training.optimizer.param_groups[0]["lr"].mul_(0.9)
         assert states.records[2].states_bytes > 0
         assert states.records[-1].sub_groups > 1
-        for training in (found, expected):
-            assert training.optimizer.state.pop("all") == {"k": 7}
     group = found.optimizer.param_groups[0]
     assert group["lr"] is rate
     assert found.optimizer.count is count
@@ -392,34 +388,27 @@ def test_trust_is_taken_at_its_word(tmp_path: Path) -> None:
         train(found, expected, 0, 1, 2)
 
 
-class Estimating(optim.SGD):
-    """Estimates something over all parameters, as D-Adaptation, Prodigy and AvaGrad do."""
-
-    where = ""
+class ByAName(optim.SGD):
+    """Counts steps in its state by a name, as MADGRAD does."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            norm = sum(each.grad.pow(2).sum() for each in group["params"] if each.grad is not None)
-            if self.where == "a number of the group":
-                group["d"] = float(norm)
-            elif self.where == "a tensor of the group":
-                group["d"] = norm
-            else:
-                self.state["estimate"]["d"] = float(norm)  # type: ignore[index]
+        state: Any = self.state
+        state["all"]["k"] = state["all"].get("k", 0) + 1
         super().step(closure)
 
 
-@pytest.mark.parametrize("where", ["a number of the group", "a tensor of the group", "the state"])
-def test_an_optimizer_that_estimates_over_all_parameters_is_found_out(where: str, tmp_path: Path) -> None:
-    found, _ = pair(lambda parameters: Estimating(parameters, 1e-2, momentum=0.9))
-    found.optimizer.where = where  # type: ignore[attr-defined]
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_state_of_no_parameter_is_refused(when: int, tmp_path: Path) -> None:
+    """In the first step, or at once where there is one already."""
+    found, _ = pair(lambda parameters: ByAName(parameters, 1e-2, momentum=0.9))
     settings = policy(tmp_path)
     settings["states"]["trust"] = True
-    with tba.offload_optimizer(found.optimizer, settings):
-        what = r"state\['estimate'\]" if where == "the state" else "d in its parameter group"
-        with pytest.raises(tba.UnsupportedError, match=f"Estimating does not update .* makes {what} of sev"):
-            found.step(0)
+    for seed in range(when):
+        found.step(seed)
+    with pytest.raises(tba.UnsupportedError, match=r"ByAName keeps .* for all .* at once"):
+        with tba.offload_optimizer(found.optimizer, settings):
+            found.step(1)
 
 
 class Around(optim.Optimizer):
