@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tba_offload.device import Device
     from tba_offload.device.digest import Digest
     from tba_offload.states.groups import SubGroup
-    from tba_offload.states.optimizer import StatesRecord, Updates
+    from tba_offload.states.updates import StatesRecord, Updates
 
 _CLOSELY = 3
 """First steps in which all bytes of parameters are compared, as in those whose number is a power of two."""

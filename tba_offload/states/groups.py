@@ -29,11 +29,10 @@ MASTER = "tba_offload.master"
 """Name of a master copy among the states of its own: no optimizer has one of that name."""
 
 SLICE = 1024
-"""Elements at whose multiples a parameter is cut, so that no kernel meets another alignment or remainder. So
-many are updated first, too, and tell how many states there are."""
+"""Elements at whose multiples a parameter is cut, so that no kernel meets another alignment or remainder."""
 
-USUAL = 2.0
-"""Bytes of states for one byte of a parameter, until an update has told: what Adam has."""
+_STATES = 2
+"""States of a parameter that are as large as that, before an update has made them: what Adam has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ class SubGroup:
     @property
     def room(self) -> int:
         """Bytes that its slot needs, those of states included that are to be expected."""
-        return int(self.nbytes * (1 + USUAL)) if self.is_new else self.nbytes
+        return self.nbytes * (1 + _STATES) if self.is_new else self.nbytes
 
     @property
     def has_gradient(self) -> bool:
@@ -181,10 +180,8 @@ class SubGroup:
 class Groups:
     """The sub-groups of one optimizer, kept up with its parameter groups, and its master copies.
 
-    How many bytes of states a parameter has is known after its first update only. So in each parameter group
-    the first parameters go alone, and tell how large the sub-groups of the others may be.
-
-    A parameter that has more states than that is cut into slices, where updates of them give the same bits.
+    A parameter that has more states than a sub-group is cut into slices, where updates of them give the same
+    bits.
 
     Between updates a master has no bytes, and is the same object. An update gets a tensor over the bytes in a
     slot in its place.
@@ -228,7 +225,6 @@ class Groups:
                 )
         self._names = names
         self.most = most
-        self._ratios: dict[int, float] = {}
         self._of: dict[torch.Tensor, list[SubGroup]] = {}
         self._members: dict[torch.Tensor, tuple[int, int]] = {}
         self._numbers: dict[torch.Tensor, int] = {}
@@ -279,18 +275,6 @@ class Groups:
                 found.setdefault(number, []).append(parameter)
         return found
 
-    def arrivals(self, number: int, parameters: Sequence[torch.Tensor]) -> Iterator[SubGroup]:
-        """Yield new sub-groups of parameters, each of which is updated before the next is asked for.
-
-        Args:
-            number: The number of their parameter group.
-            parameters: The parameters, in its order.
-        """
-        counts = accumulate(each.numel() for each in parameters)
-        first = sum(count < SLICE for count in counts) + 1 if number not in self._ratios else len(parameters)
-        yield from self.add(number, parameters[:first])
-        yield from self.add(number, parameters[first:])
-
     def add(self, number: int, parameters: Sequence[torch.Tensor]) -> list[SubGroup]:
         """Make sub-groups of parameters.
 
@@ -322,16 +306,6 @@ class Groups:
                 self._members.pop(parameter, None)
                 self._of.pop(parameter, None)
 
-    def learn(self, group: SubGroup) -> None:
-        """Note how many bytes of states a byte of parameters has, from a sub-group that has them."""
-        # States of single numbers stay: they say nothing of those of others.
-        nbytes = sum(local(each).nbytes for each in group.parameters if each.numel() > 1)
-        if group.part is not None:
-            nbytes = (group.part.stop - group.part.start) * group.parameters[0].element_size()
-        if group.number not in self._ratios and not group.is_new and nbytes:
-            states = sum(place.nbytes for place in group.places if place.key != MASTER)
-            self._ratios[group.number] = max(states / nbytes, 1 / 16)
-
     def _slices(self, number: int, parameter: torch.Tensor) -> Sequence[slice | None]:
         """Return the elements that each sub-group of a parameter gets; ``[None]`` for a whole one."""
         count, nbytes = parameter.numel(), self._states_bytes(number, parameter)
@@ -357,8 +331,9 @@ class Groups:
             for value in self.optimizer.state.get(parameter, {}).values()
             if isinstance(value, Incoming) or travels(value, parameter)
         )
-        states: int = known or int(own * self._ratios.get(number, USUAL))
-        return max(states + own * self.is_master(parameter), 1)
+        group = self.optimizer.param_groups[number]
+        expected = _STATES + bool(group.get("amsgrad") or group.get("centered"))
+        return max((known or own * expected) + own * self.is_master(parameter), 1)
 
     def _now(self) -> dict[torch.Tensor, tuple[int, int]]:
         groups = enumerate(self.optimizer.param_groups)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tba_offload.device import Event
     from tba_offload.states.groups import Entry, SubGroup
-    from tba_offload.states.optimizer import Updates
+    from tba_offload.states.updates import Updates
 
     States = dict[torch.Tensor, Entry]
 

@@ -1,0 +1,301 @@
+"""The updates of an optimizer whose states are offloaded.
+
+An update goes through the sub-groups of the optimizer. :meth:`Updates.update` is the way of one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tba_offload.config import OffloadConfig, StatesConfig
+from tba_offload.device import device_of
+from tba_offload.errors import SessionError, TransferError
+from tba_offload.states.checks import device_of_parameters
+from tba_offload.states.entries import Entries
+from tba_offload.states.groups import MASTER, Groups
+from tba_offload.states.home import Homes
+from tba_offload.states.host import HostLane
+from tba_offload.states.parameters import is_known, is_of_torch
+from tba_offload.states.slots import SLOTS, Order
+from tba_offload.states.twin import Twin
+from tba_offload.store.interrupts import put_off
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
+
+    from tba_offload.states.groups import SubGroup
+    from tba_offload.store.base import ActivationStore
+
+logger = logging.getLogger(__name__)
+
+
+class Updates:
+    """Updates an optimizer's parameters sub-group by sub-group, while the next is read and the last written.
+
+    Args:
+        optimizer: The optimizer.
+        kind: Its class.
+        config: What the user wanted.
+        store: Where sub-groups live.
+        names: Names of parameters in the model, as far as it is known.
+        masters: The master copies among its parameters, and what they are copies of.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kind: type[torch.optim.Optimizer],
+        config: OffloadConfig,
+        store: ActivationStore,
+        names: Mapping[torch.Tensor, str],
+        masters: Mapping[torch.Tensor, torch.Tensor],
+    ) -> None:
+        states, device = config.states or StatesConfig(), device_of(device_of_parameters(optimizer))
+        self.optimizer = optimizer
+        self.homes = Homes(
+            store,
+            device,
+            stall_limit=config.store.stall_seconds,
+            keep_when_full=config.on_full == "keep",
+            tell=logger.warning,
+        )
+        travelling = masters if states.masters == "offload" else {}
+        most = states.sub_group_on(device.torch_device.type)
+        self.groups = Groups(optimizer, self.homes, travelling, names, most)
+        self._in_backward = states.when == "backward"
+        self.order = Order(turns=is_known(optimizer) and not self._in_backward)
+        self.entries = Entries(self.groups, self.order.next_use)
+        self._twin = Twin(optimizer, kind)
+        self._host = HostLane(self, kind, states.update)
+        self._record = StatesRecord()
+        self._failure: TransferError | None = None
+
+    def update(self, group: SubGroup, options: Mapping[str, Any], *, writes: bool = True) -> None:
+        """Update one sub-group: read, bind, the optimizer's own step, unbind, write.
+
+        Args:
+            group: The sub-group.
+            options: Further arguments of the optimizer's ``step``.
+            writes: Whether it is written in any case; else only if others need its slot.
+        """
+        slots, entries = self.entries.slots, self.entries
+        self.order.reach(group)
+        self._read_ahead()
+        slot = slots.load(group) if group.places else None
+        bound = {} if slot is None else group.views(slot.lend())
+        states = {each: entries.resident(group, each) | bound.get(each, {}) for each in group.parameters}
+        masters = {each: entry.pop(MASTER) for each, entry in states.items() if MASTER in entry}
+        tensors = {each: group.tensor(each, masters.get(each)) for each in group.parameters}
+        if slot is not None:
+            slot.hold(group)
+        try:
+            self._twin.run(group.number, {tensors[each]: states[each] for each in tensors}, options)
+            for parameter, master in masters.items():
+                self.groups.model_part(group, parameter).copy_(master)
+        finally:
+            left = {each: self._twin.states.pop(tensors[each], states[each]) for each in group.parameters}
+            for parameter, master in masters.items():
+                left[parameter] = {**left[parameter], MASTER: master}
+            entries.take(group, bound, left)
+        self._twin.check_rest()
+        self._read_ahead()
+        if writes or self.order.needs_more_than(slots.held()):
+            slots.write(group)
+
+    def step(self, options: Mapping[str, Any], done: Sequence[SubGroup] = ()) -> StatesRecord:
+        """Update all parameters that have gradients.
+
+        Args:
+            options: Further arguments of the optimizer's ``step``.
+            done: Sub-groups that were updated in backward.
+
+        Raises:
+            SessionError: An update before this one failed halfway.
+            TransferError: States cannot be read. The parameters of some sub-groups are updated, as after an
+                error inside any optimizer.
+        """
+        with self._guarded():
+            self.follow()
+            try:
+                self._update_all(done, options)
+                self.entries.show_slices()
+            finally:
+                self._twin.commit()
+        record, self._record = self._record, StatesRecord()
+        staying = [group.nbytes for group in self.groups if self.entries.slots.stays(group)]
+        record.staying, record.staying_bytes = len(staying), sum(staying)
+        record.states_bytes = sum(group.nbytes for group in self.groups) - record.staying_bytes
+        record.slot_bytes = self.entries.slots.nbytes
+        record.sub_groups = len(self.order) + self._host.updated
+        record.in_backward = len(done)
+        record.predicted_seconds = self._host.predicted_seconds
+        record.on_host, record.host_bytes = self._host.updated, self._host.nbytes
+        return record
+
+    def _update_all(self, done: Sequence[SubGroup], options: Mapping[str, Any]) -> None:
+        early = set(done)
+        groups = [group for group in self.groups if group.has_gradient and group not in early]
+        newcomers = self.groups.newcomers(with_gradients=True)
+        with self._host.updating(groups, options) as rest:
+            for group in self.order.begin(done, rest):
+                self.update(group, options, writes=bool(newcomers) or self._in_backward)
+            for number, parameters in newcomers.items():
+                for group in self.groups.add(number, parameters):
+                    self.update(group, options)
+        if not is_of_torch(
+            self.optimizer
+        ):  # one that counts steps may do so for groups without gradients too
+            for number in set(range(len(self.optimizer.param_groups))) - self._twin.ran_for:
+                self._twin.run(number, {}, options)
+        self.order.end()
+
+    def update_in_backward(self, group: SubGroup) -> None:
+        """Update one sub-group before the step.
+
+        Raises:
+            TransferError: States cannot be read; this sub-group is not updated.
+        """
+        with self._guarded():
+            self.update(group, {})
+
+    def prefetch(self) -> None:
+        """Begin to read what is updated next, as far as there are slots for it."""
+        with self._guarded():
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        slots = self.entries.slots
+        for group in self.order.next(SLOTS - 1, slots.stays):
+            if group.places and slots.of(group) is None and not slots.read_ahead(group):
+                return
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Count what is done within, and have further updates refused if a transfer fails."""
+        if self._failure is not None:
+            raise SessionError(
+                f"an update before this one failed halfway ({self._failure}); load a checkpoint of the model "
+                "and of the optimizer before the next"
+            )
+        homes, record, began = self.homes, self._record, time.perf_counter()
+        waited, read, written = homes.waited, homes.read_bytes, homes.written_bytes
+        try:
+            with put_off(self):
+                yield
+        except TransferError as error:
+            self._failure = error
+            raise
+        finally:
+            record.seconds += time.perf_counter() - began
+            record.waited_seconds += homes.waited - waited
+            record.read_bytes += homes.read_bytes - read
+            record.written_bytes += homes.written_bytes - written
+
+    # ---- between updates -------------------------------------------------------------------------
+
+    @property
+    def is_current(self) -> bool:
+        """Whether ``optimizer.state`` shows what is away, and nothing that others have put there."""
+        return all(map(self.entries.is_current, self.groups))
+
+    def follow(self) -> None:
+        """Follow what was done to the optimizer since the last update: parameters and states may be others.
+
+        Raises:
+            TransferError: States cannot be read.
+            StatesAwayError: A program has given what stands for a state to another parameter.
+        """
+        for parameter in self.optimizer.state:
+            self.entries.check_owner(parameter)
+        self.restore(self.groups.outdated())
+        stale = [each for each in self.groups if not self.entries.is_current(each)]
+        self._host.give_up(stale)
+        self.entries.absorb(stale)
+        for number, parameters in self.groups.newcomers().items():
+            having = [each for each in parameters if self.groups.states_of(each)]
+            self.entries.absorb(self.groups.add(number, having))
+
+    def restore(self, groups: Sequence[SubGroup]) -> None:
+        """Put the states of sub-groups back into ``optimizer.state``; their parameters count as new ones.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        self.entries.restore(groups)
+        self.groups.remove(groups)
+        self.order.remove(groups)
+
+    def restore_all(self) -> None:
+        """Put all states back into ``optimizer.state``, and free slots and extents.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        self._host.close()
+        self.restore([*self.groups])
+        self.entries.slots.clear()
+
+    def loaded(self) -> None:
+        """Take a checkpoint that was loaded, and forget that an update failed."""
+        self._failure = None
+        with put_off(self):
+            for group in self.groups:
+                if not (self.entries.shows_any(group) or self.entries.slots.stays(group)):
+                    self.entries.slots.empty(group, drops=True)
+            self.follow()
+
+    def arrange(self, travelling: int) -> None:
+        """Have the first sub-groups of :attr:`Groups.spread` travel, and the others stay in memory.
+
+        Raises:
+            TransferError: One of them cannot be read or written; those that are not arranged go on as before.
+        """
+        slots, groups = self.entries.slots, self.groups.spread
+        with put_off(self):
+            for number, group in enumerate(groups):
+                if slots.stays(group) != (number >= travelling):
+                    (slots.stay if number >= travelling else slots.leave)(group)
+            if all(map(slots.stays, groups)):
+                slots.clear()
+
+
+@dataclass(slots=True)
+class StatesRecord:
+    """What one update of an optimizer with offloaded states was like.
+
+    Attributes:
+        seconds: The whole update, without the closure and hooks; with what of it was done in backward.
+        waited_seconds: Of these, what the thread that trains waited for drives.
+        read_bytes: Bytes of states that were read.
+        written_bytes: Bytes of states that were written.
+        states_bytes: Bytes of all states that are away between updates.
+        slot_bytes: Bytes of the slots, which stay on the device.
+        sub_groups: Sub-groups that were updated.
+        staying: Of all, how many stay in memory between updates.
+        staying_bytes: Bytes of their states.
+        in_backward: Of these, how many in backward.
+        predicted_seconds: What follows for ``seconds`` from the rates of device and processor, where
+            ``states.update`` has both work; None elsewhere.
+        on_host: Of the sub-groups, how many the processor updated.
+        host_bytes: Bytes of host memory that it has for that, for states and for copies.
+    """
+
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    states_bytes: int = 0
+    slot_bytes: int = 0
+    sub_groups: int = 0
+    staying: int = 0
+    staying_bytes: int = 0
+    in_backward: int = 0
+    predicted_seconds: float | None = None
+    on_host: int = 0
+    host_bytes: int = 0
