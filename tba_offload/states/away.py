@@ -5,26 +5,42 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tba_offload.errors import StatesAwayError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_FACTS = (
+    *("grad", "grad_fn", "requires_grad", "is_leaf", "shape", "dtype", "device", "layout", "ndim", "nbytes"),
+    *("itemsize", "is_cuda", "is_cpu", "is_xpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized"),
+    *("is_mkldnn", "is_nested", "_version", "retains_grad"),
+)
+_QUESTIONS = (
+    *("size", "stride", "numel", "nelement", "dim", "ndimension", "element_size", "storage_offset"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference", "get_device"),
+)
+_TENSOR: Any = torch.Tensor  # attributes of which are descriptors, as the types do not know
+_FACTORIES: Any = torch._C._VariableFunctions  # not torch itself, whose names a program may have replaced
+_HARMLESS = frozenset(
+    (
+        *(getattr(torch.Tensor, name).__get__ for name in _FACTS),
+        *(getattr(torch.Tensor, name) for name in _QUESTIONS),
+        *(_FACTORIES.zeros_like, _FACTORIES.ones_like, _FACTORIES.empty_like),
+        *(_FACTORIES.is_floating_point, _FACTORIES.is_complex),
+        *(_TENSOR.grad.__set__, _TENSOR.grad.__delete__),
+    )
+)
+"""Functions that ask a tensor for what it knows without memory, or for its gradient, and give it one."""
 
-def _given(args: tuple[Any, ...], kwargs: Any) -> list[Any]:
-    """Return what a function was called with, lists taken apart."""
-    values = [*args, *(kwargs or {}).values()]
-    return [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
+_ALIASES = frozenset((_TENSOR.data.__get__, _TENSOR.detach))
+"""Functions that give another tensor of the same memory."""
 
 
-def _refusing(use: str) -> Any:
-    """Return a method that raises, because it would read memory that is not there."""
-
-    def refuse(self: AwayTensor, *_: object, **__: object) -> NoReturn:
-        raise self.refused(use)
-
-    return refuse
+def _first(kind: type[torch.Tensor], *arguments: Any) -> Any:
+    """Return the first argument of a class, also one in a list."""
+    return next(each for each in tree_leaves(arguments) if isinstance(each, kind))
 
 
 class AwayTensor(torch.Tensor):
@@ -62,37 +78,29 @@ class AwayTensor(torch.Tensor):
         Args:
             use: What was done.
         """
-        return self._error(self._name, use)
+        return StatesAwayError(
+            f"the optimizer state {self._name} is not in memory between updates, and {use}; read states with "
+            "optimizer.state_dict() or OptimizerStates.read(parameter), or close the OptimizerStates first"
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Answer what needs no bytes, and raise for everything else."""
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch declares what is switched off by default
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
-        """Raise: there is nothing to compute with."""
-        away = next((each for each in _given(args, kwargs) if isinstance(each, AwayTensor)), None)
-        used = cls if away is None else type(away)
-        raise used._error(away._name if away is not None else "a state", f"{func} was called with it")
-
-    @staticmethod
-    def _error(name: str, use: str) -> StatesAwayError:
-        return StatesAwayError(
-            f"the optimizer state {name} is not in memory between updates, and {use}; read states with "
-            "optimizer.state_dict() or OptimizerStates.read(parameter), or close the OptimizerStates first"
-        )
+        """Raise: there is nothing to compute with. Autograd and other code in C++ come here at once."""
+        raise _first(AwayTensor, args, kwargs).refused(f"{func} was called with it")
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """Return what it is made of: nothing, so that what counts memory by this protocol finds none."""
         return [], None
-
-    numpy = _refusing("numpy() was called")
-    data_ptr = _refusing("data_ptr() was called")
-    tolist = _refusing("tolist() was called")
-    share_memory_ = _refusing("share_memory_() was called")
-    apply_ = _refusing("apply_() was called")
-    # Other bytes would not be those that come to the next update.
-    data = property(_refusing("its data was asked for"), _refusing("its data was set"))
-    __reduce_ex__ = _refusing("it was pickled")
-    __deepcopy__ = _refusing("it was copied")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # untyped there
         return f"<{self._name}, away: {tuple(self.shape)}, {self.dtype}>"
@@ -112,39 +120,13 @@ class FreedGradient(AwayTensor):
         dense = gradient if gradient.layout == torch.strided else torch.empty(gradient.shape, device="meta")
         return cls(gradient.shape, dense.stride(), gradient.dtype, gradient.device, name)
 
-    @staticmethod
-    def _error(name: str, use: str) -> StatesAwayError:
+    def refused(self, use: str) -> StatesAwayError:
+        """Return the error of a use of it."""
         return StatesAwayError(
-            f"{name} is freed, since backward has updated the parameter with it, and {use}. Call zero_grad() "
-            "after each step; where clipping, a gradient scaler or another pass needs gradients, set "
-            "states.when to step"
+            f"{self._name} is freed, since backward has updated the parameter with it, and {use}. Call "
+            "zero_grad() after each step; where clipping, a gradient scaler or another pass needs gradients, "
+            "set states.when to step"
         )
-
-
-_FACTS = (
-    *("grad", "grad_fn", "requires_grad", "is_leaf", "shape", "dtype", "device", "layout", "ndim", "nbytes"),
-    *("itemsize", "is_cuda", "is_cpu", "is_xpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized"),
-    *("is_mkldnn", "is_nested", "_version", "retains_grad"),
-)
-_QUESTIONS = (
-    *("size", "stride", "numel", "nelement", "dim", "ndimension", "element_size", "storage_offset"),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference", "get_device"),
-)
-_TENSOR: Any = torch.Tensor  # attributes of which are descriptors, as the types do not know
-_FACTORIES: Any = torch._C._VariableFunctions  # not torch itself, whose names a program may have replaced
-_HARMLESS = frozenset(
-    (
-        *(getattr(torch.Tensor, name).__get__ for name in _FACTS),
-        *(getattr(torch.Tensor, name) for name in _QUESTIONS),
-        *(_FACTORIES.zeros_like, _FACTORIES.ones_like, _FACTORIES.empty_like),
-        *(_FACTORIES.is_floating_point, _FACTORIES.is_complex),
-        *(_TENSOR.grad.__set__, _TENSOR.grad.__delete__),
-    )
-)
-"""Functions that ask a tensor for what it knows without memory, or for its gradient, and give it one."""
-
-_ALIASES = frozenset((_TENSOR.data.__get__, _TENSOR.detach))
-"""Functions that give another tensor of the same memory."""
 
 
 class AwayMaster(torch.Tensor):
@@ -197,10 +179,9 @@ class AwayMaster(torch.Tensor):
                     vars(made).update(_tba_offload_name=args[0]._tba_offload_name)
                     made.__class__ = cls
             return made
-        name = next((each._tba_offload_name for each in _given(args, kwargs) if type(each) is cls), "")
         raise StatesAwayError(
-            f"the master of {name} is not in memory between updates, and {func} was called with it; set "
-            "states.masters to keep, or close the OptimizerStates first"
+            f"the master of {_first(cls, args, kwargs)._tba_offload_name} is not in memory between updates, "
+            f"and {func} was called with it; set states.masters to keep, or close the OptimizerStates first"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # untyped there
