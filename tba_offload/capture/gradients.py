@@ -33,7 +33,6 @@ class Gradients:
 
     Attributes:
         live: Their bytes.
-        all_exist: Whether each parameter had one when the step began.
         was_dropped: Whether one of this step was freed and made again, so that what was accumulated is lost.
     """
 
@@ -41,7 +40,6 @@ class Gradients:
         self, modules: Sequence[nn.Module], device: torch.device, about_to_count: Callable[[int], object]
     ) -> None:
         self.live = LiveBytes(device)
-        self.all_exist = False
         self.was_dropped = False
         self._modules = modules
         self._about_to_count = about_to_count
@@ -58,7 +56,6 @@ class Gradients:
         parameters = list(self.parameters())  # once: a model may have thousands of modules
         self._watch(parameters)
         self._count(parameters)
-        self.all_exist = all(map(_has_gradient, parameters))
         self.live.take_added()
 
     def parameters(self) -> Iterable[torch.Tensor]:
@@ -166,11 +163,6 @@ class Gradients:
 def _is_trained(parameter: torch.Tensor) -> bool:
     is_lazy = issubclass(type(parameter), UninitializedParameter)  # isinstance() would be a call in Python
     return parameter.requires_grad and parameter.is_leaf and not is_lazy
-
-
-def _has_gradient(parameter: torch.Tensor) -> bool:
-    """Whether the memory of its gradient exists; Megatron's lies in a buffer of its own."""
-    return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
 
 
 def _unwatch(all_watched: dict[int, _Watched]) -> None:

@@ -342,20 +342,19 @@ def report_loss(step: Step, losses: Any) -> None:
     Args:
         step: The step.
         losses: What the schedule returned: of each micro-batch what its loss function reports. That is a
-            mean, or a sum and the number of tokens in it. Stages without a loss report nothing.
+            mean, or a sum and the number of tokens in it, which makes NaN of no tokens. Stages without a loss
+            report nothing.
     """
     first = [next(iter(each.values())) for each in losses if each] if isinstance(losses, list) else []
     parts = [value if isinstance(value, tuple | list) else [value] for value in first]
-    if parts:
-        step.will_have_loss([list(map(torch.as_tensor, each)) for each in parts], _mean_of)
-
-
-def _mean_of(reported: Sequence[Sequence[float]]) -> float | None:
-    """Return the mean of what micro-batches report; ``None`` if no token counts."""
-    if len(reported[0]) == 1:
-        return sum(mean for (mean,) in reported) / len(reported)
-    total, tokens = (sum(column) for column in zip(*reported, strict=True))
-    return total / tokens if tokens else None
+    if not parts:
+        return
+    device = next((each.device for each in parts[0] if isinstance(each, torch.Tensor)), "cpu")
+    numbers = [
+        [torch.as_tensor(each, device=device).detach().double().view(-1) for each in part] for part in parts
+    ]
+    total, *tokens = torch.stack([torch.cat(part) for part in numbers]).sum(0)
+    step.loss = total / (tokens[0] if tokens else len(parts))
 
 
 def _model_info(arguments: argparse.Namespace) -> dict[str, object]:

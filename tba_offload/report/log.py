@@ -144,7 +144,6 @@ class StepRecord:
         own_peak_bytes: Peak of the resident activations of captured layers by our own ledger. Layers that
             are placed keep or recompute run without hooks, and nothing is known of them.
         resident_peak_bytes: Peak resident set of the process as the operating system counts it (VmHWM).
-        gradients_allocated: Whether all gradients existed when the base was read.
         offloaded_bytes: Bytes written to the store.
         read_bytes: Bytes read back from the store.
         reread_bytes: Bytes read again because a read of them failed.
@@ -202,7 +201,6 @@ class StepRecord:
     activation_budget_bytes: int | None = None
     own_peak_bytes: int | None = None
     resident_peak_bytes: int | None = None
-    gradients_allocated: bool = False
     offloaded_bytes: int = 0
     read_bytes: int = 0
     reread_bytes: int = 0
@@ -499,7 +497,7 @@ def _in_json(value: Any) -> Any:
 
 # A step in figures
 
-_NO_FIGURES = {"step", "skipped", "peak_source", "gradients_allocated"}
+_NO_FIGURES = {"step", "skipped", "peak_source"}
 
 FIGURES = tuple(name for name in _NAMES[StepRecord] if name not in _NO_FIGURES)
 """Fields of a step record that are numbers: the curves and columns of :mod:`tba_offload.sinks`."""
@@ -595,7 +593,6 @@ class HeldBytes(NamedTuple):
         inputs: Left in memory by layers that are recomputed.
         outputs: Left in memory by layers whose activations travel, beside all that the offloader knows of.
         put_out: Put out by the model, now or in earlier steps, and alive still.
-        returned: Returned by layers, and held until the model's forward ends.
     """
 
     in_flight: Bytes = 0
@@ -605,17 +602,11 @@ class HeldBytes(NamedTuple):
     inputs: Bytes = 0
     outputs: Bytes = 0
     put_out: Bytes = 0
-    returned: Bytes = 0
 
     @property
     def planned(self) -> int:
         """Bytes of which plans know: activations of layers."""
         return sum(self) - self.outputs - self.put_out
-
-    def with_returned(self, nbytes: int, holder: str) -> HeldBytes:
-        """Return the same with bytes of a holder counted as returned by layers."""
-        changes = {holder: max(getattr(self, holder) - nbytes, 0), "returned": self.returned + nbytes}
-        return self._replace(**changes)
 
 
 class PhasePeak(NamedTuple):

@@ -129,7 +129,6 @@ _SPECIAL: dict[str, Callable[[list[Any]], Any]] = {
     "step": min,
     "peak_source": min,
     "loss": lambda values: sum(values) / len(values),
-    "gradients_allocated": all,
     "skipped": any,
     "activation_budget_bytes": min,  # of the device that has least left
 }

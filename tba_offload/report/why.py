@@ -152,7 +152,7 @@ class Evidence:
             for name, peak in event.phases.items():
                 found[name] = max(found.get(name, peak), peak, key=lambda each: each.whole)
         lasting = _lasting(log, step, memory)
-        phases = [Phase(name, peak.layer, _held(peak, lasting)) for name, peak in found.items()]
+        phases = [Phase(name, peak.layer, _held(name, peak, memory, lasting)) for name, peak in found.items()]
         if "update" not in found:  # the block of a step ends before it, and may have freed gradients
             gradients = max(memory.static.gradients, step.gradient_peak_bytes or 0)
             phases.append(Phase("update", 0, lasting | {"gradients": gradients}))
@@ -316,14 +316,20 @@ def _lasting(log: RunLog, step: StepRecord, memory: MemoryEvent) -> dict[str, in
     return known | {"others": others, "store": step.offloaded_bytes if is_in_memory else 0}
 
 
-def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:
+def _held(name: str, peak: PhasePeak, memory: MemoryEvent, lasting: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes of a peak by holder; no more than were live, as books may count what is gone."""
-    left, books = peak.nbytes, peak.held._asdict() | {"beside": peak.beside}
+    left, books = peak.nbytes, peak.held._asdict() | {"returned": 0, "beside": peak.beside}
+    for layer, _, nbytes in memory.returned:  # what layers leave in memory was counted without regard to it
+        if name == "loss" or (name == "forward" and layer < peak.layer):
+            way = memory.placements[layer]
+            holder = "inputs" if way.startswith("recompute") else "kept" if way == "keep" else "outputs"
+            books[holder] = max(books[holder] - nbytes, 0)
+            books["returned"] += nbytes
     held = dict(lasting) | {"gradients": peak.gradients}
     held["parameters"] += peak.frozen
-    for name, nbytes in books.items():
-        held[name] = min(nbytes, left)
-        left -= held[name]
+    for holder, nbytes in books.items():
+        held[holder] = min(nbytes, left)
+        left -= held[holder]
     return held | {"running": left}
 
 

@@ -96,7 +96,7 @@ class LayerRuns:
         if memory.is_on:
             memory.layer_ended(site.index, way)
         if memory.meter is not None:
-            session.outputs.layer_returned(site, way, output)
+            session.outputs.layer_returned(site, way, arguments, output)
             memory.meter.sample()
         self._watch.watch(site, output, scope)
         return output
@@ -279,14 +279,14 @@ def _hooks_are_taken() -> bool:
 
 
 class Returned(NamedTuple):
-    """A storage that a layer has returned.
+    """A storage that a layer has returned, and that something holds until the model's forward ends.
 
     Attributes:
         storage: A weak reference to it.
         nbytes: Its size.
         layer: Index of the layer; of the last one for a storage that each layer passes on.
         placement: How the layer ran.
-        is_main: Whether it is what the next layer is given.
+        written_bytes: Bytes of it that the store has in vain.
         is_put_out: Whether the model puts it out.
     """
 
@@ -294,7 +294,7 @@ class Returned(NamedTuple):
     nbytes: int
     layer: int
     placement: Placement
-    is_main: bool = False
+    written_bytes: int = 0
     is_put_out: bool = False
 
 
@@ -308,15 +308,17 @@ class Outputs:
 
     Attributes:
         at_begin: Bytes that the model had put out before the step began, and that were there then.
+        returned: What the model's latest forward held of its layers' outputs, and no graph did.
     """
 
     def __init__(self, capture: Capture, device: torch.device, last: int) -> None:
         self.at_begin = 0
+        self.returned: list[Returned] = []
         self._capture = capture
         self._last = last
         self._live = LiveBytes(device)
         self._of_layers: dict[int, Returned] = {}  # by address, in the forward that runs
-        self._unused: list[tuple[Returned, bool]] = []
+        self._unneeded: list[Returned] = []
 
     @property
     def nbytes(self) -> int:
@@ -326,46 +328,39 @@ class Outputs:
     def begin_step(self) -> None:
         """Record that what is there now is of earlier steps."""
         self.at_begin = self.nbytes
-        self._of_layers, self._unused = {}, []
+        self.returned, self._of_layers, self._unneeded = [], {}, []
 
-    def layer_returned(self, site: Site, placement: Placement, output: object) -> None:
-        """Record that a layer has returned ``output``."""
-        main = plain_storage(first_differentiable(output))
-        for storage in self._storages(output):
-            found = weakref.ref(storage), storage.nbytes(), site.index, placement, storage is main
-            self._of_layers[storage._cdata] = Returned(*found)
-        if site.index == self._last:
-            looks = ((each, self._look_at(each.storage())) for each in self._of_layers.values())
-            self._unused = [(each, is_written) for each, (is_unused, is_written) in looks if is_unused]
+    def layer_returned(self, site: Site, placement: Placement, arguments: object, output: object) -> None:
+        """Record that a layer has returned ``output``; after the last one, look what is alive for nothing."""
+        if site.index != self._last:
+            for storage in self._storages(output):
+                found = weakref.ref(storage), storage.nbytes(), site.index, placement
+                self._of_layers[storage._cdata] = Returned(*found)
+            return
+        needed = {storage._cdata for storage in self._storages(arguments)}
+        for key, each in self._of_layers.items():
+            if (alive := each.storage()) is None or key in needed:
+                continue
+            record = self._capture.registry.record_of(alive)
+            if record is None:
+                self._unneeded.append(each)
+            elif record.source is None and record.state is not State.WAITS:
+                self._unneeded.append(each._replace(written_bytes=each.nbytes))
 
-    def _look_at(self, storage: torch.UntypedStorage | None) -> tuple[bool, bool]:
-        """Return whether a storage is alive without the offloader's needing it, and whether it is written."""
-        record = None if storage is None else self._capture.registry.record_of(storage)
-        if record is None:
-            return storage is not None, False
-        return record.source is None and record.state is not State.WAITS, True
-
-    def model_ended(self, output: object) -> list[Returned]:
-        """Record that the model's forward has ended with ``output``.
-
-        Returns:
-            What the forward has held of its layers' outputs, and no graph.
-        """
+    def model_ended(self, output: object) -> None:
+        """Record that the model's forward has ended with ``output``, and with it what it alone has held."""
         put_out = {storage._cdata: storage for storage in self._storages(output)}
-        collected = []
-        for each, is_written in self._unused:
-            if (alive := each.storage()) is not None:
-                held_by_graph = Placement.RECOMPUTE if each.is_main else Placement.KEEP
-                if alive._cdata in put_out and each.placement not in {Placement.KEEP, held_by_graph}:
-                    collected.append(each._replace(is_put_out=True))
-            elif each.layer < self._last - each.is_main:  # others may be gone since the last layer has ended
-                collected.append(each)
+        self.returned = []
+        for each in self._unneeded:
+            if (alive := each.storage()) is None:
+                self.returned.append(each)
                 # What lives on is counted when backward finds it in memory.
-                self._capture.offloader.stats.held += each.nbytes if is_written else 0
+                self._capture.offloader.stats.held += each.written_bytes
+            elif alive._cdata in put_out and each.placement not in {Placement.KEEP, Placement.RECOMPUTE}:
+                self.returned.append(each._replace(is_put_out=True))
         for storage in put_out.values():
             self._live.add_storage(storage)
-        self._of_layers, self._unused = {}, []
-        return collected
+        self._of_layers, self._unneeded = {}, []
 
     def _storages(self, output: object) -> Iterator[torch.UntypedStorage]:
         try:

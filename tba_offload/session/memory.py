@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
     from tba_offload.capture.scope import ScopeKey
     from tba_offload.capture.trace import ScopeTrace
-    from tba_offload.session.layers import Returned
     from tba_offload.session.session import Session
     from tba_offload.session.step import Step
     from tba_offload.states import OptimizerStates
     from tba_offload.store.base import Moved
+    from tba_offload.transfer.ledger import Ledger
 
 FORWARD, LOSS, BACKWARD, EMBEDDINGS = "forward", "loss", "backward", "embeddings"
 BETWEEN, UPDATE = "between", "update"
@@ -59,7 +59,7 @@ class Memory:
 
     Attributes:
         meter: Of the step that is open; ``None`` if no step is, or its memory is not measured.
-        curve: Records memory over time.
+        curve: Memory over time, of a step that is told so; ``None`` of others.
         base_bytes: Bytes that were live when the step began, gradients and outputs of earlier steps left out;
             ``None`` if not measured.
         overlaps: Whether a step of another session is open at the same time: no peak can be told then.
@@ -68,14 +68,19 @@ class Memory:
         is_due: Whether what is seen then goes to the run log.
         peaks: The fullest moment of each phase.
         left: Bytes that layers have left in memory for backward beside what the offloader holds, by holder.
-        returned: What the model's latest forward held of its layers' outputs, and no graph did.
     """
 
     def __init__(self, session: Session, *, wanted: bool) -> None:
         self._device, self._gradients, self._outputs = session.device, session.gradients.live, session.outputs
         self._capture, self._offloader, self._notices = session.capture, session.offloader, session.notices
         self._names, self._wanted = [layer.id.name for layer in session.layers], wanted
-        self.curve, self._resident = StepCurve(session), ResidentPeak()
+        self._resident = ResidentPeak()
+        self._movers: dict[str, Sequence[Any]] = {  # of states more may come
+            "": [session.store],
+            "optimizer states": session.states,
+            "frozen weights": [session.weights_traffic],
+        }
+        self.curve: StepCurve | None = None
         self._meter: MemoryMeter | None = None
         self._forget()
         if wanted:
@@ -89,9 +94,7 @@ class Memory:
         self._live_at_pause: int | None = None
         self._state_bytes = self._base = 0
         self.peaks: dict[str, PhasePeak] = {}
-        self._since_forward: set[str] = set()  # phases whose peak came after the model's last forward
         self._beside, self._at_loss = [Beside() for _ in self._names], -1
-        self.returned: Sequence[Returned] = ()
         self.left: Counter[str] = Counter(kept=0, inputs=0, outputs=0, small=0)
         self._waiting: dict[int, list[Counter[str]]] = defaultdict(list)  # runs that wait for their backward
         self._now = _Section(EMBEDDINGS, 0)
@@ -129,9 +132,7 @@ class Memory:
 
     # ---- one step --------------------------------------------------------------------------------
 
-    def begin_step(
-        self, meter: MemoryMeter | None, number: int, *, wanted: bool, traced: bool, gradients_allocated: bool
-    ) -> None:
+    def begin_step(self, meter: MemoryMeter | None, number: int, *, wanted: bool, traced: bool) -> None:
         """Read what is live now; the step begins.
 
         Args:
@@ -139,17 +140,18 @@ class Memory:
             number: How many ended before it.
             wanted: Whether the meter is to look before each run of a layer.
             traced: Whether a user wants the step over time.
-            gradients_allocated: Whether every gradient exists already.
         """
         if self._meter is not None and meter is None:
             self._meter.peak()  # an interrupted step may have left it watching
+        self.stop()
+        self.curve = None
         self._resident.reset()
         self._forget()
         self._outputs.begin_step()
-        self.figures["gradients_allocated"] = gradients_allocated
         # States come in the first step; in the third drives are warm too.
         self.is_due = meter is not None and (number < 3 or (number + 1).bit_count() == 1)
-        self.curve.begin_step(wanted=traced or (self.is_due and number >= 2))
+        if traced or (self.is_due and number >= 2):
+            self.curve = StepCurve(self._offloader.ledger, self._movers)
         if meter is None:
             return
         self.meter = meter
@@ -198,7 +200,8 @@ class Memory:
     def stop(self) -> None:
         """Look no more: the step is over, or was left."""
         self.meter, self.is_on = None, False
-        self.curve.stop()
+        if self.curve is not None:
+            self.curve.stop()
 
     def _count_states(self, meter: MemoryMeter) -> None:
         if self._live_at_pause is not None:
@@ -237,26 +240,10 @@ class Memory:
         if index == len(self._names) - 1:
             self._enter(LOSS, index, self._close())
 
-    def model_ended(self, collected: Sequence[Returned]) -> None:
-        """Record that the model's forward has ended: the loss comes next, whichever layer ran last.
-
-        Args:
-            collected: What the forward has held of its layers' outputs, and no graph.
-        """
-        if not self.is_on:
-            return
-        live = self._close()
-        self.returned = collected
-        for phase in self._since_forward & {FORWARD, LOSS}:
-            peak = self.peaks[phase]
-            held = peak.held
-            for each in collected:
-                if phase == LOSS or each.layer < peak.layer:
-                    held = held.with_returned(each.nbytes, holder_of(each.placement))
-            self.peaks[phase] = peak._replace(held=held)
-        self._since_forward.clear()
-        if self._now.phase == FORWARD:
-            self._enter(LOSS, self._now.layer, live)
+    def model_ended(self) -> None:
+        """Record that the model's forward has ended: the loss comes next, whichever layer ran last."""
+        if self.is_on and self._now.phase == FORWARD:
+            self._enter(LOSS, self._now.layer, self._close())
 
     def backward_reached(self, index: int, scope: ScopeKey) -> None:
         """Backward comes to the latest run of a layer, so that it is done with the one before.
@@ -285,7 +272,7 @@ class Memory:
         """Take what the meter has seen, on whatever thread; it takes one sample at a time."""
         if self.is_on:
             self._note(live)
-        if self.curve.is_on:
+        if self.curve is not None:
             self.curve.seen(live, self.left.total())
 
     def _note(self, live: int) -> None:
@@ -305,7 +292,6 @@ class Memory:
         best = self.peaks.get(now.phase)
         if best is None or peak.whole > best.whole * _FULLER:
             self.peaks[now.phase] = peak
-            self._since_forward.add(now.phase)
 
     def _enter(self, phase: str, index: int, live: int, **of_backward: Any) -> None:
         others, kept = live - self._offloader.own_bytes, self._capture.trace.kept_bytes
@@ -384,48 +370,31 @@ _POINTS = 1200
 """Most points of a curve in the log: a picture has some 600 columns."""
 
 _MOST_LINES = 20_000
-"""Most waits, and calls that moved bytes, of a step that is told: a line of some MiB each."""
+"""Most runs, waits, and calls that moved bytes, of a step that is told: a line of some MiB each."""
 
 
 class StepCurve:
-    """Records memory and traffic of the steps that are looked at from the third on, and of those asked for.
+    """Memory and traffic of a step over time: of those that are looked at from the third on, or asked for.
 
     Args:
-        session: Its stores tell what they move, also for states of optimizers, of which more may come.
-
-    Attributes:
-        is_on: Whether a step is recorded now.
-        was_on: Whether the latest step was.
+        ledger: Tells what the offloader holds.
+        movers: Tell what they move, by what that is besides activations.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._ledger = session.offloader.ledger
-        self._movers: dict[str, Sequence[Any]] = {
-            "": [session.store],
-            "optimizer states": session.states,
-            "frozen weights": [session.weights_traffic],
-        }
-        self.is_on = self.was_on = False
+    def __init__(self, ledger: Ledger, movers: dict[str, Sequence[Any]]) -> None:
+        self._ledger, self._movers = ledger, movers
         self._points: list[tuple[float, int, int, int, int, int]] = []  # as ``Moment`` of the log
         self._moves: list[tuple[str, Moved]] = []
-
-    def begin_step(self, *, wanted: bool) -> None:
-        """Record the step that begins, if that is wanted."""
-        self.stop()
-        self.is_on = self.was_on = wanted
-        self._points, self._moves = [], []
-        self._watch_moves()
+        for what, each in self._all_movers():
+            each.watch_moves(partial(self._moved, what))
 
     def stop(self) -> None:
-        """Record nothing any more."""
-        if self.is_on:
-            self.is_on = False
-            self._watch_moves()
+        """Watch nothing any more."""
+        for _, each in self._all_movers():
+            each.watch_moves(None)
 
-    def _watch_moves(self) -> None:
-        for what, movers in self._movers.items():
-            for each in movers:
-                each.watch_moves(partial(self._moved, what) if self.is_on else None)
+    def _all_movers(self) -> Iterator[tuple[str, Any]]:
+        return ((what, each) for what, movers in self._movers.items() for each in movers)
 
     def _moved(self, what: str, move: Moved) -> None:
         self._moves.append((what, move))
@@ -438,8 +407,8 @@ class StepCurve:
 
     def figures(
         self, session: Session, step: Step, waits: Sequence[tuple[float, float]]
-    ) -> dict[str, object] | None:
-        """Return all of it, for the run log; ``None`` of a step that was not recorded.
+    ) -> dict[str, object]:
+        """Return all of it, for the run log.
 
         Args:
             session: The session, after the step.
@@ -447,8 +416,6 @@ class StepCurve:
             waits: When training waited for I/O: from, until.
         """
         trace, base = session.capture.trace, session.memory.base_bytes or 0
-        if not self.was_on or len(trace.scopes) > _MOST_LINES:
-            return None
 
         def at(*times: float | None) -> list[Any]:
             return [None if each is None else round(max(each - step.began, 0.0), 6) for each in times]
@@ -473,7 +440,7 @@ class StepCurve:
         return {
             "source": session.memory.figures.get("peak_source", ""),
             "names": names,
-            "scopes": list(map(run_of, trace.scopes)),
+            "scopes": list(map(run_of, trace.scopes[:_MOST_LINES])),
             "backward_ends": at(*trace.backward_ends),
             "layers_left": at(*trace.layers_left),
             "updates": [at(*update) for update in step.update_times(trace.backward_ends)],

@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from tba_offload.capture.trace import StepMarks
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId, Policy
-    from tba_offload.device import Device
     from tba_offload.session.session import Session
-    from tba_offload.session.step import Step, Times
+    from tba_offload.session.step import Step
     from tba_offload.states import StatesRecord
     from tba_offload.store.base import DriveLoad
     from tba_offload.weights import WeightsMoved
@@ -101,7 +100,7 @@ class Records:
         self._header, self._tells, self._on_step = header, tells, tuple(on_step)
         self._records: dict[int, StepRecord] = {}  # by the number of the step
         self._others: dict[tuple[str, object], dict[str, object]] = {}
-        self._waiting: deque[tuple[dict[str, LateValue], Callable[[], object]]] = deque()
+        self._waiting: deque[tuple[dict[str, LateFigure], Callable[[], object]]] = deque()
 
     @property
     def records(self) -> list[StepRecord]:
@@ -119,7 +118,7 @@ class Records:
         others = tuple(self._others.values())
         return RunLog(header=self._header, steps=tuple(self.records), path=path, others=others)
 
-    def add(self, record: StepRecord, late: dict[str, LateValue]) -> StepRecord:
+    def add(self, record: StepRecord, late: dict[str, LateFigure]) -> StepRecord:
         """Add the record of a step that has ended well.
 
         Args:
@@ -172,7 +171,7 @@ class Records:
             if self._run_log is not None:
                 self._run_log.close()
 
-    def _write(self, record: StepRecord, late: dict[str, LateValue]) -> None:
+    def _write(self, record: StepRecord, late: dict[str, LateFigure]) -> None:
         if late:
             record = replace(record, **{name: value.read() for name, value in late.items()})
             if record.step in self._records:
@@ -188,60 +187,40 @@ class Records:
 # Figures that a device comes to later than the host: nothing waits for them
 
 
-class LateValue(NamedTuple):
-    """A value that a device is still to compute.
+class LateFigure(NamedTuple):
+    """A figure that a device is still to compute.
 
     Attributes:
         is_there: Tells whether :attr:`read` waits for nothing.
-        read: Returns the value; waits for it.
+        read: Returns the figure; waits for it.
     """
 
     is_there: Callable[[], bool]
     read: Callable[[], Any]
 
 
-def late_value(
-    device: Device, groups: Sequence[Sequence[torch.Tensor]], made: Callable[[list[list[float]]], Any]
-) -> LateValue:
-    """Return a value that is made of numbers that a device is still to compute.
-
-    Args:
-        device: The device.
-        groups: Small tensors with the numbers; they are copied when the device has come to them.
-        made: Makes the value of the numbers, a list for each group.
-    """
-    copies = [[device.to_host(tensor) for tensor in group] for group in groups]
-    # Each is copied on a stream of its own device, as the last stage of a model may have another.
-    others = {tensor.device for tensor in chain(*groups)} - {device.torch_device}
-    copied = [device.event(), *(device_of(other).event() for other in others)]
-
-    def read() -> Any:
-        for event in copied:
-            event.synchronize()
-        return made([[number for each in group for number in each.flatten().tolist()] for group in copies])
-
-    return LateValue(lambda: all(event.query() for event in copied), read)
-
-
-def late_figures(
-    device: Device, step: Step, times: Times, marks: StepMarks | None
-) -> tuple[float | None, dict[str, LateValue]]:
-    """Return the loss of a step if it is known, and the figures of its record that are late.
+def late_figures(step: Step, marks: StepMarks | None) -> dict[str, LateFigure]:
+    """Return the figures of a step's record that are late, by their fields.
 
     Raises:
         ValueError: The loss is more than one number.
     """
-    loss, late = step.loss, dict[str, LateValue]()
+    late, loss = dict[str, LateFigure](), step.loss
     if isinstance(loss, torch.Tensor):
         if loss.numel() != 1:
             raise ValueError(f"the loss of a step is one number, not {loss.numel()}; step.loss = loss.mean()")
-        loss = late_value(device, [[loss]], lambda groups: groups[0][0])
-    if isinstance(loss, LateValue):
-        late["loss"], loss = loss, None
+        device = device_of(loss.device)  # the last stage of a model may have one of its own
+        copy, copied = device.to_host(loss), device.event()
+
+        def read() -> float:
+            copied.synchronize()
+            return copy.item()
+
+        late["loss"] = LateFigure(copied.query, read)
     # The time of optimizers, which is none of the step, is the host's.
-    if marks is not None and marks.ended is not None and not times.had_optimizer:
-        late["seconds"] = LateValue(marks.are_reached, marks.seconds)
-    return loss, late
+    if marks is not None and marks.ended is not None and not step.times.had_optimizer:
+        late["seconds"] = LateFigure(marks.are_reached, marks.seconds)
+    return late
 
 
 # What is recorded
@@ -249,7 +228,7 @@ def late_figures(
 
 def record_of(
     session: Session, step: Step, number: int, loads: Sequence[DriveLoad], weights: WeightsMoved | None
-) -> tuple[StepRecord, dict[str, LateValue]]:
+) -> tuple[StepRecord, dict[str, LateFigure]]:
     """Return what a step was like, and what its record is to be completed by.
 
     Args:
@@ -261,7 +240,7 @@ def record_of(
     """
     gradients, budget, prediction = session.gradients.live, session.budget, session.plan.prediction
     trace, stats, times = session.capture.trace, session.offloader.stats, step.times
-    loss, late = late_figures(session.device, step, times, trace.marks)
+    late = late_figures(step, trace.marks)
     figures = session.memory.figures | {f"{name}_bytes": getattr(stats, name) for name in _MOVED}
     figures |= {f"{name}_bytes": getattr(trace, f"{name}_bytes") for name in _SAVED}
     if not session.device.runs_behind:  # how long a device is given its work is not how long that takes
@@ -282,7 +261,7 @@ def record_of(
         stall_seconds=stats.stall_seconds,
         tokens=step.all_tokens,
         model_flops=step.model_flops,
-        loss=loss,
+        loss=None if isinstance(step.loss, torch.Tensor) else step.loss,
         activation_budget_bytes=budget.of_activations,
         gradient_bytes=gradients.take_added(),
         gradient_peak_bytes=gradients.take_most(),
@@ -333,7 +312,7 @@ def memory_event(session: Session, number: int) -> dict[str, object] | None:
         "outside": sorted(outside, key=itemgetter(1), reverse=True)[:3],
         "frozen_weights": sum(new_bytes(frozen, device, set())),
         "left_out": sum(map(session.gradients.reached, others)),
-        "returned": [(each.layer, each.is_put_out, each.nbytes) for each in memory.returned],
+        "returned": [(each.layer, each.is_put_out, each.nbytes) for each in session.outputs.returned],
         "phases": {phase: peak.as_json() for phase, peak in memory.peaks.items()},
     }
 

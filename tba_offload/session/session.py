@@ -281,8 +281,7 @@ class Session:
             self.capture.trace.mark_times(self.device)
         if self.budget.limits.nets_gradients:
             self.capture.trace.gradients = gradients.alone
-        looks, exist = wanted or self.planning.wants_memory, gradients.all_exist
-        memory.begin_step(meter, number, wanted=looks, traced=wanted, gradients_allocated=exist)
+        memory.begin_step(meter, number, wanted=wanted or self.planning.wants_memory, traced=wanted)
         for other in self._beside() if meter is not None else ():  # live bytes are those of the process
             memory.overlaps = other.memory.overlaps = True
             self.notices.warn_once("overlap")
@@ -300,9 +299,10 @@ class Session:
 
     def forward_ended(self, output: object) -> None:
         """Look at what the model's forward has put out: the loss comes next."""
-        collected = [] if self.memory.meter is None else self.outputs.model_ended(output)
+        if self.memory.meter is not None:
+            self.outputs.model_ended(output)
         if len(self.modules) == 1:  # a loss does not follow each chunk
-            self.memory.model_ended(collected)
+            self.memory.model_ended()
         self.watch.watch_tail(output)
 
     def end_step(self, step: Step, *, failed: bool) -> None:
@@ -354,8 +354,8 @@ class Session:
         if (figures := memory_event(self, number)) is not None:
             self.records.note(MEMORY, figures)
         waits = sorted([*self.offloader.stats.stalls, *(() if moved is None else moved.waits)])
-        if (found := self.memory.curve.figures(self, step, waits)) is not None:
-            timeline: dict[str, object] = {"step": number, **found}
+        if (curve := self.memory.curve) is not None:
+            timeline = {"step": number, **curve.figures(self, step, waits)}
             step.timeline.figures = timeline
             self.records.note(TIMELINE, timeline)
         self.budget.end_step(record)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from tba_offload.errors import SessionError
 from tba_offload.report.log import StepRecord, TimelineEvent, read_event
-from tba_offload.session.record import LateValue, late_value
 
 if TYPE_CHECKING:
     import os
@@ -53,7 +52,7 @@ class Step:
         self, loop: Loop, meter: MemoryMeter | None, tokens: int | None, flops: float | None, *, trace: bool
     ) -> None:
         self._loop, self.meter, self.tokens, self.model_flops = loop, meter, tokens, flops
-        self.loss: float | torch.Tensor | LateValue | None = None
+        self.loss: float | torch.Tensor | None = None
         self.record: StepRecord | None = None
         self.timeline = StepTimeline(wanted=trace)
         self.thread = threading.get_ident()
@@ -78,17 +77,6 @@ class Step:
         self._loop.end(self, failed=failed)
 
     # ---- what is told ----------------------------------------------------------------------------
-
-    def will_have_loss(
-        self, groups: Sequence[Sequence[torch.Tensor]], loss: Callable[[list[list[float]]], float | None]
-    ) -> None:
-        """Have :attr:`loss` made of small tensors when the device has come to them; nothing waits for that.
-
-        Args:
-            groups: The tensors.
-            loss: Makes the loss of their numbers, a list for each group.
-        """
-        self.loss = late_value(self._loop.session.device, groups, loss)
 
     @property
     def all_tokens(self) -> int | None:

@@ -43,7 +43,6 @@ def write_run(path: Path, strategy: str, *, peak: int, seconds: float) -> str:
                     model_flops=1e12,
                     activation_peak_bytes=peak * 2**20,
                     peak_source="cuda allocator",
-                    gradients_allocated=True,
                 )
             )
     return str(path)

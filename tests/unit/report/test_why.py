@@ -118,7 +118,7 @@ def test_gradients_are_there_when_kept_activations_have_gone(tmp_path: Path) -> 
 
 
 def test_what_layers_returned_is_named_in_forward_and_in_outputs(tmp_path: Path) -> None:
-    phases = {"forward": peak(100, returned=80), "loss": peak(90, put_out=70)}
+    phases = {"forward": peak(100, layer=2, outputs=80), "loss": peak(90, put_out=70)}
     returned = [[0, True, 40 * MIB], [1, True, 40 * MIB]]
     found = diagnosed(tmp_path, event(phases=phases, returned=returned))
     assert (found.cause, found.findings[0].nbytes) == ("held elsewhere", 80 * MIB)
