@@ -14,7 +14,6 @@ from tba_offload.session.memory import BETWEEN, EMBEDDINGS
 if TYPE_CHECKING:
     from tba_offload.capture.site import Site
     from tba_offload.capture.trace import ScopeTrace, StepTrace
-    from tba_offload.session.memory import Memory
     from tba_offload.session.session import Session
     from tba_offload.session.step import Step
 
@@ -58,9 +57,9 @@ class BackwardWatch:
         """
         tensor = first_differentiable(arguments)
         if tensor is not None and tensor.grad_fn is not None:
-            tensor.register_hook(partial(_left, weakref.ref(self), self._loop.step))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(self._left, self._loop.step))  # type: ignore[no-untyped-call]
 
-    def left(self, step: Step | None) -> None:
+    def _left(self, step: Step | None, _: torch.Tensor) -> None:
         """Backward has left the first layer of a step."""
         if step is self._loop.step and self._memory.is_on:
             self._capture.trace.backward_left()
@@ -102,17 +101,6 @@ class BackwardWatch:
         meter.cut()
         tensor = first_differentiable(output)
         if tensor is not None and tensor.grad_fn is not None:
-            look = partial(_look, weakref.ref(self._memory))
             for node in nearest_nodes(tensor.grad_fn, _TAIL, after=step.graph_end):
-                node.register_prehook(look)
-                node.register_hook(look)
-
-
-def _left(watch: weakref.ref[BackwardWatch], step: Step | None, _: torch.Tensor) -> None:
-    if (found := watch()) is not None:
-        found.left(step)
-
-
-def _look(memory: weakref.ref[Memory], *_: object) -> None:
-    if (found := memory()) is not None and found.meter is not None:
-        found.meter.cut()
+                node.register_prehook(self._memory.look)
+                node.register_hook(self._memory.look)

@@ -61,7 +61,6 @@ class Loop:
 
     Attributes:
         step: The step that is open, if one is.
-        number: How many steps have ended well.
         opens_steps: Whether steps open by themselves.
         is_closed: Whether the session was closed.
         is_inert: Whether this is a forked child: locks, threads and descriptors are those of the parent.
@@ -70,7 +69,6 @@ class Loop:
 
     def __init__(self, session: Session, count_tokens: TokenCounter | None) -> None:
         self.step: Step | None = None
-        self.number = 0
         self.opens_steps, self.is_closed, self.is_inert = count_tokens is not None, False, False
         self.session: Any = session
         self._seconds_between = 0.0  # of optimizers since the last step was open
@@ -137,8 +135,7 @@ class Loop:
             self.step = None
             interrupts.take_down(step)
         if not failed:
-            self.number += 1
-            step.record = self.session.record_step(step, self.number)
+            step.record = self.session.record_step(step)
 
     def open_step(self) -> None:
         """Open a step that has begun by itself, unless one is open that goes on."""
@@ -150,7 +147,7 @@ class Loop:
             self.session.memory.resume()
             return
         if step is not None:
-            if not step.opened_itself or not (step.updates or self._is_over(step)):
+            if not step.opened_itself or not self._is_over(step, at_forward=True):
                 return
             self._conclude(step)
         step = self.session.step()
@@ -192,12 +189,13 @@ class Loop:
 
     # ---- is it over? -----------------------------------------------------------------------------
 
-    def _is_over(self, step: Step) -> bool:
+    def _is_over(self, step: Step, *, at_forward: bool = False) -> bool:
+        """Return True if a step is over; ``at_forward`` of the next micro-batch, an update is enough."""
         trace, gradients = self.session.capture.trace, self.session.gradients
-        if step.has_failed or trace.in_backward:
-            return True  # an exception ended it
+        if step.has_failed or trace.in_backward:  # an exception ended it
+            return True
         if step.updates:
-            return bool(gradients.born_within(step.updated))
+            return at_forward or bool(gradients.born_within(step.updated))
         if not trace.backward_ends:
             return bool(trace.scopes) and all(graph() is None for graph in step.graphs)
         is_unseen = not gradients.are_there and not self.session.optimizers
@@ -211,7 +209,7 @@ class Loop:
         trace, gradients = self.session.capture.trace, self.session.gradients
         if step.has_failed or trace.in_backward or not trace.backward_ends:
             if step.updates and not step.has_failed and not trace.left_alone:
-                self.session.notices.no_layer_trained(self.session, self.number + 1)
+                self.session.notices.no_layer_trained(self.session, self.session.records.last_step + 1)
             step.end(failed=True)
             return
         if not step.updates:

@@ -31,14 +31,10 @@ from tba_offload.states.parameters import parameters_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from torch import nn
-    from torch.optim import Optimizer
-
     from tba_offload.capture.scope import ScopeKey
     from tba_offload.capture.trace import ScopeTrace
     from tba_offload.session.session import Session
     from tba_offload.session.step import Step
-    from tba_offload.states import OptimizerStates
     from tba_offload.store.base import Moved
     from tba_offload.transfer.ledger import Ledger
 
@@ -137,7 +133,7 @@ class Memory:
 
         Args:
             meter: Its meter; ``None`` if its memory is not measured.
-            number: How many ended before it.
+            number: Of the step, from 1.
             wanted: Whether the meter is to look before each run of a layer.
             traced: Whether a user wants the step over time.
         """
@@ -149,8 +145,8 @@ class Memory:
         self._forget()
         self._outputs.begin_step()
         # States come in the first step; in the third drives are warm too.
-        self.is_due = meter is not None and (number < 3 or (number + 1).bit_count() == 1)
-        if traced or (self.is_due and number >= 2):
+        self.is_due = meter is not None and (number <= 3 or number.bit_count() == 1)
+        if traced or (self.is_due and number >= 3):
             self.curve = StepCurve(self._offloader.ledger, self._movers)
         if meter is None:
             return
@@ -166,6 +162,11 @@ class Memory:
         """Note what is live, for a meter that sees only what it looks at."""
         if self.meter is not None:
             self.meter.sample(grows_by)
+
+    def look(self, *_: object) -> None:
+        """Begin a new section of the peak: an operation of backward begins or ends."""
+        if self.meter is not None:
+            self.meter.cut()
 
     def pause(self) -> None:
         """From now on an optimizer works: its memory is not that of activations."""
@@ -459,21 +460,9 @@ class StepCurve:
 # Memory that lasts from step to step
 
 
-def static_bytes(
-    modules: Sequence[nn.Module],
-    optimizers: Iterable[Optimizer],
-    offloaded: Iterable[OptimizerStates],
-    device: torch.device,
-) -> dict[str, int]:
-    """Return bytes of a device by what holds them, each storage once.
-
-    Args:
-        modules: The model or its chunks.
-        optimizers: Those that update it, or masters of it.
-        offloaded: Offloaded states of some of these, of which slots hold what is in memory.
-        device: The device.
-    """
-    optimizers = list(optimizers)
+def static_bytes(session: Session) -> dict[str, int]:
+    """Return bytes of the session's device by what lasts there from step to step, each storage once."""
+    modules, optimizers, device = session.modules, list(session.optimizers), session.device.torch_device
     parameters = [each for module in modules for each in torch.nn.Module.parameters(module)]
     states = (state for each in optimizers for state in each.state.values() if isinstance(state, dict))
     groups: dict[str, Iterable[object]] = {
@@ -485,7 +474,7 @@ def static_bytes(
     }
     seen: set[int] = set()
     nbytes = {name: sum(new_bytes(found, device, seen)) for name, found in groups.items()}
-    nbytes["optimizer_states"] += sum(states.device_bytes for states in offloaded)
+    nbytes["optimizer_states"] += sum(states.device_bytes for states in session.states)
     return nbytes
 
 

@@ -86,15 +86,15 @@ def tell(line: str) -> None:
 
 
 class Notices:
-    """What a session has to say once."""
+    """What a session has to say once.
+
+    Attributes:
+        said: What was said.
+    """
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self.said: set[str] = set()
         self._unreached = 0  # steps in which layers ran, and backward came to none
-
-    def said(self, what: str) -> bool:
-        """Return True if a warning was given."""
-        return what in self._said
 
     def warn_once(self, what: str, *figures: object, category: type[Warning] = UserWarning) -> None:
         """Warn of one cause.
@@ -104,14 +104,14 @@ class Notices:
             figures: What its message is filled in with; of a cause without a message, the message.
             category: The class of the warning.
         """
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self.said:
+            self.said.add(what)
             warn(_MESSAGES.get(what, "{}").format(*figures), category)
 
     def tell_once(self, line: str) -> None:
         """Say one line, by the logger."""
-        if line not in self._said:
-            self._said.add(line)
+        if line not in self.said:
+            self.said.add(line)
             tell(line)
 
     def no_layer_trained(self, session: Session, number: int) -> None:
@@ -142,7 +142,7 @@ class Notices:
         """Warn that a layer that is offloaded or recomputed is checkpointed by its own framework."""
         placed = zip(session.layers, session.plan.placements, strict=True)
         others = [layer.module for layer, placement in placed if placement is not Placement.KEEP]
-        if not self.said("checkpointing") and (count := sum(map(is_checkpointed, others))):
+        if "checkpointing" not in self.said and (count := sum(map(is_checkpointed, others))):
             self.warn_once("checkpointing", count, len(session.layers))
 
 
@@ -173,8 +173,8 @@ def warn_after(session: Session, record: StepRecord) -> None:
         notices.warn_once("no update", category=NoEffectWarning)
     if stats.full:
         notices.warn_once("full", readable_size(stats.fallback_kept), number)
-    if budget.share is not None and budget.share.left <= 0 and not notices.said("nothing left"):
-        held = static_bytes(session.modules, session.optimizers, session.states, session.device.torch_device)
+    if budget.share is not None and budget.share.left <= 0 and "nothing left" not in notices.said:
+        held = static_bytes(session)
         held["other things"] = budget.share.base_bytes - sum(held.values()) + held["gradients"]
         shares = [f"{readable_size(held[name])} {name.replace('_', ' ')}" for name in held if held[name] > 0]
         limit = readable_size(budget.share.device_bytes)

@@ -118,16 +118,18 @@ class Records:
         others = tuple(self._others.values())
         return RunLog(header=self._header, steps=tuple(self.records), path=path, others=others)
 
-    def add(self, record: StepRecord, late: dict[str, LateFigure]) -> StepRecord:
+    def add(self, record: StepRecord, step: Step, marks: StepMarks | None) -> StepRecord:
         """Add the record of a step that has ended well.
 
         Args:
             record: What is known of it.
-            late: What it is to be completed by.
+            step: The step, whose loss may be late.
+            marks: The step in the work of a device that runs behind the host, as is its time then.
 
         Returns:
             The record, complete if nothing of it is late.
         """
+        late = _late_figures(step, marks)
         self._records[record.step] = record
         if len(self._records) > _STEPS:
             del self._records[next(iter(self._records))]
@@ -199,7 +201,7 @@ class LateFigure(NamedTuple):
     read: Callable[[], Any]
 
 
-def late_figures(step: Step, marks: StepMarks | None) -> dict[str, LateFigure]:
+def _late_figures(step: Step, marks: StepMarks | None) -> dict[str, LateFigure]:
     """Return the figures of a step's record that are late, by their fields.
 
     Raises:
@@ -218,7 +220,7 @@ def late_figures(step: Step, marks: StepMarks | None) -> dict[str, LateFigure]:
 
         late["loss"] = LateFigure(copied.query, read)
     # The time of optimizers, which is none of the step, is the host's.
-    if marks is not None and marks.ended is not None and not step.times.had_optimizer:
+    if marks is not None and marks.ended is not None and not step.had_optimizer:
         late["seconds"] = LateFigure(marks.are_reached, marks.seconds)
     return late
 
@@ -228,8 +230,8 @@ def late_figures(step: Step, marks: StepMarks | None) -> dict[str, LateFigure]:
 
 def record_of(
     session: Session, step: Step, number: int, loads: Sequence[DriveLoad], weights: WeightsMoved | None
-) -> tuple[StepRecord, dict[str, LateFigure]]:
-    """Return what a step was like, and what its record is to be completed by.
+) -> StepRecord:
+    """Return what a step was like, as far as that is known when it ends.
 
     Args:
         session: What worked in the step.
@@ -239,8 +241,7 @@ def record_of(
         weights: What frozen weights moved; ``None`` if none are offloaded.
     """
     gradients, budget, prediction = session.gradients.live, session.budget, session.plan.prediction
-    trace, stats, times = session.capture.trace, session.offloader.stats, step.times
-    late = late_figures(step, trace.marks)
+    trace, stats = session.capture.trace, session.offloader.stats
     figures = session.memory.figures | {f"{name}_bytes": getattr(stats, name) for name in _MOVED}
     figures |= {f"{name}_bytes": getattr(trace, f"{name}_bytes") for name in _SAVED}
     if not session.device.runs_behind:  # how long a device is given its work is not how long that takes
@@ -253,13 +254,13 @@ def record_of(
         figures["predicted_peak_bytes"] = prediction.activation_peak
         figures["predicted_seconds"] = prediction.seconds
         figures["predicted_device_peak_bytes"] = budget.device_peak(prediction.peak_bytes)
-    record = StepRecord(
+    return StepRecord(
         step=number,
-        seconds=times.seconds,
-        optimizer_seconds=times.optimizer_seconds,
+        seconds=step.seconds,
+        optimizer_seconds=step.optimizer_seconds,
         skipped=step.is_skipped,
         stall_seconds=stats.stall_seconds,
-        tokens=step.all_tokens,
+        tokens=(step.seen_tokens or None) if step.tokens is None else step.tokens,
         model_flops=step.model_flops,
         loss=None if isinstance(step.loss, torch.Tensor) else step.loss,
         activation_budget_bytes=budget.of_activations,
@@ -275,7 +276,6 @@ def record_of(
         planning_seconds=session.planning.seconds,
         **figures,
     )
-    return record, late
 
 
 _MOVED, _SAVED = (
@@ -308,7 +308,7 @@ def memory_event(session: Session, number: int) -> dict[str, object] | None:
         "names": [layer.id.name for layer in session.layers],
         "placements": [str(placement) for placement in session.plan.placements],
         "window": session.offloader.ledger.window.nbytes,
-        "static": static_bytes(modules, session.optimizers, session.states, device),
+        "static": static_bytes(session),
         "outside": sorted(outside, key=itemgetter(1), reverse=True)[:3],
         "frozen_weights": sum(new_bytes(frozen, device, set())),
         "left_out": sum(map(session.gradients.reached, others)),

@@ -55,7 +55,7 @@ from tba_offload.transfer.offloader import Offloader
 from tba_offload.weights import FrozenWeights, WeightsTraffic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -252,7 +252,7 @@ class Session:
         Raises:
             TransferError: A transfer failed since the last step.
         """
-        number, meter, wanted = self.loop.number, step.meter, step.timeline.is_wanted
+        meter, wanted = step.meter, step.timeline.is_wanted
         gradients, memory, offloader = self.gradients, self.memory, self.offloader
         # What came after the last step belongs to none: dropped handles, failures, loads of an evaluation.
         offloader.drain()
@@ -281,21 +281,23 @@ class Session:
             self.capture.trace.mark_times(self.device)
         if self.budget.limits.nets_gradients:
             self.capture.trace.gradients = gradients.alone
+        number = self.records.last_step + 1
         memory.begin_step(meter, number, wanted=wanted or self.planning.wants_memory, traced=wanted)
-        for other in self._beside() if meter is not None else ():  # live bytes are those of the process
-            memory.overlaps = other.memory.overlaps = True
-            self.notices.warn_once("overlap")
+        if meter is not None:
+            self._share_device()
         step.began = time.perf_counter()
         # What lies on the device by now may leave less to activations than the plan was made for.
         self.budget.begin_step(memory.base_bytes)
 
-    def _beside(self) -> Iterator[Session]:
-        """Yield the other sessions on the same device that have a step open."""
+    def _share_device(self) -> None:
+        """Tell no peak of steps that are open at once: live bytes are those of the process."""
         for other in list(_open_sessions):
-            if other is not self and other.device.torch_device == self.device.torch_device:
-                other.loop.settle()
-                if other.loop.step is not None:
-                    yield other
+            if other is self or other.device.torch_device != self.device.torch_device:
+                continue
+            other.loop.settle()
+            if other.loop.step is not None:
+                self.memory.overlaps = other.memory.overlaps = True
+                self.notices.warn_once("overlap")
 
     def forward_ended(self, output: object) -> None:
         """Look at what the model's forward has put out: the loss comes next."""
@@ -340,17 +342,12 @@ class Session:
             self.offloader.abandon()
             raise
 
-    def record_step(self, step: Step, number: int) -> StepRecord:
-        """Record a step that has ended well, and have the next one planned by what it was like.
-
-        Args:
-            step: The step.
-            number: How many steps have ended well, this one included.
-        """
+    def record_step(self, step: Step) -> StepRecord:
+        """Record a step that has ended well, and have the next one planned by what it was like."""
+        number = self.records.last_step + 1
         self.gradients.count()
         loads, moved = self.store.take_loads(), self.weights_traffic.take()
-        record, late = record_of(self, step, number, loads, moved)
-        record = self.records.add(record, late)
+        record = self.records.add(record_of(self, step, number, loads, moved), step, self.capture.trace.marks)
         if (figures := memory_event(self, number)) is not None:
             self.records.note(MEMORY, figures)
         waits = sorted([*self.offloader.stats.stalls, *(() if moved is None else moved.waits)])
@@ -393,7 +390,7 @@ class Session:
                 forked child.
             UnsupportedError: The memory of this device cannot be measured.
         """
-        trace = trace or self.loop.number + 1 in self._traced
+        trace = trace or self.records.last_step + 1 in self._traced
         may_help = trace or self.planning.wants_memory or self.budget.is_of_device
         meter = self.memory.meter_of_step(wanted=measure_memory, may_help=may_help)
         return Step(self.loop, meter, tokens, model_flops, trace=trace)
@@ -406,8 +403,7 @@ class Session:
     @property
     def last(self) -> StepRecord | None:
         """The record of the last whole step; ``None`` before the first update has ended one."""
-        records = self.report()
-        return records[-1] if records else None
+        return next(reversed(self.report()), None)
 
     def apply(self, config: ConfigLike) -> None:
         """Change the policy between steps: placements, ``min_tensor_bytes``, ``on_full`` and ``on_slow``.

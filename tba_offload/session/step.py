@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from tba_offload.errors import SessionError
 from tba_offload.report.log import StepRecord, TimelineEvent, read_event
@@ -44,7 +44,10 @@ class Step:
         seen_tokens: Tokens of the micro-batches, as seen.
         updates: When optimizers made their steps in it, begin and end.
         updated: Ids of the parameters that optimizers have updated; the optimizers hold these parameters.
-        times: How long it took, once it has ended.
+        seconds: Duration of the step less that of optimizers in it, by the host's clock; a step that opened
+            by itself ends with its last backward pass. Nothing waits for the device at its end.
+        optimizer_seconds: Duration of the steps of optimizers since the last step; ``None`` if none was seen.
+        had_optimizer: Whether optimizers worked between the step's begin and its end.
         seconds_before: Time that optimizers worked between the last step and this one.
     """
 
@@ -57,7 +60,8 @@ class Step:
         self.timeline = StepTimeline(wanted=trace)
         self.thread = threading.get_ident()
         self.began = self.seconds_before = 0.0
-        self.times = Times(0.0, None, had_optimizer=False)
+        self.seconds, self.had_optimizer = 0.0, False
+        self.optimizer_seconds: float | None = None
         self.opened_itself = self.has_failed = self.is_skipped = False
         self.graph_end = 0
         self.updated: frozenset[int] = frozenset()
@@ -75,13 +79,6 @@ class Step:
     def end(self, *, failed: bool) -> None:
         """End the step. As in all of this file, an interrupt waits until that is done."""
         self._loop.end(self, failed=failed)
-
-    # ---- what is told ----------------------------------------------------------------------------
-
-    @property
-    def all_tokens(self) -> int | None:
-        """Tokens of the step, as told or else as seen."""
-        return (self.seen_tokens or None) if self.tokens is None else self.tokens
 
     # ---- optimizers ------------------------------------------------------------------------------
 
@@ -115,24 +112,9 @@ class Step:
         ended = backward_ends[-1] if self.opened_itself and backward_ends else time.perf_counter()
         updates = self.update_times(backward_ends)
         within = sum(max(min(until, ended) - since, 0.0) for since, until in updates)
-        seconds = self.seconds_before + sum(until - since for since, until in updates)
-        is_seen = bool(updates) or self.seconds_before > 0
-        self.times = Times(ended - self.began - within, seconds if is_seen else None, within > 0)
-
-
-class Times(NamedTuple):
-    """How long a step took.
-
-    Attributes:
-        seconds: Duration of the step less that of optimizers in it, by the host's clock; a step that opened
-            by itself ends with its last backward pass. Nothing waits for the device at its end.
-        optimizer_seconds: Duration of the steps of optimizers since the last step; ``None`` if none was seen.
-        had_optimizer: Whether optimizers worked between the step's begin and its end.
-    """
-
-    seconds: float
-    optimizer_seconds: float | None
-    had_optimizer: bool
+        self.seconds, self.had_optimizer = ended - self.began - within, within > 0
+        if updates or self.seconds_before > 0:
+            self.optimizer_seconds = self.seconds_before + sum(until - since for since, until in updates)
 
 
 class StepTimeline:
