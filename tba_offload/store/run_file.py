@@ -7,7 +7,6 @@ walked one name at a time and every step is relative to a descriptor: what was c
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import os
 import secrets
@@ -16,12 +15,12 @@ import stat
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
 from tba_offload.store.extents import round_up
-from tba_offload.store.file_systems import UNKNOWN, Place, file_system_of, mount_id_of
+from tba_offload.store.file_systems import UNKNOWN, Place, file_system_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,8 +41,6 @@ _LEAST_GROWTH = 1 << 20
 _SHARE = 8
 """Part of the room by which a file grows at most, beyond what is needed."""
 _MAX_LINKS = 40
-_ATTEMPTS = 100
-"""Times that a directory may vanish between two calls, as when many ranks begin and end with it at once."""
 _SEARCH = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -54,8 +51,7 @@ class RunFile:
     blocks when the last descriptor is closed, however the process ends.
 
     Args:
-        directory: Where to create it; made if it is missing and a drive is mounted right above it, and then
-            removed in the end unless something else is in it.
+        directory: Where to create it: a directory that exists.
         capacity: The file never grows beyond this, bytes; ``None`` for no limit.
         while_named: Is called with the descriptor while the file has its name, and may be called again; for
             libraries that open a file by its path.
@@ -78,7 +74,12 @@ class RunFile:
         self._while_named = while_named
         self._left_behind: str | None = None
         with _named(directory):
-            self._open()
+            self._parent = open_directory(directory)
+            try:
+                self.fd = self._create()
+            except BaseException:
+                os.close(self._parent)
+                raise
 
     def grow(self, size: int) -> None:
         """Make the file at least this long, with blocks allocated where the file system can.
@@ -128,7 +129,6 @@ class RunFile:
         if self._left_behind is not None:
             self._remove_left_behind(self._left_behind)
         os.close(self._parent)
-        self._maker.undo()
 
     def _remove_left_behind(self, name: str) -> None:
         for seconds in (*_GONE_AFTER, 0.0):
@@ -149,25 +149,6 @@ class RunFile:
         """Close the descriptors in a forked child, which would keep the disk space; the parent goes on."""
         os.close(self.fd)
         os.close(self._parent)
-        self._maker.forget()
-
-    def _open(self) -> None:
-        """Open the directory and make the file; again if another store removed the directory meanwhile."""
-        for attempt in itertools.count(1):
-            self._maker = Maker()
-            try:
-                self._parent = open_directory(self.directory, maker=self._maker)
-                try:
-                    self.fd = self._create()
-                except BaseException:
-                    os.close(self._parent)
-                    raise
-            except BaseException as error:
-                self._maker.undo()
-                if not isinstance(error, FileNotFoundError) or attempt == _ATTEMPTS:
-                    raise
-            else:
-                return
 
     def _extend(self, size: int) -> bool:
         """Try one size; false if there is no room for it."""
@@ -261,13 +242,13 @@ def short_transfer(directory: str, verb: str, nbytes: int, offset: int, moved: i
 
 
 def check_directory(path: str) -> None:
-    """Check that :func:`open_directory` would find or make a directory, and make none.
+    """Check that :func:`open_directory` would open a directory.
 
     Raises:
         StoreError: It would not; the message says what to do.
     """
     with _named(path):
-        os.close(_walk(path, _may_make))
+        os.close(open_directory(path))
 
 
 @contextmanager
@@ -306,71 +287,15 @@ def lies_in_memory(path: str) -> bool:
         os.close(fd)
 
 
-class Maker:
-    """Makes the directory that a store was told to use, and removes it after use.
-
-    It is made, with mode 0700, only right below where a drive is mounted. Nothing else is made: a path that
-    leads nowhere is likely mistyped, or on a drive that is not mounted, and files would fill the disk of the
-    system.
-    """
-
-    def __init__(self) -> None:
-        self._made: tuple[int, str, os.stat_result] | None = None
-
-    def make(self, here: int, name: str, path: str) -> int:
-        """Make a directory and open it.
-
-        Args:
-            here: Descriptor of the one above.
-            name: Its name there.
-            path: Its path, for messages.
-
-        Raises:
-            StoreError: No drive is mounted there.
-        """
-        above = _may_make(here, name, path)
-        try:
-            is_ours = True
-            try:
-                os.mkdir(name, 0o700, dir_fd=above)
-            except FileExistsError:  # another process was faster
-                is_ours = False
-            made = os.open(name, _SEARCH, dir_fd=above)
-        except BaseException:
-            os.close(above)
-            raise
-        if is_ours:
-            self._made = above, name, os.fstat(made)
-        else:
-            os.close(above)
-        return made
-
-    def undo(self) -> None:
-        """Remove the directory if it was made here, is still the same, and nothing is in it."""
-        if self._made is None:
-            return
-        above, name, status = self._made
-        with suppress(OSError):
-            if os.path.samestat(status, os.stat(name, dir_fd=above, follow_symlinks=False)):
-                os.rmdir(name, dir_fd=above)
-        self.forget()
-
-    def forget(self) -> None:
-        """Leave the directory where it is."""
-        if self._made is not None:
-            os.close(self._made[0])
-            self._made = None
-
-
-def open_directory(path: str, *, maker: Maker | None = None) -> int:
-    """Open a directory.
+def open_directory(path: str) -> int:
+    """Open a directory, one name of its path at a time.
 
     Symbolic links are followed, except one that another user has put into a directory that everybody may
-    write to.
+    write to. A directory that is missing is not made: its path is likely mistyped, or on a drive that is not
+    mounted, and files would fill the disk of the system.
 
     Args:
         path: The directory; ``~`` is expanded.
-        maker: Makes it if it is missing; without one it has to exist.
 
     Returns:
         A descriptor that serves as ``dir_fd``.
@@ -378,13 +303,8 @@ def open_directory(path: str, *, maker: Maker | None = None) -> int:
     Raises:
         StoreError: A part of the path does not exist, a link on the way is not to be trusted, or there are
             too many.
-        OSError: The directory cannot be reached or created.
+        OSError: The directory cannot be reached.
     """
-    return _walk(path, _refuse if maker is None else maker.make)
-
-
-def _walk(path: str, find_missing: Callable[[int, str, str], int]) -> int:
-    """Open a directory step by step; what its last part is, where it is missing, ``find_missing`` says."""
     names = [*reversed(Path(path).expanduser().absolute().parts[1:])]
     here = os.open("/", _SEARCH)
     links = 0
@@ -392,7 +312,9 @@ def _walk(path: str, find_missing: Callable[[int, str, str], int]) -> int:
         while names:
             name = names.pop()
             try:
-                below = _enter(here, name, path, _refuse if names else find_missing)
+                below = os.open(name, _SEARCH, dir_fd=here)
+            except FileNotFoundError:
+                raise _missing(name, path) from None
             except NotADirectoryError:
                 links += 1
                 target = Path(_read_link(here, name, path, links))
@@ -408,41 +330,14 @@ def _walk(path: str, find_missing: Callable[[int, str, str], int]) -> int:
     return here
 
 
-def _enter(here: int, name: str, path: str, find_missing: Callable[[int, str, str], int]) -> int:
-    try:
-        return os.open(name, _SEARCH, dir_fd=here)
-    except FileNotFoundError:
-        return find_missing(here, name, path)
-
-
-def _may_make(here: int, name: str, path: str) -> int:
-    """Return the directory in which one may be made.
-
-    Raises:
-        StoreError: It may not.
-    """
-    if not _is_mount_point(here):
-        _refuse(here, name, path)
-    return os.dup(here)
-
-
-def _refuse(_here: int, name: str, path: str) -> NoReturn:
+def _missing(name: str, path: str) -> StoreError:
     missing = os.path.realpath(path) if Path(path).is_symlink() else path
-    raise StoreError(
+    return StoreError(
         errno.ENOENT,
         f"{name!r} does not exist; mount its drive, or, if the path is right, make it: "
         f"mkdir -p {shlex.quote(missing)}",
         path,
-    ) from None
-
-
-def _is_mount_point(directory: int) -> bool:
-    """Whether a file system other than that of the directory above begins here; never true of the root."""
-    above = os.open("..", _SEARCH, dir_fd=directory)
-    try:
-        return mount_id_of(directory) != mount_id_of(above)
-    finally:
-        os.close(above)
+    )
 
 
 def _read_link(here: int, name: str, path: str, links: int) -> str:

@@ -9,7 +9,6 @@ import signal
 import stat
 import tempfile
 import textwrap
-import uuid
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,37 +122,8 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path, python_with_torch: Warm
     assert (tmp_path / "neighbour").read_bytes() == b"untouched"
 
 
-@pytest.fixture
-def on_a_mount() -> Iterator[Path]:
-    """A directory that does not exist, right below the root of a mounted file system."""
-    path = Path("/dev/shm") / f"tba-test-{uuid.uuid4().hex}"
-    yield path
-    if path.exists():
-        path.rmdir()
-
-
-def test_a_missing_directory_is_made_private_on_a_mounted_drive(on_a_mount: Path) -> None:
-    check_directory(str(on_a_mount))
-    assert not on_a_mount.exists()  # looking makes nothing
-    with FileStore(on_a_mount, device=CPU):
-        assert stat.S_IMODE(on_a_mount.stat().st_mode) == 0o700
-    assert not on_a_mount.exists()
-
-
-def test_a_directory_that_was_made_stays_while_something_is_in_it(on_a_mount: Path) -> None:
-    before = descriptors()
-    with FileStore(on_a_mount, device=CPU):
-        (on_a_mount / "precious").touch()
-    assert (on_a_mount / "precious").exists()
-    assert descriptors() == before
-    (on_a_mount / "precious").unlink()
-    with FileStore(on_a_mount, device=CPU):
-        pass
-    assert on_a_mount.exists()  # this time it was there
-
-
 @pytest.mark.parametrize("path", ["offload", "drive/offload"])
-def test_a_directory_whose_drive_is_not_mounted_is_not_made(path: str, tmp_path: Path) -> None:
+def test_a_directory_that_is_missing_is_not_made(path: str, tmp_path: Path) -> None:
     """It is mistyped, or its drive is not mounted, and bytes would go to another one."""
     missing, where = path.split("/", maxsplit=1)[0], tmp_path / path
     for look in (partial(FileStore, device=CPU), lambda path: check_directory(str(path))):
@@ -162,14 +132,6 @@ def test_a_directory_whose_drive_is_not_mounted_is_not_made(path: str, tmp_path:
         assert f"{missing!r} does not exist; mount its drive" in str(caught.value)
         assert f"mkdir -p {where}" in str(caught.value)
         assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_made_beside_the_root() -> None:
-    """The root is where a file system begins, too, but no drive for offloading."""
-    path = Path("/") / f"tba-test-{uuid.uuid4().hex}"
-    with pytest.raises(StoreError, match="mount its drive"):
-        FileStore(path, device=CPU)
-    assert not path.exists()
 
 
 def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
