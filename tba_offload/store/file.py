@@ -29,7 +29,6 @@ from tba_offload.store import posix
 from tba_offload.store.engine import QueuedStore
 from tba_offload.store.extents import BLOCK
 from tba_offload.store.file_systems import Place, file_system_of
-from tba_offload.store.late import LateErrors
 from tba_offload.store.options import StoreOptions
 from tba_offload.store.run_file import FULL, RunFile, short_transfer
 from tba_offload.store.run_file_backend import RunFileBackend
@@ -87,7 +86,7 @@ class FileBackend(RunFileBackend):
         super().__init__(RunFile(directory, options.capacity), options, device)
         try:
             self.block, self.reason = _choose_path(self._file)
-            self.late = LateErrors(self._file, is_direct=self.reason is None)
+            self.file_system = self._file.file_system().name
             self.alignment, self.joined_bytes = (1, 0) if device.pins_memory else (self.block, JOINED_BYTES)
             self._stable_pages = posix.needs_stable_pages(self._file.fd)
             self.ring = StagingRing(slab_bytes, options.writers + options.readers, self.block, device)
@@ -122,14 +121,7 @@ class FileBackend(RunFileBackend):
             if not self._is_in_place(extent, source, padded=padded):
                 return None
         digests = self._checksums.of_ranges(source for _, source in moves)
-        before = self.late.begin()
-        if not self._moved_together(posix.pwritev, moves, _NOTHING):
-            return None
-        try:
-            self.late.check(before)
-        except OSError:
-            return None
-        return digests
+        return digests if self._moved_together(posix.pwritev, moves, _NOTHING) else None
 
     def move_in_together(self, moves: Sequence[Move], *, padded: bool) -> list[int | None] | None:
         """See :meth:`Joining.move_in_together`."""
@@ -190,13 +182,7 @@ class FileBackend(RunFileBackend):
         return padded or self._span(extent) == extent.nbytes
 
     def _put(self, extent: Extent, address: int, start: int, nbytes: int) -> None:
-        before = self.late.begin()
         self._transfer("write", posix.pwrite, extent, address, start, nbytes)
-        try:
-            self.late.check(before)
-        except OSError as error:
-            what = f"write of {nbytes} bytes at offset {extent.offset + start}, or of others at that time,"
-            raise _failure(self._file, what, error) from None
 
     def _get(self, extent: Extent, address: int, start: int, nbytes: int) -> None:
         self._transfer("read", posix.pread, extent, address, start, nbytes)
@@ -255,8 +241,7 @@ class FileStore(QueuedStore):
             "directory": self.directory,
             "path": "O_DIRECT" if self._file.reason is None else "buffered",
             "reason": self._file.reason,
-            "file_system": self._file.late.file_system.name,
-            "confirms_writes": self._file.late.wanted,
+            "file_system": self._file.file_system,
             "alignment": self._file.block,
             "capacity": self.capacity_bytes,
             "checksum": self._options.checksum,

@@ -33,15 +33,11 @@ class FileSystem(NamedTuple):
         place: Where the bytes are.
         keeps_names: Whether a file that is removed while it is open may keep a name, so that a crash of the
             process leaves it there.
-        reports_late: Whether a write that has returned may fail later, and ``fsync`` or ``close`` tells.
-        reports_late_directly: Whether that is so even of a write by direct I/O.
     """
 
     name: str
     place: Place
     keeps_names: bool = False
-    reports_late: bool = False
-    reports_late_directly: bool = False
 
     @property
     def is_network(self) -> bool:
@@ -61,14 +57,13 @@ class FileSystem(NamedTuple):
             told.append(f"{self.name} lies on another file system, that of a container's layers")
         if self.keeps_names:
             told.append("a process that is killed may leave its files there: nothing removes them")
-        if self.reports_late:
-            when = "every write" if self.reports_late_directly else "every buffered write"
-            told.append(f"a full or failing server may tell so after a write only, so {when} is flushed")
+        if self.place in {Place.NETWORK, Place.PROCESS, Place.UNKNOWN}:
+            told.append("a full or failing server may lose a write and say so only when the bytes are read")
         return told
 
 
 def _network(name: str, *, keeps_names: bool = True) -> FileSystem:
-    return FileSystem(name, Place.NETWORK, keeps_names=keeps_names, reports_late=True)
+    return FileSystem(name, Place.NETWORK, keeps_names=keeps_names)
 
 
 FILE_SYSTEMS = {
@@ -86,9 +81,7 @@ FILE_SYSTEMS = {
     0x4D44: FileSystem("vfat", Place.DRIVE),
     0x7366746E: FileSystem("ntfs3", Place.DRIVE),
     0x794C7630: FileSystem("overlay", Place.LAYERS),
-    0x65735546: FileSystem(
-        "fuse", Place.PROCESS, keeps_names=True, reports_late=True, reports_late_directly=True
-    ),
+    0x65735546: FileSystem("fuse", Place.PROCESS, keeps_names=True),
     0x6969: _network("nfs"),
     0x517B: _network("smb"),
     0xFF534D42: _network("cifs"),
@@ -105,8 +98,8 @@ FILE_SYSTEMS = {
 }
 """Kinds of file systems by magic number, those of ``linux/magic.h`` and of file systems out of the tree."""
 
-UNKNOWN = FileSystem("unknown", Place.UNKNOWN, reports_late=True)
-"""Kind of a file system that is not in the table: as careful as with a network."""
+UNKNOWN = FileSystem("unknown", Place.UNKNOWN)
+"""Kind of a file system that is not in the table."""
 
 
 class Mount(NamedTuple):

@@ -175,22 +175,6 @@ def transfer(call: Call, fd: int, address: int, nbytes: int, offset: int, alignm
     return done
 
 
-def confirm(fd: int) -> None:
-    """Have the file system tell whether it has the bytes that were written, as far as it ever tells.
-
-    ``fdatasync`` has it write them; some report what was lost only when a descriptor is closed.
-
-    Raises:
-        OSError: It has lost some since it was last asked.
-    """
-    try:
-        os.fdatasync(fd)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:  # it has no such call
-            raise
-    os.close(os.dup(fd))
-
-
 def fallocate(fd: int, offset: int, nbytes: int) -> None:
     """Allocate blocks of a file, which grows if the range ends after its end; data stays as it is.
 
