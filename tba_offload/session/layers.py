@@ -338,6 +338,7 @@ class Outputs:
                 self._of_layers[storage._cdata] = Returned(*found)
             return
         needed = {storage._cdata for storage in self._storages(arguments)}
+        self._unneeded = []  # a layer may run several times in a forward: the last one tells
         for key, each in self._of_layers.items():
             if (alive := each.storage()) is None or key in needed:
                 continue

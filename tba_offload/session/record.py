@@ -327,9 +327,7 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
     if not may_plan and chosen:
         session.notices.tell_once(OTHER_RANKS)
     repeatable = {index for index in chosen if may_plan and session.verifier.may_plan(index)}
-    stats, on_device = session.offloader.stats, None
-    if trace.marks is not None:
-        on_device = DeviceTimes(trace, stats.marked_stalls)
+    stats = session.offloader.stats
     news = planning.learn(
         StepObservation(
             trace=trace,
@@ -339,7 +337,7 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
             record=record,
             began=step.began,
             beside=session.memory.beside,
-            on_device=on_device,
+            on_device=DeviceTimes(trace, stats.marked_stalls) if trace.marks is not None else None,
             not_recomputed=chosen - repeatable,
         )
     )
