@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from tba_offload.device import Device
     from tba_offload.device.digest import Digest
     from tba_offload.states.groups import SubGroup
     from tba_offload.states.updates import StatesRecord, Updates
@@ -36,27 +35,6 @@ _CLOSELY = 3
 _HALFWAY = "backward ended halfway through its updates. Load a checkpoint of the model and the optimizer"
 
 logger = logging.getLogger(__name__)
-
-
-class StreamOrder:
-    """A context manager: the work of a block comes after that of the block before, whatever their streams.
-
-    Hooks of autograd are called on the stream that made a gradient, FSDP2's on the one that reduced it; an
-    optimizer's step has another.
-
-    Args:
-        device: The device.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._last = device.event()
-
-    def __enter__(self) -> None:
-        self._last.wait(self._device.stream())  # without it, that of the current device
-
-    def __exit__(self, *_: object) -> None:
-        self._last = self._device.event()
 
 
 class BackwardUpdates:
@@ -71,7 +49,8 @@ class BackwardUpdates:
         self._optimizer = updates.optimizer
         self._updates = updates
         self._micro_batches = micro_batches
-        self._order = StreamOrder(updates.homes.device)
+        self._device = updates.homes.device
+        self._last = self._device.event()
         self._handles: dict[torch.Tensor, RemovableHandle] = {}
         self._references: dict[torch.Tensor, int] = {}
         self._freed: dict[torch.Tensor, torch.Tensor] = {}
@@ -109,25 +88,34 @@ class BackwardUpdates:
     # ---- backward --------------------------------------------------------------------------------
 
     def _gradient_came(self, parameter: torch.Tensor) -> None:
-        with self._order:
-            task = torch._C._current_graph_task_id()
-            if task != self._task:
-                self._task = task
-                self._begin_pass()
-            if self._open:
-                self._updates.prefetch()
-                self._note_later_use(parameter)
-            holding = [group for group, missing in self._open.items() if parameter in missing]
-            for group in holding:  # several, if they have slices of it
-                self._open[group].discard(parameter)
-                if self._open[group] or not self._read_later.isdisjoint(group.parameters):
-                    continue  # the latter are updated at the end
-                self._is_updating = True
-                self._done.append(group)
-                self._updates.update_in_backward(group)
-                del self._open[group]
-            self._updates.entries.show_slices()
-            self._free(each for group in holding if group not in self._open for each in group.parameters)
+        self._wait()
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._begin_pass()
+        if self._open:
+            self._updates.prefetch()
+            self._note_later_use(parameter)
+        holding = [group for group, missing in self._open.items() if parameter in missing]
+        for group in holding:  # several, if they have slices of it
+            self._open[group].discard(parameter)
+            if self._open[group] or not self._read_later.isdisjoint(group.parameters):
+                continue  # the latter are updated at the end
+            self._is_updating = True
+            self._done.append(group)
+            self._updates.update_in_backward(group)
+            del self._open[group]
+        self._updates.entries.show_slices()
+        self._free(each for group in holding if group not in self._open for each in group.parameters)
+        self._last = self._device.event()
+
+    def _wait(self) -> None:
+        """Have the work that follows come after that of the hook before, whatever their streams.
+
+        Hooks of autograd are called on the stream that made a gradient, FSDP2's on the one that reduced it;
+        an optimizer's step has another.
+        """
+        self._last.wait(self._device.stream())  # without it, that of the current device
 
     def _begin_pass(self) -> None:
         """Count a backward pass, and let updates begin if it is the last before the step.
@@ -180,15 +168,16 @@ class BackwardUpdates:
 
     def _pass_ends(self) -> None:
         """Update what was not updated yet: parameters without states, and those of incomplete sub-groups."""
-        with self._order:
-            self._is_updating, self._open = True, {}
-            record = self._updates.step({}, done=self._done)
-            self._free(each for each in parameters_of(self._optimizer) if each not in self._freed)
-            for each in () if self._keeps_graph else self._freed:
-                self._references.setdefault(each, _references_to(each))
-            self._steps += 1
-            self._settings, self._values = self._settings_now(), self._values_now()
-            self._record = record
+        self._wait()
+        self._is_updating, self._open = True, {}
+        record = self._updates.step({}, done=self._done)
+        self._free(each for each in parameters_of(self._optimizer) if each not in self._freed)
+        for each in () if self._keeps_graph else self._freed:
+            self._references.setdefault(each, _references_to(each))
+        self._steps += 1
+        self._settings, self._values = self._settings_now(), self._values_now()
+        self._record = record
+        self._last = self._device.event()
 
     # ---- the step --------------------------------------------------------------------------------
 
@@ -216,7 +205,9 @@ class BackwardUpdates:
                 "optimizer.step() came without a backward pass since the last one. Call it once after "
                 "backward(), or set states.when to step"
             )
+        self._wait()
         what = None if record is None else self._what_differs(options)
+        self._last = self._device.event()
         if what is not None:
             raise SessionError(
                 f"another {what} came after backward(), which has updated the parameters. Change it after "
@@ -226,23 +217,20 @@ class BackwardUpdates:
         return record
 
     def _what_differs(self, options: Mapping[str, Any]) -> str | None:
-        with self._order:
-            if any(each.grad is not self._freed.get(each) for each in parameters_of(self._optimizer)):
-                return "gradient, or none,"
-            if any(options.values()) or self._settings != self._settings_now():
-                return "setting of the optimizer"
-            if not self._updates.is_current:
-                return "state of the optimizer"
-            before, now = self._values, self._values_now()
-            return None if before[0] == now[0] and are_equal(before[1], now[1]) else "value of a parameter"
+        if any(each.grad is not self._freed.get(each) for each in parameters_of(self._optimizer)):
+            return "gradient, or none,"
+        if any(options.values()) or self._settings != self._settings_now():
+            return "setting of the optimizer"
+        if not self._updates.is_current:
+            return "state of the optimizer"
+        before, now = self._values, self._values_now()
+        return None if before[0] == now[0] and are_equal(before[1], now[1]) else "value of a parameter"
 
     def _settings_now(self) -> str:
         """Return the settings of all parameter groups as text, numbers in tensors among them."""
         groups = [group.items() for group in self._optimizer.param_groups]
         settings = [(key, each) for group in groups for key, each in group if not key.startswith("param")]
-        return repr(
-            [(key, each.tolist() if isinstance(each, torch.Tensor) else each) for key, each in settings]
-        )
+        return repr([(key, each.tolist() if torch.is_tensor(each) else each) for key, each in settings])
 
     def _values_now(self) -> tuple[list[int], list[Digest]]:
         """Return the versions of parameters, and in some steps digests: ``.data`` leaves versions alone."""

@@ -63,44 +63,40 @@ class Entries:
         """
         if have_moved(bound, left):
             self._lay_out(group, bound, left)
-        stand_ins = self._stand_ins(group, left)
-        if group.part is None:
-            self._show(stand_ins)
-        else:
-            self._of_slices |= stand_ins
-            for parameter, entry in stand_ins.items():
-                if entry.keys() - {MASTER}:  # in the order in which a plain step has them
-                    self._groups.optimizer.state.setdefault(parameter, {})
+        self._show(group, left)
 
     def show_slices(self) -> None:
         """Show what the update of slices has left: with the states, what slices have in common."""
         of_slices, self._of_slices = self._of_slices, {}
-        self._show(of_slices)
+        for parameter, entry in of_slices.items():
+            self._set(parameter, entry)
 
-    def _stand_ins(self, group: SubGroup, left: Left) -> dict[torch.Tensor, Entry]:
-        """Return what is to be shown of states: what stands for those that are away, and the others."""
-        return {
-            parameter: {
-                key: self._stand_in(group, parameter, key, value)
-                if key in group.keys_of(parameter)
-                else value
+    def _show(self, group: SubGroup, left: Left) -> None:
+        """Show what stands for states that are away, and the others; of slices when all have been updated."""
+        for parameter, entry in left.items():
+            keys = group.keys_of(parameter)
+            shown = {
+                key: self._stand_in(group, parameter, key, value) if key in keys else value
                 for key, value in entry.items()
             }
-            for parameter, entry in left.items()
-        }
+            if group.part is None:
+                self._set(parameter, shown)
+            else:
+                self._of_slices[parameter] = shown
+                if shown.keys() - {MASTER}:  # in the order in which a plain step has them
+                    self._groups.optimizer.state.setdefault(parameter, {})
 
-    def _show(self, stand_ins: Left) -> None:
-        for parameter, entry in stand_ins.items():
-            if MASTER in entry:
-                self._groups.send_away(parameter)
-            shown = {key: value for key, value in entry.items() if key != MASTER}
-            known = self.shown(parameter)
-            shown = {key: shown[key] for key in known if key in shown} | shown  # in the order that there was
-            if known.keys() == shown.keys():
-                known.update(shown)
-            elif shown or known or parameter in self._groups.optimizer.state:
-                # At once: an interrupt must find all of it.
-                self._groups.optimizer.state[parameter] = shown
+    def _set(self, parameter: torch.Tensor, entry: Entry) -> None:
+        if MASTER in entry:
+            self._groups.send_away(parameter)
+        shown = {key: value for key, value in entry.items() if key != MASTER}
+        known = self.shown(parameter)
+        shown = {key: shown[key] for key in known if key in shown} | shown  # in the order that there was
+        if known.keys() == shown.keys():
+            known.update(shown)
+        elif shown or known or parameter in self._groups.optimizer.state:
+            # At once: an interrupt must find all of it.
+            self._groups.optimizer.state[parameter] = shown
 
     # ---- between updates -------------------------------------------------------------------------
 
@@ -140,18 +136,12 @@ class Entries:
         Raises:
             TransferError: States that are still away cannot be read.
         """
-        of_slices: dict[torch.Tensor, Entry] = {}
+        self._of_slices.clear()  # left by an update that failed
         for group in groups:
-            stand_ins = self._absorb(group)
-            self.slots.write(group)
-            if group.part is None:
-                self._show(stand_ins)
-            else:  # the next slice takes its part of the same tensors
-                of_slices |= stand_ins
-                self._of_slices.pop(group.parameters[0], None)  # left by an update that failed
-        self._show(of_slices)
+            self._absorb(group)
+        self.show_slices()  # only now: each slice takes its part of the same tensors
 
-    def _absorb(self, group: SubGroup) -> dict[torch.Tensor, Entry]:
+    def _absorb(self, group: SubGroup) -> None:
         entries = {
             each: {key: _arrived(group, each, value) for key, value in self._groups.states_of(each).items()}
             for each in group.parameters
@@ -163,7 +153,8 @@ class Entries:
                 raise entries[parameter][key].refused("it was put back when it was there no more")
             entries[parameter][key] = bound[parameter][key]
         self._lay_out(group, bound, entries)
-        return self._stand_ins(group, entries)
+        self.slots.write(group)
+        self._show(group, entries)
 
     def restore(self, groups: Iterable[SubGroup]) -> None:
         """Put states back into ``optimizer.state``, in memory of their own; not those that were cleared.
@@ -182,7 +173,7 @@ class Entries:
                     AwayMaster.end(parameter)
                 self.shown(parameter).update(entry)
             for group in some:
-                self.slots.empty(group)
+                self.slots.drop(group)
                 self.in_host_memory.pop(group, None)
 
     def on_host(
@@ -256,7 +247,7 @@ class Entries:
         if self.slots.of(group) is not None:  # states in it are copied first, because their places change
             for parameter, entry in entries.items():
                 entry.update({key: _copy(entry[key]) for key in bound.get(parameter, ()) if key in entry})
-            self.slots.empty(group)
+            self.slots.drop(group)
         group.home.release()
         if group.lay_out(entries):
             slot = self.slots.own(group) if stays else self.slots.take(group.room, SLOTS - 1)

@@ -201,21 +201,20 @@ class Home:
         Raises:
             TransferError: The bytes cannot be read.
         """
-        for read, (extent, part) in zip(reads, self._parts(memory) if reads else (), strict=True):
-            self._settle(read, extent, part, TRIES)
-
-    def _settle(self, read: IoFuture, extent: Extent, part: ByteRange, tries: int) -> None:
         homes = self._homes
-        try:
-            homes.wait(read)
-        except StoreError as error:
-            if tries == 1 or isinstance(error, HangingError):
-                raise TransferError(
-                    f"{self._what} cannot be read back from {homes.store.place(extent)}: {error}; check the "
-                    "drive, and load a checkpoint"
-                ) from error
-            read = homes.store.read(extent, part, homes.device.event(), padded=homes.padded)
-            self._settle(read, extent, part, tries - 1)
+        for first, (extent, part) in zip(reads, self._parts(memory) if reads else (), strict=True):
+            read = first
+            for tries_left in reversed(range(TRIES)):
+                try:
+                    homes.wait(read)
+                    break
+                except StoreError as error:
+                    if not tries_left or isinstance(error, HangingError):
+                        raise TransferError(
+                            f"{self._what} cannot be read back from {homes.store.place(extent)}: {error}; "
+                            "check the drive, and load a checkpoint"
+                        ) from error
+                    read = homes.store.read(extent, part, homes.device.event(), padded=homes.padded)
 
     def on_host(self, nbytes: int) -> torch.Tensor:
         """Return a copy of the bytes in new host memory, 1-D uint8; the slots are left alone.

@@ -163,8 +163,8 @@ class HostLane:
         chosen = set(able[: self._rates.count([group.nbytes for group in able], len(self._states))])
         self.give_up(updated - chosen)
         for group in chosen - self._states.keys():
-            self._entries.slots.write(group)
-            self._entries.slots.empty(group)
+            if (slot := self._entries.slots.of(group)) is not None:
+                slot.emptied(0)
             self._states[group] = group.home.on_host(group.nbytes)
             group.home.release()
         return [group for group in groups if group in chosen]

@@ -53,7 +53,7 @@ class OptimizerStates:
         optimizer: torch.optim.Optimizer,
         config: OffloadConfig,
         store: ActivationStore,
-        updated: Callable[[StatesRecord], object] = lambda _: None,
+        updated: Callable[[StatesRecord], object] | None = None,
         modules: Sequence[nn.Module] = (),
         masters: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
@@ -242,7 +242,8 @@ class OptimizerStates:
         if self._backward is not None:
             self._backward.follow()
         self.records.append(record)
-        self._updated(record)
+        if self._updated is not None:
+            self._updated(record)
         return loss
 
     def _loaded(self) -> None:
@@ -317,7 +318,7 @@ def offload_optimizer(
         )
     store = open_store(chosen.store, device=device_of(device_of_parameters(optimizer)))
     try:
-        return OptimizerStates(optimizer, chosen, store, updated or (lambda _: None), modules, masters)
+        return OptimizerStates(optimizer, chosen, store, updated, modules, masters)
     except BaseException:
         store.close()
         raise

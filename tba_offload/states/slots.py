@@ -101,33 +101,30 @@ class Slot:
         home.settle_writes(self._writes, part)
         self._writes = []
 
-    def clear(self) -> None:
-        """Let go of what it holds, once no transfer is under way.
+    def emptied(self, nbytes: int) -> Slot:
+        """Write what it holds, let go of that, and return itself with so many bytes at least.
 
         Raises:
             TransferError: It could not be written, and the policy forbids to keep it.
         """
+        self.write()
         if self._reads:
             with suppress(TransferError):  # what was read ahead and is not needed now may be read again
                 self.settle()
         self.settle()
-        self.holder, self._is_newer = None, False
-
-    def drop(self) -> None:
-        """Give up what it holds, written or not."""
-        try:
-            self.clear()
-        except TransferError:
-            self._allocate(self.memory.nbytes)  # a write that hangs may take from the old memory yet
-
-    def emptied(self, nbytes: int) -> Slot:
-        """Write what it holds, let go of that, and return itself with so many bytes at least."""
-        self.write()
-        self.clear()
+        self.holder = None
         if self.memory.nbytes < nbytes:
             del self.memory, self._bytes  # before there is more
             self._allocate(nbytes)
         return self
+
+    def drop(self) -> None:
+        """Give up what it holds, written or not."""
+        self._is_newer = False
+        try:
+            self.emptied(0)
+        except TransferError:
+            self._allocate(self.memory.nbytes)  # a write that hangs may take from the old memory yet
 
     def _part(self, group: SubGroup) -> ByteRange:
         return self.memory.part(0, group.nbytes)
@@ -206,26 +203,24 @@ class Slots:
 
     def _chosen(self, nbytes: int, most: int, among: Sequence[Slot]) -> Slot | None:
         """Return a new slot, or one of some that may have so many bytes, what is needed last first."""
-        sizes = {slot: slot.memory.nbytes for slot in self._ring}
-        able = [
-            slot for slot in among if self._fit((sizes | {slot: max(sizes[slot], nbytes)}).values(), nbytes)
-        ]
-        has_room = len(self._ring) < most and (not sizes or self._fit([*sizes.values(), nbytes], nbytes))
-        if has_room and not any(slot.holder is None for slot in able):
+        able = [slot for slot in among if slot.memory.nbytes >= nbytes or self._may_have(nbytes, slot)]
+        has_room = len(self._ring) < most and all(slot.holder is not None for slot in able)
+        if has_room and (not self._ring or self._may_have(nbytes)):
             able = [Slot(nbytes, self._homes)]
             self._ring += able
         return max(able, key=self._needed, default=None)
 
-    def _fit(self, sizes: Iterable[int], nbytes: int) -> bool:
-        """Whether slots of these sizes hold no more than the largest sub-groups do.
+    def _may_have(self, nbytes: int, slot: Slot | None = None) -> bool:
+        """Whether slots hold no more than the largest sub-groups do if this or a new one has so many bytes.
 
         Only those of usual size may all be as large as the largest of them, where there are enough.
         """
         rooms = sorted((group.room for group in self._groups), reverse=True)
         if nbytes <= self._groups.most and SLOTS * nbytes <= sum(rooms):
             return True
-        largest = sorted(sizes, reverse=True)
-        return len(largest) <= len(rooms) and all(map(int.__le__, largest, rooms))
+        others = (each.memory.nbytes for each in self._ring if each is not slot)
+        sizes = sorted([nbytes, *others], reverse=True)
+        return len(sizes) <= len(rooms) and all(map(int.__le__, sizes, rooms))
 
     def _needed(self, slot: Slot) -> int:
         return 4 * _FAR if slot.holder is None else self.next_use(slot.holder)
@@ -236,26 +231,16 @@ class Slots:
         if slot is not None and not self.stays(group):
             slot.write()
 
-    def empty(self, group: SubGroup, *, drops: bool = False) -> None:
-        """Let go of a sub-group, if a slot holds it.
-
-        Args:
-            group: The sub-group.
-            drops: Whether its bytes are given up, written or not.
-
-        Raises:
-            TransferError: It could not be written, and the policy forbids to keep it.
-        """
+    def drop(self, group: SubGroup) -> None:
+        """Give up the bytes of a sub-group in a slot, written or not."""
         slot = self.of(group)
         if slot is not None:
-            (slot.drop if drops else slot.clear)()
+            slot.drop()
             self._own.pop(group, None)
 
-    def clear(self) -> None:
-        """Let go of all that does not stay, and free the memory."""
-        for slot in self._ring:
-            slot.clear()
-        self._ring.clear()
+    def free(self) -> None:
+        """Free the memory of slots that hold nothing."""
+        self._ring = [slot for slot in self._ring if slot.holder is not None]
 
     # ---- sub-groups that stay --------------------------------------------------------------------
 
@@ -282,7 +267,7 @@ class Slots:
         else:
             held.settle()
             slot.lend().copy_(held.lend()[: group.nbytes])
-            held.clear()
+            held.drop()
         self._own[group] = slot
         slot.hold(group)
         group.home.release()

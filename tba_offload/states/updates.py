@@ -239,7 +239,7 @@ class Updates:
         """
         self._host.close()
         self.restore([*self.groups])
-        self.entries.slots.clear()
+        self.entries.slots.free()
 
     def loaded(self) -> None:
         """Take a checkpoint that was loaded, and forget that an update failed."""
@@ -247,7 +247,7 @@ class Updates:
         with put_off(self):
             for group in self.groups:
                 if not (self.entries.shows_any(group) or self.entries.slots.stays(group)):
-                    self.entries.slots.empty(group, drops=True)
+                    self.entries.slots.drop(group)
             self.follow()
 
     def arrange(self, travelling: int) -> None:
@@ -262,7 +262,7 @@ class Updates:
                 if slots.stays(group) != (number >= travelling):
                     (slots.stay if number >= travelling else slots.leave)(group)
             if all(map(slots.stays, groups)):
-                slots.clear()
+                slots.free()
 
 
 @dataclass(slots=True)

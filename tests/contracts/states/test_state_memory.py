@@ -60,18 +60,6 @@ def test_updates_stay_below_three_sub_groups(depth: int, tmp_path: Path) -> None
             assert states.records[-1].slot_bytes <= 3 * SUB_GROUP
 
 
-def test_a_first_parameter_says_nothing_wrong_of_the_others(tmp_path: Path) -> None:
-    """The temperature of CLIP, whose states stay."""
-    scale, others = nn.Parameter(torch.ones(())), chain(32)
-    optimizer = optim.AdamW([scale, *others.parameters()], fused=True)
-    with tba.offload_optimizer(optimizer, settings(tmp_path)) as states:
-        for each in (scale, *others.parameters()):
-            each.grad = torch.ones_like(each)
-        optimizer.step()
-        assert max(states.sizes) <= SUB_GROUP
-        assert states.records[-1].slot_bytes <= 3 * SUB_GROUP
-
-
 @pytest.mark.parametrize(("large", "small"), [(1, 1), (1, 2), (1, 40), (2, 40)])
 def test_slots_hold_no_more_than_the_largest_sub_groups(large: int, small: int, tmp_path: Path) -> None:
     """An embedding in 16 bits is not cut: it is a sub-group of its own, for which one slot has room."""

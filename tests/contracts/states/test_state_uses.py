@@ -22,23 +22,15 @@ if TYPE_CHECKING:
 
 USES: dict[str, Callable[[Any], object]] = {
     "sum": lambda state: state.sum(),
-    "add in place": lambda state: state.add_(1),
     "in a list": lambda state: torch.stack([torch.zeros(301, 48), state]),
-    "item": lambda state: state[0, 0].item(),
-    "to another type": lambda state: state.to(torch.float64),
     "copy to another": lambda state: torch.empty(301, 48).copy_(state),
-    "clone": lambda state: state.clone(),
     "deepcopy": copy.deepcopy,
     "pickle": pickle.dumps,
     "save": lambda state: torch.save(state, io.BytesIO()),
     "numpy": lambda state: state.numpy(),
-    "list": lambda state: state.tolist(),
     "pointer": lambda state: state.data_ptr(),
-    "share": lambda state: state.share_memory_(),
-    "apply": lambda state: state.apply_(abs),
     "data": lambda state: state.data,
     "other data": lambda state: setattr(state, "data", torch.zeros(301, 48)),
-    "compare": lambda state: torch.equal(state, torch.zeros(301, 48)),
 }
 
 
