@@ -2,8 +2,8 @@
 
 LEARN   Three steps. The first offloads all layers, so that a budget holds from the start. In the other two
         every fourth layer of a kind is kept, recomputed or rebuilt in part, as far as the budget allows.
-TRY     The plan and the best plan that places all layers alike run in turn. The one that was faster, as
-        measured, stays.
+TRY     The plan and the best plain plan run in turn. The one that was faster, as measured, stays; a plan
+        that the times of the race show to be better races once against it.
 HOLD    The plan stays until three steps in a row are off by 10 %, or the store's rate is off by a third.
 
 At any time: a step larger than all before goes back to LEARN, in the middle of the step. After a step over
@@ -31,7 +31,7 @@ from tba_offload.planner.describe import describe, is_bound, over_budget, over_w
 from tba_offload.planner.measure import Rates, Sizes, profile_of, with_beside
 from tba_offload.planner.model import Limits, Plan
 from tba_offload.planner.play import play
-from tba_offload.planner.solve import UNMEASURED, Case, best_uniform, solve
+from tba_offload.planner.solve import PLAIN, UNMEASURED, Case, best_plain, solve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,16 +56,13 @@ HEADROOMS = 4
 ROUNDS, ROUNDS_ON_HOST = 2, 3
 """Steps of each plan in a race; the fastest one counts. More where the times are those of a host."""
 
-RIVAL = 0.25
-"""A uniform plan races if it is predicted to be slower by at most this share."""
-
 OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
 """Share by which steps are off, how many in a row, and share by which a rate is off, to solve again."""
 
 ANOTHER_SHARE = "the device has another share left for activations"
 
 WORTH_IT = 0.02
-"""Share by which a new plan must be faster than the one in force, or that stays."""
+"""Share by which a new plan must be faster than the one in force, or that stays. Shorter waits are none."""
 
 CLIMB, CLIMBS_ON = 2, 4 / 3
 """Without a limit a plan may peak at most this many times as high as the highest step that was seen to fit.
@@ -163,7 +160,8 @@ class Controller:
         self._excess = 0  # bytes that came over the budget, and come off it
         self._most_seen = 0  # highest activation peak of a step within the budget
         self._headrooms: deque[int] = deque(maxlen=HEADROOMS)
-        self._race: dict[Plan, list[float]] = {}
+        self._race: dict[Plan, list[float]] = {}  # plans that run in turn, and the seconds of their steps
+        self._races = 0  # since the last plan was made, before this one
         self._measured = False  # whether the plan in force was, in HOLD
         self._off = 0
         self._limited = False  # whether limits are others than the plan in force was made for
@@ -255,7 +253,7 @@ class Controller:
             return self.task.first()
         if not self.task.decides:
             self.state = State.LEARN if self._since < LEARNING else State.TRY
-            return self._case().predicted(bare(seen.plan))
+            return self._case().predicted(seen.plan)
         if self.state is State.LEARN:
             if self._since < LEARNING:
                 return self._next_lesson()
@@ -359,16 +357,10 @@ class Controller:
             self._warn("budget", over_budget(limits, plan, case))
 
     def _try(self, why: str, plan: Plan | None = None) -> Plan:
-        """Begin a race of the best plan and the best uniform one; none of a plan that another will follow."""
+        """Begin to measure the best plan."""
         plan = plan or self._solve()
         self.state, self._off, self._usual, self._why = State.TRY, 0, [], why
-        self._race, self._told = {bare(plan): []}, None
-        case = self._case(UNMEASURED)
-        climbs = case.highest < case.limits.planned and case.keep.activation_peak > case.highest
-        is_settled = climbs or self.task.is_shared or set(plan.placements) == {Placement.KEEP}
-        rival = None if is_settled else best_uniform(case, plan)
-        if rival is not None and _is_faster(rival, plan, 1 + RIVAL):
-            self._race[bare(rival)] = []
+        self._race, self._races, self._told = {plan: []}, 0, None
         return plan
 
     def _over(self, over: int, record: StepRecord) -> Plan:
@@ -391,11 +383,11 @@ class Controller:
         if self._limited:  # the plans in the race were made for another budget
             self._limited = False
             return self._try(ANOTHER_SHARE)
-        plan, first = bare(seen.plan), next(iter(self._race))
+        plan, first = seen.plan, next(iter(self._race))
         if plan in self._race:
             self._race[plan].append(_seconds(seen))
-        if plan == first and sum(map(len, self._race.values())) == 1:  # its peak is known now
-            self._improve(first)
+        if plan == first and len(self._race) == 1 and (rival := self._rival(seen)):
+            self._race[rival] = []
         rounds = ROUNDS_ON_HOST if seen.on_device is None else ROUNDS
         waiting = [each for each, times in self._race.items() if len(times) < rounds]
         if waiting and len(self._race) > 1:
@@ -404,23 +396,39 @@ class Controller:
         if len(self._race) > 1:
             self._told = None
         raced = {each: min(times) for each, times in self._race.items() if times}
-        winner = min(raced, key=raced.__getitem__, default=next(iter(self._race)))
+        winner = min(raced, key=raced.__getitem__, default=first)
         if winner != first and first in raced:
             better, worse = significant(raced[winner]), significant(raced[first])
             self._why = f"it was faster than the other plan in turn ({better} s, not {worse} s)"
         case = self._case()
         if case.highest > CLIMBS_ON * self._highest and case.keep.activation_peak > self._highest:
             return self._try(f"{readable_size(self._most_seen)} were seen to fit")
-        return case.predicted(winner)
+        return self._improved(case, winner)
 
-    def _improve(self, first: Plan) -> None:
-        """Replace the first plan of a race by one that uses what its step has shown to be free."""
-        case = self._case()
-        better, now = solve(case), case.predicted(first)
-        if bare(better) != first and _is_faster(better, now, 1 - WORTH_IT / 2):
-            self._race = {bare(better): []} | {
-                each: times for each, times in self._race.items() if each not in (first, bare(better))
-            }
+    def _rival(self, seen: StepObservation) -> Plan | None:
+        """Return the plan that races against the first one; none where another plan is going to follow it.
+
+        Whether training waits for the drive depends on the rates of both, which are known least. So a plan
+        that waits races against one that recomputes.
+        """
+        plan, record, case = seen.plan, seen.record, self._case(UNMEASURED)
+        climbs = case.highest < case.limits.planned and case.keep.activation_peak > case.highest
+        if climbs or self._races or self.task.is_shared or set(plan.placements) == {Placement.KEEP}:
+            return None
+        expected = 0.0 if plan.prediction is None else plan.prediction.stall_seconds
+        waits = max(record.stall_seconds or 0.0, expected) > WORTH_IT * record.seconds
+        ways = [way for way in PLAIN if way.recomputes] if waits else PLAIN
+        return best_plain(case, plan, ways)
+
+    def _improved(self, case: Case, winner: Plan) -> Plan:
+        """Return the winner of a race, or, once, a plan that is better by all that the race has shown."""
+        better, now = solve(case), case.predicted(winner)
+        if self._races or better in self._race or not _is_faster(better, now, 1 - WORTH_IT):
+            return now
+        self.state, self._races = State.TRY, 1
+        raced = {winner: self._race[winner]} if len(self._race) > 1 else {}
+        self._race = {**raced, better: []}
+        return better
 
     # ---- HOLD ------------------------------------------------------------------------------------
 
@@ -440,7 +448,7 @@ class Controller:
         elif self._limited:
             why = ANOTHER_SHARE
         self._off, self._usual, self._limited = 0, [], False
-        now, better = case.predicted(bare(seen.plan)), self._solve()
+        now, better = case.predicted(seen.plan), self._solve()
         if case.fits(now) and not _is_faster(better, now, 1 - WORTH_IT):
             return now  # the same plan, with times as they are now
         return self._try(why, better)
@@ -491,10 +499,10 @@ class Controller:
         if self.state is State.LEARN or self.profile is None or plan.prediction is None:
             return None
         is_last = not self.task.decides and self.steps == 2 * LEARNING  # memory was looked at by now
-        if self._told is not None and not is_last and (bare(plan) == self._told or self.state is State.TRY):
+        if self._told is not None and not is_last and (plan == self._told or self.state is State.TRY):
             return None  # plans that race are told when one has won
         case = self._case()
-        self._told = bare(plan)
+        self._told = plan
         return {
             "summary": describe(self.task.names, plan, self._why, case, self.task.limits),
             "names": list(self.task.names),
@@ -505,11 +513,6 @@ class Controller:
             "writes_bound": is_bound(case, plan),
             "plan": plan.as_json(),
         }
-
-
-def bare(plan: Plan) -> Plan:
-    """Return a plan without its prediction, to be compared with others."""
-    return replace(plan, prediction=None)
 
 
 def bytes_taken(record: StepRecord, limits: Limits) -> int | None:

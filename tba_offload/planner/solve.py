@@ -10,6 +10,7 @@ Pure: the same question has the same answer.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 KEEP, OFFLOAD, REMAT = Placement.KEEP, Placement.OFFLOAD, Placement.OFFLOAD_REMAT
 WAYS = (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD, Placement.RECOMPUTE_EXCEPT_ATTENTION, REMAT)
 """Placements that spare the drive."""
+
+PLAIN = OFFLOAD, *WAYS
+"""Placements that a plain plan gives all layers but those that it keeps."""
 
 GRID = 6
 """Parts that the number of layers is divided into on the first grid."""
@@ -148,14 +152,19 @@ def solve(case: Case) -> Plan:
     return case.predicted(narrow)
 
 
-def best_uniform(case: Case, other: Plan) -> Plan | None:
-    """Return the fastest plan but ``other`` within the limits that gives all free layers one placement."""
-    search = _Search(case)
-    plans = {search.fitted(case.uniform(way).placements) for way in (KEEP, OFFLOAD, *WAYS)}
-    scored = sorted(
-        (search.score(plan), str(plan), plan) for plan in plans if plan.placements != other.placements
-    )
-    return case.predicted(scored[0][-1]) if scored and not scored[0][0][0] else None
+def best_plain(case: Case, other: Plan, ways: Sequence[Placement]) -> Plan | None:
+    """Return the fastest plain plan but ``other`` within the limits; ``None`` if there is none.
+
+    A plain plan keeps the last layers, as many as it can, and gives all others one of ``ways``.
+    """
+    search = _Search(replace(case, profile=coarse(case.profile)))
+    found = {way: search.plain(way) for way in ways}
+    others = [way for way in ways if found[way].placements != other.placements]
+    if not others:
+        return None
+    best = min(others, key=lambda way: search.score(found[way]))
+    plan = _Search(case).fitted(found[best].placements)
+    return case.predicted(plan) if case.fits(plan) else None
 
 
 class _Search:
@@ -193,6 +202,13 @@ class _Search:
             if self.score(smaller) < self.score(plan):
                 plan = smaller
         return plan
+
+    def plain(self, way: Placement) -> Plan:
+        """Return the plan that keeps the last layers, as many as fit, and places the others alike."""
+        order = self._free[::-1]
+        plans = [self._spread(order, kept, len(order) - kept, way, way) for kept in range(len(order) + 1)]
+        fitting = bisect.bisect(plans, 0.0, key=lambda placements: self._try(placements)[0])
+        return self.fitted(plans[max(fitting - 1, 0)])
 
     def best(self) -> Plan:
         """Return the best plan of all families."""
