@@ -20,7 +20,6 @@ import enum
 import itertools
 import math
 import statistics
-from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ from tba_offload.planner.describe import describe, is_bound, over_budget, over_w
 from tba_offload.planner.measure import Rates, Sizes, profile_of, with_beside
 from tba_offload.planner.model import Limits, Plan
 from tba_offload.planner.play import play
-from tba_offload.planner.solve import PLAIN, UNMEASURED, Case, best_plain, solve
+from tba_offload.planner.solve import UNMEASURED, Case, best_plain, solve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,9 +48,6 @@ WARM_UP = 1
 
 FIRST_WINDOW = 16
 """The first steps have this part of the budget in flight: what else they hold is not known yet."""
-
-HEADROOMS = 4
-"""Measured steps of whose headrooms the most counts: other plans peak at other moments."""
 
 ROUNDS, ROUNDS_ON_HOST = 2, 3
 """Steps of each plan in a race; the fastest one counts. More where the times are those of a host."""
@@ -159,7 +155,7 @@ class Controller:
         self._since = 0  # steps in LEARN
         self._excess = 0  # bytes that came over the budget, and come off it
         self._most_seen = 0  # highest activation peak of a step within the budget
-        self._headrooms: deque[int] = deque(maxlen=HEADROOMS)
+        self._headroom = -math.inf  # the most that a step was seen to need
         self._race: dict[Plan, list[float]] = {}  # plans that run in turn, and the seconds of their steps
         self._races = 0  # since the last plan was made, before this one
         self._measured = False  # whether the plan in force was, in HOLD
@@ -187,14 +183,6 @@ class Controller:
         """Whether the peak of the next step must be measured."""
         return self.task.has_budget and (self.state is not State.HOLD or not self._measured)
 
-    def begin_step(self) -> None:
-        """Forget the runs of the last step, which may have failed."""
-        self.sizes.begin_step()
-
-    def fits(self, layer: int, size: tuple[int, ...]) -> bool:
-        """Return True if this step, with this run of a layer, still is no larger than planned for."""
-        return self.sizes.note(layer, size)
-
     def least(self, plan: Plan) -> Plan:
         """Return the plan for the rest of a step that is larger than ``plan`` was made for.
 
@@ -214,8 +202,6 @@ class Controller:
 
     def limit(self, limits: Limits) -> None:
         """Have plans keep to other limits from the next step on."""
-        if limits == self.task.limits:
-            return
         self.task = replace(self.task, limits=limits)
         self._limited = True
 
@@ -265,7 +251,7 @@ class Controller:
     def _forget_warm_up(self) -> None:
         """Forget what the first step took: memory and files grew, caches were cold, gradients came late."""
         self.rates.forget()
-        self._headrooms.clear()
+        self._headroom = -math.inf
         if self.profile is not None:
             count = len(self.profile.kinds)
             self.profile = replace(
@@ -287,10 +273,11 @@ class Controller:
         activations = record.activation_peak_bytes
         if taken is not None and activations is not None and not record.fallback_kept_bytes:
             found = play(replace(profile, headroom=0), plan, bandwidth)
-            if self.state is not State.LEARN:  # that of the plan in force is known better
-                self._headrooms.clear()
-            self._headrooms.append(max(activations - found.activation_peak, taken - found.peak_bytes))
-            profile = replace(profile, headroom=max(self._headrooms))
+            headroom = max(activations - found.activation_peak, taken - found.peak_bytes)
+            if self.state is State.LEARN:  # other plans peak at other moments
+                headroom = int(max(headroom, self._headroom))
+            self._headroom = headroom
+            profile = replace(profile, headroom=headroom)
         self.profile = profile
 
     # ---- LEARN -----------------------------------------------------------------------------------
@@ -412,13 +399,12 @@ class Controller:
         that waits races against one that recomputes.
         """
         plan, record, case = seen.plan, seen.record, self._case(UNMEASURED)
-        climbs = case.highest < case.limits.planned and case.keep.activation_peak > case.highest
+        climbs = self._highest < min(case.limits.planned, case.keep.activation_peak)
         if climbs or self._races or self.task.is_shared or set(plan.placements) == {Placement.KEEP}:
             return None
         expected = 0.0 if plan.prediction is None else plan.prediction.stall_seconds
         waits = max(record.stall_seconds or 0.0, expected) > WORTH_IT * record.seconds
-        ways = [way for way in PLAIN if way.recomputes] if waits else PLAIN
-        return best_plain(case, plan, ways)
+        return best_plain(case, plan, recomputes=waits)
 
     def _improved(self, case: Case, winner: Plan) -> Plan:
         """Return the winner of a race, or, once, a plan that is better by all that the race has shown."""

@@ -243,25 +243,16 @@ def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:
 def _samples(
     runs: Sequence[_Run], kinds: Sequence[LayerKind], layers: Sequence[int], before: StepProfile | None
 ) -> tuple[Samples, ...]:
-    """Return the last measurements of each kind under each placement, with the median of this step's.
-
-    Layers of which a share is offloaded tell nothing of offloading. The first ``offload-remat`` of a kind
-    finds out what to rebuild, so its time counts only as long as nothing else is known.
-    """
+    """Return the last measurements of each kind under each placement, with the median of this step's."""
     found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
-    first: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     for run in runs:
-        finds_out = run.way.rebuilds and (before is None or not before.kind_of(run.layer).knows_rebuilt)
-        into = first if finds_out or run.way.percent < 100 else found
-        into[layers[run.layer]][computed_as(run.way)].append(run.timing)
+        found[layers[run.layer]][computed_as(run.way)].append(run.timing)
     renewed: list[Samples] = [{} for _ in kinds]
     for kind, known in enumerate(renewed):
         if before is not None and kind in layers:
             known.update(before.samples[before.layers[layers.index(kind)]])
         for way, timings in found[kind].items():
             known[way] = (*known.get(way, ()), median_of(timings))[-REMEMBERED:]
-        for way, timings in first[kind].items():
-            known.setdefault(way, (median_of(timings),))
     some = next(known for known in renewed if known)
     return tuple(known or dict(some) for known in renewed)
 

@@ -113,7 +113,7 @@ class Planning:
         self.seconds, self._next_seconds = self._next_seconds, None
         if self.controller is not None:
             self._next_seconds = 0.0
-            self.controller.begin_step()
+            self.controller.sizes.begin_step()
         if self._outgrown is not None:
             self._put_in_force(self._outgrown)
             self._outgrown = None
@@ -133,8 +133,9 @@ class Planning:
 
     def leave_if_outgrown(self, layer: int, size: RunSize) -> None:
         """Run the rest of the step without its plan if a layer is given more than the plan is for."""
-        if self.controller is not None and not self.controller.fits(layer, size) and self._outgrown is None:
-            self._leave(self.controller)
+        controller = self.controller
+        if controller is not None and not controller.sizes.note(layer, size) and self._outgrown is None:
+            self._leave(controller)
 
     def _leave(self, controller: Controller) -> None:
         self._outgrown = self.plan

@@ -88,7 +88,8 @@ class LayerUnder(NamedTuple):
 def layer_under(profile: StepProfile, number: int, placement: Placement) -> LayerUnder:
     """Return a layer of a kind under a placement."""
     kind, way, layer = profile.kinds[number], placement.as_run, profile.layers.index(number)
-    timing, stays = profile.timing(layer, way), kind.stay_bytes(way.percent)
+    timing, staying = profile.timing(layer, way), kind.staying(way.percent)
+    stays = sum(kind.activations[number].nbytes for number in staying)
     if stays:  # as much less as offloading takes for what stays
         kept, share = profile.timing(layer, Placement.KEEP), stays / kind.nbytes
         timing = Timing(*(max(a - share * (a - b), b) for a, b in zip(timing, kept, strict=True)))
@@ -103,7 +104,6 @@ def layer_under(profile: StepProfile, number: int, placement: Placement) -> Laye
         return LayerUnder(way, timing, saves, (), 0, after, after, max(again, 0), ran)
     if not way.offloads:
         return LayerUnder(way, timing, (), (), 0, kind.whole_bytes, kind.whole_bytes, 0, ran)
-    staying = kind.staying(way.percent)
     saves = [(saved, number in staying) for number, saved in enumerate(kind.activations)]
     rebuilt = [saved for saved in kind.activations if way.rebuilds and saved.rebuilt]
     if way.rebuilds:

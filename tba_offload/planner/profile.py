@@ -95,13 +95,7 @@ class LayerKind:
 
     def staying(self, percent: int) -> frozenset[int]:
         """Return the numbers of the activations that stay where that percentage of the bytes is offloaded."""
-        return (
-            staying((saved.nbytes for saved in self.activations), percent) if percent < 100 else frozenset()
-        )
-
-    def stay_bytes(self, percent: int) -> int:
-        """Return the bytes of those."""
-        return sum(self.activations[number].nbytes for number in self.staying(percent))
+        return staying((saved.nbytes for saved in self.activations), percent)
 
     @property
     def rebuilt_bytes(self) -> int:
@@ -124,11 +118,6 @@ class Timing(NamedTuple):
 
     forward: float
     backward: float
-
-    @property
-    def whole(self) -> float:
-        """Both together."""
-        return self.forward + self.backward
 
 
 Samples = dict[Placement, tuple[Timing, ...]]
@@ -237,7 +226,7 @@ class StepProfile:
             forward, backward = self.timing(layer, Placement.OFFLOAD)
             return Timing(*map(max, measured or (forward, backward + share * forward), keep))
         whole = self._measured(number, Placement.RECOMPUTE)
-        if whole is None or whole.whole < keep.whole + LEAST_RECOMPUTED * keep.forward:
+        if whole is None or sum(whole) < sum(keep) + LEAST_RECOMPUTED * keep.forward:
             whole = Timing(keep.forward, keep.backward + keep.forward)
         if way is Placement.RECOMPUTE or measured is None:
             return whole

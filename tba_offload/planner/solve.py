@@ -32,9 +32,6 @@ KEEP, OFFLOAD, REMAT = Placement.KEEP, Placement.OFFLOAD, Placement.OFFLOAD_REMA
 WAYS = (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD, Placement.RECOMPUTE_EXCEPT_ATTENTION, REMAT)
 """Placements that spare the drive."""
 
-PLAIN = OFFLOAD, *WAYS
-"""Placements that a plain plan gives all layers but those that it keeps."""
-
 GRID = 6
 """Parts that the number of layers is divided into on the first grid."""
 
@@ -89,6 +86,12 @@ class Case:
         if way is Placement.RECOMPUTE_EXCEPT_ATTENTION:
             return bool(kind.attention_bytes)
         return not way.rebuilds or kind.spared_bytes > 0
+
+    @cached_property
+    def sparing(self) -> list[Placement]:
+        """Placements that spare the drive, and that a free layer may have."""
+        free = [layer for layer, wanted in enumerate(self.policy) if wanted is Placement.AUTO]
+        return [way for way in WAYS if any(self.allows(layer, way) for layer in free)]
 
     def place(self, choose: Callable[[int], Placement]) -> tuple[Placement, ...]:
         """Return the policy with ``choose(layer)`` for free layers, or offload where that is not allowed."""
@@ -152,11 +155,18 @@ def solve(case: Case) -> Plan:
     return case.predicted(narrow)
 
 
-def best_plain(case: Case, other: Plan, ways: Sequence[Placement]) -> Plan | None:
+def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
     """Return the fastest plain plan but ``other`` within the limits; ``None`` if there is none.
 
-    A plain plan keeps the last layers, as many as it can, and gives all others one of ``ways``.
+    A plain plan keeps the last layers, as many as it can, and gives all others one placement.
+
+    Args:
+        case: What plans must keep to.
+        other: A plan that does not count.
+        recomputes: Whether that placement must recompute, where a layer may be recomputed.
     """
+    ways = [way for way in case.sparing if way.recomputes] if recomputes else []
+    ways = ways or [OFFLOAD, *case.sparing]
     search = _Search(replace(case, profile=coarse(case.profile)))
     found = {way: search.plain(way) for way in ways}
     others = [way for way in ways if found[way].placements != other.placements]
@@ -215,21 +225,15 @@ class _Search:
         others = min((OFFLOAD, REMAT), key=lambda way: self._try(self._case.place(lambda _: way)))
         orders = [self._free[::-1]]
         if len(self._case.profile.kinds) > 1:  # which kind is kept first matters more than where it is
-            orders += [
-                sorted(orders[0], key=self._bytes_of),
-                sorted(orders[0], key=self._bytes_of, reverse=True),
-            ]
+            nbytes = {layer: self._case.profile.kind_of(layer).nbytes for layer in self._free}
+            orders += [sorted(orders[0], key=nbytes.__getitem__, reverse=first) for first in (False, True)]
         for order in orders:
-            ways = [way for way in WAYS if any(self._case.allows(layer, way) for layer in self._free)]
-            for way in [way for way in ways if way is not others] or [OFFLOAD]:
+            for way in [way for way in self._case.sparing if way is not others] or [OFFLOAD]:
                 self._two_numbers(order, way, others)
         self._shares()
         if self._case.objective is Objective.MEMORY:
             self._smaller_windows()
         return min(self._found, key=lambda plan: self._found[plan][0])
-
-    def _bytes_of(self, layer: int) -> int:
-        return self._case.profile.kind_of(layer).nbytes
 
     def _try(self, placements: tuple[Placement, ...]) -> Score:
         return self.score(self.fitted(placements))

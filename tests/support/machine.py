@@ -84,7 +84,7 @@ class Machine:
             The plan that was in force.
         """
         self.steps += 1
-        self.controller.begin_step()
+        self.controller.sizes.begin_step()
         plan = self._fitting()
         rates = bandwidth or self.bandwidth
         found = play(self.profile, plan, rates)
@@ -126,7 +126,7 @@ class Machine:
         if self.controller.task.has_budget:
             for slot in self.profile.slots:
                 size = (1, self.profile.kind_of(slot.layer).input_bytes)
-                if not slot.backward and not self.controller.fits(slot.layer, size):
+                if not slot.backward and not self.controller.sizes.note(slot.layer, size):
                     plan = self.controller.least(self.plan)
         return plan
 

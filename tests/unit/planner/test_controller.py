@@ -20,6 +20,7 @@ from tba_offload.planner.auto import Controller, Task
 from tba_offload.planner.model import Bandwidth, Limits
 from tba_offload.planner.play import play
 from tba_offload.planner.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.planner.solve import Case, solve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -241,6 +242,22 @@ def test_ranks_with_unlike_drives_recompute_the_same_layers() -> None:
     assert all(len(set(ranks)) == 1 for ranks in zip(*recomputed, strict=True))
     assert any(recomputed[0][-1])
     assert max(map(max, peaks)) <= budget
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_first_steps_that_are_slow_decide_nothing(seed: int) -> None:
+    """In them the drive seems fast enough for plans that wait for it later."""
+    chance = random.Random(seed)
+    profile, needed = drawn(chance, layers=12, passes=(1, 1))
+    bandwidth = Bandwidth(0.4 * needed, 0.4 * needed)
+    limits = Limits(int(0.4 * peak_of_keep(profile)), 512 * MIB)
+    machine = Machine(Controller(task_of(12, limits)), profile, bandwidth)
+    plans = [machine.step(slower=slower) for slower in (3.0, 2.0, 1.8, *[1.0] * 13)]
+    best = solve(Case(profile, bandwidth, limits, (AUTO,) * 12)).prediction
+    assert best is not None
+    assert play(profile, plans[-1], bandwidth).seconds <= 1.03 * best.seconds
+    assert not any(way.recomputes for way in plans[3].placements)
+    assert any(all(way.recomputes or way is KEEP for way in plan.placements) for plan in plans[4:])
 
 
 def test_without_a_limit_each_plan_peaks_at_most_twice_as_high_as_what_was_seen() -> None:

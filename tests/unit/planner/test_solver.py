@@ -158,7 +158,7 @@ def test_every_byte_and_every_second_is_accounted_for(
     outcome = play(profile, plan, bandwidth)
     moves = {
         OFFLOAD: kind.nbytes,
-        share: kind.nbytes - kind.stay_bytes(share.percent),
+        share: kind.nbytes - sum(kind.activations[n].nbytes for n in kind.staying(share.percent)),
         RECOMPUTE_OFFLOAD: kind.input_bytes,
         OFFLOAD_REMAT: kind.nbytes - kind.rebuilt_bytes,
     }
