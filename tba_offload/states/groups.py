@@ -95,6 +95,7 @@ class SubGroup:
         part: The elements of the only parameter that belong to it; ``None`` for whole parameters.
 
     Attributes:
+        elements: How many elements each parameter had when it came here.
         places: Where their states lie; empty before the first update that made some.
         nbytes: Bytes that travel, padded to blocks: extents are cut at multiples of them, for direct I/O.
     """
@@ -103,7 +104,8 @@ class SubGroup:
         self, number: int, parameters: Sequence[torch.Tensor], home: Home, part: slice | None = None
     ) -> None:
         self.number = number
-        self.parameters = tuple(parameters)
+        self.elements = {each: each.numel() for each in parameters}
+        self.parameters = tuple(self.elements)
         self.home = home
         self.part = part
         self.places: tuple[Place, ...] = ()
@@ -226,7 +228,6 @@ class Groups:
         self._names = names
         self.most = most
         self._of: dict[torch.Tensor, list[SubGroup]] = {}
-        self._members: dict[torch.Tensor, tuple[int, int]] = {}
         self._numbers: dict[torch.Tensor, int] = {}
         self._all: list[SubGroup] = []
 
@@ -259,8 +260,9 @@ class Groups:
         self._numbers = {each: number for number, each in enumerate(parameters_of(self.optimizer))}
         return self.holding(
             each
-            for each, place in self._members.items()
-            if now.get(each) != place or (self._of[each][0].part is not None and not self._can_be_cut(each))
+            for each, (first, *_) in self._of.items()
+            if now.get(each) != (first.number, first.elements[each])
+            or (first.part is not None and not self._can_be_cut(each))
         )
 
     def newcomers(self, *, with_gradients: bool = False) -> dict[int, list[torch.Tensor]]:
@@ -271,7 +273,7 @@ class Groups:
         """
         found: dict[int, list[torch.Tensor]] = {}
         for parameter, (number, _) in self._now().items():
-            if parameter not in self._members and not (with_gradients and parameter.grad is None):
+            if parameter not in self._of and not (with_gradients and parameter.grad is None):
                 found.setdefault(number, []).append(parameter)
         return found
 
@@ -289,7 +291,6 @@ class Groups:
                 made.append(SubGroup(number, some, Home(self.homes, " to ".join(names)), part))
                 for each in some:
                     self._of.setdefault(each, []).append(made[-1])
-        self._members.update({each: (number, each.numel()) for each in parameters})
         last = len(self._numbers)
         self._all = sorted(
             [*self._all, *made], key=lambda group: self._numbers.get(group.parameters[0], last)
@@ -303,7 +304,6 @@ class Groups:
         for group in gone:
             group.home.release()
             for parameter in group.parameters:
-                self._members.pop(parameter, None)
                 self._of.pop(parameter, None)
 
     def _slices(self, number: int, parameter: torch.Tensor) -> Sequence[slice | None]:
