@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import UserDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments by position and by name."""
+
+
 class _Place(NamedTuple):
     """The place of a tensor among those that were taken out."""
 
@@ -29,9 +32,8 @@ class _Place(NamedTuple):
 
 def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return ``value`` with places for its tensors, which are appended to ``tensors``."""
-    if (
-        isinstance(value, torch.Tensor) and not value.is_inference()
-    ):  # those of inference mode cannot be saved
+    # Those of inference mode cannot be saved.
+    if isinstance(value, torch.Tensor) and not value.is_inference():
         tensors.append(value)
         return _Place(len(tensors) - 1)
     return _rebuilt(value, lambda part: take_apart(part, tensors))
@@ -53,10 +55,6 @@ def _rebuilt(value: Any, change: Any) -> Any:
         return kind(*(change(part) for part in value))
     if kind is dict:
         return {key: change(part) for key, part in value.items()}
-    if isinstance(value, UserDict):
-        rebuilt = copy.copy(value)
-        rebuilt.data = change(dict(value.data))
-        return rebuilt
     return _emptied(value) if is_cache(value) else value
 
 

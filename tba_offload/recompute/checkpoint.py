@@ -8,33 +8,38 @@ first of its saved tensors, the layer runs again under such hooks, and digests a
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
-from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
 
 from tba_offload.device.peers import has_peers
 from tba_offload.errors import TbaError, UnsupportedError
-from tba_offload.layers.graph import first_differentiable
+from tba_offload.layers.graph import first_differentiable, untraced
 from tba_offload.layers.nested import modules_in
 from tba_offload.recompute.arguments import put_together, take_apart
-from tba_offload.recompute.purity import SMALL, Look, Mode, attributes_kept, buffers_at, in_force
-from tba_offload.recompute.verify import SavedTwice, cannot, other_numbers, turn
+from tba_offload.recompute.purity import SMALL, Look, Mode, attributes_kept, buffers_at, in_force, values_of
+from tba_offload.recompute.verify import SavedTensors, address_of, cannot, modified, other_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 
     from torch import nn
 
     from tba_offload.layers.find import State
+    from tba_offload.recompute.arguments import Arguments
     from tba_offload.recompute.verify import Verifier
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments by position and by name."""
+_turn = threading.RLock()
+"""Held by the thread that runs a layer a second time: generators are set for that, for all threads."""
+
+_hooks_on_top: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class RecomputedLayer:
@@ -48,6 +53,7 @@ class RecomputedLayer:
 
     Attributes:
         modes: What is known of the layer, by which of its modules train.
+        last_saved: The place of the last tensor that it has saved, which most differences reach.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class RecomputedLayer:
     ) -> None:
         self.module, self.name, self.verifier, self.states = module, name, verifier, states
         self.modes: dict[tuple[bool, ...], Mode] = {}
+        self.last_saved = -1
 
     @property
     def training(self) -> tuple[bool, ...]:
@@ -69,211 +76,262 @@ class RecomputedLayer:
         """
         if (reason := _why_never(self.module)) is not None:
             raise cannot(self.name, reason, UnsupportedError)
-        verifier, mode = self.verifier, (self.name, self.training, placement)
-
-        def outcome(differs: torch.Tensor) -> None:
-            verifier.compared(mode)
-            verifier.add(self.name, differs)
-
-        execution = _Execution(self, forward, given, verifier.part(mode), outcome)
+        part = self.verifier.part((self.name, self.training, placement))
+        execution = _Execution(self, forward, given, part)
         output = checkpoint(execution, *execution.tensors, use_reentrant=False)
-        execution.raise_error()
+        if execution.errors:  # held by no variable, as its frames know this one
+            if "saved tensor hooks" in str(execution.errors[0]):
+                reason = f"it forbids saved-tensor hooks ({execution.errors[0]})"
+                raise cannot(self.name, reason, UnsupportedError) from execution.errors.pop()
+            raise execution.errors.pop()
         return output
 
     def may_try(self) -> bool:
         """Return True if a :class:`Trial` of the layer tells something that is not known yet."""
-        training, reason = self.training, _why_never(self.module)
-        if (self.name, training) in self.verifier.faults:
+        training = self.training
+        if not self.verifier.may_try(self.name, training):
             return False
-        if reason is None and has_hooks(self.module):
+        if (reason := _why_never(self.module)) is None and has_hooks(self.module):
             reason = "a program has hooked into its forward, and its hooks would run twice"
-        held = (value for inner in modules_in(self.module) for value in vars(inner).values())
-        if reason is None and any(isinstance(value, Iterator) for value in held):
-            reason = "it holds an iterator, which a second run would move on"
         if reason is not None:
             self.verifier.judge(self.name, training, cannot(self.name, reason, UnsupportedError))
         return reason is None
 
 
 class _Execution:
-    """One execution of a layer: its first run, and those that repeat it.
+    """One execution of a layer: its first run, and those that repeat it. Holds no tensor that it saves.
 
     Args:
         layer: The layer.
         forward: Runs it.
         given: Its arguments.
-        part: Which part of the saved tensors is compared; ``None`` is all of them.
-        outcome: Takes a boolean of one element: whether the runs differ.
+        part: Which eighth of the saved tensors is compared; ``None`` is all of them.
+
+    Attributes:
+        training: Which modules train.
+        tensors: Those among the arguments.
+        errors: That of the first run, if there was one.
     """
 
+    holds = True
+    """Whether second runs hold what they save, for backward."""
+
     def __init__(
-        self,
-        layer: RecomputedLayer,
-        forward: Callable[..., Any],
-        given: Arguments,
-        part: int | None,
-        outcome: Callable[[torch.Tensor], object],
+        self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments, part: int | None = None
     ) -> None:
         self._layer, self._forward, self.training = layer, forward, layer.training
         # Until the first run: they hold the graph before the layer.
-        self.given, self.tensors = [given], list[torch.Tensor]()
-        self._error: BaseException | None = None
-        self._look, mode = None, layer.modes.get(self.training)
-        if mode is None:
-            arguments = {**{str(place): value for place, value in enumerate(given[0])}, **given[1]}
-            self._look = Look(layer.module, arguments, layer.states())
-            mode = Mode(self._look.states, ())
-        self._mode = mode
-        self._found = {read: read() for read, _ in self._mode.states}
-        self._buffers = {name: layer.module.get_buffer(name).clone() for name in self._mode.buffers}
+        self._given, self.tensors = [given], list[torch.Tensor]()
+        self.errors: list[BaseException] = []
+        self._look, known = None, layer.modes.get(self.training)
+        if known is None:
+            self._look = Look(layer.module, given, layer.states())
+            known = Mode(self._look.states, ())
+        self._found = values_of(known.states)
+        self._buffers = {name: layer.module.get_buffer(name).clone() for name in known.buffers}
         self._layout: Any = take_apart(given, self.tensors)
-        self.saved = SavedTwice(layer.name, _static(layer.module), part, outcome)
+        self._new_run = partial(SavedTensors, layer.name, _static(layer.module), part, layer.last_saved)
+        self._first, self._has_ended, self._versions = self._new_run(), False, list[int]()
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """Run the layer: the first time on the program's own arguments, then to repeat that."""
-        if not self.given:
-            return self.again(inputs)
-        (args, kwargs), self.tensors = self.given.pop(), []
+        if not self._given:
+            return self._again(inputs)
+        (args, kwargs), self.tensors = self._given.pop(), []
+        first, (pack, unpack) = self._first, _hooks_on_top(True)  # noqa: FBT003 - positional in C++
+
+        @untraced
+        def number(tensor: torch.Tensor) -> tuple[int, Any]:
+            return first.add(tensor), pack(tensor)
+
+        def check(numbered: tuple[int, Any]) -> torch.Tensor:
+            return self._checked(numbered[0], partial(unpack, numbered[1]))
+
         try:
-            with self.saved.first_run():
+            with saved_tensors_hooks(number, check):
                 output = self._forward(*args, **kwargs)
-            self.learn()
+            self._end_first_run()
         except BaseException as error:  # noqa: BLE001 - checkpoints of PyTorch 2.10 would keep their hooks on
-            self._error = error
+            self.errors.append(error)
             self._look = self._layout = None  # arguments may hold the graph, whose checkpoint holds this
             return None
         return output
 
-    def raise_error(self) -> None:
-        """Raise the error of the first run, if there was one.
-
-        Raises:
-            UnsupportedError: A function of the layer forbids hooks.
-        """
-        error, self._error = self._error, None
-        try:
-            if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
-                reason = f"it forbids saved-tensor hooks ({error})"
-                raise cannot(self._layer.name, reason, UnsupportedError) from error
-            if error is not None:
-                raise error
-        finally:
-            del error  # its frames know this one
-
-    def learn(self) -> None:
-        """Note what the first run has changed, if that is not known yet.
-
-        Raises:
-            UnsupportedError: A second run would change it again.
-        """
-        look, self._look = self._look, None
+    def _end_first_run(self) -> None:
+        """Compute digests, and note what the run has changed, if that is not known yet."""
+        layer, look, self._look = self._layer, self._look, None
+        self._first.end()
+        self._has_ended, layer.last_saved = True, self._first.last
         if look is not None:
-            self._mode = self._layer.modes[self.training] = look.learn(self._layer.name, self._found)
-            self._buffers = {name: look.buffers[name] for name in self._mode.buffers}
+            known = layer.modes[self.training] = look.learn(layer.name, self._found)
+            self._found = {state: self._found[state] for state in known.states}
+            self._buffers = {name: look.buffers[name] for name in known.buffers}
 
-    def again(self, inputs: Sequence[torch.Tensor], *, drops: bool = False) -> None:
-        """Run the layer a second time and compare what it saves; ``drops``: hold nothing of that.
+    def _checked(self, place: int, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return a saved tensor of the second run; the first call runs the layer."""
+        name = self._layer.name
+        try:
+            with _turn:
+                tensor = unpack()
+        except CheckpointError as error:
+            cause = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint: ")
+            raise cannot(name, " ".join(cause.split())) from error
+        except RuntimeError as error:
+            if type(error) is RuntimeError and "modified by an inplace operation" in str(error):
+                raise modified(f"a tensor that {name} is given") from error
+            raise
+        if tensor._version != self._versions[place]:
+            raise modified(f"a tensor that {name} saves")
+        return tensor
 
-        Raises:
-            RecomputationError: The second run differs, or fails.
-        """
+    def _again(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Run the layer a second time, and compare what it saves."""
         layer = self._layer
         args, kwargs = put_together(self._layout, inputs)
         try:
             with (
-                in_force(self._mode.states, self._found),
+                in_force(self._found),
                 buffers_at(layer.module, self._buffers) as replaced,
                 attributes_kept(layer.name, layer.module, replaced),
             ):
                 for inner, training in zip(modules_in(layer.module), self.training, strict=False):
                     inner.training = training  # a program may evaluate between forward and backward
-                self.saved.run_again(lambda: self._forward(*args, **kwargs), replaced, drops=drops)
+                self._compare_run(partial(self._forward, *args, **kwargs), replaced)
         except _StopRecomputationError:
             raise
         except Exception as error:
-            if not drops:
+            if self.holds:
                 layer.verifier.withdraw(layer.name)
             if isinstance(error, TbaError | torch.OutOfMemoryError | CheckpointError):
                 raise
             cause = f"its second run fails ({type(error).__name__}: {error})"
             raise cannot(layer.name, cause) from error
 
+    def _compare_run(self, forward: Callable[[], object], replaced: Container[int | None]) -> None:
+        """Run the layer inside the hooks of the checkpoint, and compare what it saves.
 
-class Trial:
+        The checkpoint ends the run with the last tensor that is saved, by an error of its own. Where the
+        kernel may fill that tensor only afterwards, the run goes on to the end of forward.
+        """
+        pack, unpack = _hooks_on_top(True) if self.holds else (_drop, _refuse)  # noqa: FBT003
+        second, versions, is_complete = self._new_run(), list[int](), False
+        self._versions, first, has_ended = versions, self._first, self._has_ended
+
+        @untraced
+        def again(tensor: torch.Tensor) -> object:
+            nonlocal is_complete
+            second.add(tensor)
+            if replaced and address_of(tensor) in replaced:
+                tensor = tensor.detach()  # the buffer itself gets its own storage back
+            versions.append(tensor._version)
+            if not is_complete:
+                try:
+                    return pack(tensor)
+                except _StopRecomputationError:
+                    if not (has_ended and first.fills_last):
+                        raise _Ended from None
+                    is_complete = True
+            return tensor.detach()
+
+        is_cut = False
+        try:
+            with saved_tensors_hooks(again, unpack):
+                forward()
+        except _Ended:
+            is_cut = True
+        if has_ended:  # else a run within the first one, whose forward goes backward
+            self._compare(second)
+        if is_cut:
+            raise _StopRecomputationError
+
+    def _compare(self, second: SavedTensors) -> None:
+        first, name = self._first, self._layer.name
+        second.end()
+        for one, other in zip(first.forms, second.forms, strict=False):
+            if one != other and one[:-1] == other[:-1]:
+                raise modified(f"{one[-2][0]} of {name}")
+        if first.forms != second.forms or first.numbers.keys() != second.numbers.keys():
+            raise other_numbers(name)
+        for device, number in first.numbers.items():
+            self._note(number != second.numbers[device])
+
+    def _note(self, differs: torch.Tensor) -> None:
+        self._layer.verifier.add(self._layer.name, differs)
+
+
+class _Ended(BaseException):
+    """Carries the end of a second run past the layer's own code, which may catch all exceptions."""
+
+
+def _drop(_: torch.Tensor) -> None:
+    """Hold nothing of a saved tensor."""
+
+
+def _refuse(_: None) -> torch.Tensor:
+    raise RuntimeError("the layer asks for gradients in its forward")
+
+
+class Trial(_Execution):
     """A second run of a layer that is not recomputed, to see whether it could be.
 
     It takes place where a recomputation would: when backward comes to the layer. Nothing is held of it. A
     checkpoint around a single number has it run with the generators and autocast of forward.
-
-    Args:
-        layer: The layer.
-        forward: Runs it.
-        given: Its arguments.
     """
 
-    def __init__(self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments) -> None:
-        def outcome(differs: torch.Tensor) -> None:
-            if differs.item():
-                raise other_numbers(layer.name)
+    holds = False
 
-        self._layer = layer
-        self._execution = _Execution(layer, forward, given, None, outcome)
-        self._execution.given.clear()
-        self._fault: TbaError | None = None
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Take the place of the layer in the checkpoint, which has it run again."""
+        if self._given:
+            self._given, self.tensors = [], []
+        else:
+            self._again(inputs)
+        return torch.zeros((), requires_grad=True).exp()
 
     def begin(self) -> None:
         """Save the arguments, through the hooks around the layer; its first run comes next."""
-        execution, number, runs = self._execution, torch.zeros((), requires_grad=True), list[int]()
-
-        def run(*inputs: torch.Tensor) -> torch.Tensor:
-            if runs:
-                execution.again(inputs, drops=True)
-            runs.append(1)
-            return number.exp()
-
-        self._number = checkpoint(run, *execution.tensors, use_reentrant=False)
-        execution.tensors = []
+        self._number: Any = checkpoint(self, *self.tensors, use_reentrant=False)
 
     def see(self, tensor: torch.Tensor) -> None:
         """Note a tensor that the first run saves."""
-        try:
-            self._execution.saved.see(tensor)
-        except TbaError as error:
-            self._fault = error
+        with self._judged():
+            self._first.add(tensor)
 
     def first_run_ended(self, output: Any) -> None:
         """Compare the layer's first run, which has put out ``output``, when backward comes to it."""
-        layer, training, number = self._layer, self._execution.training, self._number
-        try:
-            self._execution.saved.end_first_run()
-            self._execution.learn()
-        except TbaError as error:
-            self._fault = error
-        if self._fault is not None:
-            layer.verifier.judge(layer.name, training, self._fault)
-            return
+        layer, training, verifier = self._layer, self.training, self._layer.verifier
+        number, self._number = self._number, None  # whose graph knows this one
+        with self._judged():
+            self._end_first_run()
 
         def compare(_: object) -> None:
-            if (layer.name, training) in layer.verifier.faults:
-                return
-            fault: Exception | None = None
-            try:
-                with turn:
+            if verifier.may_try(layer.name, training):
+                with self._judged(), _turn:
                     _ = number.grad_fn._saved_result  # asks the checkpoint for what it has to run again
-            except Exception as error:  # the layer's own: the planner does without it
-                if isinstance(error, torch.OutOfMemoryError) and has_peers():
-                    raise  # others go on in the layer's collective operations, and must not do so alone
-                fault = error
-            layer.verifier.judge(layer.name, training, fault)
+                    verifier.judge(layer.name, training, None)
 
         tensor = first_differentiable(output)
         if tensor is not None and tensor.grad_fn is not None:
             # After the hooks of the tensor, by which sharded parameters are gathered.
             tensor.grad_fn.register_prehook(compare)
 
+    @contextmanager
+    def _judged(self) -> Iterator[None]:
+        """Note what fails, also in the layer's own code: the planner does without recomputing it."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError) and has_peers():
+                raise  # others go on in the layer's collective operations, and must not do so alone
+            self._layer.verifier.judge(self._layer.name, self.training, error)
+
+    def _note(self, differs: torch.Tensor) -> None:
+        if differs.item():
+            raise other_numbers(self._layer.name)
+
     def noticing(self, unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
         """Return ``unpack`` that notices what backward asks for twice: checkpoints give each tensor once."""
-        layer, training, asked = self._layer, self._execution.training, set[tuple[int, int]]()
+        layer, training, asked = self._layer, self.training, set[tuple[int, int]]()
 
         def unpack_noticed(packed: Any) -> torch.Tensor:
             key = torch._C._current_graph_task_id(), id(packed)

@@ -13,7 +13,7 @@ import itertools
 import pickle
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,15 +28,16 @@ from tba_offload.recompute.digest import digest
 from tba_offload.recompute.verify import address_of, cannot
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from tba_offload.layers.find import State
+    from tba_offload.recompute.arguments import Arguments
 
 SMALL = 2**20
 """Bytes of buffers that are put back by value and compared by digests; larger ones by version."""
 
-States = Mapping[Callable[[], Any], Any]
-"""Values of states by the functions that read them."""
+States = Mapping["State", Any]
+"""Values of states, each of which is a function that reads it and one that sets it."""
 
 _OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
 _C: Any = torch._C
@@ -67,22 +68,26 @@ class Mode(NamedTuple):
     buffers: Sequence[str]
 
 
+def values_of(states: Iterable[State]) -> States:
+    """Return the present values of states."""
+    return {state: state[0]() for state in states}
+
+
 @contextlib.contextmanager
-def in_force(states: Sequence[State], wanted: States) -> Iterator[None]:
+def in_force(wanted: States) -> Iterator[None]:
     """Put states in force, and the present ones back at the end."""
-    present = {read: read() for read, _ in states}
-    _put(states, wanted, present)
+    present = values_of(wanted)
+    _put(wanted, present)
     try:
         yield
     finally:
-        _put(states, present, {read: read() for read, _ in states})
+        _put(present, values_of(wanted))
 
 
-def _put(states: Sequence[State], wanted: States, present: States) -> None:
-    for read, put in states:
-        value = wanted[read]
-        if not isinstance(value, bool | str) or value != present[read]:  # settings may follow other settings
-            put(value)
+def _put(wanted: States, present: States) -> None:
+    for state, value in wanted.items():
+        if not isinstance(value, bool | str) or value != present[state]:  # settings may follow other settings
+            state[1](value)
 
 
 @contextlib.contextmanager
@@ -108,7 +113,7 @@ class Look:
 
     Args:
         module: The layer.
-        arguments: Its arguments by name or position.
+        given: Its arguments by position and by name.
         states: What a framework has second runs put in force.
 
     Attributes:
@@ -116,29 +121,28 @@ class Look:
         buffers: The values of its small buffers.
     """
 
-    def __init__(self, module: nn.Module, arguments: Mapping[str, Any], states: Sequence[State]) -> None:
+    def __init__(self, module: nn.Module, given: Arguments, states: Sequence[State]) -> None:
         self._module, self._always = module, (*_KERNELS, *states)
         numpy = sys.modules.get("numpy")
         shared = () if numpy is None else ((numpy.random.get_state, numpy.random.set_state),)
         self.states: Sequence[State] = (*self._always, (random.getstate, random.setstate), *shared)
         self._small = _small_buffers(module)
         self.buffers = {name: buffer.clone() for name, buffer in self._small.items()}
-        given: list[tuple[str, Any]] = []
-        given += [(f"the parameter {name}", each) for name, each in module.named_parameters()]
-        large = ((name, each) for name, each in module.named_buffers() if name not in self._small)
-        given += [(f"the buffer {name}", each) for name, each in large]
-        for name, value in arguments.items():
+        # Each value, and where it is held: attributes that forward sets to another object are no changes.
+        self._values: list[tuple[str, Any, Mapping[str, Any], str]] = []
+        for name, value in (*enumerate(given[0]), *given[1].items()):
             tensors: list[torch.Tensor] = []
             is_copied = take_apart(value, tensors) is not value  # what forward puts there is no change
-            given += [(f"its argument {name}", each) for each in (tensors if is_copied else [value])]
-        self._values = [(name, value, {"": value}, "") for name, value in given]
-        for prefix, inner in module.named_modules():
-            if not _is_of_torch(inner):  # sharding keeps books there
-                self._values += [
-                    (".".join(filter(None, ("self", prefix, key))), value, vars(inner), key)
-                    for key, value in vars(inner).items()
-                    if key not in _OF_MODULES
-                ]
+            for each in tensors if is_copied else [value]:
+                self._values.append((f"its argument {name}", each, {"": each}, ""))
+        for path, inner in module.named_modules():
+            attributes = {} if _is_of_torch(inner) else vars(inner)  # sharding keeps books there
+            self._values += [
+                (_name(path, key), value, owner, key)
+                for owner in (inner._parameters, inner._buffers, attributes)
+                for key, value in owner.items()
+                if key not in _OF_MODULES and not any(value is each for each in self._small.values())
+            ]
         self._before = self._prints()
 
     def learn(self, layer: str, found: States) -> Mode:
@@ -148,7 +152,7 @@ class Look:
 
         Args:
             layer: The name of the layer.
-            found: The values of the states before, by the functions that read them.
+            found: The values of the states before.
 
         Raises:
             UnsupportedError: A second run would change it again.
@@ -156,12 +160,12 @@ class Look:
         now = zip(self._values, self._before, self._prints(), strict=True)
         changes = [name for (name, *_), before, after in now if after not in (before, None)]
         small = {name: each for name, each in _small_buffers(self._module).items() if name in self._small}
-        changes += [f"the buffer {name}" for name, each in small.items() if each is not self._small[name]]
+        changes += [_name(name) for name, each in small.items() if each is not self._small[name]]
         if changes:
             raise impure(layer, list(dict.fromkeys(changes)))
         changed = [name for name, each in small.items() if digest(each) != digest(self.buffers[name])]
         shared = self.states[len(self._always) :]
-        drawn = [state for state in shared if pickle.dumps(state[0]()) != pickle.dumps(found[state[0]])]
+        drawn = [state for state in shared if pickle.dumps(state[0]()) != pickle.dumps(found[state])]
         return Mode((*self._always, *drawn), changed)
 
     def _prints(self) -> list[bytes | None]:
@@ -178,9 +182,9 @@ class _Fingerprint(pickle.Pickler):
         if isinstance(value, torch.Generator):
             return digest(value.get_state())
         if isinstance(value, nn.Module):
-            return [_fact(each) for each in value.buffers()]
+            return [self.persistent_id(buffer) for buffer in value.buffers()]
         if isinstance(value, torch.Tensor):
-            return _fact(value)
+            return id(value), value._version, digest(value)
         is_name = isinstance(value, type | FunctionType | ModuleType)
         return id(value) if is_name or getattr(value, "nbytes", 0) > 64 * SMALL else None
 
@@ -231,10 +235,13 @@ def attributes_kept(layer: str, module: nn.Module, replaced: Container[int | Non
                 shards = {name: value for name, value in now.items() if name in parameters}
                 now.clear()
                 now.update(own | shards)
-        if changed := [(inner, name) for inner, name, tensor, version in held if tensor._version != version]:
-            paths = {inner: path for path, inner in module.named_modules()}
-            names = [".".join(filter(None, ("self", paths[inner], name))) for inner, name in changed]
-            raise impure(layer, names)  # also in the place of the error by which checkpoints end a run
+        changed = [(inner, name) for inner, name, tensor, version in held if tensor._version != version]
+        if changed:  # also in the place of the error by which checkpoints end a run
+            raise impure(layer, [f"{name} of {type(inner).__name__}" for inner, name in changed])
+
+
+def _name(*path: str) -> str:
+    return ".".join(filter(None, ("self", *path)))
 
 
 def _small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -244,10 +251,3 @@ def _small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _is_of_torch(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "torch"
-
-
-def _fact(tensor: torch.Tensor) -> object:
-    try:
-        return id(tensor), tensor._version, digest(tensor)
-    except (TypeError, RuntimeError):
-        return id(tensor)  # of a kind whose bytes cannot be read

@@ -4,41 +4,34 @@ Hooks stand inside those of the checkpoint. They see each tensor that the layer 
 first run one digest of 64 bits is held. When the second run has ended, and before backward gets any tensor of
 it, the digests are compared on the device. The outcome is one flag a run, read before the optimizer's step.
 
-Every byte is read in the first three steps of a layer in each mode and placement, afterwards an eighth of
-each tensor, another one in each step: see :meth:`Verifier.part`.
+Every tensor is read in the first three steps of a layer in each mode and placement, afterwards the last one
+and every eighth, others in each step: see :meth:`Verifier.part`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import weakref
 from collections import deque
 from collections.abc import Hashable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
 
 from tba_offload.errors import RecomputationError, SavedTensorModifiedError, TbaError, warn
-from tba_offload.layers.graph import latest_node, untraced
+from tba_offload.layers.graph import latest_node
 from tba_offload.recompute import digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator
+    from collections.abc import Callable, Iterable
 
 _WHOLE_STEPS = 3
-"""Steps of a layer in one mode in which every byte is compared."""
+"""Steps of a layer in one mode in which every tensor is read."""
 
-turn = threading.RLock()
-"""Held by the thread that runs a layer a second time: generators are set for that, for all threads."""
-
+_PARTS = 8
+"""Parts of the saved tensors that take turns afterwards."""
 
 _OTHER = "its second run gave other numbers"
-_hooks_on_top: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 Static = Mapping[int, tuple[str, weakref.ref[torch.UntypedStorage]]]
 """Names of storages that are compared by version: by address, which says nothing once they are freed."""
@@ -77,25 +70,20 @@ class Verifier:
     Args:
         kinds: The classes of the layers by their names, in order.
         report: Takes a sentence about layers that ``auto`` leaves alone.
-
-    Attributes:
-        faults: What is wrong with second runs of a layer, by its name and its mode; ``None`` if nothing is.
     """
 
     def __init__(
         self, kinds: Mapping[str, type] | None = None, report: Callable[[str], object] = warn
     ) -> None:
-        self.faults: dict[tuple[str, tuple[bool, ...]], str | None] = {}
         self._kinds, self._report = dict(kinds or {}), report
-        self._failed: set[type | None] = set()
-        self._reported: set[type | None] = set()
+        self._tried: set[tuple[str, tuple[bool, ...]]] = set()  # layers in modes
+        self._failed: set[type | None] = set()  # classes of layers
         self._open: deque[tuple[str, torch.Tensor]] = deque()
-        self._step, self._compared = 0, dict[Hashable, tuple[int, int]]()
+        self._step, self._steps = 0, dict[Hashable, tuple[int, int]]()
         own = weakref.ref(self)  # the hook is global, and must not keep a session alive
 
         def check(*_: object) -> None:
-            verifier = own()
-            if verifier is not None:
+            if (verifier := own()) is not None:
                 verifier.check()
 
         self._handle = register_optimizer_step_pre_hook(check)
@@ -116,23 +104,19 @@ class Verifier:
             self.check()
 
     def part(self, mode: Hashable) -> int | None:
-        """Return which part of each tensor both runs of a layer read; ``None`` means every byte.
+        """Return which eighth of its saved tensors both runs of a layer read; ``None`` means all of them.
 
-        Every byte is read until three steps were compared. Then the eight parts take turns, so that eight
-        steps of the layer read every byte.
+        All are read in three steps. Then the eight parts take turns, so that eight steps of the layer read
+        every byte. Micro-batches of a step read the same part.
 
         Args:
             mode: The layer, and all that may have its kernels compute otherwise.
         """
-        step, count = self._compared.get(mode, (-1, 0))
-        before = count - (step == self._step)  # micro-batches of a step read the same part
-        return None if before < _WHOLE_STEPS else before % digest.PARTS
-
-    def compared(self, mode: Hashable) -> None:
-        """Note that both runs of a layer were compared in this step."""
-        step, count = self._compared.get(mode, (-1, 0))
-        if step != self._step:
-            self._compared[mode] = self._step, count + 1
+        last, count = self._steps.get(mode, (-1, -1))
+        if last != self._step:
+            count += 1
+            self._steps[mode] = self._step, count
+        return None if count < _WHOLE_STEPS else count % _PARTS
 
     def end_step(self) -> None:
         """Check all outcomes of a step, which ends.
@@ -157,251 +141,114 @@ class Verifier:
             raise other_numbers(", ".join(wrong))
 
     def judge(self, name: str, training: tuple[bool, ...], fault: Exception | None) -> None:
-        """Note what a trial of a layer has found; one fault is enough, and is reported once for a class."""
-        kind = self._kinds.get(name)
-        if fault is None:
-            self.faults.setdefault((name, training), None)
+        """Note what a trial of a layer has found; a fault holds for its class, and is reported once."""
+        self._tried.add((name, training))
+        if fault is None or self._kinds.get(name) in self._failed:
             return
-        self.faults[name, training] = str(fault)
-        if kind not in self._reported:
-            self._reported.add(kind)
-            sentence = f"{name}, and layers like it, are not recomputed by the planner: "
-            if _OTHER in str(fault):
-                warn(
-                    f"{sentence}{_OTHER} than the first. If its forward keeps state of its own (a counter, a "
-                    "global), that has moved on once more than in plain training. Place it keep or offload, "
-                    "and it runs once.",
-                    RuntimeWarning,
-                )
-            else:
-                self._report(f"{sentence}{fault}")
+        self.withdraw(name)
+        sentence = f"{name}, and layers like it, are not recomputed by the planner: "
+        if _OTHER in str(fault):
+            warn(
+                f"{sentence}{_OTHER} than the first. If its forward keeps state of its own (a counter, a "
+                "global), that has moved on once more than in plain training. Place it keep or offload, "
+                "and it runs once.",
+                RuntimeWarning,
+            )
+        else:
+            self._report(f"{sentence}{fault}")
 
     def withdraw(self, name: str) -> None:
         """Have ``auto`` recompute no layer of this class from now on: a second run of one has failed."""
         self._failed.add(self._kinds.get(name))
 
+    def may_try(self, name: str, training: tuple[bool, ...]) -> bool:
+        """Return True if a trial of the layer in this mode would tell something new."""
+        return (name, training) not in self._tried and self._kinds.get(name) not in self._failed
+
     def may_repeat(self, name: str, training: tuple[bool, ...]) -> bool:
-        """Return True if a trial of the layer in this mode found nothing, and none of its class failed."""
-        return self.faults.get((name, training), "") is None and self._kinds.get(name) not in self._failed
+        """Return True if the layer was tried in this mode, and none of its class has failed."""
+        return (name, training) in self._tried and self._kinds.get(name) not in self._failed
 
     def may_plan(self, index: int) -> bool:
-        """Return True if trials of a layer in all modes that it ran in found nothing."""
+        """Return True if a layer was tried in any mode, and none of its class has failed."""
         name = list(self._kinds)[index]
-        modes = [training for layer, training in self.faults if layer == name]
-        return bool(modes) and all(self.may_repeat(name, training) for training in modes)
+        return any(self.may_repeat(*tried) for tried in self._tried if tried[0] == name)
 
     def close(self) -> None:
         """Take the hook off."""
         self._handle.remove()
 
 
-class _Run:
-    """The saved tensors of one run.
+class SavedTensors:
+    """What one run of a layer saves for backward. Holds no tensor longer than until the next one is saved.
 
     A kernel may fill a tensor after it was saved (the noise of ``rrelu``, statistics of attention). Only
     tensors without a graph can be such. They are read when the next operation saves something.
 
     Args:
-        static: Names of storages that are compared by version.
-        part: Which part of each tensor is read, or all of it.
+        layer: The name of the layer.
+        static: Names of storages that are compared by version: parameters and large buffers.
+        part: Which eighth of the tensors is read; ``None`` is all of them.
+        always: The place of another tensor that is read.
 
     Attributes:
         forms: Of each tensor: what must be equal in both runs beside digests; the last is the version of a
             parameter.
         numbers: The digests by device, when the run has ended.
+        last: The place of the last tensor that depends on what the layer computes.
         fills_last: Whether the last operation may fill a tensor after it has saved it.
     """
 
-    def __init__(self, static: Static, part: int | None) -> None:
+    def __init__(self, layer: str, static: Static, part: int | None, always: int) -> None:
         self.forms: list[tuple[Any, ...]] = []
         self.numbers: dict[torch.device, torch.Tensor] = {}
-        self.fills_last = False
-        self._static, self._part = static, part
+        self.last, self.fills_last = -1, False
+        self._layer, self._static, self._part, self._always = layer, static, part, always
         self._waiting: list[torch.Tensor] = []
-        self._seen: dict[object, weakref.ref[Any]] = {}
         self._node = -1
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Note a saved tensor.
+    def add(self, tensor: torch.Tensor) -> int:
+        """Note a saved tensor; return its place.
 
         Raises:
-            TypeError: The bytes of this kind of tensor cannot be read.
+            RecomputationError: The bytes of this kind of tensor cannot be compared.
         """
         if latest_node() != self._node:
-            self._read_waiting()
-            self._node, self.fills_last = latest_node(), False
-        parts = list(digest.plain_parts(tensor))
-        names = [self._name_of(part.untyped_storage()) for part in parts]
-        is_static = bool(parts) and None not in names
-        form = (type(tensor), tensor.dtype, tensor.shape, names)
-        self.forms.append((*form, tensor._version if is_static else None))
-        if tensor.requires_grad and not is_static:
-            for part in parts:
-                self._read(part)
-        elif not is_static:
+            self._read(self._waiting)
+            self._waiting, self._node, self.fills_last = [], latest_node(), False
+        try:
+            parts = list(digest.plain_parts(tensor))
+            names = [self._name_of(part.untyped_storage()) for part in parts]
+        except (TypeError, NotImplementedError) as error:  # the latter of wrappers of transforms
+            raise cannot(self._layer, f"it saves {error}, whose bytes cannot be compared") from error
+        place, is_static = len(self.forms), bool(parts) and None not in names
+        version = tensor._version if is_static else None
+        self.forms.append((type(tensor), tensor.dtype, tensor.shape, names, version))
+        if is_static:
+            return place
+        is_read = self._part in (None, place % _PARTS) or place == self._always
+        if tensor.requires_grad:
+            self.last = place
+            self._read(parts if is_read else ())
+        else:
             self.fills_last = True
-            if not _may_be_unfilled(tensor):
-                self._waiting += parts
+            self._waiting += parts if is_read and not _may_be_unfilled(tensor) else ()
+        return place
 
     def _name_of(self, storage: torch.UntypedStorage) -> str | None:
         name, known = self._static.get(storage._cdata, (None, None))
         return name if known is not None and known() is storage else None
 
-    def _read(self, tensor: torch.Tensor, *, is_repeated: bool = False) -> None:
-        """Read a tensor; once, unless ``is_repeated``, if operations save it often."""
-        storage = tensor.untyped_storage()
-        place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        key = (storage._cdata, tensor._version, *place)
-        known = None if is_repeated else self._seen.get(key)
-        if known is None or known() is None:
-            if not is_repeated:
-                self._seen[key] = weakref.ref(storage)
-            sums, before = digest.fold(tensor, self._part), self.numbers.get(tensor.device)
+    def _read(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            sums, before = digest.fold(tensor), self.numbers.get(tensor.device)
             self.numbers[tensor.device] = sums if before is None else digest.chain(before, sums)
-
-    def _read_waiting(self) -> None:
-        for tensor in self._waiting:
-            self._read(tensor, is_repeated=True)
-        self._waiting.clear()
 
     def end(self) -> None:
         """Compute the digests when the run has ended."""
-        self._read_waiting()
+        self._read(self._waiting)
+        self._waiting = []
         self.numbers = {device: digest.mix(sums) for device, sums in self.numbers.items()}
-        self._seen = {}
-
-
-class _Ended(BaseException):
-    """Carries the end of a second run past the layer's own code, which may catch all exceptions."""
-
-
-class SavedTwice:
-    """The saved tensors of both runs of one execution of a layer. Holds no tensor of theirs.
-
-    Args:
-        layer: The name of the layer.
-        static: Names of storages that are compared by version: parameters and large buffers.
-        part: Which part of each tensor both runs read; ``None`` is all of it.
-        outcome: Takes a boolean of one element: whether the runs differ.
-
-    Attributes:
-        ended: Whether the first run has ended.
-    """
-
-    def __init__(
-        self, layer: str, static: Static, part: int | None, outcome: Callable[[torch.Tensor], object]
-    ) -> None:
-        self._layer, self._outcome = layer, outcome
-        self._first, self._new_run = _Run(static, part), partial(_Run, static, part)
-        self._versions: list[int] = []
-        self.ended = False
-
-    def see(self, tensor: torch.Tensor) -> int:
-        """Note a tensor that the first run saves; return its number.
-
-        Raises:
-            RecomputationError: The bytes of this kind of tensor cannot be compared.
-        """
-        self._add(self._first, tensor)
-        return len(self._first.forms) - 1
-
-    def end_first_run(self) -> None:
-        """Compute the digests of the first run, which has ended."""
-        self._first.end()
-        self.ended = True
-
-    @contextlib.contextmanager
-    def first_run(self) -> Iterator[None]:
-        """Return a block around the first run, inside the hooks of the checkpoint."""
-        pack, unpack = _hooks_on_top(True)  # noqa: FBT003 - positional in C++
-
-        @untraced
-        def number(tensor: torch.Tensor) -> tuple[int, Any]:
-            return self.see(tensor), pack(tensor)
-
-        def check(numbered: tuple[int, Any]) -> torch.Tensor:
-            number, packed = numbered
-            try:
-                with turn:
-                    tensor: torch.Tensor = unpack(packed)  # the first call runs the layer a second time
-            except CheckpointError as error:
-                cause = str(error).partition("\nTip:")[0].removeprefix("torch.utils.checkpoint: ")
-                raise cannot(self._layer, " ".join(cause.split())) from error
-            except RuntimeError as error:
-                if type(error) is RuntimeError and "modified by an inplace operation" in str(error):
-                    raise modified(f"a tensor that {self._layer} is given") from error
-                raise
-            if tensor._version != self._versions[number]:
-                raise modified(f"a tensor that {self._layer} saves")
-            return tensor
-
-        with saved_tensors_hooks(number, check):
-            yield
-        self.end_first_run()
-
-    def run_again(
-        self, forward: Callable[[], object], replaced: Container[int | None], *, drops: bool = False
-    ) -> None:
-        """Run the layer a second time, inside the hooks of the checkpoint, and compare what it saves.
-
-        The checkpoint ends the run with the last tensor that is saved, by an error of its own. Where the
-        kernel may fill that tensor only afterwards, the run goes on to the end of forward.
-
-        Args:
-            forward: Runs the layer.
-            replaced: Addresses of the storages that buffers have during the run only.
-            drops: Whether nothing is held of what the run saves.
-
-        Raises:
-            RecomputationError: The runs differ, or that cannot be seen.
-            SavedTensorModifiedError: A parameter was changed in place.
-        """
-        pack, unpack = (_drop, _refuse) if drops else _hooks_on_top(True)  # noqa: FBT003
-        second, versions, is_complete = self._new_run(), list[int](), False
-        self._versions = versions
-
-        @untraced
-        def again(tensor: torch.Tensor) -> object:
-            nonlocal is_complete
-            self._add(second, tensor)
-            if replaced and address_of(tensor) in replaced:
-                tensor = tensor.detach()  # the buffer itself gets its own storage back
-            versions.append(tensor._version)
-            if not is_complete:
-                try:
-                    return pack(tensor)
-                except _StopRecomputationError:
-                    if not (self.ended and self._first.fills_last):
-                        raise _Ended from None
-                    is_complete = True
-            return tensor.detach()
-
-        try:
-            with saved_tensors_hooks(again, unpack):
-                forward()
-        except _Ended:
-            self._compare(second)
-            raise _StopRecomputationError from None
-        self._compare(second)
-
-    def _add(self, run: _Run, tensor: torch.Tensor) -> None:
-        try:
-            run.add(tensor)
-        except (TypeError, NotImplementedError) as error:  # the latter of wrappers of transforms
-            raise cannot(self._layer, f"it saves {error}, whose bytes cannot be compared") from error
-
-    def _compare(self, second: _Run) -> None:
-        if not self.ended:
-            return  # a run within the first one, whose forward goes backward
-        first = self._first
-        second.end()
-        for one, other in zip(first.forms, second.forms, strict=False):
-            if one != other and one[:-1] == other[:-1]:
-                raise modified(f"{one[-2][0]} of {self._layer}")
-        if first.forms != second.forms or first.numbers.keys() != second.numbers.keys():
-            raise other_numbers(self._layer)
-        for device, number in first.numbers.items():
-            self._outcome(number != second.numbers[device])
 
 
 def _may_be_unfilled(tensor: torch.Tensor) -> bool:
@@ -412,14 +259,6 @@ def _may_be_unfilled(tensor: torch.Tensor) -> bool:
     """
     is_workspace = tensor.dtype is torch.uint8 and tensor.dim() == 1
     return is_workspace or (tensor.numel() <= 2 and tensor.dtype in {torch.int64, torch.uint64})
-
-
-def _drop(_: torch.Tensor) -> None:
-    """Hold nothing of a saved tensor."""
-
-
-def _refuse(_: None) -> torch.Tensor:
-    raise RuntimeError("the layer asks for gradients in its forward")
 
 
 def address_of(tensor: torch.Tensor) -> int | None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.site import Site
     from tba_offload.capture.trace import ScopeTrace
     from tba_offload.layers.find import LayerStack
-    from tba_offload.recompute.checkpoint import Arguments
+    from tba_offload.recompute.arguments import Arguments
     from tba_offload.session.session import Session
 
 
