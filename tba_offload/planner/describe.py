@@ -57,12 +57,10 @@ def reason(case: Case, limits: Limits) -> str:
 def _store(case: Case) -> str:
     """Return the rate that the store gives, and the rate at which writing all would delay nothing."""
     profile, given = case.profile, readable_rate(case.bandwidth.write)
-    forward = sum(
-        profile.timing(slot.layer, Placement.KEEP).forward + slot.gap
-        for slot in profile.slots
-        if not slot.backward
-    )
-    needed = profile.saved_bytes / forward if forward else 0.0
+    slots = [slot for slot in profile.slots if not slot.backward]
+    seconds = sum(profile.timing(slot.layer, Placement.KEEP).forward + slot.gap for slot in slots)
+    saved = sum(profile.kind_of(slot.layer).whole_bytes for slot in slots)
+    needed = saved / seconds if seconds else 0.0
     if needed > case.bandwidth.write:
         return f"the store takes {given}, and offloading all without waits needs {readable_rate(needed)}"
     return f"the store takes {given}, enough to offload all without waits ({readable_rate(needed)})"

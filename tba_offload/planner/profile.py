@@ -198,11 +198,6 @@ class StepProfile:
         slots = tuple(slot._replace(gradients=0) for slot in self.slots)
         return dataclasses.replace(self, slots=slots)
 
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes that all runs of the step save."""
-        return sum(self.kind_of(slot.layer).whole_bytes for slot in self.slots if not slot.backward)
-
     def timing(self, layer: int, placement: Placement) -> Timing:
         """Return the seconds of a layer under a placement, estimated where they were not measured.
 

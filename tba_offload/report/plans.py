@@ -34,7 +34,6 @@ class PlanReport:
         run: Measured activation peak and seconds of a step of the run; ``None`` if not measured.
         title: The model and the machine.
         notes: Sentences on drives, device and optimizer states.
-        states: What is chosen of optimizer states, if anything is.
         beside_bytes: Bytes of the device that are not for activations, if ``budget.device_bytes`` is given.
     """
 
@@ -47,7 +46,6 @@ class PlanReport:
     run: tuple[int, float] | None = None
     title: str = ""
     notes: tuple[str, ...] = ()
-    states: Mapping[str, Any] | None = None
     beside_bytes: int | None = None
 
     def parts(self, policy_file: str | None = None) -> list[Table | str]:
