@@ -14,9 +14,9 @@ from weakref import WeakMethod
 
 import torch
 
-from tba_offload.device.digest import are_equal, digests_of
 from tba_offload.errors import SessionError
 from tba_offload.layers.graph import not_traced
+from tba_offload.recompute.digest import digest
 from tba_offload.states.away import FreedGradient
 from tba_offload.states.parameters import in_place_of, local, parameters_of
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from tba_offload.device.digest import Digest
     from tba_offload.states.groups import SubGroup
     from tba_offload.states.updates import StatesRecord, Updates
 
@@ -223,8 +222,7 @@ class BackwardUpdates:
             return "setting of the optimizer"
         if not self._updates.is_current:
             return "state of the optimizer"
-        before, now = self._values, self._values_now()
-        return None if before[0] == now[0] and are_equal(before[1], now[1]) else "value of a parameter"
+        return None if self._values == self._values_now() else "value of a parameter"
 
     def _settings_now(self) -> str:
         """Return the settings of all parameter groups as text, numbers in tensors among them."""
@@ -232,11 +230,11 @@ class BackwardUpdates:
         settings = [(key, each) for group in groups for key, each in group if not key.startswith("param")]
         return repr([(key, each.tolist() if torch.is_tensor(each) else each) for key, each in settings])
 
-    def _values_now(self) -> tuple[list[int], list[Digest]]:
+    def _values_now(self) -> tuple[list[int], list[list[int]]]:
         """Return the versions of parameters, and in some steps digests: ``.data`` leaves versions alone."""
         closely = self._steps <= _CLOSELY or not self._steps & (self._steps - 1)
         values = (local(each.detach()) for each in (self._freed if closely else ()))
-        return [each._version for each in self._freed], digests_of(values)
+        return [each._version for each in self._freed], list(map(digest, values))
 
 
 def _weakly(came: WeakMethod[Any]) -> Any:
