@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import UserDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -55,6 +56,10 @@ def _rebuilt(value: Any, change: Any) -> Any:
         return kind(*(change(part) for part in value))
     if kind is dict:
         return {key: change(part) for key, part in value.items()}
+    if isinstance(value, UserDict):  # Gemma's layers share keys and values in one
+        rebuilt = copy.copy(value)
+        rebuilt.data = change(dict(value.data))
+        return rebuilt
     return _emptied(value) if is_cache(value) else value
 
 

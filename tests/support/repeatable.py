@@ -54,7 +54,8 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(kind() for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        more = {"memory": {"seen": []}} if hasattr(self.layers[0], "remembers") else {}
+        kind = getattr(self.layers[0], "remembers", None)
+        more = {"memory": kind({"seen": []})} if kind is not None else {}
         for layer in self.layers:
             x = layer(x, **more)
         return x

@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import re
-from collections import deque
+from collections import UserDict, deque
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -112,14 +112,20 @@ class Drawing(Plain):
 class Remembering(Plain):
     """Appends to what it is given in a dict, and reads what other layers have appended."""
 
-    remembers = True
+    remembers: Any = dict
 
-    def forward(self, x: Tensor, memory: dict[str, Any] | None = None) -> Tensor:
+    def forward(self, x: Tensor, memory: Any = None) -> Tensor:
         if memory is None:
             return super().forward(x)
         memory.setdefault("first", self.first(x))
         memory["seen"].append(self.first(x))
         return x + self.second(F.gelu(torch.stack(memory["seen"]).sum(0) + memory["first"]))
+
+
+class RememberingElsewhere(Remembering):
+    """As layers of Gemma share keys and values."""
+
+    remembers = UserDict
 
 
 class Recurrent(Plain):
@@ -170,6 +176,7 @@ class Attending(Plain):
 
 REPEATED = [
     *(Plain, Dropping, Normed, Spectral, Lazy, Numbered, Drawing, Remembering, Recurrent),
+    RememberingElsewhere,
     *(Penalized, Differentiating, Catching, Attending),
 ]
 
@@ -302,7 +309,7 @@ class Given(Plain):
     """Changes its argument, of whatever kind."""
 
     given: Callable[[], Any]
-    remembers = True
+    remembers: Any = dict
 
     def forward(self, x: Tensor, memory: Any = None) -> Tensor:
         if isinstance(memory, dict):
