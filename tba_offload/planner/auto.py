@@ -155,7 +155,7 @@ class Controller:
         self._since = 0  # steps in LEARN
         self._excess = 0  # bytes that came over the budget, and come off it
         self._most_seen = 0  # highest activation peak of a step within the budget
-        self._headroom = -math.inf  # the most that a step was seen to need
+        self._headrooms: dict[Plan, int] = {}  # of each plan that was measured
         self._race: dict[Plan, list[float]] = {}  # plans that run in turn, and the seconds of their steps
         self._races = 0  # since the last plan was made, before this one
         self._measured = False  # whether the plan in force was, in HOLD
@@ -251,7 +251,7 @@ class Controller:
     def _forget_warm_up(self) -> None:
         """Forget what the first step took: memory and files grew, caches were cold, gradients came late."""
         self.rates.forget()
-        self._headroom = -math.inf
+        self._headrooms = {}
         if self.profile is not None:
             count = len(self.profile.kinds)
             self.profile = replace(
@@ -274,9 +274,9 @@ class Controller:
         if taken is not None and activations is not None and not record.fallback_kept_bytes:
             found = play(replace(profile, headroom=0), plan, bandwidth)
             headroom = max(activations - found.activation_peak, taken - found.peak_bytes)
+            self._headrooms[plan] = headroom
             if self.state is State.LEARN:  # other plans peak at other moments
-                headroom = int(max(headroom, self._headroom))
-            self._headroom = headroom
+                headroom = max(self._headrooms.values())
             profile = replace(profile, headroom=headroom)
         self.profile = profile
 
@@ -348,6 +348,7 @@ class Controller:
         plan = plan or self._solve()
         self.state, self._off, self._usual, self._why = State.TRY, 0, [], why
         self._race, self._races, self._told = {plan: []}, 0, None
+        self._headrooms = {}
         return plan
 
     def _over(self, over: int, record: StepRecord) -> Plan:
@@ -387,6 +388,8 @@ class Controller:
         if winner != first and first in raced:
             better, worse = significant(raced[winner]), significant(raced[first])
             self._why = f"it was faster than the other plan in turn ({better} s, not {worse} s)"
+        if self.profile is not None and winner in self._headrooms:
+            self.profile = replace(self.profile, headroom=self._headrooms[winner])
         case = self._case()
         if case.highest > CLIMBS_ON * self._highest and case.keep.activation_peak > self._highest:
             return self._try(f"{readable_size(self._most_seen)} were seen to fit")
@@ -408,8 +411,12 @@ class Controller:
 
     def _improved(self, case: Case, winner: Plan) -> Plan:
         """Return the winner of a race, or, once, a plan that is better by all that the race has shown."""
-        better, now = solve(case), case.predicted(winner)
-        if self._races or better in self._race or not _is_faster(better, now, 1 - WORTH_IT):
+        if self._races:
+            return case.predicted(winner)
+        most = max(self._headrooms.values(), default=case.profile.headroom)  # it may peak as the others do
+        better = solve(replace(case, profile=replace(case.profile, headroom=most)))
+        now = case.predicted(winner)
+        if better in self._race or not _is_faster(better, now, 1 - WORTH_IT):
             return now
         self.state, self._races = State.TRY, 1
         raced = {winner: self._race[winner]} if len(self._race) > 1 else {}
