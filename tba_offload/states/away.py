@@ -37,6 +37,9 @@ _HARMLESS = frozenset(
 _ALIASES = frozenset((_TENSOR.data.__get__, _TENSOR.detach))
 """Functions that give another tensor of the same memory."""
 
+_CONVERSIONS = frozenset((_TENSOR.to, _TENSOR.cpu, _TENSOR.contiguous))
+"""Functions that give the tensor itself where there is nothing to convert, as Lightning's teardown asks."""
+
 
 def _first(kind: type[torch.Tensor], *arguments: Any) -> Any:
     """Return the first argument of a class, also one in a list."""
@@ -86,7 +89,7 @@ class AwayTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Answer what needs no bytes, and raise for everything else."""
-        if func in _HARMLESS:
+        if func in _HARMLESS or func in _CONVERSIONS:  # one that converts is dispatched, and raises there
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return cls.__torch_dispatch__(func, types, args, kwargs)
