@@ -71,17 +71,17 @@ class SeenBeside(NamedTuple):
 
 @dataclass(frozen=True)
 class StepObservation:
-    """What the controller is shown of a step that has ended.
+    """Measurements of a step that has ended, from which the controller plans.
 
     Attributes:
-        trace: What it recorded.
+        trace: The trace of the step.
         stalls: When compute waited for I/O.
-        loads: What the store moved.
+        loads: Bytes that each drive moved.
         plan: The plan that was in force.
-        record: Its figures.
-        began: When it began, by :func:`time.perf_counter`.
-        beside: Bytes seen beside the activations of layers; ``None`` if nothing looked.
-        on_device: Its times by the clock of a device that runs behind the host.
+        record: The figures of the step.
+        began: Time at which the step began, by :func:`time.perf_counter`.
+        beside: Bytes in memory beside the activations of layers; ``None`` if they were not measured.
+        on_device: Times of the step by the clock of an asynchronous device.
         not_recomputed: Layers that must not run twice.
     """
 

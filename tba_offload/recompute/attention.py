@@ -98,7 +98,7 @@ class AttentionOnce:
 
 
 _here = threading.local()
-"""What a thread does instead of attention, if anything: it is given the operation, and what runs it."""
+"""A replacement for attention on this thread, if set: called with the operation and its implementation."""
 
 
 @contextmanager

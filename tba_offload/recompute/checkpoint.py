@@ -99,7 +99,7 @@ class RecomputedLayer:
 
 
 class _Execution:
-    """One execution of a layer: its first run, and those that repeat it. Holds no tensor that it saves.
+    """The first run of a layer and its repetitions in backward. Holds no saved tensor.
 
     Args:
         layer: The layer.

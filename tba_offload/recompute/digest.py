@@ -85,7 +85,7 @@ def digest(tensor: torch.Tensor) -> list[int]:
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the bytes of a tensor, each element once, as words of 64 bits, and those that fill no word.
+    """Return the bytes of a tensor, each element once, as 64-bit words, and the rest of less than a word.
 
     Elements are copied only if they are not dense in memory.
     """

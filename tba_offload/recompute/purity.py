@@ -37,7 +37,7 @@ SMALL = 2**20
 """Bytes of buffers that are put back by value and compared by digests; larger ones by version."""
 
 States = Mapping["State", Any]
-"""Values of states, each of which is a function that reads it and one that sets it."""
+"""Values by state. A ``State`` holds a function that reads the value and one that sets it."""
 
 _OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
 _C: Any = torch._C
