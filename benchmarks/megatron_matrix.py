@@ -368,8 +368,8 @@ def iterations_in(output: str) -> tuple[list[dict[str, str]], list[float]]:
     """Return what is printed about every iteration, and its time."""
     iterations, times = [], []
     for line in ITERATION.findall(output):
-        # Another rank may print into the same line.
-        fields = dict(field.strip().split(":", 1) for field in line.split("|") if ":" in field)
+        own = line.partition("[Rank")[0]  # another rank may print how much memory it has into the same line
+        fields = dict(field.strip().split(":", 1) for field in own.split("|") if ":" in field)
         times.append(float(fields.pop("elapsed time per iteration (ms)")))
         iterations.append({name: value.strip() for name, value in fields.items()})
     return iterations, times

@@ -98,15 +98,13 @@ def over_budget(limits: Limits, plan: Plan, case: Case) -> str:
     """Return the warning that no plan keeps to the budget, and what the lowest peak consists of."""
     profile, found = case.profile, case.played(plan)
     left = "" if limits.device is None else f" that a device has left ({limits.device})"
-    lowest = f"is {readable_size(found.peak_bytes)}"
-    if profile.gradient_bytes:
-        lowest = f"needs {readable_size(found.peak_bytes + profile.gradient_bytes)} together with gradients"
+    gradients = " together with gradients" if profile.gradient_bytes else ""
     beside = max(profile.loss_bytes, *(max(kind.beside or (0,)) for kind in profile.kinds)) + profile.headroom
-    layer, capacity = max(kind.whole_bytes for kind in profile.kinds), case.bandwidth.capacity
-    room = "" if capacity is None else f", and room for {readable_size(capacity)} in the store"
+    largest = max(kind.whole_bytes for kind in profile.kinds)
     return (
-        f"the budget of {readable_size(limits.budget or 0)}{left} cannot be met: the lowest peak found "
-        f"{lowest}, with {readable_size(max(beside, 0))} beside the layers (logits, loss, temporaries), "
-        f"{readable_size(layer)} in the largest layer, up to {readable_size(plan.window or 0)} in "
-        f"flight{room}. Raise {limits.setting}, or take smaller micro-batches or shorter sequences"
+        f"the budget of {readable_size(limits.budget or 0)}{left} cannot be met: the lowest peak found is "
+        f"{readable_size(found.peak_bytes + profile.gradient_bytes)}{gradients}, with "
+        f"{readable_size(max(beside, 0))} beside the layers (logits, loss, temporaries), "
+        f"{readable_size(largest)} in the largest layer, up to {readable_size(plan.window or 0)} in flight. "
+        f"Raise {limits.setting}, or take smaller micro-batches or shorter sequences"
     )

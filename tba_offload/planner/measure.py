@@ -216,8 +216,6 @@ def _with_gradients(slots: tuple[Slot, ...], before: Sequence[Slot]) -> tuple[Sl
     """Return the slots with the most gradients of two steps: the next one may train other parameters."""
     if [slot[:3] for slot in slots] != [slot[:3] for slot in before]:
         return slots
-    if not (any(slot.gradients for slot in slots) and any(slot.gradients for slot in before)):
-        return slots
     pairs = zip(slots, before, strict=True)
     return tuple(new._replace(gradients=max(new.gradients, old.gradients)) for new, old in pairs)
 

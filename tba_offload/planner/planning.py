@@ -46,7 +46,7 @@ class Planning:
         plan: In force.
         controller: Renews it; ``None`` if there is nothing to decide and nothing to learn.
         chosen: Layers that the controller may have recomputed.
-        seconds: How long training waited for the controller before the step; ``None`` without one.
+        seconds: How long training has waited for the controller since the last step; ``None`` without one.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Planning:
         self.controller: Controller | None = None
         self.chosen: frozenset[int] = frozenset()
         self.seconds: float | None = None
-        self._next_seconds: float | None = None
         self._agree: Agree | None = None
         self._outgrown: Plan | None = None  # what this step began with and was too large for
         self._made_for: int | None = None  # the budget that the plan in force was made for
@@ -78,7 +77,7 @@ class Planning:
         self.controller = controller
         self._made_for = self._budget
         self._agree = agree if controller is not None and controller.task.is_shared else None
-        self._next_seconds = None if controller is None else 0.0
+        self.seconds = None if controller is None else 0.0
         self.plan = plan if controller is None else controller.task.first()
         policy = () if controller is None else controller.task.policy
         self.chosen = frozenset(index for index, wanted in enumerate(policy) if wanted is Placement.AUTO)
@@ -110,9 +109,7 @@ class Planning:
 
     def begin_step(self) -> None:
         """Begin a step. One that failed after it had left its plan taught nothing: the plan stays."""
-        self.seconds, self._next_seconds = self._next_seconds, None
         if self.controller is not None:
-            self._next_seconds = 0.0
             self.controller.sizes.begin_step()
         if self._outgrown is not None:
             self._put_in_force(self._outgrown)
@@ -147,16 +144,15 @@ class Planning:
         Returns:
             What the log is told of a new plan; ``None`` if there is none.
         """
-        controller = self.controller
+        controller, began, self.seconds = self.controller, time.perf_counter(), None
         if controller is None:
             return None
-        began = time.perf_counter()
         if controller.steps == 0 and controller.task.decides:
             self._ask_store(controller, seen.loads)
         plan = self._agreed(controller, controller.observe(seen))
         self._put_in_force(plan)
         self._outgrown, self._made_for = None, self._budget
-        self._next_seconds = time.perf_counter() - began
+        self.seconds = time.perf_counter() - began
         news = controller.news(plan)
         if controller.is_done and self._agree is None:
             self.controller = None
