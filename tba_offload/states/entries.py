@@ -167,7 +167,7 @@ class Entries:
         """
         for _, slices in groupby(groups, lambda group: id(group.parameters[0])):
             some = list(slices)
-            found = self._whole(some, self._is_away, lambda group: self.slots.load(group).lend())
+            found = self._whole(some, self._is_away)
             for parameter, entry in found.items():
                 if entry.pop(MASTER, None) is not None:
                     AwayMaster.end(parameter)
@@ -191,7 +191,6 @@ class Entries:
         return self._whole(
             self._groups.holding(parameters),
             lambda place: masters or place.key != MASTER,
-            lambda group: group.home.on_host(group.nbytes),
             torch.device("cpu"),
         )
 
@@ -201,7 +200,6 @@ class Entries:
         self,
         groups: Iterable[SubGroup],
         is_wanted: Callable[[Place], bool],
-        read: Callable[[SubGroup], torch.Tensor],
         device: torch.device | None = None,
     ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Return copies of states, each put together of its slices.
@@ -209,16 +207,12 @@ class Entries:
         Args:
             groups: The sub-groups.
             is_wanted: Says which states.
-            read: Returns the bytes of a sub-group that is at home.
             device: Where to; by default that of the parameters, where masters are filled themselves.
         """
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for group in groups:
             places = [place for place in group.places if is_wanted(place)]
-            if not places:
-                continue
-            flat = self._held(group)
-            flat = read(group) if flat is None else flat
+            flat = self._bytes_of(group) if places else torch.empty(0)
             for place in places:
                 entry = found.setdefault(place.parameter, {})
                 if place.key not in entry:
@@ -227,13 +221,12 @@ class Entries:
                     group.cut(local(entry[place.key])).copy_(place.view(flat))
         return found
 
-    def _held(self, group: SubGroup) -> torch.Tensor | None:
-        """Return the bytes of a sub-group, if they are in memory; ``None`` if they are at home."""
-        slot = self.slots.of(group)
-        if slot is None:
-            return self.in_host_memory.get(group)
-        slot.settle()
-        return slot.lend()
+    def _bytes_of(self, group: SubGroup) -> torch.Tensor:
+        """Return the bytes of a sub-group, wherever they are; those at home are read into host memory."""
+        if (slot := self.slots.of(group)) is not None:
+            return slot.wait_for_reads()
+        flat = self.in_host_memory.get(group)
+        return group.home.on_host(group.nbytes) if flat is None else flat
 
     def _is_away(self, place: Place) -> bool:
         """Whether ``optimizer.state`` shows that a state is away, or the master itself that it is."""

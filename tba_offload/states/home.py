@@ -1,4 +1,4 @@
-"""Where the states of one sub-group live between updates: extents of a store, or memory of the host."""
+"""Where the states of one sub-group live between updates: extents of a store."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from tba_offload.store.extents import BLOCK
 from tba_offload.store.host import HostStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from tba_offload.device import ByteRange, Device, Event
@@ -39,8 +37,6 @@ class Homes:
         store: Where bytes go.
         device: Where the optimizer updates.
         stall_limit: Seconds that a transfer is waited for; ``None`` for no limit.
-        keep_when_full: Whether bytes that cannot be written live in host memory, or are an error.
-        tell: Called with a line when the first of them cannot be written.
         padded: Whether memory that is read into has room for whole blocks around the bytes.
 
     Attributes:
@@ -51,26 +47,16 @@ class Homes:
     """
 
     def __init__(
-        self,
-        store: ActivationStore,
-        device: Device,
-        *,
-        stall_limit: float | None,
-        keep_when_full: bool,
-        tell: Callable[[str], object],
-        padded: bool = True,
+        self, store: ActivationStore, device: Device, stall_limit: float | None, *, padded: bool = True
     ) -> None:
         self.store = store
         self.device = device
         self.stall_limit = stall_limit
-        self.keep_when_full = keep_when_full
-        self.tell = tell
         self.padded = padded
         self.part_bytes = HOST_PART if store.kind == HostStore.kind else PART
         self.read_bytes = self.written_bytes = 0
         self.waited = 0.0
         self.waits: deque[tuple[float, float]] = deque(maxlen=0)
-        self._has_told = False
 
     def wait(self, transfer: IoFuture) -> None:
         """Wait for a transfer, within the limit.
@@ -94,15 +80,6 @@ class Homes:
             self.waited += ended - began
             self.waits.append((began, ended))
 
-    def tell_of(self, cause: BaseException) -> None:
-        """Say, the first time, that the states of a sub-group stay in host memory."""
-        if not self._has_told:
-            self._has_told = True
-            self.tell(
-                f"optimizer states stay in host memory, since they cannot be written: {cause}; they are "
-                "tried again at the next update"
-            )
-
 
 class Home:
     """Where the states of one sub-group, or one frozen weight, live.
@@ -117,17 +94,11 @@ class Home:
         self._homes = homes
         self._what = f"the {what} of {owner}"
         self._extents: tuple[Extent, ...] = ()
-        self._kept: torch.Tensor | None = None
 
     @property
     def device(self) -> Device:
         """The device that the bytes come to and go from."""
         return self._homes.device
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was written yet."""
-        return not self._extents and self._kept is None
 
     def write(self, memory: ByteRange) -> list[IoFuture]:
         """Begin to write all bytes; the caller waits for them with :meth:`settle_writes`.
@@ -136,10 +107,9 @@ class Home:
             memory: The bytes, page-aligned; as many each time.
 
         Raises:
-            TransferError: There is no room, and the policy says that this is an error.
+            TransferError: There is no room.
         """
         homes = self._homes
-        self._kept = None
         try:
             self._reserve(memory)
             after = homes.device.event()
@@ -147,27 +117,21 @@ class Home:
                 [(extent, part, after, None) for extent, part in self._parts(memory)]
             )
         except StoreError as error:
-            self._keep(memory, error)
-            return []
+            raise self._unwritten(error) from error
         homes.written_bytes += memory.nbytes
         return writes
 
-    def settle_writes(self, writes: list[IoFuture], memory: ByteRange) -> None:
-        """Wait for writes; what could not be written is kept in host memory.
+    def settle_writes(self, writes: list[IoFuture]) -> None:
+        """Wait for writes.
 
         Raises:
-            TransferError: A write failed, and the policy says that this is an error; or the drive hangs.
+            TransferError: One failed, or the drive hangs.
         """
-        failed: StoreError | None = None
         for write in writes:
             try:
                 self._homes.wait(write)
-            except HangingError as error:  # it may write yet, so that the bytes must not change
-                raise self._unwritten(error, "check the drive, and load a checkpoint") from error
             except StoreError as error:
-                failed = error
-        if failed is not None:
-            self._keep(memory, failed)
+                raise self._unwritten(error) from error
 
     def read(self, memory: ByteRange, after: Event | None = None) -> list[IoFuture]:
         """Begin to read all bytes; the caller waits for them with :meth:`settle_reads`.
@@ -182,14 +146,11 @@ class Home:
             TransferError: There are none: what was to bring them here was interrupted.
         """
         homes = self._homes
-        if self.is_empty:
+        if not self._extents:
             raise TransferError(
                 f"{self._what} are lost, since an update or the loading of a checkpoint was interrupted; "
                 "load a checkpoint"
             )
-        if self._kept is not None:
-            memory.tensor().copy_(self._kept)
-            return []
         homes.read_bytes += memory.nbytes
         after = after or homes.device.event()
         orders = [(extent, part, after) for extent, part in self._parts(memory)]
@@ -227,8 +188,8 @@ class Home:
         return target.tensor()
 
     def release(self) -> None:
-        """Give the extents back, and forget what is kept."""
-        extents, self._extents, self._kept = self._extents, (), None
+        """Give the extents back."""
+        extents, self._extents = self._extents, ()
         for extent in extents:
             self._homes.store.release(extent)
 
@@ -249,15 +210,12 @@ class Home:
         extents = zip(starts, self._extents, strict=True)
         return [(extent, memory.part(start, extent.nbytes)) for start, extent in extents]
 
-    def _keep(self, memory: ByteRange, cause: StoreError) -> None:
-        if not self._homes.keep_when_full:
-            remedy = "make room" if isinstance(cause, StoreFullError) else "check the drive"
-            raise self._unwritten(cause, f"{remedy}, or set on_full: keep") from cause
-        self._kept = memory.tensor().to("cpu", copy=True)
-        self._homes.tell_of(cause)
-
-    def _unwritten(self, error: StoreError, remedy: str) -> TransferError:
-        return TransferError(f"{self._what} cannot be written: {error}; {remedy}")
+    def _unwritten(self, error: StoreError) -> TransferError:
+        remedy = "Make room" if isinstance(error, StoreFullError) else "Check the drive"
+        return TransferError(
+            f"{self._what} cannot be written: {error}. {remedy}; if training has begun, load a checkpoint of "
+            "the model and the optimizer"
+        )
 
 
 def page_aligned(nbytes: int, device: Device, alignment: int) -> ByteRange:

@@ -285,7 +285,7 @@ def offload_optimizer(
     Args:
         optimizer: Any optimizer of ``torch.optim`` but LBFGS; another one that updates each parameter by
             itself where ``states.trust`` is set. It may have made updates before.
-        config: As for :func:`tba_offload.attach`; its ``states``, ``store`` and ``on_full`` count.
+        config: As for :func:`tba_offload.attach`; its ``states`` and ``store`` count.
         model: The model that it trains, or its chunks: messages name parameters as the model does, and
             ``when: backward`` with several processes needs to know that ``fully_shard`` has spread all of it.
         masters: Copies in high precision, which the optimizer updates, and the parameters of the model that

@@ -73,8 +73,7 @@ class Slot:
         # The host may be far ahead: what it records now is reached long after this slot's own work is done.
         after = self._homes.device.event() if self._is_used else READY
         self._reads = group.home.read(self._part(group), after)
-        self._is_used = not self._reads  # the device copies what was kept in host memory
-        self.holder, self._is_newer = group, False
+        self.holder, self._is_newer, self._is_used = group, False, False
 
     def write(self) -> None:
         """Begin to write what it holds, if that is newer than what lies at home."""
@@ -87,25 +86,38 @@ class Slot:
         """Wait until no transfer is under way.
 
         Raises:
-            TransferError: The bytes cannot be read, or not be written where the policy forbids to keep them.
+            TransferError: The bytes cannot be read, or not be written.
         """
-        if self.holder is None:
-            return
-        home, part = self.holder.home, self._part(self.holder)
-        try:
-            home.settle_reads(self._reads, part)
-        except BaseException:
-            self._allocate(self.memory.nbytes)  # a read that hangs may fill the old memory yet
-            raise
-        self._reads = []
-        home.settle_writes(self._writes, part)
-        self._writes = []
+        if self.holder is not None:
+            self.wait_for_reads()
+            try:
+                self.holder.home.settle_writes(self._writes)
+            except TransferError:  # so that these are the only bytes; a write that hangs may come yet
+                self._is_newer = True
+                self._writes = [each for each in self._writes if not each.is_done]
+                raise
+            self._writes = []
+
+    def wait_for_reads(self) -> torch.Tensor:
+        """Wait until the bytes are here, and return them with the rest of its memory.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        if self.holder is not None:
+            try:
+                self.holder.home.settle_reads(self._reads, self._part(self.holder))
+            except BaseException:
+                self._allocate(self.memory.nbytes)  # a read that hangs may fill the old memory yet
+                raise
+            self._reads = []
+        return self.lend()
 
     def emptied(self, nbytes: int) -> Slot:
         """Write what it holds, let go of that, and return itself with so many bytes at least.
 
         Raises:
-            TransferError: It could not be written, and the policy forbids to keep it.
+            TransferError: It cannot be written.
         """
         self.write()
         if self._reads:
@@ -186,7 +198,7 @@ class Slots:
             most: Slots that there may be.
 
         Raises:
-            TransferError: What the slot held cannot be written where the policy forbids to keep it.
+            TransferError: What the slot held cannot be written.
         """
         slot = self._chosen(nbytes, most, self._ring) or max(self._ring, key=self._needed)
         return slot.emptied(nbytes)
@@ -277,15 +289,9 @@ class Slots:
         """Wait until a sub-group is written, and free the slot of its own.
 
         Raises:
-            TransferError: It cannot be written, where the policy forbids to keep it in host memory.
+            TransferError: It cannot be written.
         """
-        slot = self._own[group]
-        try:
-            slot.write()
-            slot.settle()
-        except BaseException:
-            slot.hold(group)
-            raise
+        self._own[group].emptied(0)
         del self._own[group]
 
 

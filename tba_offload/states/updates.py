@@ -5,7 +5,6 @@ An update goes through the sub-groups of the optimizer. :meth:`Updates.update` i
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from tba_offload.states.groups import SubGroup
     from tba_offload.store.base import ActivationStore
 
-logger = logging.getLogger(__name__)
-
 
 class Updates:
     """Updates an optimizer's parameters sub-group by sub-group, while the next is read and the last written.
@@ -58,13 +55,7 @@ class Updates:
     ) -> None:
         states, device = config.states or StatesConfig(), device_of(device_of_parameters(optimizer))
         self.optimizer = optimizer
-        self.homes = Homes(
-            store,
-            device,
-            stall_limit=config.store.stall_seconds,
-            keep_when_full=config.on_full == "keep",
-            tell=logger.warning,
-        )
+        self.homes = Homes(store, device, config.store.stall_seconds)
         travelling = masters if states.masters == "offload" else {}
         most = states.sub_group_on(device.torch_device.type)
         self.groups = Groups(optimizer, self.homes, travelling, names, most)

@@ -20,7 +20,7 @@ from torch import nn
 
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
 from tba_offload.device.streams import device_of_model
-from tba_offload.errors import SessionError, TransferError, UnsupportedError
+from tba_offload.errors import SessionError, UnsupportedError
 from tba_offload.layers.find import explicit_layers, find_layers
 from tba_offload.layers.graph import untraced
 from tba_offload.layers.nested import TooManyError, tensors_in
@@ -69,8 +69,8 @@ def offload_frozen(
 
     Args:
         model: The model, or its chunks.
-        config: As for :func:`tba_offload.attach`; its ``store``, ``on_full`` and ``min_tensor_bytes`` count,
-            and the share if its ``weights`` name one.
+        config: As for :func:`tba_offload.attach`; its ``store`` and ``min_tensor_bytes`` count, and the
+            share if its ``weights`` name one.
         layers: The layers, if they cannot be found or others are wanted.
         directories: Where the bytes go, instead of where the policy says: one path, or one for each drive.
 
@@ -80,7 +80,7 @@ def offload_frozen(
     Raises:
         ConfigError: The configuration is wrong, or no layers were found.
         StoreError: The store cannot be opened.
-        TransferError: A weight cannot be written, and the policy says that this is an error.
+        TransferError: A weight cannot be written.
         UnsupportedError: No weight can travel, and those of the layers are of classes that cannot.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
@@ -95,7 +95,7 @@ class FrozenWeights:
     Args:
         chunks: The model or its chunks.
         layers: In the order in which they run.
-        config: Its store, ``on_full``, ``min_tensor_bytes`` and the share of its ``weights`` count.
+        config: Its store, ``min_tensor_bytes`` and the share of its ``weights`` count.
         count: Called with the number of bytes by which memory of the device grows or shrinks.
         tell: Called with a line where weights stay in memory.
         traffic: Counts what is read; by default nothing does.
@@ -127,8 +127,7 @@ class FrozenWeights:
         self._traffic = traffic or WeightsTraffic()
         device = device_of_model(chunks)
         self._store = open_store(config.store, device=device)
-        limit = config.store.stall_seconds
-        homes = Homes(self._store, device, stall_limit=limit, keep_when_full=False, tell=tell, padded=False)
+        homes = Homes(self._store, device, config.store.stall_seconds, padded=False)
         try:
             self._take_over(chunks, layers, config, homes, tell)
             self._traffic.begin(homes)
@@ -177,14 +176,7 @@ class FrozenWeights:
                 continue
             piece = FrozenWeight(name, weight, Home(homes, name, "frozen weights"), self._grow)
             self._pieces[number].append(piece)  # first: an interrupt must not lose what was written
-            try:
-                piece.write()
-            except TransferError as error:
-                if config.on_full != "keep":
-                    raise
-                self._pieces[number].remove(piece)
-                tell(f"frozen weights stay in memory from here on, since they cannot be written: {error}")
-                return
+            piece.write()
             self.nbytes += piece.nbytes
         if others := left_out(layers, at_least, device):
             if not found:

@@ -120,7 +120,7 @@ class FrozenWeight:
             TransferError: They cannot be written; they stay in memory.
         """
         self._bytes.tensor().copy_(ByteRange(self.parameter.untyped_storage(), 0, self.nbytes).tensor())
-        self._home.settle_writes(self._home.write(self._bytes), self._bytes)
+        self._home.settle_writes(self._home.write(self._bytes))
         self.is_back = False
         self._count(self.nbytes)
         self.parameter.data = self._here
@@ -164,7 +164,7 @@ class FrozenWeight:
             except TransferError:  # others may be on their way; the layer says it, if it runs
                 return
         elif self._is_here and self.parameter._version != self._version:
-            self._home.settle_writes(self._home.write(self._bytes), self._bytes)
+            self._home.settle_writes(self._home.write(self._bytes))
         self._free()
 
     def come_back(self) -> None:
