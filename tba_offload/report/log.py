@@ -156,8 +156,7 @@ class StepRecord:
         in_flight_peak_bytes: Most bytes in flight at one time: packed and not yet freed, plus read ahead and
             not yet used.
         given_up_bytes: Prefetches given up, to be read on demand instead.
-        held_bytes: Bytes written although something else kept the storage in memory: until backward, or until
-            the model's forward ended.
+        held_bytes: Bytes written although something else kept the storage in memory until backward.
         fallback_kept_bytes: Bytes kept although the plan said offload: store full, drive failed or too slow.
         checksum_seconds: Processor time of I/O threads for checksums of what drives were given and gave back,
             in the step and since the last one; none where a GPU computes them.
@@ -657,8 +656,6 @@ class MemoryEvent(Event):
         placements: Their placements.
         window: Most bytes in flight; ``None`` for no limit.
         static: What lasts from step to step.
-        returned: What the model's forward has held of its layers' outputs until it ended: index of the layer,
-            whether the model puts it out too, and its bytes.
         phases: The peak of each phase.
         left_out: How many trained blocks are like the layers and not among them.
         outside: The largest trained parameters beside the layers: name and bytes.
@@ -672,7 +669,6 @@ class MemoryEvent(Event):
     placements: list[str]
     window: Bytes | None
     static: StaticBytes
-    returned: list[tuple[Bytes, bool, Bytes]] = []
     phases: dict[Literal["forward", "loss", "backward", "embeddings", "between", "update"], PhasePeak]
     left_out: Bytes = 0
     outside: list[tuple[str, Bytes]] = []

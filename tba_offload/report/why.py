@@ -32,7 +32,6 @@ HOLDERS = {
     "states": "states of optimizers",
     "gradients": "gradients",
     "others": "whatever else outlives steps, such as other models",
-    "returned": "returned by layers, and held until the model's forward ends",
     "kept": "activations of layers that keep them",
     "in_flight": "activations on their way to the store or back",
     "settled": "activations in use by backward, or refused by a drive",
@@ -152,7 +151,7 @@ class Evidence:
             for name, peak in event.phases.items():
                 found[name] = max(found.get(name, peak), peak, key=lambda each: each.whole)
         lasting = _lasting(log, step, memory)
-        phases = [Phase(name, peak.layer, _held(name, peak, memory, lasting)) for name, peak in found.items()]
+        phases = [Phase(name, peak.layer, _held(peak, lasting)) for name, peak in found.items()]
         if "update" not in found:  # the block of a step ends before it, and may have freed gradients
             gradients = max(memory.static.gradients, step.gradient_peak_bytes or 0)
             phases.append(Phase("update", 0, lasting | {"gradients": gradients}))
@@ -316,15 +315,9 @@ def _lasting(log: RunLog, step: StepRecord, memory: MemoryEvent) -> dict[str, in
     return known | {"others": others, "store": step.offloaded_bytes if is_in_memory else 0}
 
 
-def _held(name: str, peak: PhasePeak, memory: MemoryEvent, lasting: Mapping[str, int]) -> dict[str, int]:
+def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes of a peak by holder; no more than were live, as books may count what is gone."""
-    left, books = peak.nbytes, peak.held._asdict() | {"returned": 0, "beside": peak.beside}
-    for layer, _, nbytes in memory.returned:  # what layers leave in memory was counted without regard to it
-        if name == "loss" or (name == "forward" and layer < peak.layer):
-            way = memory.placements[layer]
-            holder = "inputs" if way.startswith("recompute") else "kept" if way == "keep" else "outputs"
-            books[holder] = max(books[holder] - nbytes, 0)
-            books["returned"] += nbytes
+    left, books = peak.nbytes, peak.held._asdict() | {"beside": peak.beside}
     held = dict(lasting) | {"gradients": peak.gradients}
     held["parameters"] += peak.frozen
     for holder, nbytes in books.items():
@@ -358,24 +351,24 @@ def _store(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     what = f"{readable_size(refused)} that were to be offloaded stayed in memory, because {by}"
     change = "make room where store.directories are, or name another drive; raise store.capacity if it is set"
     yield "store", lambda phase: min(phase.of("settled", "small"), refused), what, change
-    holder = "outputs" if seen.log.header.store.get("kind") == "host" and _is_on_cpu(seen.step) else "store"
+    holder = "outputs" if _is_host_store_on_cpu(seen) else "store"
     what = f"the store lies in memory: the {readable_size(written)} written in a step do not leave it"
     change = "name directories on a drive in store.directories (`tba-offload doctor DIR` says which are)"
     yield "store", lambda phase: min(phase.of(holder), written), what, change
 
 
-def _held_elsewhere(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
-    indices, most = sorted({index for index, *_ in memory.returned}), readable_size(seen.most("returned"))
-    names = [memory.names[index] for index in indices]
-    out = sum(nbytes for _, is_put_out, nbytes in memory.returned if is_put_out)
-    layers = f"{len(names)} layers ({names[0]} to {names[-1]})" if names[1:] else "".join(names)
-    in_vain = f", {readable_size(seen.step.held_bytes)} written in vain" if seen.step.held_bytes else ""
-    what = f"the model collects {most} that {layers} returned, until its forward ends{in_vain}"
-    change = "collect none of it in training: output_attentions=False, output_hidden_states=False, no list"
-    yield "held elsewhere", lambda phase: phase.of("returned") + min(phase.of("put_out"), out), what, change
-    held = 0 if names else _known_elsewhere(seen)
-    what = f"a list or an attribute of a module holds {readable_size(held)} that layers save"
-    change = "let go of them: no list of hidden states or losses; make a table a buffer of its module"
+def _is_host_store_on_cpu(seen: Evidence) -> bool:
+    """Return True if the store's bytes are live ones of the device: layers seem to leave them in memory."""
+    return seen.log.header.store.get("kind") == "host" and _is_on_cpu(seen.step)
+
+
+def _held_elsewhere(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
+    held = max(_known_elsewhere(seen), 0 if _is_host_store_on_cpu(seen) else seen.most("outputs"))
+    what = f"the model, a list or an attribute holds {readable_size(held)} that layers save or return"
+    change = (
+        "let go of them: output_hidden_states=False, output_attentions=False, no list of hidden states or "
+        "losses; make a table a buffer of its module"
+    )
     yield "held elsewhere", lambda phase: min(held, phase.of("small", "outputs", "beside")), what, change
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tba_offload.capture.hooks import LayerHooks, SharingHooks
 from tba_offload.capture.rematerialize import RematerializingHooks
-from tba_offload.device.live_bytes import LiveBytes, plain_storage
 from tba_offload.errors import UnsupportedError
 from tba_offload.layers.graph import (
     first_differentiable,
@@ -17,21 +15,18 @@ from tba_offload.layers.graph import (
     is_recomputation,
     untraced,
 )
-from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.placements import Placement, Staying
 from tba_offload.planner.measure import rough_bytes
 from tba_offload.recompute.arguments import is_cache
 from tba_offload.recompute.attention import AttentionOnce
 from tba_offload.recompute.checkpoint import RecomputedLayer, Trial, has_hooks
 from tba_offload.session.notices import is_checkpointed
-from tba_offload.transfer.storage import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
-    from tba_offload.capture.hooks import Capture
     from tba_offload.capture.saved import Kept, Packed
     from tba_offload.capture.site import Site
     from tba_offload.capture.trace import ScopeTrace
@@ -95,9 +90,7 @@ class LayerRuns:
         trace.end_scope(scope)
         if memory.is_on:
             memory.layer_ended(site.index, way)
-        if memory.meter is not None:
-            session.outputs.layer_returned(site, way, arguments, output)
-            memory.meter.sample()
+        memory.sample()
         self._watch.watch(site, output, scope)
         return output
 
@@ -276,97 +269,3 @@ def _hooks_are_taken() -> bool:
     autograd: Any = torch._C._autograd
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
     return is_transformed or not autograd._saved_tensors_hooks_is_enabled() or hooks_on_top() is not None
-
-
-class Returned(NamedTuple):
-    """A storage that a layer has returned, and that something holds until the model's forward ends.
-
-    Attributes:
-        storage: A weak reference to it.
-        nbytes: Its size.
-        layer: Index of the layer; of the last one for a storage that each layer passes on.
-        placement: How the layer ran.
-        written_bytes: Bytes of it that the store has in vain.
-        is_put_out: Whether the model puts it out.
-    """
-
-    storage: weakref.ref[torch.UntypedStorage]
-    nbytes: int
-    layer: int
-    placement: Placement
-    written_bytes: int = 0
-    is_put_out: bool = False
-
-
-class Outputs:
-    """Counts what layers and the model put out, by weak references.
-
-    Args:
-        capture: Knows the storages of the model itself, which do not count, and what is offloaded.
-        device: Storages elsewhere do not count.
-        last: Index of the last layer.
-
-    Attributes:
-        at_begin: Bytes that the model had put out before the step began, and that were there then.
-        returned: What the model's latest forward held of its layers' outputs, and no graph did.
-    """
-
-    def __init__(self, capture: Capture, device: torch.device, last: int) -> None:
-        self.at_begin = 0
-        self.returned: list[Returned] = []
-        self._capture = capture
-        self._last = last
-        self._live = LiveBytes(device)
-        self._of_layers: dict[int, Returned] = {}  # by address, in the forward that runs
-        self._unneeded: list[Returned] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what the model has put out that are there now."""
-        return self._live.nbytes
-
-    def begin_step(self) -> None:
-        """Record that what is there now is of earlier steps."""
-        self.at_begin = self.nbytes
-        self.returned, self._of_layers, self._unneeded = [], {}, []
-
-    def layer_returned(self, site: Site, placement: Placement, arguments: object, output: object) -> None:
-        """Record that a layer has returned ``output``; after the last one, look what is alive for nothing."""
-        if site.index != self._last:
-            for storage in self._storages(output):
-                found = weakref.ref(storage), storage.nbytes(), site.index, placement
-                self._of_layers[storage._cdata] = Returned(*found)
-            return
-        needed = {storage._cdata for storage in self._storages(arguments)}
-        self._unneeded = []  # a layer may run several times in a forward: the last one tells
-        for key, each in self._of_layers.items():
-            if (alive := each.storage()) is None or key in needed:
-                continue
-            record = self._capture.registry.record_of(alive)
-            if record is None:
-                self._unneeded.append(each)
-            elif record.source is None and record.state is not State.WAITS:
-                self._unneeded.append(each._replace(written_bytes=each.nbytes))
-
-    def model_ended(self, output: object) -> None:
-        """Record that the model's forward has ended with ``output``, and with it what it alone has held."""
-        put_out = {storage._cdata: storage for storage in self._storages(output)}
-        self.returned = []
-        for each in self._unneeded:
-            if (alive := each.storage()) is None:
-                self.returned.append(each)
-                # What lives on is counted when backward finds it in memory.
-                self._capture.offloader.stats.held += each.written_bytes
-            elif alive._cdata in put_out and each.placement not in {Placement.KEEP, Placement.RECOMPUTE}:
-                self.returned.append(each._replace(is_put_out=True))
-        for storage in put_out.values():
-            self._live.add_storage(storage)
-        self._of_layers, self._unneeded = {}, []
-
-    def _storages(self, output: object) -> Iterator[torch.UntypedStorage]:
-        try:
-            tensors = (output,) if type(output) is torch.Tensor else tensors_in(output)  # mostly one: quick
-            found = list(map(plain_storage, tensors))
-        except TooManyError:
-            return
-        yield from (each for each in found if each is not None and each not in self._capture.static)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -19,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.device.live_bytes import plain_storage
+from tba_offload.device.live_bytes import LiveBytes, plain_storage
 from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
 from tba_offload.errors import UnsupportedError
+from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.placements import Placement
 from tba_offload.planner.measure import SeenBeside
 from tba_offload.planner.profile import Beside
@@ -67,7 +69,9 @@ class Memory:
     """
 
     def __init__(self, session: Session, *, wanted: bool) -> None:
-        self._device, self._gradients, self._outputs = session.device, session.gradients.live, session.outputs
+        self._device, self._gradients = session.device, session.gradients.live
+        self._outputs = LiveBytes(session.device.torch_device)
+        self._is_whole = len(session.modules) == 1  # a loss does not follow each chunk
         self._capture, self._offloader, self._notices = session.capture, session.offloader, session.notices
         self._names, self._wanted = [layer.id.name for layer in session.layers], wanted
         self._resident = ResidentPeak()
@@ -88,7 +92,7 @@ class Memory:
         self.base_bytes: int | None = None
         self.figures: dict[str, Any] = {}
         self._live_at_pause: int | None = None
-        self._state_bytes = self._base = 0
+        self._state_bytes = self._base = self._earlier_outputs = 0
         self.peaks: dict[str, PhasePeak] = {}
         self._beside, self._at_loss = [Beside() for _ in self._names], -1
         self.left: Counter[str] = Counter(kept=0, inputs=0, outputs=0, small=0)
@@ -143,7 +147,6 @@ class Memory:
         self.curve = None
         self._resident.reset()
         self._forget()
-        self._outputs.begin_step()
         # States come in the first step; in the third drives are warm too.
         self.is_due = meter is not None and (number <= 3 or number.bit_count() == 1)
         if traced or (self.is_due and number >= 3):
@@ -153,7 +156,8 @@ class Memory:
         self.meter = meter
         meter.reset()
         live = meter.live()
-        self.base_bytes = self._base = live - self._outputs.at_begin
+        self._earlier_outputs = self._outputs.nbytes
+        self.base_bytes = self._base = live - self._earlier_outputs
         if self.is_due or wanted or meter.samples:  # a meter that samples looks at every tensor anyway
             self._enter(EMBEDDINGS, 0, live)
             self.is_on = True
@@ -192,7 +196,7 @@ class Memory:
                 "activation_peak_bytes": None if self.overlaps else peak,
                 "peak_source": meter.source,
                 "base_bytes": self._base,
-                "earlier_outputs_bytes": self._outputs.at_begin,
+                "earlier_outputs_bytes": self._earlier_outputs,
                 "reserved_peak_bytes": meter.reserved(),
                 "device_peak_bytes": meter.whole_peak(),
                 "state_bytes": self._state_bytes,
@@ -241,9 +245,19 @@ class Memory:
         if index == len(self._names) - 1:
             self._enter(LOSS, index, self._close())
 
-    def model_ended(self) -> None:
-        """Record that the model's forward has ended: the loss comes next, whichever layer ran last."""
-        if self.is_on and self._now.phase == FORWARD:
+    def model_ended(self, output: object) -> None:
+        """Record that the model's forward has ended: the loss comes next, whichever layer ran last.
+
+        Args:
+            output: What it has put out, which counts for as long as it is alive.
+        """
+        if self.meter is None:
+            return
+        with suppress(TooManyError):
+            for storage in map(plain_storage, tensors_in(output)):
+                if storage is not None and storage not in self._capture.static:
+                    self._outputs.add_storage(storage)
+        if self.is_on and self._is_whole and self._now.phase == FORWARD:
             self._enter(LOSS, self._now.layer, self._close())
 
     def backward_reached(self, index: int, scope: ScopeKey) -> None:

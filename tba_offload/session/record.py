@@ -312,7 +312,6 @@ def memory_event(session: Session, number: int) -> dict[str, object] | None:
         "outside": sorted(outside, key=itemgetter(1), reverse=True)[:3],
         "frozen_weights": sum(new_bytes(frozen, device, set())),
         "left_out": sum(map(session.gradients.reached, others)),
-        "returned": [(each.layer, each.is_put_out, each.nbytes) for each in session.outputs.returned],
         "phases": {phase: peak.as_json() for phase, peak in memory.peaks.items()},
     }
 

@@ -41,7 +41,7 @@ from tba_offload.recompute.verify import Verifier
 from tba_offload.report.log import MEMORY, TIMELINE, StepRecord
 from tba_offload.report.why import Diagnosis
 from tba_offload.session.backward import BackwardWatch
-from tba_offload.session.layers import LayerRuns, Outputs
+from tba_offload.session.layers import LayerRuns
 from tba_offload.session.loop import Loop, TokenCounter, Tokens, token_counter
 from tba_offload.session.memory import Memory
 from tba_offload.session.notices import Notices, tell, warn_after
@@ -199,7 +199,6 @@ class Session:
         numbers, probe = [layer.id.number for layer in layers], partial(_probed, self.store, device)
         self.planning = Planning(plan, numbers, self.capture, self.offloader, probe)
         # The observers.
-        self.outputs = Outputs(self.capture, device.torch_device, len(layers) - 1)
         self.weights_traffic = WeightsTraffic()
         self.gradients = Gradients(modules, device.torch_device, lambda nbytes: memory.sample(nbytes))  # noqa: PLW0108 - comes later
         self._closers.append(self.gradients.close)
@@ -301,10 +300,7 @@ class Session:
 
     def forward_ended(self, output: object) -> None:
         """Look at what the model's forward has put out: the loss comes next."""
-        if self.memory.meter is not None:
-            self.outputs.model_ended(output)
-        if len(self.modules) == 1:  # a loss does not follow each chunk
-            self.memory.model_ended()
+        self.memory.model_ended(output)
         self.watch.watch_tail(output)
 
     def end_step(self, step: Step, *, failed: bool) -> None:

@@ -71,20 +71,20 @@ class Noting(Block):
 
 
 class Collecting(Model):
-    """Collects what its layers return until its forward ends, or puts it out."""
+    """Collects what its layers return until its forward ends."""
 
-    def __init__(self, *, collects: bool, puts_out: bool = False, rounds: int = 1) -> None:
+    def __init__(self, *, collects: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Noting(WIDTH, 4 * WIDTH) for _ in range(LAYERS))
-        self.collects, self.puts_out, self.rounds = collects, puts_out, rounds
+        self.collects = collects
 
     def forward(self, x: Tensor) -> Any:
         collected = []
-        for layer in [*self.layers] * self.rounds:
+        for layer in self.layers:
             x, notes = layer(x)
             collected += [x, notes] if self.collects else []
             del notes
-        return {"loss": self.loss(x), "hidden": collected if self.puts_out else None}
+        return self.loss(x)
 
 
 class Extra(Model):
@@ -191,14 +191,6 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": partial(Collecting, collects=True)},
         {"model": partial(Collecting, collects=False)},
     ),
-    "held elsewhere: recomputed": (
-        {"model": partial(Collecting, collects=True), "default": "recompute-offload"},
-        {"model": partial(Collecting, collects=False), "default": "recompute-offload"},
-    ),
-    "held elsewhere: put out": (
-        {"model": partial(Collecting, collects=True, puts_out=True)},
-        {"model": partial(Collecting, collects=False)},
-    ),
     "outputs": ({"model": Extra, "train": partial(loop, holds=True)}, {"model": Extra}),
     "placements": ({"default": "keep"}, {}),
     "placements: recompute": (
@@ -248,18 +240,6 @@ def test_the_cause_is_named_and_its_advice_lowers_the_peak(situation: str, tmp_p
     assert 0 < first.nbytes <= peak
     then = trained(tmp_path / "after", **after).evidence.peak.nbytes
     assert 0.6 * first.saves < peak - then < 1.5 * first.saves, (str(found), then / MIB)
-
-
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_what_a_model_collects_is_named_with_its_layers(rounds: int, tmp_path: Path) -> None:
-    found = trained(tmp_path, partial(Collecting, collects=True, rounds=rounds))
-    notes = 2 * TOKENS * 4 * WIDTH * 4  # scores and probabilities of a layer
-    # What the last layer returns may be gone before the forward ends; inputs of layers are collected too.
-    before_last = rounds * (LAYERS - 1) * notes
-    assert abs(found.evidence.peak.of("returned") - before_last) < rounds * 3 * MIB
-    assert "5 layers (layers.0 to layers.4) returned" in found.findings[0].what
-    in_vain = found.evidence.log.steps[-1].held_bytes  # scores are not saved, so that nobody writes them
-    assert abs(in_vain - before_last / 2) < rounds * 3 * MIB
 
 
 def test_a_file_system_in_memory(tmp_path: Path) -> None:
