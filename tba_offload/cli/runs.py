@@ -185,7 +185,7 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: 
     from tba_offload.report.log import read_run_log
     from tba_offload.report.ranks import paths_of_ranks
     from tba_offload.report.rok import picture_kind
-    from tba_offload.report.timeline import TRACE, timeline_of, trace_of, write_timeline
+    from tba_offload.report.timeline import TRACE, timeline_of, trace_of
 
     if not output and not as_json:
         raise click.UsageError("nothing to write: name a picture or a trace with -o, or give --json")
@@ -197,7 +197,7 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: 
     found = timeline_of(log, step)
     for file in output:
         with writing(file, (run,)):
-            write_timeline(found, file)
+            found.write(file)
     if as_json:
         click.echo(json.dumps(trace_of(found)))
         return

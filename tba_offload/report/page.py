@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from tba_offload.errors import MissingDependencyError, RunLogError
 from tba_offload.formatting import byte_scale, grouped, visible
 from tba_offload.report import rok
-from tba_offload.report.log import MemoryEvent, TimelineEvent
+from tba_offload.report.log import MemoryEvent
 from tba_offload.report.plans import title_of
 from tba_offload.report.text import Table
-from tba_offload.report.timeline import timeline_figure
+from tba_offload.report.timeline import TimelineEvent, timeline_figure
 from tba_offload.report.why import Diagnosis
 
 if TYPE_CHECKING:

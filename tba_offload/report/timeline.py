@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from bisect import bisect
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.errors import RunLogError
 from tba_offload.formatting import byte_scale, rate_scale, readable_size
-from tba_offload.report.log import TimelineEvent
+from tba_offload.report.log import TIMELINE, Bytes, Event, Seconds
 from tba_offload.report.rok import COLOURS, GREY, INK, finish, picture_kind, write_picture
 from tba_offload.writing import write_regular
 
@@ -20,11 +21,149 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from tba_offload.report.log import Moment, RunLog
-
+    from tba_offload.report.log import RunLog
 
 TRACE = "json"
 """The suffix of a trace; pictures have their own."""
+
+
+class ScopeTimes(NamedTuple):
+    """One run of a layer; times are seconds since the step began."""
+
+    layer: int
+    micro_batch: int
+    forward_began: Seconds
+    forward_ended: Seconds | None
+    backward_began: Seconds | None
+
+
+class Moment(NamedTuple):
+    """Memory at one moment, live bytes without gradients.
+
+    Times are seconds since the step began.
+    """
+
+    seconds: Seconds
+    live: Bytes
+    in_flight: Bytes
+    read_ahead: Bytes
+    settled: Bytes
+    left: Bytes
+
+
+class Move(NamedTuple):
+    """One call that moved bytes; times are seconds since the step began.
+
+    Attributes:
+        drive: Its place in the list of drives.
+        writes: Whether it wrote.
+        began: When it began.
+        ended: When it ended.
+        nbytes: Bytes that it moved.
+        thread: Number of the I/O thread.
+    """
+
+    drive: int
+    writes: bool
+    began: Seconds
+    ended: Seconds
+    nbytes: Bytes
+    thread: int
+
+
+class Drive(NamedTuple):
+    """One place that bytes were moved to and from.
+
+    Attributes:
+        number: Its number among the directories.
+        place: Its name.
+        moves: What it moved: ``optimizer states``, ``frozen weights``, or empty for activations.
+    """
+
+    number: int
+    place: str
+    moves: str = ""
+
+    @property
+    def label(self) -> str:
+        """The drive in pictures, which show no directory."""
+        label = self.place if self.place == "host memory" else f"drive {self.number}"
+        return f"{label}, {self.moves}" if self.moves else label
+
+
+class TimelineEvent(Event):
+    """One step over time, by the host's clock.
+
+    Attributes:
+        step: Its number.
+        source: How live bytes were measured.
+        names: Module names of the layers.
+        scopes: The runs of layers, in the order of their forward.
+        backward_ends: When backward passes ended.
+        stalls: When training waited for I/O: from, until.
+        points: Memory, in the order of time; none where that was not measured.
+        updates: When optimizers worked: from, until.
+        layers_left: When backward passes came out of the first layer, to embeddings.
+        budget: Most bytes of activations that the policy allows; ``None`` for no limit.
+        drives: The drives that moved bytes; one that moved states or weights too is there
+            once more for these.
+        moves: The calls that moved bytes, by when they began.
+    """
+
+    EVENT = TIMELINE
+
+    step: int
+    source: str
+    names: list[str]
+    scopes: list[ScopeTimes]
+    backward_ends: list[Seconds]
+    stalls: list[tuple[Seconds, Seconds]]
+    points: list[Moment]
+    updates: list[tuple[Seconds, Seconds]]
+    layers_left: list[Seconds]
+    budget: Bytes | None
+    drives: list[Drive]
+    moves: list[Move]
+
+    @property
+    def seconds(self) -> float:
+        """When the last thing was that it tells of."""
+        ends = [until for _, until in (*self.stalls, *self.updates)] + self.backward_ends
+        ends += [point.seconds for point in self.points[-1:]] + [move.ended for move in self.moves]
+        ends += [scope.forward_ended or scope.forward_began for scope in self.scopes]
+        return max(ends, default=0.0)
+
+    def forwards(self) -> list[tuple[ScopeTimes, float, float]]:
+        """Each run of a layer with the begin and the end of its forward."""
+        return [
+            (scope, scope.forward_began, max(scope.forward_ended, scope.forward_began))
+            for scope in self.scopes
+            if scope.forward_ended is not None
+        ]
+
+    def backwards(self) -> list[tuple[ScopeTimes, float, float]]:
+        """Each run with the begin and the end of its backward, which is where the next thing begins."""
+        reached = [(scope, scope.backward_began) for scope in self.scopes if scope.backward_began is not None]
+        begins = sorted(began for _, began in reached)
+        forwards = [scope.forward_began for scope in self.scopes]
+        edges = sorted([*begins, *self.layers_left, *self.backward_ends, *forwards, self.seconds])
+        return [(scope, began, edges[min(bisect(edges, began), len(edges) - 1)]) for scope, began in reached]
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write a picture (``.svg``, ``.png``) or a trace (``.json``).
+
+        Args:
+            path: The file, whose suffix says which.
+
+        Raises:
+            ConfigError: Another suffix.
+            MissingDependencyError: A picture needs matplotlib, which is not installed.
+            OSError: The file cannot be written.
+        """
+        if picture_kind(path, TRACE) == TRACE:
+            write_regular(path, json.dumps(trace_of(self)).encode())
+        else:
+            write_picture(path, lambda: timeline_figure(self))
 
 
 def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
@@ -46,24 +185,6 @@ def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
             "one of session.step(trace=True)"
         )
     return chosen[-1]
-
-
-def write_timeline(timeline: TimelineEvent, path: str | os.PathLike[str]) -> None:
-    """Write a picture or a trace.
-
-    Args:
-        timeline: The step.
-        path: The file, whose suffix says which.
-
-    Raises:
-        ConfigError: Another suffix.
-        MissingDependencyError: matplotlib is not installed.
-        OSError: The file cannot be written.
-    """
-    if picture_kind(path, TRACE) == TRACE:
-        write_regular(path, json.dumps(trace_of(timeline)).encode())
-    else:
-        write_picture(path, lambda: timeline_figure(timeline))
 
 
 # The picture

@@ -251,7 +251,7 @@ class Session:
         Raises:
             TransferError: A transfer failed since the last step.
         """
-        meter, wanted = step.meter, step.timeline.is_wanted
+        meter, wanted = step.meter, step.is_traced
         gradients, memory, offloader = self.gradients, self.memory, self.offloader
         # What came after the last step belongs to none: dropped handles, failures, loads of an evaluation.
         offloader.drain()
@@ -348,9 +348,8 @@ class Session:
             self.records.note(MEMORY, figures)
         waits = sorted([*self.offloader.stats.stalls, *(() if moved is None else moved.waits)])
         if (curve := self.memory.curve) is not None:
-            timeline = {"step": number, **curve.figures(self, step, waits)}
-            step.timeline.figures = timeline
-            self.records.note(TIMELINE, timeline)
+            step.over_time = {"step": number, **curve.figures(self, step, waits)}
+            self.records.note(TIMELINE, step.over_time)
         self.budget.end_step(record)
         warn_after(self, record)
         if not step.is_skipped:

@@ -7,10 +7,10 @@ import time
 from typing import TYPE_CHECKING, Self
 
 from tba_offload.errors import SessionError
-from tba_offload.report.log import StepRecord, TimelineEvent, read_event
+from tba_offload.report.log import StepRecord, read_event
+from tba_offload.report.timeline import TimelineEvent
 
 if TYPE_CHECKING:
-    import os
     import weakref
     from collections.abc import Callable, Mapping, Sequence
 
@@ -31,7 +31,8 @@ class Step:
         record: The :class:`StepRecord`, once the step has ended without an exception. On a device that works
             later than the host, it has the figures that are known by then; :meth:`Session.report` completes
             them.
-        timeline: The step over time, if it was recorded.
+        is_traced: Whether the user asked to have it recorded over time.
+        over_time: What was recorded so, once it has ended; ``None`` if nothing was.
         opened_itself: Whether the first forward opened the step, not :meth:`Session.step`.
         meter: Measures its memory; ``None`` if that is not wanted.
         thread: Number of the thread that opened the step.
@@ -57,7 +58,8 @@ class Step:
         self._loop, self.meter, self.tokens, self.model_flops = loop, meter, tokens, flops
         self.loss: float | torch.Tensor | None = None
         self.record: StepRecord | None = None
-        self.timeline = StepTimeline(wanted=trace)
+        self.is_traced = trace
+        self.over_time: Mapping[str, object] | None = None
         self.thread = threading.get_ident()
         self.began = self.seconds_before = 0.0
         self.seconds, self.had_optimizer = 0.0, False
@@ -79,6 +81,20 @@ class Step:
     def end(self, *, failed: bool) -> None:
         """End the step. As in all of this file, an interrupt waits until that is done."""
         self._loop.end(self, failed=failed)
+
+    @property
+    def timeline(self) -> TimelineEvent:
+        """The step over time; its ``write(path)`` makes a picture or a trace of it.
+
+        Raises:
+            SessionError: The step was not recorded, has not ended, or was left by an exception.
+        """
+        if self.over_time is None:
+            raise SessionError(
+                "this step was not recorded over time: ask for it with session.step(trace=True), and look at "
+                "it after its end"
+            )
+        return read_event(TimelineEvent, self.over_time)
 
     # ---- optimizers ------------------------------------------------------------------------------
 
@@ -115,49 +131,3 @@ class Step:
         self.seconds, self.had_optimizer = ended - self.began - within, within > 0
         if updates or self.seconds_before > 0:
             self.optimizer_seconds = self.seconds_before + sum(until - since for since, until in updates)
-
-
-class StepTimeline:
-    """A step over time, once it has ended, if it was recorded.
-
-    Args:
-        wanted: Whether the user asked for it.
-
-    Attributes:
-        is_wanted: As given.
-        figures: What was recorded of the step, once it has ended.
-    """
-
-    def __init__(self, *, wanted: bool) -> None:
-        self.is_wanted = wanted
-        self.figures: Mapping[str, object] | None = None
-
-    @property
-    def event(self) -> TimelineEvent:
-        """What was recorded.
-
-        Raises:
-            SessionError: The step was not recorded, has not ended, or was left by an exception.
-        """
-        if self.figures is None:
-            raise SessionError(
-                "this step was not recorded over time: ask for it with session.step(trace=True), and look at "
-                "it after its end"
-            )
-        return read_event(TimelineEvent, self.figures)
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the step as a picture (``.svg``) or as a trace (``.json``).
-
-        Args:
-            path: The file.
-
-        Raises:
-            SessionError: The step was not recorded.
-            ConfigError: Another suffix.
-            MissingDependencyError: A picture needs matplotlib, which is not installed.
-            OSError: The file cannot be written.
-        """
-        from tba_offload.report.timeline import write_timeline
-
-        write_timeline(self.event, path)

@@ -13,8 +13,8 @@ from models import loss_of, make_model, make_tokens
 
 import tba_offload as tba
 from tba_offload.errors import SessionError
-from tba_offload.report.log import TimelineEvent, read_run_log
-from tba_offload.report.timeline import timeline_of
+from tba_offload.report.log import read_run_log
+from tba_offload.report.timeline import TimelineEvent, timeline_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,14 +101,14 @@ def test_a_step_is_recorded_at_a_user_s_word(session: Session, model: Model, tmp
         with session.step(trace=trace) as step:
             loss_of(model, make_tokens(number)).backward()
         if trace:
-            told = step.timeline.event
+            told = step.timeline
             assert told.step == step.record.step == number + 1
             assert len(told.backwards()) == LAYERS
             assert sum(move.nbytes for move in told.moves if not move.writes) == step.record.read_bytes > 0
             assert max(point.live for point in told.points) <= step.record.activation_peak_bytes
         else:
             with pytest.raises(SessionError, match=r"this step was not recorded over time: ask for it with"):
-                _ = step.timeline.event
+                _ = step.timeline
     for suffix in ("svg", "json"):
         step.timeline.write(tmp_path / f"step.{suffix}")
         assert (tmp_path / f"step.{suffix}").stat().st_size > 1000
@@ -140,7 +140,7 @@ def test_what_optimizer_states_move_is_told_apart(model: Model, tmp_path: Path) 
                 loss_of(model, make_tokens(number)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        told = step.timeline.event
+        told = step.timeline
         [states] = [record for record in session.states[0].records if record.read_bytes][-1:]
     labels = [drive.label for drive in told.drives]
     assert labels == ["drive 0", "drive 0, optimizer states"]
@@ -158,4 +158,4 @@ def test_a_step_that_failed_leaves_nothing_on(session: Session, model: Model) ->
             loss_of(model, make_tokens(0))
             raise ZeroDivisionError
     with pytest.raises(SessionError, match="not recorded"):
-        _ = failed.timeline.event
+        _ = failed.timeline

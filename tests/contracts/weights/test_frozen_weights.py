@@ -186,7 +186,7 @@ def test_the_run_log_tells_what_weights_move_and_how_long_layers_wait_for_them(t
         for number in range(3):
             with session.step(trace=number == 2) as step:
                 model(torch.ones(8, WIDTH)).sum().backward()
-        told = step.timeline.event
+        told = step.timeline
     for record in read_run_log(log).steps[1:]:
         # Of the last layer the weights stay from its forward to its backward.
         assert record.weights_read_bytes == (2 * LAYERS - 1) * WEIGHTS

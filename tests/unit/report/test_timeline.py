@@ -15,7 +15,7 @@ from tba_offload import cli
 from tba_offload.errors import ConfigError
 from tba_offload.report import rok
 from tba_offload.report.log import TIMELINE, read_run_log
-from tba_offload.report.timeline import timeline_figure, timeline_of, write_timeline
+from tba_offload.report.timeline import timeline_figure, timeline_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +38,7 @@ def event(step: int = 3, **more: Any) -> dict[str, Any]:
             [0.5, 0, 0, 0, 0, 0],
         ],
         "updates": [[0.5, 0.6]],
+        "layers_left": [],
         "budget": 10 * MIB,
         "drives": [[0, "/mnt/a"], [2, "/mnt/<c>"], [3, "host memory"]],
         "moves": [
@@ -119,14 +120,14 @@ def test_the_picture_is_of_the_same_step(tmp_path: Path) -> None:
         "update",
         "waits",
     ]
-    write_timeline(timeline, tmp_path / "a.svg")
+    timeline.write(tmp_path / "a.svg")
     ET.fromstring((tmp_path / "a.svg").read_text())
 
 
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     log = logged(tmp_path / "run.jsonl", event())
     with pytest.raises(ConfigError, match=r"must end in \.svg or \.png, a trace's in \.json"):
-        write_timeline(timeline_of(read_run_log(log)), tmp_path / "a.pdf")
+        timeline_of(read_run_log(log)).write(tmp_path / "a.pdf")
     assert call("timeline", log).exit_code == 2
     before = log.read_bytes()
     json_log = log.rename(tmp_path / "run.json")
