@@ -60,7 +60,6 @@ class Memory:
         curve: Memory over time, of a step that is told so; ``None`` of others.
         base_bytes: Bytes that were live when the step began, gradients and outputs of earlier steps left out;
             ``None`` if not measured.
-        overlaps: Whether a step of another session is open at the same time: no peak can be told then.
         figures: What was measured of the step, by the fields of :class:`~tba_offload.report.log.StepRecord`.
         is_on: Whether the meter looks before each run of a layer.
         is_due: Whether what is seen then goes to the run log.
@@ -87,7 +86,7 @@ class Memory:
             self.meter_of_step(wanted=None, may_help=False)
 
     def _forget(self) -> None:
-        self.is_on = self.is_due = self.overlaps = False
+        self.is_on = self.is_due = False
         self.meter: MemoryMeter | None = None
         self.base_bytes: int | None = None
         self.figures: dict[str, Any] = {}
@@ -191,9 +190,8 @@ class Memory:
         self.figures["resident_peak_bytes"] = self._resident.read()
         if (meter := self.meter) is not None:
             self._count_states(meter)
-            peak = max(meter.peak() - self._base, 0)
             self.figures |= {
-                "activation_peak_bytes": None if self.overlaps else peak,
+                "activation_peak_bytes": max(meter.peak() - self._base, 0),
                 "peak_source": meter.source,
                 "base_bytes": self._base,
                 "earlier_outputs_bytes": self._earlier_outputs,
@@ -216,7 +214,7 @@ class Memory:
     @property
     def beside(self) -> SeenBeside | None:
         """Most bytes beside the activations of layers; ``None`` if the memory of this step was not seen."""
-        return None if self.overlaps or self._at_loss < 0 else SeenBeside(self._at_loss, self._beside)
+        return None if self._at_loss < 0 else SeenBeside(self._at_loss, self._beside)
 
     # ---- what the step is at ---------------------------------------------------------------------
 

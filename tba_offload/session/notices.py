@@ -38,7 +38,6 @@ _MESSAGES = {
     "computes them again whatever their placement. switch it off (gradient_checkpointing=False or, newer, "
     "activation_checkpointing=False in the arguments of a Hugging Face trainer), and to have layers "
     "recomputed place them recompute-offload",
-    "overlap": "steps of two attached models are open at once: the activation peak of neither can be told",
     "left alone": "{} runs inside saved-tensor hooks or a transform of other code (a checkpoint, "
     "save_on_cpu, torch.func), or only within a backward pass (a loss that caches gradients), so it is "
     "neither offloaded nor recomputed: switch that off, or place the layer keep",

@@ -282,21 +282,9 @@ class Session:
             self.capture.trace.gradients = gradients.alone
         number = self.records.last_step + 1
         memory.begin_step(meter, number, wanted=wanted or self.planning.wants_memory, traced=wanted)
-        if meter is not None:
-            self._share_device()
         step.began = time.perf_counter()
         # What lies on the device by now may leave less to activations than the plan was made for.
         self.budget.begin_step(memory.base_bytes)
-
-    def _share_device(self) -> None:
-        """Tell no peak of steps that are open at once: live bytes are those of the process."""
-        for other in list(_open_sessions):
-            if other is self or other.device.torch_device != self.device.torch_device:
-                continue
-            other.loop.settle()
-            if other.loop.step is not None:
-                self.memory.overlaps = other.memory.overlaps = True
-                self.notices.warn_once("overlap")
 
     def forward_ended(self, output: object) -> None:
         """Look at what the model's forward has put out: the loss comes next."""

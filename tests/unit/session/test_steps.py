@@ -448,7 +448,6 @@ def test_gradients_and_states_are_no_activations(*, explicit: bool) -> None:
     assert max(peaks) < 1.1 * min(peaks)
 
 
-@pytest.mark.filterwarnings("ignore:steps of two attached models are open at once")
 def test_a_step_of_another_thread_is_left_to_it(model: Model) -> None:
     """It is in the midst of backward while this thread makes a step of a model of its own."""
     other = make_model(layers=LAYERS, seed=2)
@@ -460,7 +459,7 @@ def test_a_step_of_another_thread_is_left_to_it(model: Model) -> None:
         assert done.wait(PATIENCE)
 
     other.layers[0].qkv.weight.register_hook(wait)
-    with session_for(model, measure_memory=True) as one, session_for(other, measure_memory=True) as two:
+    with session_for(model) as one, session_for(other) as two:
         with ThreadPoolExecutor(1) as thread:
             training = thread.submit(one_step, other, theirs)
             assert working.wait(PATIENCE)
@@ -471,7 +470,6 @@ def test_a_step_of_another_thread_is_left_to_it(model: Model) -> None:
         one_step(model, adam(model))  # that thread is no more, so that its step is over
         for session in (one, two):
             assert scopes_of(session) == [LAYERS] * len(session.report())
-            assert session.report()[0].activation_peak_bytes is None
         assert len(two.report()) == 1
 
 
