@@ -92,10 +92,6 @@ class StepMarks:
     ended: Mark | None = None
     backward_ends: list[Mark] = field(default_factory=list)
 
-    def are_reached(self) -> bool:
-        """Whether the device has come to the end of the step, so that :meth:`seconds` waits for nothing."""
-        return self.device.is_reached(self.ended)
-
     def seconds(self) -> float:
         """How long the step took; waits for its end."""
         began, ended = self.device.seconds([self.began, self.ended])

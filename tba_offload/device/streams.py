@@ -95,10 +95,6 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def is_reached(self, mark: Mark) -> bool:
-        """Whether the device has come to a mark, so that :meth:`seconds` need not wait for it."""
-
-    @abstractmethod
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
         """When marks were reached, by the clock of the device; blocks until they all are: not inside a step.
 
@@ -197,10 +193,6 @@ class CpuDevice(Device):
         """Return the time on :func:`time.perf_counter`: what was called is done."""
         return time.perf_counter()
 
-    def is_reached(self, mark: float) -> bool:  # noqa: ARG002 - the twin has to look
-        """Record that always true."""
-        return True
-
     def seconds(self, marks: Sequence[float]) -> list[float]:
         """Return the marks themselves."""
         return list(marks)
@@ -279,10 +271,6 @@ class Accelerator(Device):
         event = self._module.Event(enable_timing=True)
         event.record(self.stream())
         return event
-
-    def is_reached(self, mark: Any) -> bool:
-        """Whether the event has completed."""
-        return bool(mark.query())
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """Seconds from the first of the events to each; it is precise to about a microsecond."""

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.trace import StepMarks
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId, Policy
+    from tba_offload.device.streams import Event
     from tba_offload.session.session import Session
     from tba_offload.session.step import Step
     from tba_offload.states import StatesRecord
@@ -100,7 +101,7 @@ class Records:
         self._header, self._tells, self._on_step = header, tells, tuple(on_step)
         self._records: dict[int, StepRecord] = {}  # by the number of the step
         self._others: dict[tuple[str, object], dict[str, object]] = {}
-        self._waiting: deque[tuple[dict[str, LateFigure], Callable[[], object]]] = deque()
+        self._waiting: deque[tuple[list[Event], Callable[[], object]]] = deque()
 
     @property
     def records(self) -> list[StepRecord]:
@@ -128,12 +129,27 @@ class Records:
 
         Returns:
             The record, complete if nothing of it is late.
+
+        Raises:
+            ValueError: The loss is more than one number.
         """
-        late = _late_figures(step, marks)
+        loss, late = step.loss, []
+        if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:
+                raise ValueError(
+                    f"the loss of a step is one number, not {loss.numel()}; step.loss = loss.mean()"
+                )
+            device = device_of(loss.device)  # the last stage of a model may have one of its own
+            loss = device.to_host(loss)
+            late.append(device.event())
+        if marks is not None and (marks.ended is None or step.had_optimizer):
+            marks = None  # the time of optimizers, which is none of the step, is the host's
+        if marks is not None:
+            late.append(marks.device.event())
         self._records[record.step] = record
         if len(self._records) > _STEPS:
             del self._records[next(iter(self._records))]
-        self._waiting.append((late, partial(self._write, record, late)))
+        self._waiting.append((late, partial(self._write, record, loss, marks)))
         self.write()
         return self._records[record.step]
 
@@ -142,7 +158,7 @@ class Records:
         if event in _REMEMBERED:
             self._others[event, document[_REMEMBERED[event]]] = {"event": event, **document}
         if self._run_log is not None:
-            self._waiting.append(({}, partial(self._run_log.note, event, document)))
+            self._waiting.append(([], partial(self._run_log.note, event, document)))
             self.write()
 
     def note_states(self, number: int, record: StatesRecord) -> None:
@@ -162,8 +178,14 @@ class Records:
 
     def write(self, *, wait: bool = False) -> None:
         """Write what is known; all of it where that may ``wait`` for the device."""
-        while self._waiting and (wait or all(value.is_there() for value in self._waiting[0][0].values())):
-            self._waiting.popleft()[1]()
+        while self._waiting:
+            late, write = self._waiting[0]
+            if not wait and not all(event.query() for event in late):
+                return
+            self._waiting.popleft()
+            for event in late:
+                event.synchronize()
+            write()
 
     def close(self) -> None:
         """Write what is missing, for which it waits, and close the run log."""
@@ -173,56 +195,19 @@ class Records:
             if self._run_log is not None:
                 self._run_log.close()
 
-    def _write(self, record: StepRecord, late: dict[str, LateFigure]) -> None:
-        if late:
-            record = replace(record, **{name: value.read() for name, value in late.items()})
-            if record.step in self._records:
-                self._records[record.step] = record
+    def _write(self, record: StepRecord, loss: float | torch.Tensor | None, marks: StepMarks | None) -> None:
+        if isinstance(loss, torch.Tensor):
+            record = replace(record, loss=loss.item())
+        if marks is not None:
+            record = replace(record, seconds=marks.seconds())
+        if record.step in self._records:
+            self._records[record.step] = record
         if self._tells:
             tell(describe_step(record))
         if self._run_log is not None:
             self._run_log.write(record)
         for sink in self._on_step:
             sink(record)
-
-
-# Figures that a device comes to later than the host: nothing waits for them
-
-
-class LateFigure(NamedTuple):
-    """A figure that a device is still to compute.
-
-    Attributes:
-        is_there: Tells whether :attr:`read` waits for nothing.
-        read: Returns the figure; waits for it.
-    """
-
-    is_there: Callable[[], bool]
-    read: Callable[[], Any]
-
-
-def _late_figures(step: Step, marks: StepMarks | None) -> dict[str, LateFigure]:
-    """Return the figures of a step's record that are late, by their fields.
-
-    Raises:
-        ValueError: The loss is more than one number.
-    """
-    late, loss = dict[str, LateFigure](), step.loss
-    if isinstance(loss, torch.Tensor):
-        if loss.numel() != 1:
-            raise ValueError(f"the loss of a step is one number, not {loss.numel()}; step.loss = loss.mean()")
-        device = device_of(loss.device)  # the last stage of a model may have one of its own
-        copy, copied = device.to_host(loss), device.event()
-
-        def read() -> float:
-            copied.synchronize()
-            return copy.item()
-
-        late["loss"] = LateFigure(copied.query, read)
-    # The time of optimizers, which is none of the step, is the host's.
-    if marks is not None and marks.ended is not None and not step.had_optimizer:
-        late["seconds"] = LateFigure(marks.are_reached, marks.seconds)
-    return late
 
 
 # What is recorded
