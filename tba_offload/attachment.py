@@ -61,7 +61,8 @@ def attach(
         optimizer: The optimizer, or several, whose states are offloaded too, see
             :func:`tba_offload.offload_optimizer`; by default none is.
         tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
-            forward; by default the elements of ``input_ids``, where the model is given any.
+            forward; by default the elements of ``input_ids``, or else of the first tensor of whole numbers
+            that the model is given by position.
         run_log: Path of the run log to write. Where there is one of an earlier run, this one writes
             ``run.2.jsonl`` for ``run.jsonl``; each process of :mod:`torch.distributed` writes its own, as
             ``run.rank0.jsonl``.

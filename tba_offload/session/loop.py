@@ -15,8 +15,6 @@ A step never ends inside a backward pass, where optimizers that update in hooks 
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
 import time
 import weakref
@@ -46,7 +44,7 @@ Tokens = int | Callable[..., int | None]
 """Tokens of one micro-batch, or a function that tells them from the arguments of the model's forward."""
 
 TokenCounter = Callable[..., int | None]
-"""Tells the tokens of a micro-batch from the model, and the tuple and the dict of its forward's arguments."""
+"""Tells the tokens of a micro-batch from the arguments of the model's forward."""
 
 _MOST_PASSES = 128
 """Backward passes of one step that leave no gradients, as long as no optimizer was seen to use them."""
@@ -228,7 +226,7 @@ class Loop:
             self.open_step()
             self._outermost = module
         if self.step is not None and not self._tokens_are_known:  # a wrapper may not know them by name
-            tokens = self._count_tokens(module, args, kwargs)
+            tokens = self._count_tokens(*args, **kwargs)
             self._tokens_are_known = tokens is not None
             self.step.seen_tokens += tokens or 0
 
@@ -323,30 +321,25 @@ def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Itera
 
 
 def token_counter(tokens: Tokens | None) -> TokenCounter:
-    """Return what tells the tokens of a micro-batch from the model and the arguments of its forward.
+    """Return what tells the tokens of a micro-batch from the arguments of the model's forward.
 
     Raises:
         ConfigError: ``tokens`` is neither a positive number nor a function.
     """
     if tokens is None:
-        return _input_ids
+        return _count_ids
     if callable(tokens):
-        return lambda _module, args, kwargs: tokens(*args, **kwargs)
+        return tokens
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ConfigError(
             f"tokens is {tokens!r}: give the tokens of one micro-batch, or a function that tells them"
         )
-    return lambda *_: tokens
+    return lambda *_, **__: tokens
 
 
-def _input_ids(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> int | None:
-    """Count the elements of ``input_ids``, given by name or by position; ``None`` without such arguments."""
-    found = kwargs.get("input_ids")
-    if found is None and args:
-        found = dict(zip(_argument_names(type(module).forward), args, strict=False)).get("input_ids")
-    return found.numel() if isinstance(found, torch.Tensor) else None
-
-
-@functools.lru_cache(64)  # the signature takes longer than a small layer
-def _argument_names(forward: Callable[..., object]) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]
+def _count_ids(*args: object, input_ids: object = None, **_: object) -> int | None:
+    """Count the elements of ``input_ids``, or else of the first positional tensor of whole numbers."""
+    for given in (input_ids, *args):
+        if isinstance(given, torch.Tensor) and given.dtype in {torch.int64, torch.int32}:
+            return given.numel()
+    return None

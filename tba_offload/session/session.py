@@ -106,7 +106,8 @@ class Session:
             that is free; on a CPU a thread samples, which takes part of a core.
         world: The other ranks that the model is spread over; by default there are none.
         tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
-            forward; by default the elements of ``input_ids``, where the model is given any.
+            forward; by default the elements of ``input_ids``, or else of the first tensor of whole numbers
+            that the model is given by position.
         status: Whether each step is told in a line; new plans always are: :mod:`tba_offload.session.notices`.
         steps_by_hand: Whether every step is a block of :meth:`step`, and none opens by itself.
         optimizers: Those whose states are offloaded too.

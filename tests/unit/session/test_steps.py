@@ -477,14 +477,14 @@ def test_a_step_of_another_thread_is_left_to_it(model: Model) -> None:
 
 
 class TakesIds(nn.Module):
-    """A model whose forward has the name that Hugging Face's models have."""
+    """A model whose forward has the name that Hugging Face's models have; others give ids by position."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, scale: float, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids) * scale
+    def forward(self, x: Tensor, input_ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        return self.model(input_ids) * x
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "many"])
@@ -620,10 +620,10 @@ class Wrapper(nn.Module):
         self.inner = model
 
     def forward(self, batch: Tensor) -> Tensor:
-        return self.inner(1.0, input_ids=batch)
+        return self.inner(torch.ones(()), input_ids=batch)
 
     def training_step(self, batch: Tensor) -> Tensor:
-        return self.inner(1.0, batch)
+        return self.inner(torch.ones(()), batch, batch[:1])
 
 
 @pytest.mark.parametrize("through", ["forward", "training_step"])
