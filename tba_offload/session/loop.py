@@ -26,8 +26,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tba_offload.capture.site import HookFreeCopies, InstalledHook
-from tba_offload.errors import ConfigError, NoEffectWarning, SessionError
+from tba_offload.errors import ConfigError, SessionError
 from tba_offload.layers.graph import is_recomputation
+from tba_offload.session.notices import MOST_UNSEEN
 from tba_offload.states.parameters import parameters_of
 from tba_offload.store import interrupts
 
@@ -45,9 +46,6 @@ Tokens = int | Callable[..., int | None]
 
 TokenCounter = Callable[..., int | None]
 """Tells the tokens of a micro-batch from the arguments of the model's forward."""
-
-_MOST_PASSES = 128
-"""Backward passes of one step that leave no gradients, as long as no optimizer was seen to use them."""
 
 
 class Loop:
@@ -197,10 +195,8 @@ class Loop:
         if not trace.backward_ends:
             return bool(trace.scopes) and all(graph() is None for graph in step.graphs)
         is_unseen = not gradients.are_there and not self.session.optimizers
-        if is_unseen and len(trace.backward_ends) >= _MOST_PASSES:
-            self.session.notices.warn_once("no update", category=NoEffectWarning)
-            return True
-        return bool(gradients.are_cleared)
+        is_long = is_unseen and len(trace.backward_ends) >= MOST_UNSEEN
+        return is_long or bool(gradients.are_cleared)
 
     def _conclude(self, step: Step) -> None:
         """End a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""

@@ -14,7 +14,6 @@ from tba_offload.config import format_size
 from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn
 from tba_offload.formatting import readable_size
 from tba_offload.placements import Placement
-from tba_offload.session.memory import static_bytes
 from tba_offload.store.options import saves_nothing
 
 if TYPE_CHECKING:
@@ -48,14 +47,11 @@ _MESSAGES = {
     "its update into one `with session.step():`",
     "full": "the store is full: {} of activations stayed in memory in step {}; make room where "
     "store.directories are, or raise store.capacity",
-    "nothing left": "budget.device_bytes of {} leaves nothing for activations: {} lie there in a step; "
+    "nothing left": "budget.device_bytes of {} leaves nothing for activations: {} lie there beside them; "
     "offload the states of optimizers (states:) or frozen weights (weights: {{frozen: offload}}), train "
     "fewer parameters, or raise budget.device_bytes. smaller micro-batches do not help here",
     "window": "offloading frees little here: the layers save {} in a step, and budget.in_flight_bytes lets "
     "{} of it stay in memory at a time; with in_flight_bytes: {} most of it leaves memory",
-    "slots": "offloading the states of the optimizer frees nothing: they are {}, and the slots that updates "
-    "go through hold {}; with states.sub_group_bytes: {} most of them leave memory, unless one parameter "
-    "that cannot be cut has most of them: give that one an optimizer of its own whose states stay",
 }
 OTHER_RANKS = (
     "the planner recomputes no layer, because other ranks may run the same layers and would have to do the "
@@ -148,12 +144,8 @@ class Notices:
 _LOOKED_AT = 3
 """Steps in which it is looked whether the window is too wide: later ones save as much."""
 
-_LEAST_STATES = 32 << 10
-"""Bytes of states of which an eighth, the sub-groups that are advised, is as much as a sub-group may be."""
-
-_SKIPPED = 17
-"""Steps without an update after which an optimizer is missed: a gradient scaler that begins at 2**16 has come
-down to 1 after 16."""
+MOST_UNSEEN = 128
+"""Steps, or backward passes of one step, after which an optimizer is missed if none was seen."""
 
 
 def warn_after(session: Session, record: StepRecord) -> None:
@@ -168,40 +160,23 @@ def warn_after(session: Session, record: StepRecord) -> None:
     was_reached = trace.backward_ends or trace.in_backward or record.left_alone_scopes
     if record.gradient_bytes and not was_reached:
         notices.no_layer_trained(session, number)
-    if record.skipped and number == _SKIPPED and not session.optimizers:
+    if record.skipped and not session.optimizers and max(number, len(trace.backward_ends)) >= MOST_UNSEEN:
         notices.warn_once("no update", category=NoEffectWarning)
     if stats.full:
         notices.warn_once("full", readable_size(stats.fallback_kept), number)
-    if budget.share is not None and budget.share.left <= 0 and "nothing left" not in notices.said:
-        held = static_bytes(session)
-        held["other things"] = budget.share.base_bytes - sum(held.values()) + held["gradients"]
-        shares = [f"{readable_size(held[name])} {name.replace('_', ' ')}" for name in held if held[name] > 0]
-        limit = readable_size(budget.share.device_bytes)
-        notices.warn_once("nothing left", limit, ", ".join(shares), category=RuntimeWarning)
-    if number > _LOOKED_AT:
-        return
+    if (share := budget.share) is not None and share.left <= 0:
+        limit, held = (
+            readable_size(share.device_bytes),
+            readable_size(share.base_bytes + share.gradient_bytes),
+        )
+        notices.warn_once("nothing left", limit, held, category=RuntimeWarning)
     window, saved = budget.limits.window, sum(activation.nbytes for activation in trace.activations)
     is_offload = Placement.OFFLOAD in session.plan.placements and not session.planning.chosen
-    if is_offload and window is not None and saved and window > saved / 2:
-        sizes = readable_size(saved), readable_size(window), format_size(_eighth(saved))
+    if number <= _LOOKED_AT and is_offload and window is not None and window > saved / 2 > 0:
+        unit = 1 << 20 if saved >= 8 << 20 else 1 << 10
+        eighth = format_size(max(saved // 8 // unit, 1) * unit)  # some of it moves while some is in use
+        sizes = readable_size(saved), readable_size(window), eighth
         notices.warn_once("window", *sizes, category=NothingSavedWarning)
-    records = [states.records[-1] for states in session.states if states.records]
-    if number < _LOOKED_AT or any(each.staying for each in records):
-        return
-    states, slots = sum(each.states_bytes for each in records), sum(each.slot_bytes for each in records)
-    if _LEAST_STATES <= states <= slots:  # all optimizers count together
-        sizes = readable_size(states), readable_size(slots), format_size(_eighth(states))
-        notices.warn_once("slots", *sizes, category=NothingSavedWarning)
-
-
-def _eighth(nbytes: int) -> int:
-    """Return an eighth, in whole MiB or, below one, KiB.
-
-    Drives work on some of it while others are in use.
-    """
-    eighth = nbytes // 8
-    unit_bits = 20 if eighth >= 1 << 20 else 10
-    return max(eighth >> unit_bits, 1) << unit_bits
 
 
 def warn_of_doubts(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: bool) -> None:

@@ -99,32 +99,6 @@ def test_a_window_that_holds_most_of_a_step_is_told_with_a_better_one(layers: in
         train(model, 2)
 
 
-def test_slots_that_hold_all_states_are_told_with_better_ones() -> None:
-    model = make_model(layers=2)
-    optimizer = torch.optim.Adam(model.parameters())
-    states = 2 * sum(parameter.nbytes for parameter in model.parameters())
-
-    def trained(sub_group_bytes: str) -> list[warnings.WarningMessage]:
-        policy = {"default": "keep", "states": {"sub_group_bytes": sub_group_bytes}}
-        with (
-            warnings.catch_warnings(record=True) as said,
-            tba.attach(model, policy, optimizer=optimizer, measure_memory=False) as session,
-        ):
-            warnings.simplefilter("always")
-            for _ in range(4):
-                loss_of(model, make_tokens(1)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert session.states[0].records[-1].states_bytes >= states
-        return [each for each in said if "frees nothing" in str(each.message)]
-
-    (warning,) = trained("64MiB")
-    assert warning.category is tba.NothingSavedWarning
-    named = re.search(r"with states.sub_group_bytes: (\d+KiB)", str(warning.message))
-    assert named is not None
-    assert trained(named[1]) == []
-
-
 class Reversible(nn.Module):
     """Runs its layers without gradients, as Reformer does; what is outside of them is trained."""
 
