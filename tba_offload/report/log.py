@@ -637,13 +637,17 @@ class PhasePeak(NamedTuple):
 
 
 class StaticBytes(BaseModel):
-    """Bytes that last from step to step."""
+    """Bytes that last from step to step.
+
+    Attributes:
+        parameters: Of parameters and buffers.
+        gradients: Of gradients.
+        states: Of what optimizers hold: states, and parameters that are not the model's own, as masters.
+    """
 
     parameters: Bytes
     gradients: Bytes
-    buffers: Bytes
-    optimizer_states: Bytes
-    masters: Bytes = 0
+    states: Bytes
 
 
 class MemoryEvent(Event):
@@ -653,11 +657,10 @@ class MemoryEvent(Event):
         step: Its number.
         names: Module names of the layers.
         placements: Their placements.
-        window: Most bytes in flight; ``None`` for no limit.
         static: What lasts from step to step.
         phases: The peak of each phase.
         left_out: How many trained blocks are like the layers and not among them.
-        outside: The largest trained parameters beside the layers: name and bytes.
+        outside: The largest trained parameter beside the layers: name and bytes.
         frozen_weights: Bytes of frozen weights of layers that are in memory.
     """
 
@@ -666,9 +669,8 @@ class MemoryEvent(Event):
     step: int
     names: list[str]
     placements: list[str]
-    window: Bytes | None
     static: StaticBytes
     phases: dict[Literal["forward", "loss", "backward", "embeddings", "between", "update"], PhasePeak]
     left_out: Bytes = 0
-    outside: list[tuple[str, Bytes]] = []
+    outside: tuple[str, Bytes] = "", 0
     frozen_weights: Bytes = 0

@@ -305,10 +305,7 @@ def _is_on_cpu(step: StepRecord) -> bool:
 
 def _lasting(log: RunLog, step: StepRecord, memory: MemoryEvent) -> dict[str, int]:
     """Return the bytes that are there in each phase."""
-    known = {
-        "parameters": memory.static.parameters + memory.static.buffers,
-        "states": memory.static.optimizer_states + memory.static.masters,
-    }
+    known = {"parameters": memory.static.parameters, "states": memory.static.states}
     # In host memory the program itself is among what outlives steps.
     others = 0 if _is_on_cpu(step) else max((step.base_bytes or 0) - sum(known.values()), 0)
     is_in_memory = "lies in memory" in str(log.header.store)
@@ -336,11 +333,10 @@ def _checkpointing(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     yield "framework checkpointing", lambda phase: phase.of("kept") * alone // runs, what, change
 
 
-def _window(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
+def _window(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     wanted = max(seen.saved_bytes >> 23, 1)
-    window = "without a limit" if memory.window is None else f"of {readable_size(memory.window)}"
     most, saved = readable_size(seen.step.in_flight_peak_bytes), readable_size(seen.saved_bytes)
-    what = f"{most} of the {saved} that layers save are in flight at a time, as a window {window} allows"
+    what = f"{most} of the {saved} that layers save are in flight at a time, as budget.in_flight_bytes allows"
     change = f"set budget.in_flight_bytes: {wanted}MiB, an eighth of what a step saves"
     yield "window", lambda phase: phase.of("in_flight") - (wanted << 20), what, change
 
@@ -426,7 +422,7 @@ def _change_of_plan(seen: Evidence, names: list[str], better: str) -> str:
 
 
 def _loss(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
-    spared = 2 * max((size for _, size in memory.outside), default=0) + _left_out(seen, memory)
+    spared = 2 * memory.outside[1] + _left_out(seen, memory)
 
     def chunked(phase: Phase) -> int:
         """Return what chunks free; each makes a gradient of the head, added to that of the chunks before."""
@@ -457,7 +453,7 @@ def _outside(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
     yield "outside the layers", beside, what, change
     made = seen.most("running", "embeddings") + seen.most("beside", "embeddings")
     # Other holders are estimates, so that a little of the gradient may be counted as theirs.
-    name, size = next(((name, size) for name, size in memory.outside if size <= 1.1 * made), ("", 0))
+    name, size = memory.outside if memory.outside[1] <= 1.1 * made else ("", 0)
 
     def of_table(phase: Phase) -> int:
         made = phase.of("running", "beside") if size and phase.name == "embeddings" else 0

@@ -13,7 +13,6 @@ import time
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from tba_offload.capture.scope import ScopeKey
-    from tba_offload.capture.trace import ScopeTrace
     from tba_offload.session.session import Session
     from tba_offload.session.step import Step
     from tba_offload.store.base import Moved
@@ -46,6 +44,9 @@ BETWEEN, UPDATE = "between", "update"
 
 _FULLER = 1 + 1 / 64
 """Of moments that differ by less, the first says what holds memory: what is made then lies there later."""
+
+_MOST = 20_000
+"""Most runs, waits, moments, and calls that moved bytes, of a step over time: a line of some MiB each."""
 
 
 class Memory:
@@ -74,11 +75,7 @@ class Memory:
         self._capture, self._offloader, self._notices = session.capture, session.offloader, session.notices
         self._names, self._wanted = [layer.id.name for layer in session.layers], wanted
         self._resident = ResidentPeak()
-        self._movers: dict[str, Sequence[Any]] = {  # of states more may come
-            "": [session.store],
-            "optimizer states": session.states,
-            "frozen weights": [session.weights_traffic],
-        }
+        self._store, self._states, self._traffic = session.store, session.states, session.weights_traffic
         self.curve: StepCurve | None = None
         self._meter: MemoryMeter | None = None
         self._forget()
@@ -96,7 +93,7 @@ class Memory:
         self._beside, self._at_loss = [Beside() for _ in self._names], -1
         self.left: Counter[str] = Counter(kept=0, inputs=0, outputs=0, small=0)
         self._waiting: dict[int, list[Counter[str]]] = defaultdict(list)  # runs that wait for their backward
-        self._now = _Section(EMBEDDINGS, 0)
+        self._now = _Section(EMBEDDINGS)
 
     # ---- meters ----------------------------------------------------------------------------------
 
@@ -118,8 +115,7 @@ class Memory:
                 self._meter.tell(self._saw)
             except UnsupportedError as error:
                 if wanted:
-                    needs = "budget.device_bytes needs it: set budget.activation_bytes in its place"
-                    raise UnsupportedError(f"{error}. {needs}") from error
+                    raise
                 self._notices.warn_once("meter", f"the activation peak is not measured: {error}")
         return self._meter
 
@@ -149,7 +145,9 @@ class Memory:
         # States come in the first step; in the third drives are warm too.
         self.is_due = meter is not None and (number <= 3 or number.bit_count() == 1)
         if traced or (self.is_due and number >= 3):
-            self.curve = StepCurve(self._offloader.ledger, self._movers)
+            movers = [("", self._store), ("frozen weights", self._traffic)]
+            movers += [("optimizer states", states) for states in self._states]
+            self.curve = StepCurve(self._offloader.ledger, movers)
         if meter is None:
             return
         self.meter = meter
@@ -158,8 +156,8 @@ class Memory:
         self._earlier_outputs = self._outputs.nbytes
         self.base_bytes = self._base = live - self._earlier_outputs
         if self.is_due or wanted or meter.samples:  # a meter that samples looks at every tensor anyway
-            self._enter(EMBEDDINGS, 0, live)
             self.is_on = True
+            self._begin(EMBEDDINGS)
 
     def sample(self, grows_by: int = 0) -> None:
         """Note what is live, for a meter that sees only what it looks at."""
@@ -219,17 +217,17 @@ class Memory:
     # ---- what the step is at ---------------------------------------------------------------------
 
     def layer_begins(self, index: int) -> bool:
-        """Record that the forward of a layer begins, while ``is_on``.
+        """Record that the forward of a layer begins.
 
         Returns:
             Whether it is the first layer of a stack, with what made its input coming after its backward.
         """
-        self._enter(FORWARD, index, self._close())
+        self._begin(FORWARD, index)
         # What makes the input of the first layer of a stack, as embeddings, has its backward after that.
         before, stack = (name.rpartition(".")[0] for name in (self._names[index - 1], self._names[index]))
-        return index == 0 or before != stack
+        return self.is_on and (index == 0 or before != stack)
 
-    def layer_ended(self, index: int, way: str) -> None:
+    def layer_ended(self, index: int, way: Placement) -> None:
         """Record that the forward of a layer has ended.
 
         What it leaves in memory is known when the caller has let go of what the layer was given: when the
@@ -237,11 +235,11 @@ class Memory:
 
         Args:
             index: Of the layer.
-            way: How it ran: a placement of the package.
+            way: How it ran.
         """
-        self._now.way = Placement(way)
+        self._now.way = way
         if index == len(self._names) - 1:
-            self._enter(LOSS, index, self._close())
+            self._begin(LOSS, index)
 
     def model_ended(self, output: object) -> None:
         """Record that the model's forward has ended: the loss comes next, whichever layer ran last.
@@ -255,8 +253,8 @@ class Memory:
             for storage in map(plain_storage, tensors_in(output)):
                 if storage is not None and storage not in self._capture.static:
                     self._outputs.add_storage(storage)
-        if self.is_on and self._is_whole and self._now.phase == FORWARD:
-            self._enter(LOSS, self._now.layer, self._close())
+        if self._is_whole and self._now.phase == FORWARD:
+            self._begin(LOSS, self._now.layer)
 
     def backward_reached(self, index: int, scope: ScopeKey) -> None:
         """Backward comes to the latest run of a layer, so that it is done with the one before.
@@ -265,8 +263,7 @@ class Memory:
             index: Of the layer.
             scope: The run.
         """
-        live, waiting = self._close(), self._waiting[index]
-        self._enter(BACKWARD, index, live, scope=scope, left=waiting.pop() if waiting else None)
+        self._begin(BACKWARD, index, scope)
 
     def leave(self, phase: str) -> None:
         """From now on no layer runs.
@@ -275,9 +272,7 @@ class Memory:
             phase: What does: ``EMBEDDINGS`` where backward has come out of the first layer, to what made the
                 input of that; ``BETWEEN`` where it is over, ``UPDATE`` where an optimizer works.
         """
-        if self.is_on:
-            live = self._close()
-            self._enter(phase, self._now.layer if phase == EMBEDDINGS else 0, live)
+        self._begin(phase, self._now.layer if phase == EMBEDDINGS else 0)
 
     # ---- sums ------------------------------------------------------------------------------------
 
@@ -306,21 +301,19 @@ class Memory:
         if best is None or peak.whole > best.whole * _FULLER:
             self.peaks[now.phase] = peak
 
-    def _enter(self, phase: str, index: int, live: int, **of_backward: Any) -> None:
-        others, kept = live - self._offloader.own_bytes, self._capture.trace.kept_bytes
-        beside = max(live - self._base - sum(self._held()), 0)
-        self._now = _Section(phase, index, beside, others, kept, self._capture.lookahead.uses, **of_backward)
-        self._note(live)
-
-    def _close(self) -> int:
-        """End what the step is at; return the live bytes."""
-        live, now = 0 if self.meter is None else self.meter.cut(), self._now
+    def _begin(self, phase: str, index: int = 0, scope: ScopeKey | None = None) -> None:
+        """End what the step was at: by what is live now, and begin the next."""
+        if self.meter is None or not self.is_on:
+            return
+        live, now, trace = self.meter.cut(), self._now, self._capture.trace
+        own = self._offloader.own_bytes
         if now.left is not None:
             self.left.subtract(now.left)
         if now.way is not None:
-            nbytes = max(live - self._offloader.own_bytes - now.others, 0)
-            kept = min(self._capture.trace.kept_bytes - now.kept, nbytes)
-            left = Counter({holder_of(now.way): nbytes - kept})
+            nbytes = max(live - own - now.others, 0)
+            kept = min(trace.kept_bytes - now.kept, nbytes)
+            holder = "kept" if now.way is Placement.KEEP else "inputs" if now.way.recomputes else "outputs"
+            left = Counter({holder: nbytes - kept})
             left["small" if now.way.percent == 100 else "kept"] += kept
             self._waiting[now.layer].append(left)
             self.left.update(left)
@@ -329,19 +322,16 @@ class Memory:
         elif now.phase in {FORWARD, BACKWARD}:
             seen = Beside(now.unplanned) if now.phase == FORWARD else Beside(0, now.unplanned, now.whole)
             self._beside[now.layer] = self._beside[now.layer].at_least(seen)
-        now.way = now.left = None  # counted
-        return live
+        self._now = now = _Section(phase, index, scope, others=live - own, kept=trace.kept_bytes)
+        now.beside = max(live - self._base - sum(self._held()), 0)
+        now.uses = self._capture.lookahead.uses
+        if scope is not None and (waiting := self._waiting[index]):
+            now.left = waiting.pop()
+        self._note(live)
 
     def _held(self) -> HeldBytes:
         ledger = self._offloader.ledger
         return HeldBytes(ledger.in_flight, ledger.settled, **self.left, put_out=self._outputs.nbytes)
-
-
-def holder_of(way: Placement) -> str:
-    """Return what holds the bytes that a run of a layer leaves in memory, by how it ran."""
-    if way is Placement.KEEP:
-        return "kept"
-    return "inputs" if way.recomputes else "outputs"
 
 
 @dataclass(slots=True)
@@ -351,11 +341,11 @@ class _Section:
     Attributes:
         phase: The phase.
         layer: Index of the layer that runs, or ran last.
-        beside: Bytes at the begin of nothing that is known.
+        scope: The run that backward is at.
         others: Live bytes at the begin that the offloader does not hold.
         kept: Bytes that hooks had kept by then.
+        beside: Bytes at the begin of nothing that is known.
         uses: How many activations backward had used at the begin.
-        scope: The run that backward is at.
         left: What the run had left in memory for this backward.
         way: How a forward ran, once that has ended.
         planned: Bytes that plans knew of at the last look.
@@ -364,12 +354,12 @@ class _Section:
     """
 
     phase: str
-    layer: int
-    beside: int = 0
+    layer: int = 0
+    scope: ScopeKey | None = None
     others: int = 0
     kept: int = 0
+    beside: int = 0
     uses: int = 0
-    scope: ScopeKey | None = None
     left: Counter[str] | None = None
     way: Placement | None = None
     planned: int = 0
@@ -379,38 +369,26 @@ class _Section:
 
 # Memory over time
 
-_POINTS = 1200
-"""Most points of a curve in the log: a picture has some 600 columns."""
-
-_MOST_LINES = 20_000
-"""Most runs, waits, and calls that moved bytes, of a step that is told: a line of some MiB each."""
-
 
 class StepCurve:
     """Memory and traffic of a step over time: of those that are looked at from the third on, or asked for.
 
     Args:
         ledger: Tells what the offloader holds.
-        movers: Tell what they move, by what that is besides activations.
+        movers: Tell what they move, each with what that is besides activations.
     """
 
-    def __init__(self, ledger: Ledger, movers: dict[str, Sequence[Any]]) -> None:
+    def __init__(self, ledger: Ledger, movers: Sequence[tuple[str, Any]]) -> None:
         self._ledger, self._movers = ledger, movers
         self._points: list[tuple[float, int, int, int, int, int]] = []  # as ``Moment`` of the log
-        self._moves: list[tuple[str, Moved]] = []
-        for what, each in self._all_movers():
-            each.watch_moves(partial(self._moved, what))
+        self._moves: dict[str, list[Moved]] = {what: [] for what, _ in movers}
+        for what, each in movers:
+            each.watch_moves(self._moves[what].append)
 
     def stop(self) -> None:
         """Watch nothing any more."""
-        for _, each in self._all_movers():
+        for _, each in self._movers:
             each.watch_moves(None)
-
-    def _all_movers(self) -> Iterator[tuple[str, Any]]:
-        return ((what, each) for what, movers in self._movers.items() for each in movers)
-
-    def _moved(self, what: str, move: Moved) -> None:
-        self._moves.append((what, move))
 
     def seen(self, live: int, left: int) -> None:
         """Record that ``live`` bytes are in use, of which layers have ``left`` so many for backward."""
@@ -428,44 +406,41 @@ class StepCurve:
             step: The step.
             waits: When training waited for I/O: from, until.
         """
-        trace, base = session.capture.trace, session.memory.base_bytes or 0
+        trace, began, base = session.capture.trace, step.began, session.memory.base_bytes or 0
+        names, points = [layer.id.name for layer in session.layers], list(self._points)
 
-        def at(*times: float | None) -> list[Any]:
-            return [None if each is None else round(max(each - step.began, 0.0), 6) for each in times]
+        def at(*times: float | None) -> list[float | None]:
+            return [None if when is None else round(max(when - began, 0.0), 6) for when in times]
 
-        names = [layer.id.name for layer in session.layers]
-
-        def run_of(run: ScopeTrace) -> list[Any]:
+        scopes: list[list[Any]] = []
+        for run in trace.scopes[:_MOST]:
             times = at(run.forward_began, run.forward_ended, run.backward_began)
-            return [names.index(run.key.name), run.key.micro_batch, *times]
-
-        def move_of(what: str, move: Moved) -> list[Any]:
+            scopes.append([names.index(run.key.name), run.key.micro_batch, *times])
+        found = [(move, what) for what, moves in self._moves.items() for move in list(moves)]
+        found = sorted((each for each in found if each[0].began >= began), key=lambda each: each[0].began)
+        drives = sorted({(what, move.drive, move.place) for move, what in found})
+        threads = list({move.thread: None for move, _ in found})
+        moves: list[list[Any]] = []
+        for move, what in found[:_MOST]:
             drive, times = drives.index((what, move.drive, move.place)), at(move.began, move.ended)
-            return [drive, move.writes, *times, move.nbytes, threads.index(move.thread)]
-
-        told = [each for each in list(self._moves) if each[1].began >= step.began]
-        told = sorted(told, key=lambda each: each[1].began)[:_MOST_LINES]
-        drives = sorted({(what, move.drive, move.place) for what, move in told})
-        threads = list(dict.fromkeys(move.thread for _, move in told))
-        points = list(self._points)
-        each = len(points) // _POINTS + 1
-        fullest = [max(points[i : i + each], key=itemgetter(1)) for i in range(0, len(points), each)]
+            moves.append([drive, move.writes, *times, move.nbytes, threads.index(move.thread)])
+        stride = len(points) // _MOST + 1
+        fullest = (max(points[i : i + stride], key=itemgetter(1)) for i in range(0, len(points), stride))
         return {
             "source": session.memory.figures.get("peak_source", ""),
             "names": names,
-            "scopes": list(map(run_of, trace.scopes[:_MOST_LINES])),
+            "scopes": scopes,
             "backward_ends": at(*trace.backward_ends),
             "layers_left": at(*trace.layers_left),
             "updates": [at(*update) for update in step.update_times(trace.backward_ends)],
-            "stalls": [at(*wait) for wait in waits[:_MOST_LINES]],
+            "stalls": [at(*wait) for wait in waits[:_MOST]],
             "budget": session.budget.limits.budget,
             # Other threads change the sums, so that one may be negative for a moment.
             "points": [
-                [*at(when), max(live - base, 0), *(max(held, 0) for held in others)]
-                for when, live, *others in fullest
+                [*at(when), *(max(n, 0) for n in (live - base, *held))] for when, live, *held in fullest
             ],
             "drives": [[drive, place, what] for what, drive, place in drives],
-            "moves": [move_of(*each) for each in told],
+            "moves": moves,
         }
 
 
@@ -478,15 +453,16 @@ def static_bytes(session: Session) -> dict[str, int]:
     parameters = [each for module in modules for each in torch.nn.Module.parameters(module)]
     states = (state for each in optimizers for state in each.state.values() if isinstance(state, dict))
     groups: dict[str, Iterable[object]] = {
-        "parameters": parameters,
+        "parameters": (*parameters, *chain.from_iterable(map(torch.nn.Module.buffers, modules))),
         "gradients": ((each.grad, getattr(each, "main_grad", None)) for each in parameters),
-        "buffers": chain.from_iterable(map(torch.nn.Module.buffers, modules)),
-        "optimizer_states": chain.from_iterable(state.values() for state in states),
-        "masters": chain.from_iterable(map(parameters_of, optimizers)),  # what is not the model's own
+        "states": chain(  # with masters: parameters of optimizers that are not the model's own
+            chain.from_iterable(state.values() for state in states),
+            chain.from_iterable(map(parameters_of, optimizers)),
+        ),
     }
     seen: set[int] = set()
     nbytes = {name: sum(new_bytes(found, device, seen)) for name, found in groups.items()}
-    nbytes["optimizer_states"] += sum(states.device_bytes for states in session.states)
+    nbytes["states"] += sum(states.device_bytes for states in session.states)
     return nbytes
 
 

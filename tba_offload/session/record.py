@@ -278,25 +278,20 @@ def memory_event(session: Session, number: int) -> dict[str, object] | None:
     layers, modules = [layer.module for layer in session.layers], session.modules
     inner = {each for layer in layers for each in layer.modules()}
     weights = {each for layer in layers for each in layer.parameters()}
-    kinds = set(map(type, layers))
-    alike = {each for module in modules for each in module.modules() if type(each) in kinds}
-    others = alike.union(*(each.blocks for each in session.left_out)) - inner
+    kinds = set(map(type, chain(layers, *(each.blocks for each in session.left_out))))
+    blocks = {each for module in modules for each in module.modules() if type(each) in kinds}
     named = chain.from_iterable(module.named_parameters() for module in modules)
-    outside = [
-        (name, each.nbytes)
-        for name, each in named
-        if each.requires_grad and each not in weights and not is_lazy(each)
-    ]
+    trained = (each for each in named if each[1].requires_grad and not is_lazy(each[1]))
+    outside = [(name, each.nbytes) for name, each in trained if each not in weights]
     frozen = (each for each in weights if not each.requires_grad)
     return {
         "step": number,
         "names": [layer.id.name for layer in session.layers],
         "placements": [str(placement) for placement in session.plan.placements],
-        "window": session.offloader.ledger.window.nbytes,
         "static": static_bytes(session),
-        "outside": sorted(outside, key=itemgetter(1), reverse=True)[:3],
+        "outside": max(outside, key=itemgetter(1), default=("", 0)),
         "frozen_weights": sum(new_bytes(frozen, device, set())),
-        "left_out": sum(map(session.gradients.reached, others)),
+        "left_out": sum(map(session.gradients.reached, blocks - inner)),
         "phases": {phase: peak.as_json() for phase, peak in memory.peaks.items()},
     }
 

@@ -30,12 +30,11 @@ def peak(
 
 def memory_event(step: int, names: list[str], **phases: dict[str, Any]) -> dict[str, Any]:
     """What a step has shown that was looked at."""
-    static = {"parameters": 10 * MIB, "gradients": 0, "buffers": 0, "optimizer_states": 0}
+    static = {"parameters": 10 * MIB, "gradients": 0, "states": 0}
     return {
         "step": step,
         "names": names,
         "placements": ["offload"] * len(names),
-        "window": 4 * MIB,
         "static": static,
         "phases": phases,
     }

@@ -57,15 +57,13 @@ def test_each_storage_counts_once_for_what_holds_it_first(tmp_path: Path) -> Non
     counters = 4 * sum(1 for each in model.parameters() if each.requires_grad)
     assert first["frozen_weights"] == second["frozen_weights"] == frozen
     assert second["static"] == {
-        "parameters": trained + frozen,
+        "parameters": trained + frozen + buffers,
         "gradients": trained,
-        "buffers": buffers,
-        "optimizer_states": 2 * trained + counters,
-        "masters": 0,
+        "states": 2 * trained + counters,
     }
 
 
-def test_parameters_of_an_optimizer_that_are_not_the_models_are_masters(tmp_path: Path) -> None:
+def test_parameters_of_an_optimizer_that_are_not_the_models_count_as_states(tmp_path: Path) -> None:
     model = make_model(layers=2)
     model.head.to(torch.bfloat16)
     master = model.head.weight.detach().float().requires_grad_()
@@ -76,4 +74,4 @@ def test_parameters_of_an_optimizer_that_are_not_the_models_are_masters(tmp_path
             optimizer.step()
             optimizer.zero_grad()
     events = [event for event in read_run_log(tmp_path / "run.jsonl").others if event["event"] == "memory"]
-    assert events[-1]["static"]["masters"] == master.nbytes
+    assert events[-1]["static"]["states"] == master.nbytes
