@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from tba_offload.report.log import read_run_log as read_run_log
     from tba_offload.session import Session as Session
     from tba_offload.session import session_of as session_of
-    from tba_offload.session.step import Step as Step
+    from tba_offload.session.loop import Step as Step
     from tba_offload.states import OptimizerStates as OptimizerStates
     from tba_offload.states import StatesRecord as StatesRecord
     from tba_offload.states import offload_optimizer as offload_optimizer
@@ -78,7 +78,7 @@ _HOMES = {
         "placements": "Placement",
         "report.log": "StepRecord read_run_log",
         "session": "Session session_of",
-        "session.step": "Step",
+        "session.loop": "Step",
         "states": "OptimizerStates StatesRecord offload_optimizer",
         "weights": "FrozenWeights offload_frozen",
     }.items()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tba_offload.config import ConfigLike
     from tba_offload.session import Session
-    from tba_offload.session.step import Step
+    from tba_offload.session.loop import Step
 
 
 _open: weakref.WeakSet[Training] = weakref.WeakSet()

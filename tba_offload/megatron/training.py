@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from tba_offload.config.policy import LayerId, Placement, Policy
     from tba_offload.report.log import StepRecord
-    from tba_offload.session.step import Step
+    from tba_offload.session.loop import Step
 
 _Item = TypeVar("_Item")
 

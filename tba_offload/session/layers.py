@@ -1,7 +1,9 @@
-"""Layers of a session: each call of one runs as its placement says."""
+"""Layers of a session: each call of one runs as its placement says, and backward comes back to it."""
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,7 @@ from tba_offload.layers.graph import (
     first_differentiable,
     hooks_on_top,
     is_recomputation,
+    nearest_nodes,
     untraced,
 )
 from tba_offload.placements import Placement, Staying
@@ -20,6 +23,7 @@ from tba_offload.planner.measure import rough_bytes
 from tba_offload.recompute.arguments import is_cache
 from tba_offload.recompute.attention import AttentionOnce
 from tba_offload.recompute.checkpoint import RecomputedLayer, Trial, has_hooks
+from tba_offload.session.memory import BETWEEN, EMBEDDINGS
 from tba_offload.session.notices import is_checkpointed
 
 if TYPE_CHECKING:
@@ -29,9 +33,10 @@ if TYPE_CHECKING:
 
     from tba_offload.capture.saved import Kept, Packed
     from tba_offload.capture.site import Site
-    from tba_offload.capture.trace import ScopeTrace
+    from tba_offload.capture.trace import ScopeTrace, StepTrace
     from tba_offload.layers.find import LayerStack
     from tba_offload.recompute.arguments import Arguments
+    from tba_offload.session.loop import Step
     from tba_offload.session.session import Session
 
 
@@ -98,20 +103,15 @@ class LayerRuns:
 
     def _run_ungraphed(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
         """Run a layer; refuse CUDA graphs, which fix the addresses of activations."""
-        device, layer = self._session.device, site.layer.id
-        if device.is_capturing():
+        device = self._session.device
+        is_captured, before = device.is_capturing(), device.compiled_graph()
+        output = None if is_captured else self._run_as(placement, site, scope, given)
+        if is_captured or device.compiled_graph() is not before:
+            how = "while a CUDA graph is captured" if is_captured else "as CUDA graphs"
             raise UnsupportedError(
-                f"{layer} is placed {placement.value} and runs while a CUDA graph is captured: a graph fixes "
-                "the addresses of activations, so they cannot be offloaded. Capture no graph around attached "
-                "layers, or place them keep."
-            )
-        before = device.compiled_graph()
-        output = self._run_as(placement, site, scope, given)
-        if device.compiled_graph() is not before:
-            raise UnsupportedError(
-                f"{layer} is placed {placement.value} and runs as CUDA graphs, which fix the addresses of "
-                "activations, so they cannot be offloaded. Compile it with mode='default' or "
-                "'max-autotune-no-cudagraphs', or place it keep."
+                f"{site.layer.id} is placed {placement.value} and runs {how}: graphs fix the addresses of "
+                "activations, so they cannot be offloaded. Capture none around attached layers and compile them "
+                "with mode='default' or 'max-autotune-no-cudagraphs', or place them keep."
             )
         return output
 
@@ -218,6 +218,95 @@ class LayerRuns:
         if not is_kept and not self._loop.is_inert:
             self._session.capture.trace.left_alone += 1
             self._session.notices.warn_once("left alone", site.layer.id)
+
+
+_TAIL = 32
+"""Operations of backward next to the model's output: a loss, the logits and a last norm have about 20."""
+
+
+class BackwardWatch:
+    """Notes when backward comes back to a layer.
+
+    Args:
+        session: Whose layers. It is not kept: graphs, which keep this, would keep the model.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._loop, self._capture = session.loop, session.capture
+        self._memory, self._notices = session.memory, session.notices
+
+    def watch(self, site: Site, output: object, scope: ScopeTrace) -> None:
+        """Have it noted when backward comes back to a layer.
+
+        Args:
+            site: Where the layer is.
+            output: What it has put out.
+            scope: Its run.
+        """
+        tensor, step = first_differentiable(output), self._loop.step
+        if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook
+            return
+        back = partial(self._came_back, site, scope, step, self._capture.trace)
+        tensor.register_hook(back)  # type: ignore[no-untyped-call]
+        if step is not None:
+            step.graph_end = tensor.grad_fn._sequence_nr()
+            step.graphs.append(weakref.ref(back))
+
+    def watch_input(self, arguments: tuple[object, ...]) -> None:
+        """Have it noted when backward leaves the first layer for what has made its input, as embeddings have.
+
+        Args:
+            arguments: What the layer is given.
+        """
+        tensor = first_differentiable(arguments)
+        if tensor is not None and tensor.grad_fn is not None:
+            tensor.register_hook(partial(self._left, self._loop.step))  # type: ignore[no-untyped-call]
+
+    def _left(self, step: Step | None, _: torch.Tensor) -> None:
+        """Backward has left the first layer of a step."""
+        if step is self._loop.step and self._memory.is_on:
+            self._capture.trace.backward_left()
+            self._memory.leave(EMBEDDINGS)
+
+    def _came_back(
+        self, site: Site, scope: ScopeTrace, step: Step | None, trace: StepTrace, _: torch.Tensor
+    ) -> None:
+        """Backward has come back to a run of a layer."""
+        memory, loop, is_current = self._memory, self._loop, step is self._loop.step
+        if is_current and site.waiting and scope.backward_began is None:
+            site.come_back()
+        is_first = trace.backward_reached(scope)
+        if memory.is_on:
+            memory.backward_reached(site.index, scope.key)
+        if is_first:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._pass_ended, trace))
+            if not is_current and not loop.is_inert:
+                self._notices.warn_once("backward outside")
+        self._capture.lookahead.reached()
+        memory.sample()
+
+    def _pass_ended(self, trace: StepTrace) -> None:
+        trace.backward_ended()
+        self._memory.leave(BETWEEN)
+        self._loop.backward_ended()
+
+    def watch_tail(self, output: object) -> None:
+        """Look at memory around each operation of backward that is nearest to the model's output.
+
+        With logits and loss it is often there that memory is at its peak, for less than a moment.
+        """
+        step, meter = self._loop.step, self._memory.meter
+        if step is None or meter is None:
+            return
+        if not meter.samples:
+            meter.sample()
+            return
+        meter.cut()
+        tensor = first_differentiable(output)
+        if tensor is not None and tensor.grad_fn is not None:
+            for node in nearest_nodes(tensor.grad_fn, _TAIL, after=step.graph_end):
+                node.register_prehook(self._memory.look)
+                node.register_hook(self._memory.look)
 
 
 class _TriedHooks(LayerHooks):

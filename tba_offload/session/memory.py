@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from tba_offload.capture.scope import ScopeKey
+    from tba_offload.session.loop import Step
     from tba_offload.session.session import Session
-    from tba_offload.session.step import Step
     from tba_offload.store.base import Moved
     from tba_offload.transfer.ledger import Ledger
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId, Policy
     from tba_offload.device.streams import Event
+    from tba_offload.session.loop import Step
     from tba_offload.session.session import Session
-    from tba_offload.session.step import Step
     from tba_offload.states import StatesRecord
     from tba_offload.store.base import DriveLoad
     from tba_offload.weights import WeightsMoved

@@ -3,7 +3,7 @@
 A step goes this way. The model's first forward opens it (:class:`~tba_offload.session.loop.Loop`);
 :meth:`Session.begin_step` has everything ready; layers run as the plan says
 (:class:`~tba_offload.session.layers.LayerRuns`) and backward comes back to them
-(:class:`~tba_offload.session.backward.BackwardWatch`); the optimizer's update ends the step;
+(:class:`~tba_offload.session.layers.BackwardWatch`); the optimizer's update ends the step;
 :meth:`Session.end_step` takes everything back; :meth:`Session.record_step` writes its line in the run log
 and has the next step planned.
 """
@@ -40,13 +40,11 @@ from tba_offload.recompute import attention
 from tba_offload.recompute.verify import Verifier
 from tba_offload.report.log import MEMORY, TIMELINE, StepRecord
 from tba_offload.report.why import Diagnosis
-from tba_offload.session.backward import BackwardWatch
-from tba_offload.session.layers import LayerRuns
-from tba_offload.session.loop import Loop, TokenCounter, Tokens, token_counter
+from tba_offload.session.layers import BackwardWatch, LayerRuns
+from tba_offload.session.loop import Loop, Step, TokenCounter, Tokens, token_counter
 from tba_offload.session.memory import Memory
 from tba_offload.session.notices import Notices, tell, warn_after
 from tba_offload.session.record import Records, explained, header_of, label_of, learn, memory_event, record_of
-from tba_offload.session.step import Step
 from tba_offload.states import OptimizerStates, offload_optimizer
 from tba_offload.store import interrupts, open_store
 from tba_offload.store.base import ActivationStore, close_after
@@ -286,11 +284,6 @@ class Session:
         step.began = time.perf_counter()
         # What lies on the device by now may leave less to activations than the plan was made for.
         self.budget.begin_step(memory.base_bytes)
-
-    def forward_ended(self, output: object) -> None:
-        """Look at what the model's forward has put out: the loss comes next."""
-        self.memory.model_ended(output)
-        self.watch.watch_tail(output)
 
     def end_step(self, step: Step, *, failed: bool) -> None:
         """Take everything back from a step.
