@@ -23,7 +23,7 @@ from tba_offload.planner.measure import rough_bytes
 from tba_offload.recompute.arguments import is_cache
 from tba_offload.recompute.attention import AttentionOnce
 from tba_offload.recompute.checkpoint import RecomputedLayer, Trial, has_hooks
-from tba_offload.session.memory import BETWEEN, EMBEDDINGS
+from tba_offload.session.memory import BACKWARD, BETWEEN, EMBEDDINGS, FORWARD
 from tba_offload.session.notices import is_checkpointed
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class LayerRuns:
     def __init__(self, stack: LayerStack, session: Session) -> None:
         self._micro_batch, self._loop, self._watch = stack.micro_batch, session.loop, session.watch
         self._session: Any = session
+        # What makes the input of the first layer of a stack, as embeddings, has its backward after that.
+        stacks = [layer.id.name.rpartition(".")[0] for layer in stack.layers]
+        self._firsts = {stacks.index(each) for each in stacks}
         self._recomputed = [
             RecomputedLayer(layer.module, str(layer.id), session.verifier, stack.states)
             for layer in stack.layers
@@ -85,8 +88,10 @@ class LayerRuns:
         run_as = self._run_ungraphed if may_be_graph else self._run_as
         trace, memory, way = session.capture.trace, session.memory, placement.as_run
         scope = trace.begin_scope(site.next_run(self._micro_batch), way, inputs=inputs)
-        if memory.is_on and memory.layer_begins(site.index):
-            self._watch.watch_input(arguments)
+        if memory.is_on:
+            memory.enter(FORWARD, site.index)
+            if site.index in self._firsts:
+                self._watch.watch_input(arguments)
         try:
             output = run_as(placement, site, scope, (args, kwargs))
         except BaseException:
@@ -110,8 +115,8 @@ class LayerRuns:
             how = "while a CUDA graph is captured" if is_captured else "as CUDA graphs"
             raise UnsupportedError(
                 f"{site.layer.id} is placed {placement.value} and runs {how}: graphs fix the addresses of "
-                "activations, so they cannot be offloaded. Capture none around attached layers and compile them "
-                "with mode='default' or 'max-autotune-no-cudagraphs', or place them keep."
+                "activations, so they cannot be offloaded. Capture no graph around attached layers; compile "
+                "them with mode='default' or 'max-autotune-no-cudagraphs', or place them keep."
             )
         return output
 
@@ -249,7 +254,6 @@ class BackwardWatch:
         back = partial(self._came_back, site, scope, step, self._capture.trace)
         tensor.register_hook(back)  # type: ignore[no-untyped-call]
         if step is not None:
-            step.graph_end = tensor.grad_fn._sequence_nr()
             step.graphs.append(weakref.ref(back))
 
     def watch_input(self, arguments: tuple[object, ...]) -> None:
@@ -266,7 +270,7 @@ class BackwardWatch:
         """Backward has left the first layer of a step."""
         if step is self._loop.step and self._memory.is_on:
             self._capture.trace.backward_left()
-            self._memory.leave(EMBEDDINGS)
+            self._memory.enter(EMBEDDINGS)
 
     def _came_back(
         self, site: Site, scope: ScopeTrace, step: Step | None, trace: StepTrace, _: torch.Tensor
@@ -276,8 +280,7 @@ class BackwardWatch:
         if is_current and site.waiting and scope.backward_began is None:
             site.come_back()
         is_first = trace.backward_reached(scope)
-        if memory.is_on:
-            memory.backward_reached(site.index, scope.key)
+        memory.enter(BACKWARD, site.index, scope.key)
         if is_first:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._pass_ended, trace))
             if not is_current and not loop.is_inert:
@@ -287,7 +290,7 @@ class BackwardWatch:
 
     def _pass_ended(self, trace: StepTrace) -> None:
         trace.backward_ended()
-        self._memory.leave(BETWEEN)
+        self._memory.enter(BETWEEN)
         self._loop.backward_ended()
 
     def watch_tail(self, output: object) -> None:
@@ -304,7 +307,7 @@ class BackwardWatch:
         meter.cut()
         tensor = first_differentiable(output)
         if tensor is not None and tensor.grad_fn is not None:
-            for node in nearest_nodes(tensor.grad_fn, _TAIL, after=step.graph_end):
+            for node in nearest_nodes(tensor.grad_fn, _TAIL):
                 node.register_prehook(self._memory.look)
                 node.register_hook(self._memory.look)
 

@@ -71,7 +71,6 @@ class Step:
         is_skipped: Whether its gradients were dropped without an update.
         graphs: Hooks on outputs of layers that ran: each lives as long as the graph of its layer. A set of
             weak references would have finalizers, in which an interrupt is lost.
-        graph_end: Number in autograd's sequence of the output of the layer that ran last.
         seen_tokens: Tokens of the micro-batches, as seen.
         updates: When optimizers made their steps in it, begin and end.
         updated: Ids of the parameters that optimizers have updated; the optimizers hold these parameters.
@@ -95,7 +94,6 @@ class Step:
         self.seconds, self.had_optimizer = 0.0, False
         self.optimizer_seconds: float | None = None
         self.opened_itself = self.has_failed = self.is_skipped = False
-        self.graph_end = 0
         self.updated: frozenset[int] = frozenset()
         self.graphs: list[weakref.ref[Callable[..., None]]] = []
         self.updates: list[tuple[float, float]] = []

@@ -157,7 +157,7 @@ class Memory:
         self.base_bytes = self._base = live - self._earlier_outputs
         if self.is_due or wanted or meter.samples:  # a meter that samples looks at every tensor anyway
             self.is_on = True
-            self._begin(EMBEDDINGS)
+            self.enter(EMBEDDINGS)
 
     def sample(self, grows_by: int = 0) -> None:
         """Note what is live, for a meter that sees only what it looks at."""
@@ -174,20 +174,20 @@ class Memory:
         if self.meter is not None and self._live_at_pause is None:
             self.meter.pause()
             self._live_at_pause = self.meter.live()
-            self.leave(UPDATE)
+            self.enter(UPDATE)
 
     def resume(self) -> None:
         """Record that the optimizer is done; what it has left allocated are its states."""
-        if self.meter is not None:
-            self._count_states(self.meter)
+        if self.meter is not None and self._live_at_pause is not None:
+            self._state_bytes += max(self.meter.live() - self._live_at_pause, 0)
+            self._live_at_pause = None
             self.meter.resume()
-            self.leave(BETWEEN)
+            self.enter(BETWEEN)
 
     def end(self) -> None:
         """Record that the step has ended."""
         self.figures["resident_peak_bytes"] = self._resident.read()
         if (meter := self.meter) is not None:
-            self._count_states(meter)
             self.figures |= {
                 "activation_peak_bytes": max(meter.peak() - self._base, 0),
                 "peak_source": meter.source,
@@ -204,28 +204,12 @@ class Memory:
         if self.curve is not None:
             self.curve.stop()
 
-    def _count_states(self, meter: MemoryMeter) -> None:
-        if self._live_at_pause is not None:
-            self._state_bytes += max(meter.live() - self._live_at_pause, 0)
-            self._live_at_pause = None
-
     @property
     def beside(self) -> SeenBeside | None:
         """Most bytes beside the activations of layers; ``None`` if the memory of this step was not seen."""
         return None if self._at_loss < 0 else SeenBeside(self._at_loss, self._beside)
 
     # ---- what the step is at ---------------------------------------------------------------------
-
-    def layer_begins(self, index: int) -> bool:
-        """Record that the forward of a layer begins.
-
-        Returns:
-            Whether it is the first layer of a stack, with what made its input coming after its backward.
-        """
-        self._begin(FORWARD, index)
-        # What makes the input of the first layer of a stack, as embeddings, has its backward after that.
-        before, stack = (name.rpartition(".")[0] for name in (self._names[index - 1], self._names[index]))
-        return self.is_on and (index == 0 or before != stack)
 
     def layer_ended(self, index: int, way: Placement) -> None:
         """Record that the forward of a layer has ended.
@@ -239,7 +223,7 @@ class Memory:
         """
         self._now.way = way
         if index == len(self._names) - 1:
-            self._begin(LOSS, index)
+            self.enter(LOSS)
 
     def model_ended(self, output: object) -> None:
         """Record that the model's forward has ended: the loss comes next, whichever layer ran last.
@@ -254,25 +238,48 @@ class Memory:
                 if storage is not None and storage not in self._capture.static:
                     self._outputs.add_storage(storage)
         if self._is_whole and self._now.phase == FORWARD:
-            self._begin(LOSS, self._now.layer)
+            self.enter(LOSS)
 
-    def backward_reached(self, index: int, scope: ScopeKey) -> None:
-        """Backward comes to the latest run of a layer, so that it is done with the one before.
-
-        Args:
-            index: Of the layer.
-            scope: The run.
-        """
-        self._begin(BACKWARD, index, scope)
-
-    def leave(self, phase: str) -> None:
-        """From now on no layer runs.
+    def enter(self, phase: str, index: int | None = None, scope: ScopeKey | None = None) -> None:
+        """End what the step was at, by what is live now, and begin the next.
 
         Args:
-            phase: What does: ``EMBEDDINGS`` where backward has come out of the first layer, to what made the
-                input of that; ``BETWEEN`` where it is over, ``UPDATE`` where an optimizer works.
+            phase: What begins.
+            index: Of the layer that runs; ``None`` if none does.
+            scope: The run of the layer that backward is at; it is the latest that waits for it.
         """
-        self._begin(phase, self._now.layer if phase == EMBEDDINGS else 0)
+        if self.meter is None or not self.is_on:
+            return
+        live, now, trace = self.meter.cut(), self._now, self._capture.trace
+        own = self._offloader.own_bytes
+        if now.left is not None:
+            self.left.subtract(now.left)
+        if now.way is not None:
+            nbytes = max(live - own - now.others, 0)
+            kept = min(trace.kept_bytes - now.kept, nbytes)
+            holder = "kept" if now.way is Placement.KEEP else "inputs" if now.way.recomputes else "outputs"
+            left = Counter({holder: nbytes - kept})
+            left["small" if now.way.percent == 100 else "kept"] += kept
+            self._waiting[now.layer].append(left)
+            self.left.update(left)
+        if now.phase == LOSS:
+            self._at_loss = max(self._at_loss, now.unplanned)
+        elif now.phase in {FORWARD, BACKWARD}:
+            seen = Beside(now.unplanned) if now.phase == FORWARD else Beside(0, now.unplanned, now.whole)
+            self._beside[now.layer] = self._beside[now.layer].at_least(seen)
+        index = now.layer if index is None else index
+        runs = self._waiting[index] if scope is not None else []
+        self._now = _Section(
+            phase,
+            index,
+            scope,
+            others=live - own,
+            kept=trace.kept_bytes,
+            beside=max(live - self._base - sum(self._held()), 0),
+            uses=self._capture.lookahead.uses,
+            left=runs.pop() if runs else None,
+        )
+        self._note(live)
 
     # ---- sums ------------------------------------------------------------------------------------
 
@@ -300,34 +307,6 @@ class Memory:
         best = self.peaks.get(now.phase)
         if best is None or peak.whole > best.whole * _FULLER:
             self.peaks[now.phase] = peak
-
-    def _begin(self, phase: str, index: int = 0, scope: ScopeKey | None = None) -> None:
-        """End what the step was at: by what is live now, and begin the next."""
-        if self.meter is None or not self.is_on:
-            return
-        live, now, trace = self.meter.cut(), self._now, self._capture.trace
-        own = self._offloader.own_bytes
-        if now.left is not None:
-            self.left.subtract(now.left)
-        if now.way is not None:
-            nbytes = max(live - own - now.others, 0)
-            kept = min(trace.kept_bytes - now.kept, nbytes)
-            holder = "kept" if now.way is Placement.KEEP else "inputs" if now.way.recomputes else "outputs"
-            left = Counter({holder: nbytes - kept})
-            left["small" if now.way.percent == 100 else "kept"] += kept
-            self._waiting[now.layer].append(left)
-            self.left.update(left)
-        if now.phase == LOSS:
-            self._at_loss = max(self._at_loss, now.unplanned)
-        elif now.phase in {FORWARD, BACKWARD}:
-            seen = Beside(now.unplanned) if now.phase == FORWARD else Beside(0, now.unplanned, now.whole)
-            self._beside[now.layer] = self._beside[now.layer].at_least(seen)
-        self._now = now = _Section(phase, index, scope, others=live - own, kept=trace.kept_bytes)
-        now.beside = max(live - self._base - sum(self._held()), 0)
-        now.uses = self._capture.lookahead.uses
-        if scope is not None and (waiting := self._waiting[index]):
-            now.left = waiting.pop()
-        self._note(live)
 
     def _held(self) -> HeldBytes:
         ledger = self._offloader.ledger

@@ -103,12 +103,6 @@ class Notices:
             self.said.add(what)
             warn(_MESSAGES.get(what, "{}").format(*figures), category)
 
-    def tell_once(self, line: str) -> None:
-        """Say one line, by the logger."""
-        if line not in self.said:
-            self.said.add(line)
-            tell(line)
-
     def no_layer_trained(self, session: Session, number: int) -> None:
         """Warn that a step has trained the model and none of its layers, where that is no whim of the model.
 

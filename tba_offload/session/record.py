@@ -27,7 +27,7 @@ from tba_offload.planner.model import Plan
 from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter, StepRecord, describe_step
 from tba_offload.report.ranks import free_run_log
 from tba_offload.session.memory import new_bytes, static_bytes
-from tba_offload.session.notices import OTHER_RANKS, tell
+from tba_offload.session.notices import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -303,8 +303,6 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
     if controller is None:
         return
     may_plan = session.world.may_plan_recomputation
-    if not may_plan and chosen:
-        session.notices.tell_once(OTHER_RANKS)
     repeatable = {index for index in chosen if may_plan and session.verifier.may_plan(index)}
     stats = session.offloader.stats
     news = planning.learn(
@@ -353,7 +351,7 @@ def header_of(session: Session, strategy: str, model_info: Mapping[str, object] 
         model_info: What the header says about the model.
     """
     world, device, config = session.world, session.device.torch_device, session.config
-    name = platform.processor() or platform.machine()
+    processor, module = platform.processor() or platform.machine(), torch.get_device_module(device)
     return RunHeader(
         strategy=strategy,
         run=world.run,
@@ -361,9 +359,7 @@ def header_of(session: Session, strategy: str, model_info: Mapping[str, object] 
         ranks=world.ranks,
         versions={"torch": torch.__version__, "python": platform.python_version()},
         hardware={
-            "device": name
-            if device.type == "cpu"
-            else torch.get_device_module(device).get_device_name(device),
+            "device": processor if device.type == "cpu" else module.get_device_name(device),
             "cpus": os.cpu_count(),
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),

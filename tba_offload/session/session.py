@@ -43,7 +43,7 @@ from tba_offload.report.why import Diagnosis
 from tba_offload.session.layers import BackwardWatch, LayerRuns
 from tba_offload.session.loop import Loop, Step, TokenCounter, Tokens, token_counter
 from tba_offload.session.memory import Memory
-from tba_offload.session.notices import Notices, tell, warn_after
+from tba_offload.session.notices import OTHER_RANKS, Notices, tell, warn_after
 from tba_offload.session.record import Records, explained, header_of, label_of, learn, memory_event, record_of
 from tba_offload.states import OptimizerStates, offload_optimizer
 from tba_offload.store import interrupts, open_store
@@ -520,6 +520,8 @@ class Session:
             controller = Controller(task)
         self.planning.start(plan, controller, self.world.agree)
         may_choose = controller is not None and controller.task.may_recompute
+        if may_choose and not self.world.may_plan_recomputation:
+            tell(OTHER_RANKS)
         if may_choose or any(placement.recomputes for placement in plan.placements):
             importlib.import_module("torch._dynamo")  # 70 MiB, which a first checkpoint would load in a step
 
