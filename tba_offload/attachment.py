@@ -13,6 +13,7 @@ from tba_offload.config import ConfigLike, Paths, read_config, with_directories
 from tba_offload.errors import ConfigError, NoEffectWarning, warn
 from tba_offload.formatting import quoted
 from tba_offload.layers.find import LayerStack, chunks_of, explicit_layers, find_layers
+from tba_offload.report.log import describe_step
 from tba_offload.session import Session
 from tba_offload.session.notices import tell, warn_of_doubts
 from tba_offload.session.record import run_log_path
@@ -111,10 +112,9 @@ def attach(
             strategy=strategy,
             model_info={**_about(chunks), **(model_info or {})},
             measure_memory=measure_memory,
-            status=status,
             tokens=tokens,
             optimizers=optimizers,
-            on_step=_functions(on_step),
+            on_step=_functions(on_step) + ((_tell,) if status else ()),
             trace_steps=_numbers(trace_steps),
         )
     except ConfigError as error:
@@ -176,6 +176,10 @@ def _functions(on_step: OnStep | Sequence[OnStep] | None) -> tuple[OnStep, ...]:
         if not callable(each):
             raise ConfigError(f"on_step is {quoted(each)}: give a function of a step's record, or a sink")
     return found
+
+
+def _tell(record: StepRecord) -> None:
+    tell(describe_step(record))
 
 
 def _numbers(trace_steps: Iterable[int]) -> frozenset[int]:

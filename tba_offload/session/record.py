@@ -24,7 +24,7 @@ from tba_offload.device.streams import device_of
 from tba_offload.placements import Placement
 from tba_offload.planner.measure import StepObservation
 from tba_offload.planner.model import Plan
-from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter, StepRecord, describe_step
+from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter, StepRecord
 from tba_offload.report.ranks import free_run_log
 from tba_offload.session.memory import new_bytes, static_bytes
 from tba_offload.session.notices import tell
@@ -32,10 +32,7 @@ from tba_offload.session.notices import tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import nn
-
     from tba_offload.capture.trace import StepMarks
-    from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId, Policy
     from tba_offload.device.streams import Event
     from tba_offload.session.loop import Step
@@ -78,7 +75,6 @@ class Records:
     Args:
         path: Of the run log; ``None`` for none.
         header: What it begins with.
-        tells: Whether each step is told in a line.
         on_step: Are called with the record of each step when it is complete, and in the run log.
 
     Attributes:
@@ -92,13 +88,11 @@ class Records:
         self,
         path: str | os.PathLike[str] | None,
         header: RunHeader,
-        *,
-        tells: bool,
-        on_step: Sequence[Callable[[StepRecord], object]] = (),
+        on_step: Sequence[Callable[[StepRecord], object]],
     ) -> None:
         self._run_log = RunLogWriter(path, header) if path is not None else None
         self.is_written = path is not None
-        self._header, self._tells, self._on_step = header, tells, tuple(on_step)
+        self._header, self._on_step = header, tuple(on_step)
         self._records: dict[int, StepRecord] = {}  # by the number of the step
         self._others: dict[tuple[str, object], dict[str, object]] = {}
         self._waiting: deque[tuple[list[Event], Callable[[], object]]] = deque()
@@ -136,20 +130,17 @@ class Records:
         loss, late = step.loss, []
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
-                raise ValueError(
-                    f"the loss of a step is one number, not {loss.numel()}; step.loss = loss.mean()"
-                )
+                raise ValueError(f"step.loss has {loss.numel()} numbers: give one, as loss.mean()")
             device = device_of(loss.device)  # the last stage of a model may have one of its own
             loss = device.to_host(loss)
             late.append(device.event())
-        if marks is not None and (marks.ended is None or step.had_optimizer):
-            marks = None  # the time of optimizers, which is none of the step, is the host's
-        if marks is not None:
-            late.append(marks.device.event())
+        timed = None if step.had_optimizer else marks  # the time of optimizers, no part of it, is the host's
+        if timed is not None:
+            late.append(timed.device.event())
         self._records[record.step] = record
         if len(self._records) > _STEPS:
             del self._records[next(iter(self._records))]
-        self._waiting.append((late, partial(self._write, record, loss, marks)))
+        self._waiting.append((late, partial(self._write, record, loss, timed)))
         self.write()
         return self._records[record.step]
 
@@ -202,8 +193,6 @@ class Records:
             record = replace(record, seconds=marks.seconds())
         if record.step in self._records:
             self._records[record.step] = record
-        if self._tells:
-            tell(describe_step(record))
         if self._run_log is not None:
             self._run_log.write(record)
         for sink in self._on_step:
@@ -325,35 +314,25 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
     session.records.note(PLAN, {"step": record.step, **news})
 
 
-def label_of(
-    config: OffloadConfig, layers: Sequence[LayerId], modules: Sequence[nn.Module], *, has_states: bool
-) -> str:
-    """Return a label that tells what is offloaded: ``offload``, ``mixed``, ``keep + states + weights``.
-
-    Args:
-        config: What the user wanted.
-        layers: The layers of all ranks.
-        modules: The model; its frozen weights are offloaded if the policy says so.
-        has_states: Whether states of optimizers are.
-    """
-    frozen = any(not each.requires_grad for module in modules for each in module.parameters())
-    others = {"states": has_states, "weights": frozen and config.frozen_percent > 0}
-    first = Plan.from_policy(config.policy, layers).strategy
-    return " + ".join([first, *(name for name, is_offloaded in others.items() if is_offloaded)])
-
-
-def header_of(session: Session, strategy: str, model_info: Mapping[str, object] | None) -> RunHeader:
+def header_of(
+    session: Session, strategy: str | None, model_info: Mapping[str, object] | None, *, has_states: bool
+) -> RunHeader:
     """Return what a run log begins with.
 
     Args:
         session: The session; its configuration, device and store are known.
-        strategy: Label of the run.
+        strategy: Label of the run; by default it tells what is offloaded, as ``keep + states + weights``.
         model_info: What the header says about the model.
+        has_states: Whether states of optimizers are offloaded.
     """
     world, device, config = session.world, session.device.torch_device, session.config
     processor, module = platform.processor() or platform.machine(), torch.get_device_module(device)
+    parameters = chain.from_iterable(module.parameters() for module in session.modules)
+    has_weights = config.frozen_percent > 0 and any(not each.requires_grad for each in parameters)
+    label = Plan.from_policy(config.policy, world.layers).strategy
+    label += " + states" * has_states + " + weights" * has_weights
     return RunHeader(
-        strategy=strategy,
+        strategy=strategy or label,
         run=world.run,
         rank=world.rank,
         ranks=world.ranks,

@@ -44,7 +44,7 @@ from tba_offload.session.layers import BackwardWatch, LayerRuns
 from tba_offload.session.loop import Loop, Step, TokenCounter, Tokens, token_counter
 from tba_offload.session.memory import Memory
 from tba_offload.session.notices import OTHER_RANKS, Notices, tell, warn_after
-from tba_offload.session.record import Records, explained, header_of, label_of, learn, memory_event, record_of
+from tba_offload.session.record import Records, explained, header_of, learn, memory_event, record_of
 from tba_offload.states import OptimizerStates, offload_optimizer
 from tba_offload.store import interrupts, open_store
 from tba_offload.store.base import ActivationStore, close_after
@@ -106,7 +106,6 @@ class Session:
         tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
             forward; by default the elements of ``input_ids``, or else of the first tensor of whole numbers
             that the model is given by position.
-        status: Whether each step is told in a line; new plans always are: :mod:`tba_offload.session.notices`.
         steps_by_hand: Whether every step is a block of :meth:`step`, and none opens by itself.
         optimizers: Those whose states are offloaded too.
         masters: Master copies among their parameters; see :func:`tba_offload.offload_optimizer`.
@@ -144,7 +143,6 @@ class Session:
         measure_memory: bool = True,
         world: World | None = None,
         tokens: Tokens | None = None,
-        status: bool = False,
         steps_by_hand: bool = False,
         optimizers: Sequence[Optimizer] = (),
         masters: Mapping[Tensor, Tensor] | None = None,
@@ -168,9 +166,8 @@ class Session:
         with interrupts.put_off(self):
             try:
                 self._open_engine(measure_memory=measure_memory)
-                label = strategy or label_of(config, self.world.layers, modules, has_states=bool(optimizers))
-                header = header_of(self, label, model_info)
-                self.records = Records(run_log, header, tells=status, on_step=on_step)
+                header = header_of(self, strategy, model_info, has_states=bool(optimizers))
+                self.records = Records(run_log, header, on_step)
                 self._closers.append(self.records.close)
                 self._open_control(stack, None if steps_by_hand else count_tokens)
                 self._open_states(optimizers, masters)
