@@ -42,7 +42,7 @@ _CHANGES_LEDGERS = (
     "capture/registry.py",
     "capture/scope.py",
     "capture/trace.py",
-    "session/step.py",
+    "session/loop.py",
     "states/entries.py",
     "states/home.py",
     "states/host.py",
