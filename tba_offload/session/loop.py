@@ -10,8 +10,8 @@ micro-batches until the optimizers that hold the model's parameters have made th
   backward, to add them up elsewhere, or that ``torch.autograd.grad`` returns, end no step;
 * its graph is gone and backward never came: it was an evaluation, and is forgotten.
 
-A step never ends inside a backward pass, where optimizers that update in hooks make theirs. An interrupt waits
-until what this file does is done.
+A step never ends inside a backward pass, where optimizers that update in hooks make theirs. An interrupt
+waits until a function of this file has returned.
 """
 
 from __future__ import annotations
