@@ -343,11 +343,11 @@ class Controller:
         elif not case.fits(plan) and (limits.device is None or limits.device.left > 0):
             self._warn("budget", over_budget(limits, plan, case))
 
-    def _try(self, why: str, plan: Plan | None = None) -> Plan:
-        """Begin to measure the best plan."""
-        plan = plan or self._solve()
+    def _try(self, why: str, *plans: Plan) -> Plan:
+        """Begin to measure the best plan, or several plans in turn."""
+        plan, *others = plans or (self._solve(),)
         self.state, self._off, self._usual, self._why = State.TRY, 0, [], why
-        self._race, self._races, self._told = {plan: []}, 0, None
+        self._race, self._races, self._told = {each: [] for each in (plan, *others)}, 0, None
         self._headrooms = {}
         return plan
 
@@ -442,9 +442,11 @@ class Controller:
             why = ANOTHER_SHARE
         self._off, self._usual, self._limited = 0, [], False
         now, better = case.predicted(seen.plan), self._solve()
-        if case.fits(now) and not _is_faster(better, now, 1 - WORTH_IT):
+        if not case.fits(now):
+            return self._try(why, better)
+        if not _is_faster(better, now, 1 - WORTH_IT):
             return now  # the same plan, with times as they are now
-        return self._try(why, better)
+        return self._try(why, better, now)
 
     # ---- what ranks agree on ---------------------------------------------------------------------
 

@@ -426,9 +426,10 @@ class Rates:
         self._room = None if None in rooms else sum(room or 0 for room in rooms)
         for number, parts in enumerate(([load.write for load in serving], [load.read for load in serving])):
             rates = [part.nbytes / part.seconds for part in parts if part.nbytes > 0 and part.seconds > 0]
-            if rates:
-                nbytes = sum(part.nbytes for part in parts)
-                self._steps[number].append((sum(rates), nbytes))
+            nbytes, steps = sum(part.nbytes for part in parts), self._steps[number]
+            # A few small transfers tell how long one takes, not how fast the store is.
+            if rates and nbytes >= min(EVIDENCE, max((most for _, most in steps), default=0) / 2):
+                steps.append((sum(rates), nbytes))
                 self._moved[number] += nbytes
 
     def bandwidth(self) -> Bandwidth | None:

@@ -44,6 +44,9 @@ MOST_ITEMS = 1500
 UNMEASURED = 0.05
 """Share of the budget that a plan leaves free as long as no step like it was measured."""
 
+FULLER = 1.1
+"""A full window counts so many times: the more is in flight, the less is known of what lies beside it."""
+
 NO_WAIT, NO_SLOWER = 0.01, 0.02
 """Shares of a step that it may wait, and be slower than keep, where memory is wanted at no cost in time."""
 
@@ -117,7 +120,7 @@ class Case:
         """Return the peak if the window is full when most is held: drives have their moods."""
         if plan.window is None:
             return found.peak_bytes
-        return max(found.peak_bytes, min(found.held_bytes + plan.window, self.keep.peak_bytes))
+        return max(found.peak_bytes, min(found.held_bytes + int(FULLER * plan.window), self.keep.peak_bytes))
 
     def score(self, plan: Plan, found: Prediction) -> Score:
         """Return how good a played plan is."""
@@ -163,18 +166,17 @@ def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
     Args:
         case: What plans must keep to.
         other: A plan that does not count.
-        recomputes: Whether that placement must recompute, where a layer may be recomputed.
+        recomputes: Whether that placement shall recompute, where such a plan fits.
     """
-    ways = [way for way in case.sparing if way.recomputes] if recomputes else []
-    ways = ways or [OFFLOAD, *case.sparing]
     search = _Search(replace(case, profile=coarse(case.profile)))
-    found = {way: search.plain(way) for way in ways}
-    others = [way for way in ways if found[way].placements != other.placements]
-    if not others:
-        return None
-    best = min(others, key=lambda way: search.score(found[way]))
-    plan = _Search(case).fitted(found[best].placements)
-    return case.predicted(plan) if case.fits(plan) else None
+    again = [way for way in case.sparing if way.recomputes and recomputes]
+    for ways in (again, [OFFLOAD, *case.sparing]):
+        others = [plan for plan in map(search.plain, ways) if plan.placements != other.placements]
+        if others:
+            plan = _Search(case).fitted(min(others, key=search.score).placements)
+            if case.fits(plan):
+                return case.predicted(plan)
+    return None
 
 
 class _Search:
@@ -207,7 +209,7 @@ class _Search:
                 break
             highest = self._case.highest - self._case.profile.gradient_bytes
             room = min(self._case.worst_planned, highest) - found.held_bytes  # the rest of it is in flight
-            window = min(room, found.peak_bytes if plan.window is None else plan.window)
+            window = min(room / FULLER, found.peak_bytes if plan.window is None else plan.window)
             smaller = Plan(placements, window=max(int(window), least, 1))
             if self.score(smaller) < self.score(plan):
                 plan = smaller
