@@ -263,10 +263,6 @@ class LayerHooks:
         self._small: list[tuple[Kept, View]] = []  # small views, copied then
         self._node = 0  # number of the latest node when they were saved
 
-    def wrap_unpack(self, wrapper: Callable[[Unpack], Unpack]) -> None:
-        """Have what gives saved tensors back wrapped, before the scope begins."""
-        self._unpack = wrapper(self._unpack)
-
     def __enter__(self) -> None:
         self.capture.offloader.failures.raise_first()
         push_hooks(self.pack, self._unpack)

@@ -71,16 +71,12 @@ def is_cache(value: object) -> bool:
 
 def _emptied(cache: Any) -> Any:
     """Return a copy of a cache without the keys and values of layers before this one."""
-    new = copy.copy(cache)
+    new = _copied(cache)  # some models keep states of their own beside the layers
     if hasattr(cache, "self_attention_cache"):  # of an encoder and a decoder
         new.self_attention_cache = _emptied(cache.self_attention_cache)
         new.cross_attention_cache = _emptied(cache.cross_attention_cache)
-        new.is_updated = dict(cache.is_updated)
-        return new
-    for name, value in vars(cache).items():
-        if type(value) is list:  # some models keep states of their own beside the layers
-            setattr(new, name, [_Gone() if isinstance(part, torch.Tensor) else part for part in value])
-    new.layers = [_Gone() if _is_filled(layer) else _copied_layer(layer) for layer in cache.layers]
+    else:
+        new.layers = [_Gone() if _is_filled(layer) else _copied(layer) for layer in cache.layers]
     return new
 
 
@@ -92,9 +88,10 @@ def _is_filled(layer: Any) -> bool:
     )
 
 
-def _copied_layer(layer: Any) -> Any:
-    new = copy.copy(layer)
-    for name, value in vars(layer).items():
+def _copied(cache: Any) -> Any:
+    """Return a copy of a cache, or of a layer of one, with lists and dicts of its own."""
+    new = copy.copy(cache)
+    for name, value in vars(cache).items():
         if type(value) in (list, dict):
             setattr(new, name, copy.copy(value))
     return new

@@ -118,26 +118,20 @@ _looking: dict[str, Any] = {}
 """The library that keeps a function in front of an operation, by the name of the operation."""
 
 
-_turn = threading.Lock()
-"""Held while functions are put in front of operations: each is put there once."""
-
-
 def _look_at_operations() -> None:
     """Put a function in front of each operation that is known by now: packages may be loaded later."""
-    with _turn:
-        for name in OPERATIONS:
-            if name not in _looking:
-                namespace, word = name.split("::")
-                packet = getattr(getattr(torch.ops, namespace), word, None)
-                if packet is not None:
-                    _looking[name] = _look_at(namespace, word, packet.default)
+    for name in OPERATIONS:
+        if name not in _looking:
+            namespace, word = name.split("::")
+            packet = getattr(getattr(torch.ops, namespace), word, None)
+            if packet is not None:
+                _looking[name] = _look_at(namespace, word, packet.default)
 
 
 def take_out() -> None:
     """Leave operations as they were; a layer that needs a function there puts it back."""
-    with _turn:
-        while _looking:
-            _looking.popitem()[1]._destroy()
+    while _looking:
+        _looking.popitem()[1]._destroy()
 
 
 def _look_at(namespace: str, word: str, operation: Any) -> Any:

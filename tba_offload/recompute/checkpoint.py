@@ -10,9 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,15 +19,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
 
 from tba_offload.device.peers import has_peers
-from tba_offload.errors import TbaError, UnsupportedError
+from tba_offload.errors import TbaError, UnsupportedError, warn
 from tba_offload.layers.graph import first_differentiable, untraced
 from tba_offload.layers.nested import modules_in
 from tba_offload.recompute.arguments import put_together, take_apart
-from tba_offload.recompute.purity import SMALL, Look, Mode, attributes_kept, buffers_at, in_force, values_of
-from tba_offload.recompute.verify import SavedTensors, address_of, cannot, modified, other_numbers
+from tba_offload.recompute.purity import SMALL, Look, Mode, in_force, put_back, state_kept, values_of
+from tba_offload.recompute.verify import OTHER, SavedTensors, cannot, modified, other_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from torch import nn
 
@@ -53,6 +52,7 @@ class RecomputedLayer:
 
     Attributes:
         modes: What is known of the layer, by which of its modules train.
+        tried: The modes in which a :class:`Trial` has told whether the layer can be recomputed.
         last_saved: The place of the last tensor that it has saved, which most differences reach.
     """
 
@@ -61,6 +61,7 @@ class RecomputedLayer:
     ) -> None:
         self.module, self.name, self.verifier, self.states = module, name, verifier, states
         self.modes: dict[tuple[bool, ...], Mode] = {}
+        self.tried: set[tuple[bool, ...]] = set()
         self.last_saved = -1
 
     @property
@@ -86,16 +87,41 @@ class RecomputedLayer:
             raise execution.errors.pop()
         return output
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a trial of a layer of this class has failed."""
+        return type(self.module) in self.verifier.failed
+
+    @property
+    def may_plan(self) -> bool:
+        """Whether the layer was tried in any mode, and no layer of its class has failed."""
+        return bool(self.tried) and not self.has_failed
+
     def may_try(self) -> bool:
         """Return True if a :class:`Trial` of the layer tells something that is not known yet."""
-        training = self.training
-        if not self.verifier.may_try(self.name, training):
+        if self.has_failed or self.training in self.tried:
             return False
         if (reason := _why_never(self.module)) is None and has_hooks(self.module):
             reason = "a program has hooked into its forward, and its hooks would run twice"
         if reason is not None:
-            self.verifier.judge(self.name, training, cannot(self.name, reason, UnsupportedError))
+            self.judge(self.training, cannot(self.name, reason, UnsupportedError))
         return reason is None
+
+    def may_repeat(self) -> bool:
+        """Return True if the planner may have the layer recomputed in its present mode."""
+        return self.may_plan and self.training in self.tried and not has_hooks(self.module)
+
+    def judge(self, training: tuple[bool, ...], fault: Exception | None) -> None:
+        """Note what a trial has found; a fault holds for the class of the layer, and is reported once."""
+        self.tried.add(training)
+        if fault is None or self.has_failed:
+            return
+        self.verifier.failed.add(type(self.module))
+        sentence = f"{self.name}, and layers like it, are not recomputed by the planner: {fault}"
+        if OTHER in str(fault):
+            warn(sentence, RuntimeWarning)  # the trial may have moved state of the program
+        else:
+            self.verifier.report(sentence)
 
 
 class _Execution:
@@ -112,9 +138,6 @@ class _Execution:
         tensors: Those among the arguments.
         errors: That of the first run, if there was one.
     """
-
-    holds = True
-    """Whether second runs hold what they save, for backward."""
 
     def __init__(
         self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments, part: int | None = None
@@ -135,10 +158,10 @@ class _Execution:
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """Run the layer: the first time on the program's own arguments, then to repeat that."""
+        pack, unpack = _hooks_on_top(True)  # noqa: FBT003 - positional in C++
         if not self._given:
-            return self._again(inputs)
-        (args, kwargs), self.tensors = self._given.pop(), []
-        first, (pack, unpack) = self._first, _hooks_on_top(True)  # noqa: FBT003 - positional in C++
+            return self._again(inputs, pack, unpack)
+        (args, kwargs), self.tensors, first = self._given.pop(), [], self._first
 
         @untraced
         def number(tensor: torch.Tensor) -> tuple[int, Any]:
@@ -164,7 +187,6 @@ class _Execution:
         self._has_ended, layer.last_saved = True, self._first.last
         if look is not None:
             known = layer.modes[self.training] = look.learn(layer.name, self._found)
-            self._found = {state: self._found[state] for state in known.states}
             self._buffers = {name: look.buffers[name] for name in known.buffers}
 
     def _checked(self, place: int, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -184,36 +206,28 @@ class _Execution:
             raise modified(f"a tensor that {name} saves")
         return tensor
 
-    def _again(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Run the layer a second time, and compare what it saves."""
+    def _again(self, inputs: Sequence[torch.Tensor], pack: Any, unpack: Any) -> None:
+        """Run the layer a second time, and compare what it saves, which ``pack`` and ``unpack`` hold."""
         layer = self._layer
         args, kwargs = put_together(self._layout, inputs)
         try:
-            with (
-                in_force(self._found),
-                buffers_at(layer.module, self._buffers) as replaced,
-                attributes_kept(layer.name, layer.module, replaced),
-            ):
+            with in_force(self._found), state_kept(layer.name, layer.module):
+                put_back(layer.module, self._buffers)
                 for inner, training in zip(modules_in(layer.module), self.training, strict=False):
                     inner.training = training  # a program may evaluate between forward and backward
-                self._compare_run(partial(self._forward, *args, **kwargs), replaced)
-        except _StopRecomputationError:
+                self._compare_run(partial(self._forward, *args, **kwargs), pack, unpack)
+        except (TbaError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if self.holds:
-                layer.verifier.withdraw(layer.name)
-            if isinstance(error, TbaError | torch.OutOfMemoryError | CheckpointError):
-                raise
             cause = f"its second run fails ({type(error).__name__}: {error})"
             raise cannot(layer.name, cause) from error
 
-    def _compare_run(self, forward: Callable[[], object], replaced: Container[int | None]) -> None:
-        """Run the layer inside the hooks of the checkpoint, and compare what it saves.
+    def _compare_run(self, forward: Callable[[], object], pack: Any, unpack: Any) -> None:
+        """Run the layer inside hooks, and compare what it saves.
 
         The checkpoint ends the run with the last tensor that is saved, by an error of its own. Where the
         kernel may fill that tensor only afterwards, the run goes on to the end of forward.
         """
-        pack, unpack = _hooks_on_top(True) if self.holds else (_drop, _refuse)  # noqa: FBT003
         second, versions, is_complete = self._new_run(), list[int](), False
         self._versions, first, has_ended = versions, self._first, self._has_ended
 
@@ -221,8 +235,6 @@ class _Execution:
         def again(tensor: torch.Tensor) -> object:
             nonlocal is_complete
             second.add(tensor)
-            if replaced and address_of(tensor) in replaced:
-                tensor = tensor.detach()  # the buffer itself gets its own storage back
             versions.append(tensor._version)
             if not is_complete:
                 try:
@@ -233,16 +245,10 @@ class _Execution:
                     is_complete = True
             return tensor.detach()
 
-        is_cut = False
-        try:
-            with saved_tensors_hooks(again, unpack):
-                forward()
-        except _Ended:
-            is_cut = True
+        with suppress(_Ended), saved_tensors_hooks(again, unpack):
+            forward()
         if has_ended:  # else a run within the first one, whose forward goes backward
             self._compare(second)
-        if is_cut:
-            raise _StopRecomputationError
 
     def _compare(self, second: SavedTensors) -> None:
         first, name = self._first, self._layer.name
@@ -263,12 +269,8 @@ class _Ended(BaseException):
     """Carries the end of a second run past the layer's own code, which may catch all exceptions."""
 
 
-def _drop(_: torch.Tensor) -> None:
-    """Hold nothing of a saved tensor."""
-
-
-def _refuse(_: None) -> torch.Tensor:
-    raise RuntimeError("the layer asks for gradients in its forward")
+def _hold_nothing(_: object) -> None:
+    """Take the place of both hooks: a layer that asks for gradients in its forward fails."""
 
 
 class Trial(_Execution):
@@ -278,19 +280,18 @@ class Trial(_Execution):
     checkpoint around a single number has it run with the generators and autocast of forward.
     """
 
-    holds = False
+    def __init__(self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments) -> None:
+        super().__init__(layer, forward, given)
+        # Saves the arguments, through the hooks around the layer; its first run comes next.
+        self._number: Any = checkpoint(self, *self.tensors, use_reentrant=False)
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Take the place of the layer in the checkpoint, which has it run again."""
         if self._given:
             self._given, self.tensors = [], []
         else:
-            self._again(inputs)
+            self._again(inputs, _hold_nothing, _hold_nothing)
         return torch.zeros((), requires_grad=True).exp()
-
-    def begin(self) -> None:
-        """Save the arguments, through the hooks around the layer; its first run comes next."""
-        self._number: Any = checkpoint(self, *self.tensors, use_reentrant=False)
 
     def see(self, tensor: torch.Tensor) -> None:
         """Note a tensor that the first run saves."""
@@ -299,16 +300,16 @@ class Trial(_Execution):
 
     def first_run_ended(self, output: Any) -> None:
         """Compare the layer's first run, which has put out ``output``, when backward comes to it."""
-        layer, training, verifier = self._layer, self.training, self._layer.verifier
+        layer, training = self._layer, self.training
         number, self._number = self._number, None  # whose graph knows this one
         with self._judged():
             self._end_first_run()
 
         def compare(_: object) -> None:
-            if verifier.may_try(layer.name, training):
+            if not layer.has_failed and training not in layer.tried:
                 with self._judged(), _turn:
                     _ = number.grad_fn._saved_result  # asks the checkpoint for what it has to run again
-                    verifier.judge(layer.name, training, None)
+                    layer.judge(training, None)
 
         tensor = first_differentiable(output)
         if tensor is not None and tensor.grad_fn is not None:
@@ -323,25 +324,15 @@ class Trial(_Execution):
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError) and has_peers():
                 raise  # others go on in the layer's collective operations, and must not do so alone
-            self._layer.verifier.judge(self._layer.name, self.training, error)
+            self._layer.judge(self.training, error)
 
     def _note(self, differs: torch.Tensor) -> None:
         if differs.item():
-            raise other_numbers(self._layer.name)
-
-    def noticing(self, unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-        """Return ``unpack`` that notices what backward asks for twice: checkpoints give each tensor once."""
-        layer, training, asked = self._layer, self.training, set[tuple[int, int]]()
-
-        def unpack_noticed(packed: Any) -> torch.Tensor:
-            key = torch._C._current_graph_task_id(), id(packed)
-            if key in asked and key[0] != -1:
-                reason = "its backward asks for a saved tensor twice, and a checkpoint gives each once"
-                layer.verifier.judge(layer.name, training, cannot(layer.name, reason, UnsupportedError))
-            asked.add(key)
-            return unpack(packed)
-
-        return unpack_noticed
+            cause = (
+                f"{OTHER}. If its forward keeps state of its own (a counter, a global), that has moved on "
+                "once more than in plain training"
+            )
+            raise cannot(self._layer.name, cause)
 
 
 def _why_never(module: nn.Module) -> str | None:
@@ -360,7 +351,7 @@ def has_hooks(layer: nn.Module) -> bool:
     Hooks of frameworks that shard or offload models, and the library's own, are part of the layer.
     """
     return any(
-        _package_of(hook) not in _FRAMEWORKS
+        str(getattr(hook, "__module__", "")).partition(".")[0] not in _FRAMEWORKS
         for module in layer.modules()
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )
@@ -370,19 +361,13 @@ _FRAMEWORKS = frozenset({"torch", "megatron", "transformer_engine", "tba_offload
 """Packages whose hooks may run twice."""
 
 
-def _package_of(hook: object) -> str:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
-
-
 def _static(module: nn.Module) -> dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]]:
     """Names of the storages that are compared by version, not read: parameters and large buffers.
 
     By address, and beside the storage: sharding frees some, and others get their addresses.
     """
     large = ((name, buffer) for name, buffer in module.named_buffers() if buffer.nbytes > SMALL)
-    named = chain(module.named_parameters(), large)
+    named = (*module.named_parameters(), *large)
     local = ((name, getattr(tensor, "_local_tensor", tensor)) for name, tensor in named)
     stored = ((name, each.untyped_storage()) for name, each in local if each.layout is torch.strided)
     return {storage._cdata: (name, weakref.ref(storage)) for name, storage in stored}

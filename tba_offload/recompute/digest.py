@@ -33,8 +33,6 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for part in inner:
             if isinstance(part, torch.Tensor):  # a device mesh may be among them
                 yield from plain_parts(part)
-    elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
     elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise TypeError(f"tensors of layout {tensor.layout} and type {tensor.dtype}")
     else:

@@ -25,10 +25,10 @@ from tba_offload.errors import TbaError, UnsupportedError
 from tba_offload.layers.nested import modules_in
 from tba_offload.recompute.arguments import take_apart
 from tba_offload.recompute.digest import digest
-from tba_offload.recompute.verify import address_of, cannot
+from tba_offload.recompute.verify import cannot
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tba_offload.layers.find import State
     from tba_offload.recompute.arguments import Arguments
@@ -90,22 +90,11 @@ def _put(wanted: States, present: States) -> None:
             state[1](value)
 
 
-@contextlib.contextmanager
-def buffers_at(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[set[int | None]]:
-    """Give buffers storages with earlier values, and their own at the end, which are not touched.
-
-    Yields:
-        The addresses of these storages.
-    """
-    buffers = {module.get_buffer(name): value for name, value in values.items()}
-    own = [(buffer, buffer.data) for buffer in buffers]
-    for buffer, value in buffers.items():
-        buffer.data = value.clone()
-    try:
-        yield {address_of(buffer) for buffer in buffers}
-    finally:
-        for buffer, data in own:
-            buffer.data = data
+def put_back(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Give a module copies of earlier buffers, in the place of its own."""
+    for path, value in values.items():
+        owner, _, name = path.rpartition(".")
+        module.get_submodule(owner)._buffers[name] = value.clone()
 
 
 class Look:
@@ -138,7 +127,7 @@ class Look:
         for path, inner in module.named_modules():
             attributes = {} if _is_of_torch(inner) else vars(inner)  # sharding keeps books there
             self._values += [
-                (_name(path, key), value, owner, key)
+                (".".join(filter(None, ("self", path, key))), value, owner, key)
                 for owner in (inner._parameters, inner._buffers, attributes)
                 for key, value in owner.items()
                 if key not in _OF_MODULES and not any(value is each for each in self._small.values())
@@ -148,7 +137,7 @@ class Look:
     def learn(self, layer: str, found: States) -> Mode:
         """Return what the first run has changed.
 
-        Attributes that forward sets to another object are no changes: see :func:`attributes_kept`.
+        Attributes that forward sets to another object are no changes: see :func:`state_kept`.
 
         Args:
             layer: The name of the layer.
@@ -157,13 +146,12 @@ class Look:
         Raises:
             UnsupportedError: A second run would change it again.
         """
-        now = zip(self._values, self._before, self._prints(), strict=True)
-        changes = [name for (name, *_), before, after in now if after not in (before, None)]
-        small = {name: each for name, each in _small_buffers(self._module).items() if name in self._small}
-        changes += [_name(name) for name, each in small.items() if each is not self._small[name]]
+        prints = zip(self._values, self._before, self._prints(), strict=True)
+        changes = [name for (name, *_), before, after in prints if after not in (before, None)]
         if changes:
             raise impure(layer, list(dict.fromkeys(changes)))
-        changed = [name for name, each in small.items() if digest(each) != digest(self.buffers[name])]
+        now = {name: digest(each) for name, each in _small_buffers(self._module).items()}
+        changed = [name for name, old in self.buffers.items() if now.get(name) not in (digest(old), None)]
         shared = self.states[len(self._always) :]
         drawn = [state for state in shared if pickle.dumps(state[0]()) != pickle.dumps(found[state])]
         return Mode((*self._always, *drawn), changed)
@@ -210,38 +198,37 @@ def impure(layer: str, changes: Sequence[str]) -> TbaError:
 
 
 @contextlib.contextmanager
-def attributes_kept(layer: str, module: nn.Module, replaced: Container[int | None]) -> Iterator[None]:
-    """Undo what a second run sets of the attributes of a layer: auxiliary losses, counters, probes.
+def state_kept(layer: str, module: nn.Module) -> Iterator[None]:
+    """Undo what a second run sets of a layer's attributes and buffers: auxiliary losses, counters, probes.
 
     Raises:
         UnsupportedError: A tensor was changed in place. :class:`Look` cannot tell where the very first run
             did not, as with a sum that begins as ``None``.
     """
-    inside = modules_in(module)
-    before = [(vars(inner), dict(vars(inner)), set(inner._parameters)) for inner in inside]
+    before = [
+        (inner, now, dict(now), set(inner._parameters))
+        for inner in modules_in(module)
+        for now in (vars(inner), inner._buffers)
+    ]
     held = [
-        (inner, name, value, value._version)
-        for inner, (_, old, _) in zip(inside, before, strict=True)
-        for name, value in (*old.items(), *inner._buffers.items())
-        if isinstance(value, torch.Tensor) and address_of(value) not in replaced
+        (f"{name} of {type(inner).__name__}", value, value._version)
+        for inner, _, old, _ in before
+        for name, value in old.items()
+        if isinstance(value, torch.Tensor)
     ]
     try:
         yield
     finally:
-        for now, old, parameters in before:
+        for inner, now, old, parameters in before:
             if now.keys() != old.keys() or [*map(id, now.values())] != [*map(id, old.values())]:
-                parameters.update(now["_parameters"])  # sharding moves these in and out of attributes
+                parameters.update(inner._parameters)  # sharding moves these in and out of attributes
                 own = {name: value for name, value in old.items() if name not in parameters}
                 shards = {name: value for name, value in now.items() if name in parameters}
                 now.clear()
                 now.update(own | shards)
-        changed = [(inner, name) for inner, name, tensor, version in held if tensor._version != version]
+        changed = [name for name, tensor, version in held if tensor._version != version]
         if changed:  # also in the place of the error by which checkpoints end a run
-            raise impure(layer, [f"{name} of {type(inner).__name__}" for inner, name in changed])
-
-
-def _name(*path: str) -> str:
-    return ".".join(filter(None, ("self", *path)))
+            raise impure(layer, changed)
 
 
 def _small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

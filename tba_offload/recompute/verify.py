@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tba_offload.errors import RecomputationError, SavedTensorModifiedError, TbaError, warn
+from tba_offload.errors import RecomputationError, SavedTensorModifiedError, TbaError, UnsupportedError, warn
 from tba_offload.layers.graph import latest_node
 from tba_offload.recompute import digest
 
@@ -31,7 +31,7 @@ _WHOLE_STEPS = 3
 _PARTS = 8
 """Parts of the saved tensors that take turns afterwards."""
 
-_OTHER = "its second run gave other numbers"
+OTHER = "its second run gave other numbers than the first"
 
 Static = Mapping[int, tuple[str, weakref.ref[torch.UntypedStorage]]]
 """Names of storages that are compared by version: by address, which says nothing once they are freed."""
@@ -46,7 +46,7 @@ def other_numbers(layer: str) -> TbaError:
     """Return the error of a layer whose second run gave other numbers."""
     return cannot(
         layer,
-        f"{_OTHER} than the first, because it depends on something that changed in between (a counter, a "
+        f"{OTHER}, because it depends on something that changed in between (a counter, a "
         "global, a generator of its own; with states.when: backward the weight of a later layer, which needs "
         "states.when: step). Do not use the gradients of this step; with states.when: backward the layers "
         "after this one are updated already, so load a checkpoint",
@@ -62,22 +62,21 @@ def modified(what: str) -> SavedTensorModifiedError:
 
 
 class Verifier:
-    """Outcomes of the comparisons of one session, and which layers ``auto`` may recompute.
+    """Outcomes of the comparisons of one session.
 
     A comparison is computed on the device. Its outcome is read before the next step of any optimizer, and at
     once on a CPU, where nothing has to be waited for.
 
     Args:
-        kinds: The classes of the layers by their names, in order.
         report: Takes a sentence about layers that ``auto`` leaves alone.
+
+    Attributes:
+        failed: Classes of layers that ``auto`` recomputes no more: a trial of one has failed.
+        close: Takes the hook of optimizers off.
     """
 
-    def __init__(
-        self, kinds: Mapping[str, type] | None = None, report: Callable[[str], object] = warn
-    ) -> None:
-        self._kinds, self._report = dict(kinds or {}), report
-        self._tried: set[tuple[str, tuple[bool, ...]]] = set()  # layers in modes
-        self._failed: set[type | None] = set()  # classes of layers
+    def __init__(self, report: Callable[[str], object] = warn) -> None:
+        self.report, self.failed = report, set[type]()
         self._open: deque[tuple[str, torch.Tensor]] = deque()
         self._step, self._steps = 0, dict[Hashable, tuple[int, int]]()
         own = weakref.ref(self)  # the hook is global, and must not keep a session alive
@@ -86,8 +85,7 @@ class Verifier:
             if (verifier := own()) is not None:
                 verifier.check()
 
-        self._handle = register_optimizer_step_pre_hook(check)
-        weakref.finalize(self, self._handle.remove)
+        self.close = weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
 
     def add(self, name: str, differs: torch.Tensor) -> None:
         """Note an outcome.
@@ -134,49 +132,9 @@ class Verifier:
             RecomputationError: A second run gave other numbers than the first.
         """
         found = [self._open.popleft() for _ in range(len(self._open))]
-        wrong = list(dict.fromkeys(name for name, differs in found if differs.item()))
-        for name in wrong:
-            self.withdraw(name)
+        wrong = dict.fromkeys(name for name, differs in found if differs.item())
         if wrong:
             raise other_numbers(", ".join(wrong))
-
-    def judge(self, name: str, training: tuple[bool, ...], fault: Exception | None) -> None:
-        """Note what a trial of a layer has found; a fault holds for its class, and is reported once."""
-        self._tried.add((name, training))
-        if fault is None or self._kinds.get(name) in self._failed:
-            return
-        self.withdraw(name)
-        sentence = f"{name}, and layers like it, are not recomputed by the planner: "
-        if _OTHER in str(fault):
-            warn(
-                f"{sentence}{_OTHER} than the first. If its forward keeps state of its own (a counter, a "
-                "global), that has moved on once more than in plain training. Place it keep or offload, "
-                "and it runs once.",
-                RuntimeWarning,
-            )
-        else:
-            self._report(f"{sentence}{fault}")
-
-    def withdraw(self, name: str) -> None:
-        """Have ``auto`` recompute no layer of this class from now on: a second run of one has failed."""
-        self._failed.add(self._kinds.get(name))
-
-    def may_try(self, name: str, training: tuple[bool, ...]) -> bool:
-        """Return True if a trial of the layer in this mode would tell something new."""
-        return (name, training) not in self._tried and self._kinds.get(name) not in self._failed
-
-    def may_repeat(self, name: str, training: tuple[bool, ...]) -> bool:
-        """Return True if the layer was tried in this mode, and none of its class has failed."""
-        return (name, training) in self._tried and self._kinds.get(name) not in self._failed
-
-    def may_plan(self, index: int) -> bool:
-        """Return True if a layer was tried in any mode, and none of its class has failed."""
-        name = list(self._kinds)[index]
-        return any(self.may_repeat(*tried) for tried in self._tried if tried[0] == name)
-
-    def close(self) -> None:
-        """Take the hook off."""
-        self._handle.remove()
 
 
 class SavedTensors:
@@ -211,7 +169,7 @@ class SavedTensors:
         """Note a saved tensor; return its place.
 
         Raises:
-            RecomputationError: The bytes of this kind of tensor cannot be compared.
+            UnsupportedError: The bytes of this kind of tensor cannot be compared.
         """
         if latest_node() != self._node:
             self._read(self._waiting)
@@ -220,7 +178,8 @@ class SavedTensors:
             parts = list(digest.plain_parts(tensor))
             names = [self._name_of(part.untyped_storage()) for part in parts]
         except (TypeError, NotImplementedError) as error:  # the latter of wrappers of transforms
-            raise cannot(self._layer, f"it saves {error}, whose bytes cannot be compared") from error
+            reason = f"it saves {error}, whose bytes cannot be compared"
+            raise cannot(self._layer, reason, UnsupportedError) from error
         place, is_static = len(self.forms), bool(parts) and None not in names
         version = tensor._version if is_static else None
         self.forms.append((type(tensor), tensor.dtype, tensor.shape, names, version))
@@ -259,8 +218,3 @@ def _may_be_unfilled(tensor: torch.Tensor) -> bool:
     """
     is_workspace = tensor.dtype is torch.uint8 and tensor.dim() == 1
     return is_workspace or (tensor.numel() <= 2 and tensor.dtype in {torch.int64, torch.uint64})
-
-
-def address_of(tensor: torch.Tensor) -> int | None:
-    """Return the address of the storage of a tensor; ``None`` if its kind has none."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None

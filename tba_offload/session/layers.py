@@ -22,7 +22,7 @@ from tba_offload.placements import Placement, Staying
 from tba_offload.planner.measure import rough_bytes
 from tba_offload.recompute.arguments import is_cache
 from tba_offload.recompute.attention import AttentionOnce
-from tba_offload.recompute.checkpoint import RecomputedLayer, Trial, has_hooks
+from tba_offload.recompute.checkpoint import RecomputedLayer, Trial
 from tba_offload.session.memory import BACKWARD, BETWEEN, EMBEDDINGS, FORWARD
 from tba_offload.session.notices import is_checkpointed
 
@@ -46,6 +46,9 @@ class LayerRuns:
     Args:
         stack: The layers.
         session: The session: it lives as long as its layers, although the program may have lost it.
+
+    Attributes:
+        recomputed: The layers as they are recomputed.
     """
 
     def __init__(self, stack: LayerStack, session: Session) -> None:
@@ -54,7 +57,7 @@ class LayerRuns:
         # What makes the input of the first layer of a stack, as embeddings, has its backward after that.
         stacks = [layer.id.name.rpartition(".")[0] for layer in stack.layers]
         self._firsts = {stacks.index(each) for each in stacks}
-        self._recomputed = [
+        self.recomputed = [
             RecomputedLayer(layer.module, str(layer.id), session.verifier, stack.states)
             for layer in stack.layers
         ]
@@ -122,7 +125,7 @@ class LayerRuns:
 
     def _run_as(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
         """Run a layer in a checkpoint, with hooks that offload what it saves, or as it is."""
-        layer, (args, kwargs) = self._recomputed[site.index], given
+        layer, (args, kwargs) = self.recomputed[site.index], given
         if placement.recomputes:
             if not placement.offloads:
                 return layer.run(site.forward, given, placement)
@@ -163,11 +166,9 @@ class LayerRuns:
 
     def _try_out(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
         """Offload a layer that backward runs a second time, to see whether that gives the same."""
-        trial = Trial(self._recomputed[site.index], site.forward, given)
         hooks = _TriedHooks(self._session.capture, scope.key, when_slow=self._keeps_when_slow(placement))
-        hooks.wrap_unpack(trial.noticing)
         with hooks:
-            trial.begin()
+            trial = Trial(self.recomputed[site.index], site.forward, given)
             hooks.trial = trial  # from here on: what the trial itself has saved is no part of the layer
             try:
                 output = site.forward(*given[0], **given[1])
@@ -189,10 +190,9 @@ class LayerRuns:
             self._session.notices.warn_once("cache")
         is_planned = placement.recomputes and site.index in planning.chosen
         # Where ranks have agreed on a placement, one of them alone does not change it.
-        if is_planned and self._session.world.agree is None:
-            layer = self._recomputed[site.index]
-            if not self._session.verifier.may_repeat(layer.name, layer.training) or has_hooks(layer.module):
-                return Placement.OFFLOAD  # the planner chose it for another mode of the layer
+        is_free = is_planned and self._session.world.agree is None
+        if is_free and not self.recomputed[site.index].may_repeat():
+            return Placement.OFFLOAD  # the planner chose it for another mode of the layer
         return placement
 
     # ---- what surrounds a call -------------------------------------------------------------------

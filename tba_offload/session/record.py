@@ -292,7 +292,7 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
     if controller is None:
         return
     may_plan = session.world.may_plan_recomputation
-    repeatable = {index for index in chosen if may_plan and session.verifier.may_plan(index)}
+    repeatable = {index for index in chosen if may_plan and session.runs.recomputed[index].may_plan}
     stats = session.offloader.stats
     news = planning.learn(
         StepObservation(

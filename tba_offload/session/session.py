@@ -203,7 +203,7 @@ class Session:
         limits = self._limits()
         self.capture.budget_bytes = limits.budget
         self.budget = Budget(limits, self.planning, self.gradients.live)
-        self.verifier = Verifier({str(layer.id): type(layer.module) for layer in layers}, tell)
+        self.verifier = Verifier(tell)
         self._closers.append(self.verifier.close)
 
     def _open_control(self, stack: LayerStack, count_tokens: TokenCounter | None) -> None:
@@ -213,11 +213,11 @@ class Session:
         self._closers.append(self.loop.close)
         self.watch = BackwardWatch(self)
         self.sites = [Site(layer, index) for index, layer in enumerate(stack.layers)]
-        self._runs = LayerRuns(stack, self)
-        self._closers.append(self._runs.close)
+        self.runs = LayerRuns(stack, self)
+        self._closers.append(self.runs.close)
         self._closers.append(self._uninstall)  # first: an interrupt may strike between two layers
         for site in self.sites:
-            site.install(self._runs.run)
+            site.install(self.runs.run)
         torch_private.watch(self.capture)
         _open_sessions.add(self)
 
