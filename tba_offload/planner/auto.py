@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.planner.measure import LayerKey, StepObservation
-    from tba_offload.planner.model import Bandwidth
-    from tba_offload.planner.profile import StepProfile
+    from tba_offload.planner.model import Bandwidth, StepProfile
     from tba_offload.report.log import StepRecord
 
 LEARNING = 3

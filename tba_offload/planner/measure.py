@@ -16,9 +16,8 @@ from operator import le
 from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
-from tba_offload.planner.model import Bandwidth
-from tba_offload.planner.play import layer_under
-from tba_offload.planner.profile import (
+from tba_offload.planner.model import (
+    Bandwidth,
     Beside,
     LayerKind,
     Saved,
@@ -28,13 +27,13 @@ from tba_offload.planner.profile import (
     computed_as,
     median_of,
 )
+from tba_offload.planner.play import layer_under
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from tba_offload.capture.trace import ActivationTrace, DeviceTimes, ScopeTrace, StepTimes, StepTrace
-    from tba_offload.planner.model import Plan
-    from tba_offload.planner.profile import Samples
+    from tba_offload.planner.model import Plan, Samples
     from tba_offload.report.log import StepRecord
     from tba_offload.store.base import DriveLoad
 

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
 from tba_offload.config.values import BLOCK
-from tba_offload.planner.model import Prediction
-from tba_offload.planner.profile import Beside, Saved, Timing
+from tba_offload.planner.model import Beside, Prediction, Saved, Timing
 from tba_offload.planner.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tba_offload.planner.model import Bandwidth, Plan
-    from tba_offload.planner.profile import Slot, StepProfile
+    from tba_offload.planner.model import Bandwidth, Plan, Slot, StepProfile
 
 INFINITY = float("inf")
 Scope = tuple[int, int]

@@ -25,8 +25,7 @@ from tba_offload.planner.play import play
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from tba_offload.planner.model import Bandwidth
-    from tba_offload.planner.profile import Saved, StepProfile
+    from tba_offload.planner.model import Bandwidth, Saved, StepProfile
 
 KEEP, OFFLOAD, REMAT = Placement.KEEP, Placement.OFFLOAD, Placement.OFFLOAD_REMAT
 WAYS = (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD, Placement.RECOMPUTE_EXCEPT_ATTENTION, REMAT)

@@ -17,9 +17,8 @@ from tba_offload.days import bytes_per_day
 from tba_offload.errors import ConfigError, RunLogError
 from tba_offload.formatting import readable_rate, readable_size, renumbered, significant
 from tba_offload.planner.describe import written_a_day
-from tba_offload.planner.model import Bandwidth, DeviceShare, Limits, Plan, PlannedStep
+from tba_offload.planner.model import Bandwidth, DeviceShare, Limits, Plan, PlannedStep, Slot, StepProfile
 from tba_offload.planner.play import play
-from tba_offload.planner.profile import Slot, StepProfile
 from tba_offload.planner.solve import Case, solve
 from tba_offload.report.log import PLAN, PlanEvent, counted_steps, read_run_log, timed_steps
 from tba_offload.report.plans import PlanReport, title_of

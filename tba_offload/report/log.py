@@ -563,7 +563,7 @@ class PlanEvent(Event):
         names: Module names of the layers.
         policy: Placement that the user wants for each layer.
         plan: The plan.
-        profile: The step, as :class:`tba_offload.planner.profile.StepProfile` reads it.
+        profile: The step, as :class:`tba_offload.planner.model.StepProfile` reads it.
         drive: Rates of the store, as :class:`tba_offload.planner.model.Bandwidth` reads them.
         limits: What the plan had to keep to.
         writes_bound: Whether the limit of writes leaves room to offload no layer more.

@@ -25,7 +25,7 @@ from tba_offload.errors import UnsupportedError
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.placements import Placement
 from tba_offload.planner.measure import SeenBeside
-from tba_offload.planner.profile import Beside
+from tba_offload.planner.model import Beside
 from tba_offload.report.log import HeldBytes, PhasePeak
 from tba_offload.states.parameters import parameters_of
 

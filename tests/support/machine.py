@@ -16,9 +16,8 @@ from tba_offload.capture.trace import (
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.planner.auto import Controller, Task
 from tba_offload.planner.measure import StepObservation
-from tba_offload.planner.model import Limits
+from tba_offload.planner.model import Limits, computed_as
 from tba_offload.planner.play import play
-from tba_offload.planner.profile import computed_as
 from tba_offload.report.log import StepRecord
 from tba_offload.store.base import DriveLoad, Load
 
@@ -26,9 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.planner.measure import SeenBeside
-    from tba_offload.planner.model import Bandwidth, Plan
+    from tba_offload.planner.model import Bandwidth, LayerKind, Plan, Slot, StepProfile, Timing
     from tba_offload.planner.planning import Agree
-    from tba_offload.planner.profile import LayerKind, Slot, StepProfile, Timing
     from tba_offload.session import Session
 
 

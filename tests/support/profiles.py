@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from tba_offload.config.policy import Placement
-from tba_offload.planner.model import Bandwidth, Plan
-from tba_offload.planner.profile import LayerKind, Saved, Slot, StepProfile, Timing
+from tba_offload.planner.model import Bandwidth, LayerKind, Plan, Saved, Slot, StepProfile, Timing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

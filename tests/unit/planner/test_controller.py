@@ -17,9 +17,8 @@ from profiles import KEEP, all_of, steps_of
 
 from tba_offload.config.policy import Placement
 from tba_offload.planner.auto import Controller, Task
-from tba_offload.planner.model import Bandwidth, Limits
+from tba_offload.planner.model import Bandwidth, LayerKind, Limits, Saved, Slot, StepProfile, Timing
 from tba_offload.planner.play import play
-from tba_offload.planner.profile import LayerKind, Saved, Slot, StepProfile, Timing
 from tba_offload.planner.solve import Case, solve
 
 if TYPE_CHECKING:

@@ -33,9 +33,8 @@ from profiles import (
 
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.planner.measure import Rates
-from tba_offload.planner.model import Bandwidth, Limits, Plan
+from tba_offload.planner.model import Bandwidth, Beside, Limits, Plan, Saved, StepProfile, Timing
 from tba_offload.planner.play import play
-from tba_offload.planner.profile import Beside, Saved, StepProfile, Timing
 from tba_offload.planner.solve import Case, solve
 from tba_offload.store.base import DriveLoad, Load
 
