@@ -299,8 +299,8 @@ def show_states(lane: Lane, plain: Sequence[float], rate: float, warm_up: int) -
     if last.on_host:
         ratios = [each.seconds / each.predicted_seconds for each in records if each.predicted_seconds]
         print(
-            f"{lane.name}: the processor updated {last.on_host} sub-groups, with {last.host_bytes / MIB:.1f} "
-            f"MiB of host memory; time over what the rates predicted: {Spread.of(ratios)}"
+            f"{lane.name}: the processor updated {last.on_host} sub-groups; time over what the rates "
+            f"predicted: {Spread.of(ratios)}"
         )
 
 

@@ -158,7 +158,7 @@ def _follow_distributed_checkpoints(child: Any, states: OptimizerStates) -> None
 
     def get(model_param: torch.Tensor) -> dict[str, Any]:
         main = main_of(model_param)
-        found = states.read_all(main)
+        found = states.read(main, master=True)
         return {"param": found.pop(MASTER, main), **found}
 
     def set_(model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
@@ -182,7 +182,7 @@ def _follow_checkpoints_of_masters(child: Any, states: OptimizerStates) -> None:
     save_plain, load_plain = child.state_dict, child.load_state_dict
 
     def read(main: torch.Tensor) -> torch.Tensor:
-        return states.read_all(main)[MASTER] if is_away(main) else main
+        return states.read(main, master=True)[MASTER] if is_away(main) else main
 
     def save(*arguments: Any, **options: Any) -> dict[str, Any]:
         saved: dict[str, Any] = save_plain(*arguments, **options)

@@ -199,8 +199,3 @@ def stands_for(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[Aw
 def is_away(value: object) -> bool:
     """Return True for a state or a master copy whose bytes are away."""
     return type(value) in (AwayTensor, AwayMaster)
-
-
-def memory_for(value: torch.Tensor) -> torch.Tensor:
-    """Return memory for what a tensor stands for that is away, with undefined contents."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -10,11 +10,10 @@ import torch
 from tba_offload.states.away import AwayMaster, AwayTensor, is_away, stands_for
 from tba_offload.states.groups import MASTER, Incoming
 from tba_offload.states.parameters import local, travels
-from tba_offload.states.slots import SLOTS, Slots
+from tba_offload.states.slots import Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from collections.abc import Set as AbstractSet
 
     from tba_offload.states.groups import Entry, Groups, Place, SubGroup
 
@@ -40,6 +39,7 @@ class Entries:
         self.in_host_memory: dict[SubGroup, torch.Tensor] = {}
         self._groups = groups
         self._of_slices: dict[torch.Tensor, Entry] = {}
+        self._copies: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     # ---- for an update ---------------------------------------------------------------------------
 
@@ -61,6 +61,7 @@ class Entries:
             bound: Its states as views of its slot, as the update got them.
             left: The states that there are now.
         """
+        self._copies.clear()
         if have_moved(bound, left):
             self._lay_out(group, bound, left)
         self._show(group, left)
@@ -107,7 +108,7 @@ class Entries:
             StatesAwayError: One has; nothing was changed.
         """
         entry = self.shown(parameter)
-        for key, value in entry.items() if isinstance(entry, dict) else ():
+        for key, value in entry.items():
             if type(value) is AwayTensor and not stands_for(value, parameter, key):
                 raise value.refused(
                     f"it was given to {self._groups.name_of(parameter)} as {key!r}. give it back, or put a "
@@ -136,6 +137,7 @@ class Entries:
         Raises:
             TransferError: States that are still away cannot be read.
         """
+        self._copies.clear()
         self._of_slices.clear()  # left by an update that failed
         for group in groups:
             self._absorb(group)
@@ -156,16 +158,13 @@ class Entries:
         self.slots.write(group)
         self._show(group, entries)
 
-    def restore(self, groups: Iterable[SubGroup]) -> None:
-        """Put states back into ``optimizer.state``, in memory of their own; not those that were cleared.
-
-        Args:
-            groups: Sub-groups, with all slices of each parameter, one after the other.
+    def restore(self) -> None:
+        """Put all states back into ``optimizer.state``, in memory of their own; not those that were cleared.
 
         Raises:
             TransferError: They cannot be read.
         """
-        for _, slices in groupby(groups, lambda group: id(group.parameters[0])):
+        for _, slices in groupby(self._groups, lambda group: id(group.parameters[0])):
             some = list(slices)
             found = self._whole(some, self._is_away)
             for parameter, entry in found.items():
@@ -176,23 +175,22 @@ class Entries:
                 self.slots.drop(group)
                 self.in_host_memory.pop(group, None)
 
-    def on_host(
-        self, parameters: AbstractSet[torch.Tensor], *, masters: bool = False
-    ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return copies of states in host memory, read sub-group by sub-group.
-
-        Args:
-            parameters: Those whose states are wanted; states that travel together with these come too.
-            masters: Whether copies of master copies are wanted too.
+    def read(self, parameter: torch.Tensor) -> Entry:
+        """Return the states of a parameter, and itself if it is a master; what is away is copied to the host.
 
         Raises:
+            StatesAwayError: A state of another parameter was put there.
             TransferError: They cannot be read.
         """
-        return self._whole(
-            self._groups.holding(parameters),
-            lambda place: masters or place.key != MASTER,
-            torch.device("cpu"),
-        )
+        self.check_owner(parameter)
+        entry = self._groups.states_of(parameter)
+        if any(map(is_away, entry.values())):
+            if parameter not in self._copies:  # others of its sub-group are likely to be asked for next
+                holding = self._groups.holding(parameter)
+                self._copies = self._whole(holding, lambda _: True, torch.device("cpu"))
+            copies = self._copies.pop(parameter)
+            entry.update({key: copies[key] for key, value in entry.items() if is_away(value)})
+        return entry
 
     # ---- the parts of it -------------------------------------------------------------------------
 
@@ -212,7 +210,7 @@ class Entries:
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for group in groups:
             places = [place for place in group.places if is_wanted(place)]
-            flat = self._bytes_of(group) if places else torch.empty(0)
+            flat = self.bytes_of(group) if places else torch.empty(0)
             for place in places:
                 entry = found.setdefault(place.parameter, {})
                 if place.key not in entry:
@@ -221,8 +219,12 @@ class Entries:
                     group.cut(local(entry[place.key])).copy_(place.view(flat))
         return found
 
-    def _bytes_of(self, group: SubGroup) -> torch.Tensor:
-        """Return the bytes of a sub-group, wherever they are; those at home are read into host memory."""
+    def bytes_of(self, group: SubGroup) -> torch.Tensor:
+        """Return the bytes of a sub-group, wherever they are; those at home are read into host memory.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
         if (slot := self.slots.of(group)) is not None:
             return slot.wait_for_reads()
         flat = self.in_host_memory.get(group)
@@ -235,18 +237,15 @@ class Entries:
         return stands_for(self.shown(place.parameter).get(place.key), place.parameter, place.key)
 
     def _lay_out(self, group: SubGroup, bound: Bound, entries: Left) -> None:
-        """Give the states of a sub-group places and a slot, and have the entries lie there."""
+        """Give the states of a sub-group other places, in another slot; views of the old one live on."""
         stays = self.slots.stays(group)
-        if self.slots.of(group) is not None:  # states in it are copied first, because their places change
-            for parameter, entry in entries.items():
-                entry.update({key: _copy(entry[key]) for key in bound.get(parameter, ()) if key in entry})
-            self.slots.drop(group)
+        self.slots.drop(group)
         group.home.release()
-        if group.lay_out(entries):
-            slot = self.slots.own(group) if stays else self.slots.take(group.room, SLOTS - 1)
+        if group.lay_out(entries, bound):
+            slot = self.slots.take(group, stays=stays)
             for place in group.places:
                 place.view(slot.lend()).copy_(local(entries[place.parameter][place.key]))
-            slot.hold(group)
+            self.slots.hold(group, slot)
 
     def _stand_in(
         self, group: SubGroup, parameter: torch.Tensor, key: str, value: torch.Tensor

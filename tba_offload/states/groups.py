@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,13 @@ from tba_offload.states.parameters import can_be_cut, gathered, local, parameter
 from tba_offload.store.extents import BLOCK, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from tba_offload.states.home import Homes
     from tba_offload.states.parameters import Wrap
+
+    States = Mapping[torch.Tensor, Mapping[str, Any]]
 
 Entry = dict[str, Any]
 """The states of one parameter by their names, as in ``optimizer.state[parameter]``."""
@@ -113,16 +116,6 @@ class SubGroup:
         self._keys: dict[torch.Tensor, set[str]] = {}
 
     @property
-    def is_new(self) -> bool:
-        """Whether nothing but master copies lies there: the next update may give it more bytes."""
-        return bool(self.places) and all(place.key == MASTER for place in self.places)
-
-    @property
-    def room(self) -> int:
-        """Bytes that its slot needs, those of states included that are to be expected."""
-        return self.nbytes * (1 + _STATES) if self.is_new else self.nbytes
-
-    @property
     def has_gradient(self) -> bool:
         """Whether an update would change it."""
         return any(each.grad is not None for each in self.parameters)
@@ -159,13 +152,19 @@ class SubGroup:
             found.setdefault(place.parameter, {})[place.key] = place.wrapped(place.view(flat))
         return found
 
-    def lay_out(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> bool:
-        """Plan the places of states, aligned as PyTorch aligns tensors; return False if none travels."""
+    def lay_out(self, states: States, bound: States) -> bool:
+        """Plan the places of states, aligned as PyTorch aligns tensors; return False if none travels.
+
+        Args:
+            states: The states.
+            bound: Those that lie in a slot so far.
+        """
+        views = {id(value) for entry in bound.values() for value in entry.values()}
         found = [
             (parameter, key, local(value), wrap_of(value))
             for parameter, entry in states.items()
             for key, value in entry.items()
-            if travels(value, parameter)
+            if id(value) in views or travels(value, parameter)
         ]
         starts, end = side_by_side(own.nbytes for _, _, own, _ in found)
         self.places = tuple(
@@ -232,7 +231,7 @@ class Groups:
         self._all: list[SubGroup] = []
 
     def __iter__(self) -> Iterator[SubGroup]:
-        """Yield all in the order of their parameters."""
+        """Yield all in the order in which their parameters got states."""
         return iter(tuple(self._all))
 
     @property
@@ -248,67 +247,51 @@ class Groups:
             groups[at] for at in sorted(range(len(groups)), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))
         ]
 
-    def holding(self, parameters: Iterable[torch.Tensor]) -> list[SubGroup]:
-        """Return the sub-groups that hold any of some parameters, with all slices of each."""
-        return list(dict.fromkeys(group for each in parameters for group in self._of.get(each, ())))
+    def holding(self, parameter: torch.Tensor) -> list[SubGroup]:
+        """Return the sub-group that holds a parameter, or those that hold its slices."""
+        return self._of[parameter]
 
     # ---- what was done to the optimizer ------------------------------------------------------------
 
-    def outdated(self) -> list[SubGroup]:
-        """Return the sub-groups of a parameter that has left its parameter group, or can be cut no more."""
-        now = self._now()
+    def are_current(self) -> bool:
+        """Return True if the parameters of all sub-groups are in their parameter groups, as they were."""
+        now = {each: n for n, group in enumerate(self.optimizer.param_groups) for each in group["params"]}
+        return all(
+            now.get(each) == group.number
+            and each.numel() == elements
+            and (group.part is None or self._can_be_cut(each))
+            for group in self._all
+            for each, elements in group.elements.items()
+        )
+
+    def add(self, wanted: Callable[[torch.Tensor], bool]) -> list[SubGroup]:
+        """Make sub-groups of those parameters that are in none yet.
+
+        Args:
+            wanted: Says of which of them.
+        """
         self._numbers = {each: number for number, each in enumerate(parameters_of(self.optimizer))}
-        return self.holding(
-            each
-            for each, (first, *_) in self._of.items()
-            if now.get(each) != (first.number, first.elements[each])
-            or (first.part is not None and not self._can_be_cut(each))
-        )
-
-    def newcomers(self, *, with_gradients: bool = False) -> dict[int, list[torch.Tensor]]:
-        """Return the parameters that are in no sub-group yet, by the number of their parameter group.
-
-        Args:
-            with_gradients: Only those that have one.
-        """
-        found: dict[int, list[torch.Tensor]] = {}
-        for parameter, (number, _) in self._now().items():
-            if parameter not in self._of and not (with_gradients and parameter.grad is None):
-                found.setdefault(number, []).append(parameter)
-        return found
-
-    def add(self, number: int, parameters: Sequence[torch.Tensor]) -> list[SubGroup]:
-        """Make sub-groups of parameters.
-
-        Args:
-            number: The number of their parameter group.
-            parameters: The parameters, in its order.
-        """
         made: list[SubGroup] = []
-        for some in gathered(parameters, self.most, lambda each: self._states_bytes(number, each)):
-            names = list(dict.fromkeys(self.name_of(some[at]) for at in (0, -1)))
-            for part in self._slices(number, some[0]) if len(some) == 1 else [None]:
-                made.append(SubGroup(number, some, Home(self.homes, " to ".join(names)), part))
-                for each in some:
-                    self._of.setdefault(each, []).append(made[-1])
-        last = len(self._numbers)
-        self._all = sorted(
-            [*self._all, *made], key=lambda group: self._numbers.get(group.parameters[0], last)
-        )
+        for number, group in enumerate(self.optimizer.param_groups):
+            new = [each for each in group["params"] if each not in self._of and wanted(each)]
+            for some in gathered(new, self.most, partial(self._states_bytes, group)):
+                names = list(dict.fromkeys(self.name_of(some[at]) for at in (0, -1)))
+                for part in self._slices(group, some[0]) if len(some) == 1 else [None]:
+                    made.append(SubGroup(number, some, Home(self.homes, " to ".join(names)), part))
+                    for each in some:
+                        self._of.setdefault(each, []).append(made[-1])
+        self._all += made
         return made
 
-    def remove(self, groups: Iterable[SubGroup]) -> None:
-        """Forget sub-groups whose states are back in memory; their parameters count as new ones."""
-        gone = set(groups)
-        self._all = [group for group in self._all if group not in gone]
-        for group in gone:
+    def clear(self) -> None:
+        """Forget all sub-groups, whose states are back in memory."""
+        for group in self._all:
             group.home.release()
-            for parameter in group.parameters:
-                self._of.pop(parameter, None)
+        self._all, self._of = [], {}
 
-    def _slices(self, number: int, parameter: torch.Tensor) -> Sequence[slice | None]:
+    def _slices(self, group: Entry, parameter: torch.Tensor) -> Sequence[slice | None]:
         """Return the elements that each sub-group of a parameter gets; ``[None]`` for a whole one."""
-        count, nbytes = parameter.numel(), self._states_bytes(number, parameter)
+        count, nbytes = parameter.numel(), self._states_bytes(group, parameter)
         step = max(self.most * count // nbytes // SLICE, 1) * SLICE
         if nbytes <= self.most or count <= step or not self._can_be_cut(parameter):
             return [None]
@@ -323,7 +306,7 @@ class Groups:
             and all(_is_cut_alike(state, parameter) for state in states)
         )
 
-    def _states_bytes(self, number: int, parameter: torch.Tensor) -> int:
+    def _states_bytes(self, group: Entry, parameter: torch.Tensor) -> int:
         """Return the bytes of what travels for a parameter, as far as they are known; at least one."""
         own: int = local(parameter).nbytes
         known: int = sum(
@@ -331,13 +314,8 @@ class Groups:
             for value in self.optimizer.state.get(parameter, {}).values()
             if isinstance(value, Incoming) or travels(value, parameter)
         )
-        group = self.optimizer.param_groups[number]
         expected = _STATES + bool(group.get("amsgrad") or group.get("centered"))
         return max((known or own * expected) + own * self.is_master(parameter), 1)
-
-    def _now(self) -> dict[torch.Tensor, tuple[int, int]]:
-        groups = enumerate(self.optimizer.param_groups)
-        return {each: (number, each.numel()) for number, group in groups for each in group["params"]}
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return a parameter's name in the model; its number, as ``state_dict`` counts, if none is known."""

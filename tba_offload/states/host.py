@@ -79,17 +79,9 @@ class HostLane:
         self._twin = _HostTwin(self._optimizer, kind)
         self._computing = threading.Lock()
         self._desks = [torch.empty(0, dtype=torch.uint8) for _ in range(_THREADS)]
-        self._pool = ThreadPoolExecutor(_THREADS, "tba-update", self._device.bind_thread)
         self._last: tuple[Any, tuple[int, int], float] | None = None
         self.updated = 0
         self.predicted_seconds: float | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory that it has, for states and for copies."""
-        return sum(states.numel() for states in self._states.values()) + sum(
-            desk.numel() for desk in self._desks
-        )
 
     @contextmanager
     def updating(
@@ -123,14 +115,15 @@ class HostLane:
             group: {each: self._entries.resident(group, each) for each in group.parameters} for group in mine
         }
         after, began = self._device.event(), self._device.mark()
-        jobs = {
-            group: self._pool.submit(self._update, group, resident[group], options, after) for group in mine
-        }
-        try:
-            yield rest
-            ended, done = self._device.mark(), [job.result() for job in jobs.values()]
-        finally:
-            self._end(jobs)
+        with ThreadPoolExecutor(_THREADS, "tba-update", self._device.bind_thread) as pool:
+            jobs = {
+                group: pool.submit(self._update, group, resident[group], options, after) for group in mine
+            }
+            try:
+                yield rest
+                ended, done = self._device.mark(), [job.result() for job in jobs.values()]
+            finally:
+                self._end(jobs)
         if done:
             seconds = max(each.ended for each in done) - min(each.began for each in done)
             self._last = (began, ended), (on_device, on_host), seconds
@@ -143,15 +136,11 @@ class HostLane:
         """
         for group in self._states.keys() & set(groups):
             if self._entries.shows_any(group):  # else others are there in place of its states
-                slot = self._entries.slots.take(group.room)
+                slot = self._entries.slots.take(group)
                 slot.lend()[: group.nbytes].copy_(self._states[group])
-                slot.hold(group)
+                self._entries.slots.hold(group, slot)
                 slot.write()
             del self._states[group]
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
 
     # ---- which sub-groups --------------------------------------------------------------------------
 
@@ -163,9 +152,8 @@ class HostLane:
         chosen = set(able[: self._rates.count([group.nbytes for group in able], len(self._states))])
         self.give_up(updated - chosen)
         for group in chosen - self._states.keys():
-            if (slot := self._entries.slots.of(group)) is not None:
-                slot.emptied(0)
-            self._states[group] = group.home.on_host(group.nbytes)
+            self._states[group] = self._entries.bytes_of(group)[: group.nbytes].cpu()
+            self._entries.slots.drop(group)
             group.home.release()
         return [group for group in groups if group in chosen]
 
@@ -358,7 +346,7 @@ class _Rates:
 
 def _can_be_copied(group: SubGroup) -> bool:
     """Whether a sub-group has states, and the processor can update all of its parameters."""
-    return bool(group.places) and not group.is_new and all(map(_is_plain, group.parameters))
+    return any(place.key != MASTER for place in group.places) and all(map(_is_plain, group.parameters))
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, StatesConfig, read_config, with_directories
 from tba_offload.device import device_of
 from tba_offload.errors import NoEffectWarning, warn
-from tba_offload.states.away import AwayMaster, AwayTensor, is_away, memory_for
+from tba_offload.states.away import AwayMaster, AwayTensor, is_away
 from tba_offload.states.backward import BackwardUpdates
 from tba_offload.states.checks import check, device_of_parameters, innermost
 from tba_offload.states.groups import MASTER, Incoming
@@ -69,7 +69,6 @@ class OptimizerStates:
         self._backward: BackwardUpdates | None = None
         if config.states is not None and config.states.when == "backward":
             self._backward = BackwardUpdates(self._updates, config.states.micro_batches)
-        self._copies: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._set_bytes = 0
         try:
             self._updates.follow()
@@ -78,7 +77,7 @@ class OptimizerStates:
         except BaseException:  # no room, or an interrupt: the optimizer is to go on without this
             if self._backward is not None:
                 self._backward.close()
-            self._updates.restore_all()
+            self._updates.restore()
             raise
         self._handles: list[RemovableHandle] = [
             optimizer.register_state_dict_pre_hook(lambda _: self._updates.follow()),
@@ -88,28 +87,19 @@ class OptimizerStates:
         ]
         self._takeover.begin(self._step, None if self._backward is None else self._backward.zero_grad)
 
-    def read(self, parameter: torch.Tensor) -> dict[str, Any]:
+    def read(self, parameter: torch.Tensor, *, master: bool = False) -> dict[str, Any]:
         """Return the states of a parameter, those that are away as copies in host memory.
 
-        Raises:
-            TransferError: They cannot be read.
-        """
-        return {key: value for key, value in self.read_all(parameter).items() if key != MASTER}
-
-    def read_all(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the states of a parameter, and the parameter itself, as ``MASTER``, if it is such a master.
+        Args:
+            parameter: The parameter.
+            master: Whether the parameter itself is wanted too, as ``MASTER``, if it is such a master.
 
         Raises:
+            StatesAwayError: A program has put a state of another parameter there.
             TransferError: They cannot be read.
         """
-        self._updates.entries.check_owner(parameter)
-        entry = self._updates.groups.states_of(parameter)
-        if not any(map(is_away, entry.values())):
-            return entry
-        if parameter not in self._copies:  # others of its sub-group are likely to be asked for next
-            self._copies = self._updates.entries.on_host({parameter}, masters=True)
-        copies = self._copies.pop(parameter)
-        return {key: copies[key] if is_away(value) else value for key, value in entry.items()}
+        found = self._updates.entries.read(parameter)
+        return found if master else {key: value for key, value in found.items() if key != MASTER}
 
     @contextmanager
     def setting(self, parameter: torch.Tensor, *, states: bool = True) -> Iterator[None]:
@@ -127,7 +117,8 @@ class OptimizerStates:
         entry = self.optimizer.state.get(parameter, {}) if states else {}
         away = {key: value for key, value in entry.items() if isinstance(value, AwayTensor)}
         was_away = is_away(parameter)
-        entry.update({key: memory_for(value) for key, value in away.items()})
+        for key, each in away.items():
+            entry[key] = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
         if was_away:
             AwayMaster.end(parameter)
         try:
@@ -149,25 +140,22 @@ class OptimizerStates:
         """
         if not self._is_open:
             return
-        self._copies.clear()
         entry = self._updates.groups.states_of(parameter)
-        tensors = [each for each in entry.values() if isinstance(each, torch.Tensor) and not is_away(each)]
-        self._set_bytes += sum(each.nbytes for each in tensors)
+        self._set_bytes += sum(
+            each.nbytes for each in entry.values() if isinstance(each, torch.Tensor) and not is_away(each)
+        )
         if self._set_bytes >= self._updates.groups.most:
             self._set_bytes = 0
             self._updates.follow()
 
     def _fill(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """Return a state dict in which each state is a tensor in host memory."""
-        parameters, full = parameters_of(optimizer), dict(state_dict["state"])
-        away = [
-            number
-            for number, entry in full.items()
-            if isinstance(entry, dict) and any(type(value) is AwayTensor for value in entry.values())
-        ]
-        found = self._updates.entries.on_host({parameters[number] for number in away})
-        full.update({number: full[number] | found[parameters[number]] for number in away})
-        return state_dict | {"state": full}
+        """Return a state dict in which each state that is away is a tensor in host memory."""
+        parameters = parameters_of(optimizer)
+        states = {
+            key: self.read(parameters[key]) if isinstance(key, int) else entry
+            for key, entry in state_dict["state"].items()
+        }
+        return state_dict | {"state": states}
 
     # ---- how many sub-groups stay ------------------------------------------------------------------
 
@@ -211,32 +199,28 @@ class OptimizerStates:
         """
         if not self._is_open:
             return
-        ends = True
         try:
             if bring_back:
-                try:
-                    self._updates.follow()
-                finally:
-                    self._updates.restore_all()
-        except (KeyboardInterrupt, SystemExit):
-            ends = False  # what is still away, the next call brings back
+                self._updates.restore()
+        except Exception:
+            self._end()
             raise
-        finally:
-            if ends:
-                self._is_open = False
-                if self._backward is not None:
-                    self._backward.close()
-                for handle in self._handles:
-                    handle.remove()
-                self._takeover.end()
-                self._store.close()
+        self._end()
+
+    def _end(self) -> None:
+        self._is_open = False
+        if self._backward is not None:
+            self._backward.close()
+        for handle in self._handles:
+            handle.remove()
+        self._takeover.end()
+        self._store.close()
 
     def _step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._copies.clear()
         done = None if self._backward is None else self._backward.step_begins(options)
         record = self._updates.step(options) if done is None else done
         if self._backward is not None:
@@ -247,7 +231,6 @@ class OptimizerStates:
         return loss
 
     def _loaded(self) -> None:
-        self._copies.clear()
         self._store.resume()  # a drive that has failed may have been seen to
         self._updates.loaded()
         if self._backward is not None:

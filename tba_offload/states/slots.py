@@ -6,7 +6,6 @@ A sub-group that stays has a slot of its own, which no other takes.
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,13 +34,21 @@ class Slot:
     Args:
         nbytes: Its size.
         homes: The store and the device.
+        stays: Whether no other sub-group takes it.
 
     Attributes:
-        holder: The sub-group whose bytes lie here, or are on their way.
+        stays: As given.
+        holder: The sub-group whose bytes lie here, or are on their way; set by :meth:`read` and :meth:`hold`.
     """
 
-    def __init__(self, nbytes: int, homes: Homes) -> None:
+    holder: SubGroup
+
+    def __init__(self, nbytes: int, homes: Homes, *, stays: bool = False) -> None:
+        self.stays = stays
         self._homes = homes
+        self._is_newer = False
+        self._reads: list[IoFuture] = []
+        self._writes: list[IoFuture] = []
         self._allocate(nbytes)
 
     @torch.inference_mode(mode=False)  # or the memory could be changed in an evaluation only
@@ -49,10 +56,6 @@ class Slot:
         self.memory: ByteRange = page_aligned(nbytes, self._homes.device, self._homes.store.alignment)
         self._bytes: torch.Tensor = self.memory.tensor()
         self._is_used = True  # by whatever had the memory before
-        self.holder: SubGroup | None = None
-        self._is_newer = False
-        self._reads: list[IoFuture] = []
-        self._writes: list[IoFuture] = []
 
     def lend(self) -> torch.Tensor:
         """Return all its memory, 1-D uint8, for work of the device, which the next read waits for."""
@@ -77,7 +80,7 @@ class Slot:
 
     def write(self) -> None:
         """Begin to write what it holds, if that is newer than what lies at home."""
-        if self.holder is not None and self._is_newer:
+        if self._is_newer:
             self.settle()
             self._writes = self.holder.home.write(self._part(self.holder))
             self._is_newer = self._is_used = False
@@ -88,62 +91,49 @@ class Slot:
         Raises:
             TransferError: The bytes cannot be read, or not be written.
         """
-        if self.holder is not None:
-            self.wait_for_reads()
-            try:
-                self.holder.home.settle_writes(self._writes)
-            except TransferError:  # so that these are the only bytes; a write that hangs may come yet
-                self._is_newer = True
-                self._writes = [each for each in self._writes if not each.is_done]
-                raise
-            self._writes = []
+        self.wait_for_reads()
+        try:
+            self.holder.home.settle_writes(self._writes)
+        except TransferError:  # so that these are the only bytes; a write that hangs may come yet
+            self._is_newer = True
+            self._writes = [each for each in self._writes if not each.is_done]
+            raise
+        self._writes = []
 
     def wait_for_reads(self) -> torch.Tensor:
-        """Wait until the bytes are here, and return them with the rest of its memory.
+        """Wait until the bytes are here, and return all its memory.
 
         Raises:
             TransferError: They cannot be read.
         """
-        if self.holder is not None:
-            try:
-                self.holder.home.settle_reads(self._reads, self._part(self.holder))
-            except BaseException:
-                self._allocate(self.memory.nbytes)  # a read that hangs may fill the old memory yet
-                raise
-            self._reads = []
+        self.holder.home.settle_reads(self._reads, self._part(self.holder))
+        self._reads = []
         return self.lend()
 
-    def emptied(self, nbytes: int) -> Slot:
-        """Write what it holds, let go of that, and return itself with so many bytes at least.
+    def empty(self, nbytes: int = 0) -> None:
+        """Write what it holds, so that others may have its memory, and have so many bytes at least.
 
         Raises:
             TransferError: It cannot be written.
         """
         self.write()
-        if self._reads:
-            with suppress(TransferError):  # what was read ahead and is not needed now may be read again
-                self.settle()
-        self.settle()
-        self.holder = None
+        try:
+            self.settle()
+        except TransferError:
+            if self._is_newer:
+                raise
+            self._reads = []  # what was read ahead may be read again, and a read that hangs may come yet
+            self._allocate(self.memory.nbytes)
         if self.memory.nbytes < nbytes:
             del self.memory, self._bytes  # before there is more
             self._allocate(nbytes)
-        return self
-
-    def drop(self) -> None:
-        """Give up what it holds, written or not."""
-        self._is_newer = False
-        try:
-            self.emptied(0)
-        except TransferError:
-            self._allocate(self.memory.nbytes)  # a write that hangs may take from the old memory yet
 
     def _part(self, group: SubGroup) -> ByteRange:
         return self.memory.part(0, group.nbytes)
 
 
 class Slots:
-    """The slots of one optimizer.
+    """The slots of one optimizer: which sub-group lies where.
 
     Args:
         groups: Its sub-groups: all slots together are no larger than their states.
@@ -154,28 +144,26 @@ class Slots:
     def __init__(self, groups: Groups, homes: Homes, next_use: Callable[[SubGroup], int]) -> None:
         self._groups = groups
         self._homes = homes
-        self.next_use = next_use
-        self._ring: list[Slot] = []
-        self._own: dict[SubGroup, Slot] = {}
+        self._next_use = next_use
+        self._of: dict[SubGroup, Slot] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots, without those of sub-groups that stay."""
-        return sum(slot.memory.nbytes for slot in self._ring)
+        return sum(slot.memory.nbytes for slot in self._ring())
 
     @property
     def all_bytes(self) -> int:
         """Bytes of all slots, with those of sub-groups that stay."""
-        return self.nbytes + sum(slot.memory.nbytes for slot in self._own.values())
+        return sum(slot.memory.nbytes for slot in self._of.values())
 
     def of(self, group: SubGroup) -> Slot | None:
         """Return the slot that holds a sub-group, or is about to."""
-        slots = (slot for slot in self._ring if slot.holder is group)
-        return self._own[group] if self.stays(group) else next(slots, None)
+        return self._of.get(group)
 
-    def held(self) -> list[SubGroup]:
-        """Return the sub-groups that slots hold, or are about to."""
-        return [*self._own, *(slot.holder for slot in self._ring if slot.holder is not None)]
+    def have(self, groups: Iterable[SubGroup]) -> bool:
+        """Return True if all of these sub-groups have slots."""
+        return self._of.keys() >= set(groups)
 
     def load(self, group: SubGroup) -> Slot:
         """Return the slot with the bytes of a sub-group, once they are there.
@@ -183,116 +171,114 @@ class Slots:
         Raises:
             TransferError: They cannot be read.
         """
-        slot = self.of(group)
-        if slot is None:
-            slot = self.take(group.room, SLOTS - group.is_new)
-            slot.read(group)
-        slot.settle()
-        return slot
+        if group not in self._of:
+            self._read(group, self._able(group, self._ring()) or self._ring())
+        self._of[group].settle()
+        return self._of[group]
 
-    def take(self, nbytes: int, most: int = SLOTS) -> Slot:
-        """Return a slot for other bytes; wait until there is one.
+    def read_ahead(self, group: SubGroup) -> bool:
+        """Begin to read a sub-group if there is a slot for which nothing has to be waited; return whether."""
+        before = self._next_use(group)
+        free = [slot for slot in self._ring() if slot.is_free and self._next_use(slot.holder) > before]
+        able = self._able(group, free)
+        if able or self._has_room(group):
+            self._read(group, able)
+        return group in self._of
 
-        Args:
-            nbytes: How many.
-            most: Slots that there may be.
+    def take(self, group: SubGroup, *, stays: bool = False) -> Slot:
+        """Return a slot for new bytes of a sub-group, which :meth:`hold` gives it; wait until there is one.
+
+        These bytes are somewhere in memory as well, so that there are two slots at most.
 
         Raises:
             TransferError: What the slot held cannot be written.
         """
-        slot = self._chosen(nbytes, most, self._ring) or max(self._ring, key=self._needed)
-        return slot.emptied(nbytes)
+        if stays:
+            return Slot(group.nbytes, self._homes, stays=True)
+        return self._slot(group, self._able(group, self._ring()) or self._ring(), SLOTS - 1)
 
-    def read_ahead(self, group: SubGroup) -> bool:
-        """Begin to read a sub-group if there is a slot for which nothing has to be waited; return whether."""
-        most = SLOTS - group.is_new  # new states are in memory too, before they get their places
-        before = self.next_use(group)
-        free = [each for each in self._ring if each.is_free and self._needed(each) > before]
-        slot = self._chosen(group.room, most, free)
-        if slot is not None:
-            slot.emptied(group.room).read(group)
-        return slot is not None
+    def hold(self, group: SubGroup, slot: Slot) -> None:
+        """Give a slot to a sub-group, whose bytes the caller has put there, or changes there."""
+        self._of[group] = slot
+        slot.hold(group)
 
-    def _chosen(self, nbytes: int, most: int, among: Sequence[Slot]) -> Slot | None:
-        """Return a new slot, or one of some that may have so many bytes, what is needed last first."""
-        able = [slot for slot in among if slot.memory.nbytes >= nbytes or self._may_have(nbytes, slot)]
-        has_room = len(self._ring) < most and all(slot.holder is not None for slot in able)
-        if has_room and (not self._ring or self._may_have(nbytes)):
-            able = [Slot(nbytes, self._homes)]
-            self._ring += able
-        return max(able, key=self._needed, default=None)
+    def _read(self, group: SubGroup, among: Sequence[Slot]) -> None:
+        slot = self._slot(group, among)
+        slot.read(group)
+        self._of[group] = slot
+
+    def _slot(self, group: SubGroup, among: Sequence[Slot], most: int = SLOTS) -> Slot:
+        """Return a new slot, or that of some which is needed last, once what it holds is written."""
+        if not among or self._has_room(group, most):
+            return Slot(group.nbytes, self._homes)
+        slot = max(among, key=lambda slot: self._next_use(slot.holder))
+        slot.empty(group.nbytes)
+        del self._of[slot.holder]
+        return slot
+
+    def _ring(self) -> list[Slot]:
+        return [slot for slot in self._of.values() if not slot.stays]
+
+    def _able(self, group: SubGroup, among: Iterable[Slot]) -> list[Slot]:
+        """Return the slots that are large enough for a sub-group, or may be."""
+        return [
+            slot for slot in among if slot.memory.nbytes >= group.nbytes or self._may_have(group.nbytes, slot)
+        ]
+
+    def _has_room(self, group: SubGroup, most: int = SLOTS) -> bool:
+        ring = self._ring()
+        return not ring or (len(ring) < most and self._may_have(group.nbytes))
 
     def _may_have(self, nbytes: int, slot: Slot | None = None) -> bool:
         """Whether slots hold no more than the largest sub-groups do if this or a new one has so many bytes.
 
-        Only those of usual size may all be as large as the largest of them, where there are enough.
+        Each sub-group counts as one of usual size at least, if there are enough of them.
         """
-        rooms = sorted((group.room for group in self._groups), reverse=True)
-        if nbytes <= self._groups.most and SLOTS * nbytes <= sum(rooms):
-            return True
-        others = (each.memory.nbytes for each in self._ring if each is not slot)
-        sizes = sorted([nbytes, *others], reverse=True)
-        return len(sizes) <= len(rooms) and all(map(int.__le__, sizes, rooms))
-
-    def _needed(self, slot: Slot) -> int:
-        return 4 * _FAR if slot.holder is None else self.next_use(slot.holder)
+        sizes = [group.nbytes for group in self._groups]
+        usual = min(self._groups.most, sum(sizes) // SLOTS)
+        largest = sorted((max(size, usual) for size in sizes), reverse=True)
+        others = (each.memory.nbytes for each in self._ring() if each is not slot)
+        slots = sorted([nbytes, *others], reverse=True)
+        return len(slots) <= len(largest) and all(map(int.__le__, slots, largest))
 
     def write(self, group: SubGroup) -> None:
         """Begin to write a sub-group that a slot holds, unless it stays."""
-        slot = self.of(group)
-        if slot is not None and not self.stays(group):
-            slot.write()
+        if group in self._of and not self.stays(group):
+            self._of[group].write()
 
     def drop(self, group: SubGroup) -> None:
         """Give up the bytes of a sub-group in a slot, written or not."""
-        slot = self.of(group)
+        slot = self._of.pop(group, None)
         if slot is not None:
-            slot.drop()
-            self._own.pop(group, None)
-
-    def free(self) -> None:
-        """Free the memory of slots that hold nothing."""
-        self._ring = [slot for slot in self._ring if slot.holder is not None]
+            with suppress(TransferError):
+                slot.settle()
 
     # ---- sub-groups that stay --------------------------------------------------------------------
 
     def stays(self, group: SubGroup) -> bool:
-        """Return True if a sub-group lies in a slot of its own."""
-        return group in self._own and self._own[group].holder is group
+        """Return True if a sub-group stays in memory, in a slot that no other takes."""
+        return group in self._of and self._of[group].stays
 
-    def own(self, group: SubGroup) -> Slot:
-        """Return a new slot that only a sub-group has, whose bytes the caller puts there."""
-        self._own[group] = slot = Slot(group.nbytes, self._homes)
-        slot.hold(group)
-        return slot
-
-    def stay(self, group: SubGroup) -> Slot:
-        """Bring a sub-group into a slot of its own, and return that.
+    def stay(self, group: SubGroup) -> None:
+        """Bring a sub-group into a slot that no other takes.
 
         Raises:
             TransferError: It cannot be read.
         """
-        slot, held = Slot(group.nbytes, self._homes), self.of(group)
-        if held is None:
-            slot.read(group)
-            slot.settle()
-        else:
-            held.settle()
-            slot.lend().copy_(held.lend()[: group.nbytes])
-            held.drop()
-        self._own[group] = slot
-        slot.hold(group)
+        slot = Slot(group.nbytes, self._homes, stays=True)
+        slot.lend().copy_(self.load(group).lend()[: group.nbytes])
+        self.drop(group)
+        self.hold(group, slot)
         group.home.release()
-        return slot
 
     def leave(self, group: SubGroup) -> None:
-        """Wait until a sub-group is written, and free the slot of its own.
+        """Write a sub-group, and free its slot.
 
         Raises:
             TransferError: It cannot be written.
         """
-        self._own[group].emptied(0)
-        del self._own[group]
+        self._of[group].empty()
+        del self._of[group]
 
 
 class Order:
@@ -301,25 +287,20 @@ class Order:
     Args:
         turns: Whether the next update goes in the reverse order. What was updated last is still in its slot
             then, and needs neither be written nor read.
-
-    Attributes:
-        turns: As given.
     """
 
     def __init__(self, *, turns: bool) -> None:
-        self.turns = turns
+        self._turns = turns
         self._is_reversed = False
         self._places: dict[SubGroup, int] = {}
         self._at = -1
 
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def begin(self, done: Sequence[SubGroup], groups: Sequence[SubGroup]) -> list[SubGroup]:
+    def begin(self, done: Sequence[SubGroup], groups: Sequence[SubGroup]) -> Sequence[SubGroup]:
         """Line sub-groups up after those that are updated already, and return them in their order."""
-        self._line_up([*done, *(reversed(groups) if self._is_reversed else groups)])
+        line = [*done, *(reversed(groups) if self._is_reversed else groups)]
+        self._places = {group: place for place, group in enumerate(line)}
         self._at = len(done) - 1
-        return list(self._places)[len(done) :]
+        return line[len(done) :]
 
     def reach(self, group: SubGroup) -> None:
         """Note that a sub-group is updated now; a new one is the last in line."""
@@ -327,25 +308,15 @@ class Order:
 
     def end(self) -> None:
         """Have the next update turn round, or begin in the same order at any time."""
-        if self.turns:
+        if self._turns:
             self._is_reversed = not self._is_reversed
         else:
             self._at = -1
 
-    def remove(self, groups: Iterable[SubGroup]) -> None:
-        """Forget sub-groups."""
-        gone = set(groups)
-        self._line_up([group for group in self._places if group not in gone])
-
-    def next(self, count: int, stays: Callable[[SubGroup], bool]) -> Sequence[SubGroup]:
-        """Return what is updated next and does not stay, ``count`` at most."""
+    def upcoming(self) -> Sequence[SubGroup]:
+        """Return what is updated next."""
         # A generator that is left half-way would swallow an interrupt that comes while it is closed.
-        return [group for group in islice(self._places, self._at + 1, None) if not stays(group)][:count]
-
-    def needs_more_than(self, held: Iterable[SubGroup]) -> bool:
-        """Return True if some that are still to be updated are not among these."""
-        upcoming = len(self._places) - self._at - 1
-        return upcoming > sum(self._places.get(group, -1) > self._at for group in held)
+        return [*self._places][self._at + 1 :]
 
     def next_use(self, group: SubGroup) -> int:
         """Return when a sub-group is needed again: in this update, or later, the last updated the soonest.
@@ -357,6 +328,3 @@ class Order:
         if place <= self._at:
             return -1 if place == self._at else _FAR - place
         return place
-
-    def _line_up(self, groups: Iterable[SubGroup]) -> None:
-        self._places = {group: place for place, group in enumerate(groups)}

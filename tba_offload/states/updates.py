@@ -67,13 +67,12 @@ class Updates:
         self._record = StatesRecord()
         self._failure: TransferError | None = None
 
-    def update(self, group: SubGroup, options: Mapping[str, Any], *, writes: bool = True) -> None:
+    def update(self, group: SubGroup, options: Mapping[str, Any]) -> None:
         """Update one sub-group: read, bind, the optimizer's own step, unbind, write.
 
         Args:
             group: The sub-group.
             options: Further arguments of the optimizer's ``step``.
-            writes: Whether it is written in any case; else only if others need its slot.
         """
         slots, entries = self.entries.slots, self.entries
         self.order.reach(group)
@@ -84,7 +83,7 @@ class Updates:
         masters = {each: entry.pop(MASTER) for each, entry in states.items() if MASTER in entry}
         tensors = {each: group.tensor(each, masters.get(each)) for each in group.parameters}
         if slot is not None:
-            slot.hold(group)
+            slots.hold(group, slot)
         try:
             self._twin.run(group.number, {tensors[each]: states[each] for each in tensors}, options)
             for parameter, master in masters.items():
@@ -96,8 +95,9 @@ class Updates:
             entries.take(group, bound, left)
         self._twin.check_rest()
         self._read_ahead()
-        if writes or self.order.needs_more_than(slots.held()):
+        if self._in_backward or not slots.have(self.order.upcoming()):  # others need its slot
             slots.write(group)
+        self._record.sub_groups += 1
 
     def step(self, options: Mapping[str, Any], done: Sequence[SubGroup] = ()) -> StatesRecord:
         """Update all parameters that have gradients.
@@ -119,29 +119,22 @@ class Updates:
             finally:
                 self._twin.commit()
         record, self._record = self._record, StatesRecord()
-        staying = [group.nbytes for group in self.groups if self.entries.slots.stays(group)]
-        record.staying, record.staying_bytes = len(staying), sum(staying)
-        record.states_bytes = sum(group.nbytes for group in self.groups) - record.staying_bytes
-        record.slot_bytes = self.entries.slots.nbytes
-        record.sub_groups = len(self.order) + self._host.updated
+        travelling = [group.nbytes for group in self.groups if not self.entries.slots.stays(group)]
+        record.staying = len([*self.groups]) - len(travelling)
+        record.states_bytes, record.slot_bytes = sum(travelling), self.entries.slots.nbytes
         record.in_backward = len(done)
-        record.predicted_seconds = self._host.predicted_seconds
-        record.on_host, record.host_bytes = self._host.updated, self._host.nbytes
+        record.on_host, record.predicted_seconds = self._host.updated, self._host.predicted_seconds
+        record.sub_groups += record.on_host
         return record
 
     def _update_all(self, done: Sequence[SubGroup], options: Mapping[str, Any]) -> None:
+        self.groups.add(lambda each: each.grad is not None)
         early = set(done)
         groups = [group for group in self.groups if group.has_gradient and group not in early]
-        newcomers = self.groups.newcomers(with_gradients=True)
         with self._host.updating(groups, options) as rest:
             for group in self.order.begin(done, rest):
-                self.update(group, options, writes=bool(newcomers) or self._in_backward)
-            for number, parameters in newcomers.items():
-                for group in self.groups.add(number, parameters):
-                    self.update(group, options)
-        if not is_of_torch(
-            self.optimizer
-        ):  # one that counts steps may do so for groups without gradients too
+                self.update(group, options)
+        if not is_of_torch(self.optimizer):  # one that counts steps may do so without gradients too
             for number in set(range(len(self.optimizer.param_groups))) - self._twin.ran_for:
                 self._twin.run(number, {}, options)
         self.order.end()
@@ -162,7 +155,8 @@ class Updates:
 
     def _read_ahead(self) -> None:
         slots = self.entries.slots
-        for group in self.order.next(SLOTS - 1, slots.stays):
+        travelling = [group for group in self.order.upcoming() if not slots.stays(group)]
+        for group in travelling[: SLOTS - 1]:
             if group.places and slots.of(group) is None and not slots.read_ahead(group):
                 return
 
@@ -204,33 +198,22 @@ class Updates:
         """
         for parameter in self.optimizer.state:
             self.entries.check_owner(parameter)
-        self.restore(self.groups.outdated())
+        if not self.groups.are_current():
+            self.restore()
         stale = [each for each in self.groups if not self.entries.is_current(each)]
         self._host.give_up(stale)
         self.entries.absorb(stale)
-        for number, parameters in self.groups.newcomers().items():
-            having = [each for each in parameters if self.groups.states_of(each)]
-            self.entries.absorb(self.groups.add(number, having))
+        self.entries.absorb(self.groups.add(lambda each: bool(self.groups.states_of(each))))
 
-    def restore(self, groups: Sequence[SubGroup]) -> None:
-        """Put the states of sub-groups back into ``optimizer.state``; their parameters count as new ones.
+    def restore(self) -> None:
+        """Put all states back into ``optimizer.state``, free slots and extents, and forget the sub-groups.
 
         Raises:
             TransferError: They cannot be read.
         """
-        self.entries.restore(groups)
-        self.groups.remove(groups)
-        self.order.remove(groups)
-
-    def restore_all(self) -> None:
-        """Put all states back into ``optimizer.state``, and free slots and extents.
-
-        Raises:
-            TransferError: They cannot be read.
-        """
-        self._host.close()
-        self.restore([*self.groups])
-        self.entries.slots.free()
+        self.entries.restore()
+        self.groups.clear()
+        self.order.begin((), ())
 
     def loaded(self) -> None:
         """Take a checkpoint that was loaded, and forget that an update failed."""
@@ -247,13 +230,11 @@ class Updates:
         Raises:
             TransferError: One of them cannot be read or written; those that are not arranged go on as before.
         """
-        slots, groups = self.entries.slots, self.groups.spread
+        slots = self.entries.slots
         with put_off(self):
-            for number, group in enumerate(groups):
+            for number, group in enumerate(self.groups.spread):
                 if slots.stays(group) != (number >= travelling):
                     (slots.stay if number >= travelling else slots.leave)(group)
-            if all(map(slots.stays, groups)):
-                slots.free()
 
 
 @dataclass(slots=True)
@@ -269,12 +250,10 @@ class StatesRecord:
         slot_bytes: Bytes of the slots, which stay on the device.
         sub_groups: Sub-groups that were updated.
         staying: Of all, how many stay in memory between updates.
-        staying_bytes: Bytes of their states.
-        in_backward: Of these, how many in backward.
+        in_backward: Of those that were updated, how many in backward.
         predicted_seconds: What follows for ``seconds`` from the rates of device and processor, where
             ``states.update`` has both work; None elsewhere.
-        on_host: Of the sub-groups, how many the processor updated.
-        host_bytes: Bytes of host memory that it has for that, for states and for copies.
+        on_host: Of those that were updated, how many by the processor.
     """
 
     seconds: float = 0.0
@@ -285,8 +264,6 @@ class StatesRecord:
     slot_bytes: int = 0
     sub_groups: int = 0
     staying: int = 0
-    staying_bytes: int = 0
     in_backward: int = 0
     predicted_seconds: float | None = None
     on_host: int = 0
-    host_bytes: int = 0
