@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +28,6 @@ from tba_offload.store.host import HostStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
 
     from tba_offload.device import Event
     from tba_offload.states.groups import Entry, SubGroup
@@ -111,19 +110,20 @@ class HostLane:
         rest = [group for group in groups if group not in self._states]
         on_device, on_host = (sum(group.nbytes for group in some) for some in (rest, mine))
         self.updated, self.predicted_seconds = len(mine), self._rates.seconds(on_device, on_host)
-        resident = {
-            group: {each: self._entries.resident(group, each) for each in group.parameters} for group in mine
-        }
         after, began = self._device.event(), self._device.mark()
         with ThreadPoolExecutor(_THREADS, "tba-update", self._device.bind_thread) as pool:
             jobs = {
-                group: pool.submit(self._update, group, resident[group], options, after) for group in mine
+                group: pool.submit(self._update, group, resident, options, after)
+                for group, resident in [(group, self._resident(group)) for group in mine]
             }
             try:
                 yield rest
                 ended, done = self._device.mark(), [job.result() for job in jobs.values()]
             finally:
-                self._end(jobs)
+                pool.shutdown(cancel_futures=True)
+                for group, job in jobs.items():
+                    if not job.cancelled() and job.exception() is None:
+                        self._entries.take(group, job.result().bound, job.result().left)
         if done:
             seconds = max(each.ended for each in done) - min(each.began for each in done)
             self._last = (began, ended), (on_device, on_host), seconds
@@ -147,7 +147,7 @@ class HostLane:
     def _chosen(self, groups: Sequence[SubGroup]) -> list[SubGroup]:
         """Take over the sub-groups that the processor updates now, and give up the others."""
         updated = set(groups)
-        able = [group for group in self._groups.spread if group in updated and _can_be_copied(group)]
+        able = [group for group in self._groups.spread if group in updated and self._is_able(group)]
         able.sort(key=lambda group: group not in self._states)  # what it has stays as far as it may
         chosen = set(able[: self._rates.count([group.nbytes for group in able], len(self._states))])
         self.give_up(updated - chosen)
@@ -157,14 +157,27 @@ class HostLane:
             group.home.release()
         return [group for group in groups if group in chosen]
 
+    def _is_able(self, group: SubGroup) -> bool:
+        """Whether the processor can update all parameters of a sub-group, and their states are there."""
+        moving = [each for each in group.parameters if each.grad is not None]
+        has_states = any(place.key != MASTER for place in group.places) and all(
+            map(self._entries.shown, moving)
+        )
+        return has_states and all(map(_is_plain, moving))
+
     # ---- the way of one sub-group ------------------------------------------------------------------
+
+    def _resident(self, group: SubGroup) -> States:
+        """Return the states that do not travel, of the parameters of a sub-group that are updated."""
+        moving = [each for each in group.parameters if each.grad is not None]
+        return {each: self._entries.resident(group, each) for each in moving}
 
     def _update(self, group: SubGroup, resident: States, options: Mapping[str, Any], after: Event) -> _Done:
         """Update a sub-group: read its states, copy gradients here, update, copy parameters back, write.
 
         Args:
             group: The sub-group.
-            resident: States of its parameters that do not travel.
+            resident: States that do not travel, of its parameters that have gradients.
             options: Further arguments of the optimizer's ``step``.
             after: The device has made the gradients when this point is reached.
         """
@@ -174,11 +187,10 @@ class HostLane:
             after.synchronize()
             began = time.perf_counter()
             with self._device.on_side_stream():  # another one would wait for all that the device has to do
-                before = {each: _on_host(resident[each]) | bound.get(each, {}) for each in group.parameters}
-                moving = [each for each in group.parameters if each.grad is not None]
+                before = {each: _on_host(entry) | bound.get(each, {}) for each, entry in resident.items()}
                 likes: list[Any] = [
-                    *(self._groups.model_part(group, each) for each in moving),
-                    *(group.cut(each.grad) for each in moving),
+                    *(self._groups.model_part(group, each) for each in resident),
+                    *(group.cut(each.grad) for each in resident),
                 ]
                 starts, end = side_by_side(like.nbytes for like in likes)
                 desk = self._device.host_memory(end) if end > desk.numel() else desk
@@ -186,30 +198,31 @@ class HostLane:
                 both = [*zip(likes, copies, strict=True)]
                 parts = [
                     _Part(parameter, *model, *gradient, before[parameter].get(MASTER, model[1]))
-                    for parameter, model, gradient in zip(moving, both, both[len(moving) :], strict=False)
+                    for parameter, model, gradient in zip(resident, both, both[len(resident) :], strict=False)
                 ]
                 for part in parts:
                     part.gradient_copy.copy_(part.gradient, non_blocking=True)
                     if part.tensor is part.copy:
                         part.copy.copy_(part.model, non_blocking=True)
             with self._computing:  # one update at a time has all cores
-                left = before | self._run(group.number, parts, before, options)
-            is_as_before = not have_moved(bound, left) and all(
-                entry.keys() == before[each].keys() for each, entry in left.items()
-            )
+                left = self._run(group.number, parts, before, options)
+            if have_moved(bound, left):
+                raise UnsupportedError(
+                    f"{type(self._optimizer).__name__} makes or drops states in host memory. Load a "
+                    "checkpoint, and keep states.update at device"
+                )
             with self._device.on_side_stream():
                 for part in parts:
                     part.model.copy_(part.copy, non_blocking=True)
-                    if "grad_scale" in vars(
-                        self._optimizer
-                    ):  # a fused kernel divides gradients by it, in place
+                    if hasattr(self._optimizer, "grad_scale"):  # by which a fused kernel has divided
                         part.gradient.copy_(part.gradient_copy, non_blocking=True)
-                for parameter, entry in left.items():
-                    for key in entry.keys() - (bound.get(parameter, {}).keys() if is_as_before else ()):
-                        entry[key] = _put_back(entry[key], resident[parameter].get(key))
+                for parameter, entry in resident.items():
+                    for key in entry.keys() & left[parameter].keys():
+                        if isinstance(entry[key], torch.Tensor):
+                            left[parameter][key] = left[parameter][key].to(entry[key].device)
         finally:
             self._desks.append(desk)
-        return _Done(bound if is_as_before else {}, left, began, time.perf_counter())
+        return _Done(bound, left, began, time.perf_counter())
 
     def _run(self, number: int, parts: Sequence[_Part], before: States, options: Mapping[str, Any]) -> States:
         """Run the optimizer's code, and return the states that it has left."""
@@ -231,24 +244,6 @@ class HostLane:
                 left[part.parameter][MASTER] = part.tensor
                 part.copy.copy_(part.tensor)
         return left
-
-    def _end(self, jobs: Mapping[SubGroup, Future[_Done]]) -> None:
-        """Let no job begin any more, wait for those that run, and show what they have left."""
-        for job in jobs.values():
-            job.cancel()
-        wait(jobs.values())
-        for group, job in jobs.items():
-            if job.cancelled() or job.exception() is not None:
-                continue
-            done = job.result()
-            if not done.bound:  # there are others now, which come to the device, on the stream that uses them
-                for parameter, entry in done.left.items():
-                    large = {
-                        key: each for key, each in entry.items() if torch.is_tensor(each) and each.numel() > 1
-                    }
-                    entry.update({key: each.to(parameter.device) for key, each in large.items()})
-                del self._states[group]
-            self._entries.take(group, done.bound, done.left)
 
 
 class _Done(NamedTuple):
@@ -275,14 +270,13 @@ class _HostTwin(Twin):
     """The update of an optimizer over tensors in host memory.
 
     Where the optimizer leaves the implementation to PyTorch, the fused one is taken if there is one: the loop
-    that PyTorch chooses for tensors of a CPU goes through memory some ten times. It takes no parameters of
-    which some have states and others are about to get theirs.
+    that PyTorch chooses for tensors of a CPU goes through memory some ten times.
     """
 
-    def _settings(self, number: int, entries: Mapping[torch.Tensor, Entry]) -> dict[str, Any]:
-        settings = _on_host(super()._settings(number, entries))
+    def _settings(self, number: int) -> dict[str, Any]:
+        settings = _on_host(super()._settings(number))
         if "fused" in settings and settings["fused"] is None and settings.get("foreach") is None:
-            settings["fused"] = all(entries.values()) or None
+            settings["fused"] = True
         return settings
 
     def _own_attributes(self) -> dict[str, Any]:
@@ -344,18 +338,14 @@ class _Rates:
 # ------------------------------------------------------------------------------------------------
 
 
-def _can_be_copied(group: SubGroup) -> bool:
-    """Whether a sub-group has states, and the processor can update all of its parameters."""
-    return any(place.key != MASTER for place in group.places) and all(map(_is_plain, group.parameters))
-
-
 def _is_plain(parameter: torch.Tensor) -> bool:
     """Whether a parameter and its gradient are plain tensors of real numbers, which fused kernels need."""
     kind, gradient = type(parameter.data), parameter.grad
     return (
         (kind is AwayMaster or (kind is torch.Tensor and is_dense(parameter)))
         and parameter.is_floating_point()
-        and (gradient is None or (type(gradient) is torch.Tensor and gradient.layout == torch.strided))
+        and type(gradient) is torch.Tensor
+        and gradient.layout == torch.strided
     )
 
 
@@ -375,10 +365,3 @@ def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
         return value.to("cpu") if is_data else value
 
     return {name: moved(value) for name, value in values.items()}
-
-
-def _put_back(value: Any, before: Any) -> Any:
-    """Return a state where it lay before; a copy of one that lies in the bytes of a slot, or is new."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.clone() if before is None else value.to(before.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
 
@@ -62,7 +62,7 @@ class Twin:
             options: Further arguments of the optimizer's ``step``.
         """
         twin: Any = object.__new__(self.kind)
-        group = _Loan(self._settings(number, entries) | {"params": list(entries)}, {})
+        group = _Loan(self._settings(number) | {"params": list(entries)}, {})
         states: defaultdict[Any, Any] = defaultdict(dict)
         states.update({tensor: entry for tensor, entry in entries.items() if entry})
         own = self._own_attributes() | {"param_groups": [group.taken], "state": states}
@@ -85,11 +85,7 @@ class Twin:
                 "once, so it cannot be updated in parts. Load a checkpoint, and do not offload its states"
             )
 
-    def _settings(
-        self,
-        number: int,
-        entries: Mapping[torch.Tensor, Entry],  # noqa: ARG002 - a choice may depend on them
-    ) -> dict[str, Any]:
+    def _settings(self, number: int) -> dict[str, Any]:
         """Return what the twin's parameter group says."""
         return self._optimizer.param_groups[number]
 
@@ -124,25 +120,25 @@ class _Loan:
     """
 
     def __init__(self, values: Mapping[str, Any], taken: dict[str, Any]) -> None:
-        self._given = dict(values)
         with torch.inference_mode(mode=False):  # whose tensors do not tell that they are changed
-            self._copies = {
-                name: value.detach().clone()
-                for name, value in values.items()
-                if type(value) is torch.Tensor and value.numel() == 1
+            self._given = {
+                name: value.detach().clone() if _is_number(value) else value for name, value in values.items()
             }
         self.taken = taken
-        taken.update({**values, **self._copies})
+        taken.update(self._given)
 
     def give_back(self, own: dict[str, Any]) -> None:
         """Change the optimizer's own values where the twin has; others may have been changed meanwhile."""
         for name, value in self.taken.items():
-            copy = self._copies.get(name)
-            if copy is not None and value is copy:
-                if copy._version:
-                    self._given[name].copy_(copy)  # others may hold it, as schedulers do
-            elif name not in _APART and value is not self._given.get(name, _APART):
-                own[name] = value
+            if value is not self._given.get(name, _APART):
+                if name not in _APART:
+                    own[name] = value
+            elif _is_number(value) and value._version:
+                own[name].copy_(value)  # others may hold it, as schedulers do
+
+
+def _is_number(value: object) -> TypeGuard[torch.Tensor]:
+    return type(value) is torch.Tensor and value.numel() == 1
 
 
 # ---- the optimizer's step --------------------------------------------------------------------------

@@ -141,34 +141,6 @@ def test_checkpoints_and_settings_hold_for_both_lanes(tmp_path: Path) -> None:
         assert_same(found, expected)
 
 
-class Growing(optim.SGD):
-    """Has a further state from the third update on."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    entry = self.state[each]
-                    entry["updates"] = entry.get("updates", 0) + 1
-                    if entry["updates"] > 2 and "slow" not in entry:
-                        entry["slow"] = torch.zeros_like(each)
-                    if "slow" in entry:
-                        entry["slow"] = entry["slow"] * 0.5 + each.detach()
-
-
-Growing.__module__ = "torch.optim.growing"
-
-
-def test_an_update_that_makes_further_states(tmp_path: Path) -> None:
-    found, expected = pair(lambda parameters: Growing(parameters, lr=1e-3, momentum=0.9))
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")) as states:
-        train(found, expected, *range(6))
-        assert_same(found, expected)
-        assert states.records[-1].on_host
-    assert_same(found, expected)
-
-
 class Many(Given):
     """Enough matrices and vectors for several sub-groups."""
 
