@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tba_offload.device.peers import has_peers
 from tba_offload.errors import UnsupportedError
@@ -123,9 +124,7 @@ def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:
     """Where an optimizer has others of its parameters, as ZeroRedundancyOptimizer; ``None`` if nowhere."""
     own = set(parameters_of(optimizer))
     for attribute, value in vars(optimizer).items():
-        values = value.values() if isinstance(value, dict) else value
-        others = values if isinstance(value, (dict, list, tuple)) else [value]
-        for other in others:
+        for other in tree_leaves(value, lambda each: isinstance(each, torch.optim.Optimizer)):
             if isinstance(other, torch.optim.Optimizer) and not own.isdisjoint(parameters_of(other)):
                 return attribute
     return None
