@@ -19,6 +19,7 @@ from tba_offload.layers.graph import not_traced
 from tba_offload.recompute.digest import digest
 from tba_offload.states.away import FreedGradient
 from tba_offload.states.parameters import in_place_of, local, parameters_of
+from tba_offload.states.updates import Updates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from tba_offload.states.groups import SubGroup
-    from tba_offload.states.updates import StatesRecord, Updates
+    from tba_offload.states.updates import StatesRecord
 
 _CLOSELY = 3
 """First steps in which all bytes of parameters are compared, as in those whose number is a power of two."""
@@ -36,40 +37,44 @@ _HALFWAY = "backward ended halfway through its updates. Load a checkpoint of the
 logger = logging.getLogger(__name__)
 
 
-class BackwardUpdates:
+class BackwardUpdates(Updates):
     """Updates the parameters of one optimizer in the last backward pass before each of its steps.
 
     Args:
-        updates: Those of the optimizer.
-        micro_batches: Backward passes between two steps.
+        arguments: As for :class:`Updates`.
     """
 
-    def __init__(self, updates: Updates, micro_batches: int) -> None:
-        self._optimizer = updates.optimizer
-        self._updates = updates
-        self._micro_batches = micro_batches
-        self._device = updates.homes.device
-        self._last = self._device.event()
+    _is_early = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._last = self.homes.device.event()
         self._handles: dict[torch.Tensor, RemovableHandle] = {}
         self._references: dict[torch.Tensor, int] = {}
         self._freed: dict[torch.Tensor, torch.Tensor] = {}
         self._steps = 0
         self._task: int | None = None
-        self.forget()
+        self._forget()
         logger.warning(
             "states.when: backward: parameters have their new values when backward() returns; what reads "
             "them before optimizer.step() reads those"
         )
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Forget what was updated since the last step: a checkpoint was loaded, or the step came."""
         self._passes = 0
         self._is_updating = False
-        self._record: StatesRecord | None = None
+        self._made: StatesRecord | None = None
+
+    def loaded(self) -> None:
+        """Take a checkpoint that was loaded, and forget what backward has done."""
+        self._forget()
+        super().loaded()
 
     def follow(self) -> None:
-        """Put hooks on the parameters that the optimizer trains now, and take them off others."""
-        wanted = {each for each in parameters_of(self._optimizer) if each.is_leaf and each.requires_grad}
+        """Follow what was done to the optimizer, and have hooks on the parameters that it trains now."""
+        super().follow()
+        wanted = {each for each in parameters_of(self.optimizer) if each.is_leaf and each.requires_grad}
         for parameter in self._handles.keys() - wanted:
             self._handles.pop(parameter).remove()
         for parameter in wanted - self._handles.keys():
@@ -81,7 +86,7 @@ class BackwardUpdates:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        if self._record is not None:
+        if self._made is not None:
             logger.warning("parameters are updated by a backward pass that no optimizer.step() has followed")
 
     # ---- backward --------------------------------------------------------------------------------
@@ -93,7 +98,8 @@ class BackwardUpdates:
             self._task = task
             self._begin_pass()
         if self._open:
-            self._updates.prefetch()
+            with self._guarded():
+                self._read_ahead()
             self._note_later_use(parameter)
         holding = [group for group, missing in self._open.items() if parameter in missing]
         for group in holding:  # several, if they have slices of it
@@ -102,11 +108,12 @@ class BackwardUpdates:
                 continue  # the latter are updated at the end
             self._is_updating = True
             self._done.append(group)
-            self._updates.update_in_backward(group)
+            with self._guarded():
+                self.update(group, {})
             del self._open[group]
-        self._updates.entries.show_slices()
+        self.entries.show_slices()
         self._free(each for group in holding if group not in self._open for each in group.parameters)
-        self._last = self._device.event()
+        self._last = self.homes.device.event()
 
     def _wait(self) -> None:
         """Have the work that follows come after that of the hook before, whatever their streams.
@@ -114,7 +121,7 @@ class BackwardUpdates:
         Hooks of autograd are called on the stream that made a gradient, FSDP2's on the one that reduced it;
         an optimizer's step has another.
         """
-        self._last.wait(self._device.stream())  # without it, that of the current device
+        self._last.wait(self.homes.device.stream())  # without it, that of the current device
 
     def _begin_pass(self) -> None:
         """Count a backward pass, and let updates begin if it is the last before the step.
@@ -125,16 +132,17 @@ class BackwardUpdates:
         if self._is_updating:
             raise SessionError(
                 "another backward pass came after that which updated the parameters, before step(): "
-                f"states.micro_batches is {self._micro_batches}. Set it to the number of passes in a "
+                f"states.micro_batches is {self.micro_batches}. Set it to the number of passes in a "
                 "step, set use_reentrant=False for torch's checkpoints, or set states.when to step"
-                if self._record is not None
+                if self._made is not None
                 else _HALFWAY
             )
         self._passes += 1
         self._done: list[SubGroup] = []
         self._open: dict[SubGroup, set[torch.Tensor]] = {}
-        if self._passes < self._micro_batches:
-            self._updates.prefetch()
+        if self._passes < self.micro_batches:
+            with self._guarded():
+                self._read_ahead()
             return
         at_the_end = torch.autograd.Variable._execution_engine.queue_callback
         at_the_end(partial(at_the_end, self._pass_ends))  # after what FSDP2 does there
@@ -142,10 +150,8 @@ class BackwardUpdates:
         self._read_later: set[torch.Tensor] = set()
         self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         if not self._keeps_graph:  # else it reads parameters again, so that all are updated at the end
-            self._updates.follow()
-            self._open = {
-                group: self._handles.keys() & set(group.parameters) for group in self._updates.groups
-            }
+            self.follow()
+            self._open = {group: self._handles.keys() & set(group.parameters) for group in self.groups}
 
     def _note_later_use(self, parameter: torch.Tensor) -> None:
         """Note whether something else holds the memory of a parameter, as a later node of the graph.
@@ -161,7 +167,7 @@ class BackwardUpdates:
     def _free(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
-                name = f"the gradient of {self._updates.groups.name_of(parameter)}"
+                name = f"the gradient of {self.groups.name_of(parameter)}"
                 freed = in_place_of(parameter.grad, partial(FreedGradient.like, name=name))
                 parameter.grad = self._freed[parameter] = freed
 
@@ -169,64 +175,66 @@ class BackwardUpdates:
         """Update what was not updated yet: parameters without states, and those of incomplete sub-groups."""
         self._wait()
         self._is_updating, self._open = True, {}
-        record = self._updates.step({}, done=self._done)
-        self._free(each for each in parameters_of(self._optimizer) if each not in self._freed)
+        self._made = self._make({}, done=self._done)
+        self._free(each for each in parameters_of(self.optimizer) if each not in self._freed)
         for each in () if self._keeps_graph else self._freed:
             self._references.setdefault(each, _references_to(each))
         self._steps += 1
         self._settings, self._values = self._settings_now(), self._values_now()
-        self._record = record
-        self._last = self._device.event()
+        self._last = self.homes.device.event()
 
     # ---- the step --------------------------------------------------------------------------------
 
-    def zero_grad(self, *_: object, **__: object) -> None:
+    def clearing(self) -> None:
         """Count passes anew: gradients that are cleared before they were used go into no update."""
         if not self._is_updating:
             self._passes = 0
 
-    def step_begins(self, options: Mapping[str, Any]) -> StatesRecord | None:
-        """Return the record of the update that backward made; None if ``step`` has to make it.
+    def step(self, options: Mapping[str, Any]) -> StatesRecord:
+        """Return the record of the update that backward made.
 
-        That is so where a step has fewer passes than others, as the last of an epoch may.
+        A step that has fewer passes than others, as the last of an epoch may, is updated as a whole here.
 
         Args:
             options: Arguments of the step.
 
         Raises:
             SessionError: A plain step would have used something else than what backward used.
+            TransferError: States cannot be read.
         """
-        record, parameters = self._record, parameters_of(self._optimizer)
-        if record is None and self._is_updating:
+        made, parameters = self._made, parameters_of(self.optimizer)
+        if made is None and self._is_updating:
             raise SessionError(_HALFWAY)
-        if record is None and any(type(local(each.grad)) is FreedGradient for each in parameters):
+        if made is None and any(type(local(each.grad)) is FreedGradient for each in parameters):
             raise SessionError(
                 "optimizer.step() came without a backward pass since the last one. Call it once after "
                 "backward(), or set states.when to step"
             )
         self._wait()
-        what = None if record is None else self._what_differs(options)
-        self._last = self._device.event()
+        what = None if made is None else self._what_differs(options)
+        self._last = self.homes.device.event()
         if what is not None:
             raise SessionError(
                 f"another {what} came after backward(), which has updated the parameters. Change it after "
                 "optimizer.step(), or set states.when to step"
             )
-        self.forget()
-        return record
+        self._forget()
+        made = made or super().step(options)
+        self.follow()
+        return made
 
     def _what_differs(self, options: Mapping[str, Any]) -> str | None:
-        if any(each.grad is not self._freed.get(each) for each in parameters_of(self._optimizer)):
+        if any(each.grad is not self._freed.get(each) for each in parameters_of(self.optimizer)):
             return "gradient, or none,"
         if any(options.values()) or self._settings != self._settings_now():
             return "setting of the optimizer"
-        if not self._updates.is_current:
+        if not all(map(self.entries.is_current, self.groups)):
             return "state of the optimizer"
         return None if self._values == self._values_now() else "value of a parameter"
 
     def _settings_now(self) -> str:
         """Return the settings of all parameter groups as text, numbers in tensors among them."""
-        groups = [group.items() for group in self._optimizer.param_groups]
+        groups = [group.items() for group in self.optimizer.param_groups]
         settings = [(key, each) for group in groups for key, each in group if not key.startswith("param")]
         return repr([(key, each.tolist() if torch.is_tensor(each) else each) for key, each in settings])
 

@@ -110,11 +110,12 @@ class HostLane:
         rest = [group for group in groups if group not in self._states]
         on_device, on_host = (sum(group.nbytes for group in some) for some in (rest, mine))
         self.updated, self.predicted_seconds = len(mine), self._rates.seconds(on_device, on_host)
-        after, began = self._device.event(), self._device.mark()
+        resident = [self._resident(group) for group in mine]
+        after, began = self._device.event(), self._device.mark()  # the device has made gradients and copies
         with ThreadPoolExecutor(_THREADS, "tba-update", self._device.bind_thread) as pool:
             jobs = {
-                group: pool.submit(self._update, group, resident, options, after)
-                for group, resident in [(group, self._resident(group)) for group in mine]
+                group: pool.submit(self._update, group, entries, options, after)
+                for group, entries in zip(mine, resident, strict=True)
             }
             try:
                 yield rest
@@ -179,7 +180,7 @@ class HostLane:
             group: The sub-group.
             resident: States that do not travel, of its parameters that have gradients.
             options: Further arguments of the optimizer's ``step``.
-            after: The device has made the gradients when this point is reached.
+            after: The device has made these and the gradients when this point is reached.
         """
         desk = self._desks.pop()
         try:

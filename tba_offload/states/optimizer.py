@@ -63,20 +63,15 @@ class OptimizerStates:
         self._updated = updated
         self._is_open = True
         self._takeover = Takeover(optimizer)
-        self._updates = Updates(
-            optimizer, self._takeover.kind, config, store, _names_in(modules), masters or {}
-        )
-        self._backward: BackwardUpdates | None = None
-        if config.states is not None and config.states.when == "backward":
-            self._backward = BackwardUpdates(self._updates, config.states.micro_batches)
+        is_early = config.states is not None and config.states.when == "backward"
+        made = BackwardUpdates if is_early else Updates
+        names = _names_in(modules)
+        self._updates = made(optimizer, self._takeover.kind, config, store, names, masters or {})
         self._set_bytes = 0
         try:
             self._updates.follow()
-            if self._backward is not None:
-                self._backward.follow()
         except BaseException:  # no room, or an interrupt: the optimizer is to go on without this
-            if self._backward is not None:
-                self._backward.close()
+            self._updates.close()
             self._updates.restore()
             raise
         self._handles: list[RemovableHandle] = [
@@ -85,7 +80,7 @@ class OptimizerStates:
             optimizer.register_load_state_dict_pre_hook(_hold_back),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded(), prepend=True),
         ]
-        self._takeover.begin(self._step, None if self._backward is None else self._backward.zero_grad)
+        self._takeover.begin(self._step, self._updates.clearing)
 
     def read(self, parameter: torch.Tensor, *, master: bool = False) -> dict[str, Any]:
         """Return the states of a parameter, those that are away as copies in host memory.
@@ -209,8 +204,7 @@ class OptimizerStates:
 
     def _end(self) -> None:
         self._is_open = False
-        if self._backward is not None:
-            self._backward.close()
+        self._updates.close()
         for handle in self._handles:
             handle.remove()
         self._takeover.end()
@@ -221,10 +215,7 @@ class OptimizerStates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        done = None if self._backward is None else self._backward.step_begins(options)
-        record = self._updates.step(options) if done is None else done
-        if self._backward is not None:
-            self._backward.follow()
+        record = self._updates.step(options)
         self.records.append(record)
         if self._updated is not None:
             self._updated(record)
@@ -233,9 +224,6 @@ class OptimizerStates:
     def _loaded(self) -> None:
         self._store.resume()  # a drive that has failed may have been seen to
         self._updates.loaded()
-        if self._backward is not None:
-            self._backward.forget()
-            self._backward.follow()
 
     def __enter__(self) -> Self:
         return self

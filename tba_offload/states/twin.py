@@ -145,7 +145,7 @@ def _is_number(value: object) -> TypeGuard[torch.Tensor]:
 
 _taken: dict[Kind, Kind] = {}
 
-_STEP, _ZERO_GRAD = "_tba_offload_step", "_tba_offload_zero_grad"
+_STEP, _CLEARING = "_tba_offload_step", "_tba_offload_clearing"
 """Attributes of an optimizer that hold what its methods call, so that this lives as long as it."""
 
 
@@ -172,20 +172,20 @@ class Takeover:
                 "states first, and replace it afterwards"
             )
 
-    def begin(self, step: Step, zero_grad: Step | None = None) -> None:
+    def begin(self, step: Step, clearing: Step) -> None:
         """Have ``optimizer.step(closure, **options)`` call ``step(closure, options)`` from now on.
 
         Args:
             step: The function.
-            zero_grad: Called before gradients are cleared, with the arguments of that.
+            clearing: Called before gradients are cleared.
         """
         vars(self._optimizer).pop("step", None)
-        vars(self._optimizer).update({_STEP: step, _ZERO_GRAD: zero_grad})
+        vars(self._optimizer).update({_STEP: step, _CLEARING: clearing})
         self._optimizer.__class__ = _class_for(self.kind)
 
     def end(self) -> None:
         """Give the optimizer its own class and step back."""
-        for name in (_STEP, _ZERO_GRAD):
+        for name in (_STEP, _CLEARING):
             vars(self._optimizer).pop(name, None)
         self._optimizer.__class__ = self.kind
         if self._instance_step is not None:
@@ -225,8 +225,7 @@ def _clearing(kind: Kind) -> Step:
 
     @functools.wraps(kind.zero_grad)
     def zero_grad(self: torch.optim.Optimizer, *arguments: Any, **options: Any) -> None:
-        if (first := vars(self)[_ZERO_GRAD]) is not None:
-            first(*arguments, **options)
+        vars(self)[_CLEARING]()
         kind.zero_grad(self, *arguments, **options)
 
     return zero_grad

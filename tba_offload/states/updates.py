@@ -44,6 +44,9 @@ class Updates:
         masters: The master copies among its parameters, and what they are copies of.
     """
 
+    _is_early = False
+    """Whether sub-groups are updated before the step."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -59,8 +62,8 @@ class Updates:
         travelling = masters if states.masters == "offload" else {}
         most = states.sub_group_on(device.torch_device.type)
         self.groups = Groups(optimizer, self.homes, travelling, names, most)
-        self._in_backward = states.when == "backward"
-        self.order = Order(turns=is_known(optimizer) and not self._in_backward)
+        self.micro_batches = states.micro_batches
+        self.order = Order(turns=is_known(optimizer) and not self._is_early)
         self.entries = Entries(self.groups, self.order.next_use)
         self._twin = Twin(optimizer, kind)
         self._host = HostLane(self, kind, states.update)
@@ -95,22 +98,25 @@ class Updates:
             entries.take(group, bound, left)
         self._twin.check_rest()
         self._read_ahead()
-        if self._in_backward or not slots.have(self.order.upcoming()):  # others need its slot
+        if self._is_early or not slots.have(self.order.upcoming()):  # others need its slot
             slots.write(group)
         self._record.sub_groups += 1
 
-    def step(self, options: Mapping[str, Any], done: Sequence[SubGroup] = ()) -> StatesRecord:
+    def step(self, options: Mapping[str, Any]) -> StatesRecord:
         """Update all parameters that have gradients.
 
         Args:
             options: Further arguments of the optimizer's ``step``.
-            done: Sub-groups that were updated in backward.
 
         Raises:
             SessionError: An update before this one failed halfway.
             TransferError: States cannot be read. The parameters of some sub-groups are updated, as after an
                 error inside any optimizer.
         """
+        return self._make(options)
+
+    def _make(self, options: Mapping[str, Any], done: Sequence[SubGroup] = ()) -> StatesRecord:
+        """Update all parameters that have gradients, but for sub-groups that are updated already."""
         with self._guarded():
             self.follow()
             try:
@@ -138,20 +144,6 @@ class Updates:
             for number in set(range(len(self.optimizer.param_groups))) - self._twin.ran_for:
                 self._twin.run(number, {}, options)
         self.order.end()
-
-    def update_in_backward(self, group: SubGroup) -> None:
-        """Update one sub-group before the step.
-
-        Raises:
-            TransferError: States cannot be read; this sub-group is not updated.
-        """
-        with self._guarded():
-            self.update(group, {})
-
-    def prefetch(self) -> None:
-        """Begin to read what is updated next, as far as there are slots for it."""
-        with self._guarded():
-            self._read_ahead()
 
     def _read_ahead(self) -> None:
         slots = self.entries.slots
@@ -183,11 +175,6 @@ class Updates:
             record.written_bytes += homes.written_bytes - written
 
     # ---- between updates -------------------------------------------------------------------------
-
-    @property
-    def is_current(self) -> bool:
-        """Whether ``optimizer.state`` shows what is away, and nothing that others have put there."""
-        return all(map(self.entries.is_current, self.groups))
 
     def follow(self) -> None:
         """Follow what was done to the optimizer since the last update: parameters and states may be others.
@@ -223,6 +210,12 @@ class Updates:
                 if not (self.entries.shows_any(group) or self.entries.slots.stays(group)):
                     self.entries.slots.drop(group)
             self.follow()
+
+    def clearing(self) -> None:
+        """Note that gradients are about to be cleared."""
+
+    def close(self) -> None:
+        """Have nothing called by hooks any more."""
 
     def arrange(self, travelling: int) -> None:
         """Have the first sub-groups of :attr:`Groups.spread` travel, and the others stay in memory.
