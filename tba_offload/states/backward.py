@@ -18,7 +18,7 @@ from tba_offload.errors import SessionError
 from tba_offload.layers.graph import not_traced
 from tba_offload.recompute.digest import digest
 from tba_offload.states.away import FreedGradient
-from tba_offload.states.parameters import in_place_of, local, parameters_of
+from tba_offload.states.parameters import distributed, local, parameters_of, spec_of
 from tba_offload.states.updates import Updates
 
 if TYPE_CHECKING:
@@ -168,8 +168,8 @@ class BackwardUpdates(Updates):
         for parameter in parameters:
             if parameter.grad is not None:
                 name = f"the gradient of {self.groups.name_of(parameter)}"
-                freed = in_place_of(parameter.grad, partial(FreedGradient.like, name=name))
-                parameter.grad = self._freed[parameter] = freed
+                freed = FreedGradient.like(local(parameter.grad), name)
+                parameter.grad = self._freed[parameter] = distributed(freed, spec_of(parameter.grad))
 
     def _pass_ends(self) -> None:
         """Update what was not updated yet: parameters without states, and those of incomplete sub-groups."""

@@ -9,7 +9,7 @@ import torch
 
 from tba_offload.states.away import AwayMaster, AwayTensor, is_away, stands_for
 from tba_offload.states.groups import MASTER, Incoming
-from tba_offload.states.parameters import local, travels
+from tba_offload.states.parameters import distributed, local, travels
 from tba_offload.states.slots import Slots
 
 if TYPE_CHECKING:
@@ -52,6 +52,18 @@ class Entries:
         entry = self.shown(parameter)
         found = {key: value for key, value in entry.items() if not isinstance(value, AwayTensor)}
         return found if group.part is None else {key: _copy(value) for key, value in found.items()}
+
+    def bound(self, group: SubGroup) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the states of a sub-group that travel as views of its slot, for the caller to change.
+
+        Raises:
+            TransferError: They cannot be read.
+        """
+        if not group.places:
+            return {}
+        slot = self.slots.load(group)
+        self.slots.hold(group, slot)
+        return group.views(slot.lend())
 
     def take(self, group: SubGroup, bound: Bound, left: Left) -> None:
         """Take the states that an update left, and show them; those of slices with :meth:`show_slices`.
@@ -101,14 +113,9 @@ class Entries:
 
     # ---- between updates -------------------------------------------------------------------------
 
-    def check_owner(self, parameter: torch.Tensor) -> None:
-        """Check that no program has given a parameter what stands for a state of another one.
-
-        Raises:
-            StatesAwayError: One has; nothing was changed.
-        """
-        entry = self.shown(parameter)
-        for key, value in entry.items():
+    def _check_owner(self, parameter: torch.Tensor) -> None:
+        """Check that no program has given a parameter what stands for a state of another one."""
+        for key, value in self.shown(parameter).items():
             if type(value) is AwayTensor and not stands_for(value, parameter, key):
                 raise value.refused(
                     f"it was given to {self._groups.name_of(parameter)} as {key!r}. give it back, or put a "
@@ -135,6 +142,7 @@ class Entries:
             groups: Sub-groups, with all slices of each parameter.
 
         Raises:
+            StatesAwayError: A program has given what stands for a state to another parameter.
             TransferError: States that are still away cannot be read.
         """
         self._copies.clear()
@@ -144,12 +152,14 @@ class Entries:
         self.show_slices()  # only now: each slice takes its part of the same tensors
 
     def _absorb(self, group: SubGroup) -> None:
+        for parameter in group.parameters:
+            self._check_owner(parameter)
         entries = {
             each: {key: _arrived(group, each, value) for key, value in self._groups.states_of(each).items()}
             for each in group.parameters
         }
         away = [(each, key) for each, entry in entries.items() for key in entry if is_away(entry[key])]
-        bound = group.views(self.slots.load(group).lend()) if away and group.places else {}
+        bound = self.bound(group) if away else {}
         for parameter, key in away:
             if key not in bound.get(parameter, {}):
                 raise entries[parameter][key].refused("it was put back when it was there no more")
@@ -182,7 +192,7 @@ class Entries:
             StatesAwayError: A state of another parameter was put there.
             TransferError: They cannot be read.
         """
-        self.check_owner(parameter)
+        self._check_owner(parameter)
         entry = self._groups.states_of(parameter)
         if any(map(is_away, entry.values())):
             if parameter not in self._copies:  # others of its sub-group are likely to be asked for next
@@ -301,7 +311,8 @@ def _memory(group: SubGroup, place: Place, device: torch.device | None) -> torch
     device = device or local(parameter).device
     if group.part is not None:
         return torch.empty(parameter.shape, dtype=place.dtype, device=device)
-    return place.wrapped(torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=device))
+    empty = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=device)
+    return distributed(empty, place.spec)
 
 
 def _copy(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,15 @@ from tba_offload.device.ranges import CACHE_LINE
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import AwayMaster, is_away
 from tba_offload.states.home import Home
-from tba_offload.states.parameters import can_be_cut, gathered, local, parameters_of, travels, wrap_of
+from tba_offload.states.parameters import (
+    can_be_cut,
+    distributed,
+    gathered,
+    local,
+    parameters_of,
+    spec_of,
+    travels,
+)
 from tba_offload.store.extents import BLOCK, round_up
 
 if TYPE_CHECKING:
@@ -21,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from tba_offload.states.home import Homes
-    from tba_offload.states.parameters import Wrap
 
     States = Mapping[torch.Tensor, Mapping[str, Any]]
 
@@ -62,7 +68,7 @@ class Place:
         size: Of the state; 1-D for a slice.
         stride: Likewise, elements.
         dtype: Likewise.
-        wrap: Makes the state of its bytes, where that is a distributed tensor.
+        spec: How a distributed tensor is spread, whose part on this rank the state is; else ``None``.
     """
 
     parameter: torch.Tensor
@@ -71,21 +77,12 @@ class Place:
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    wrap: Wrap | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state."""
-        return self.size.numel() * self.dtype.itemsize
+    spec: Any
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of the state in those of its sub-group, with its size and data type."""
-        part = flat[self.start : self.start + self.nbytes].view(self.dtype)
-        return part.as_strided(self.size, self.stride)
-
-    def wrapped(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the state whose local bytes these are."""
-        return value if self.wrap is None else self.wrap(value)
+        """Return the state in the bytes of its sub-group, of a distributed tensor the part on this rank."""
+        end = self.start + self.size.numel() * self.dtype.itemsize
+        return flat[self.start : end].view(self.dtype).as_strided(self.size, self.stride)
 
 
 class SubGroup:
@@ -114,11 +111,6 @@ class SubGroup:
         self.places: tuple[Place, ...] = ()
         self.nbytes = 0
         self._keys: dict[torch.Tensor, set[str]] = {}
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether an update would change it."""
-        return any(each.grad is not None for each in self.parameters)
 
     def cut(self, value: Any) -> Any:
         """Return the slice of a tensor of its parameter's shape, 1-D; anything else is itself."""
@@ -149,7 +141,7 @@ class SubGroup:
         """Return its states as views of its bytes, parameter by parameter."""
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for place in self.places:
-            found.setdefault(place.parameter, {})[place.key] = place.wrapped(place.view(flat))
+            found.setdefault(place.parameter, {})[place.key] = distributed(place.view(flat), place.spec)
         return found
 
     def lay_out(self, states: States, bound: States) -> bool:
@@ -161,15 +153,15 @@ class SubGroup:
         """
         views = {id(value) for entry in bound.values() for value in entry.values()}
         found = [
-            (parameter, key, local(value), wrap_of(value))
+            (parameter, key, local(value), spec_of(value))
             for parameter, entry in states.items()
             for key, value in entry.items()
             if id(value) in views or travels(value, parameter)
         ]
         starts, end = side_by_side(own.nbytes for _, _, own, _ in found)
         self.places = tuple(
-            Place(parameter, key, start, own.shape, own.stride(), own.dtype, wrap)
-            for start, (parameter, key, own, wrap) in zip(starts, found, strict=True)
+            Place(parameter, key, start, own.shape, own.stride(), own.dtype, spec)
+            for start, (parameter, key, own, spec) in zip(starts, found, strict=True)
         )
         self.nbytes = round_up(end, BLOCK)
         self._keys = {}
@@ -274,9 +266,9 @@ class Groups:
         made: list[SubGroup] = []
         for number, group in enumerate(self.optimizer.param_groups):
             new = [each for each in group["params"] if each not in self._of and wanted(each)]
-            for some in gathered(new, self.most, partial(self._states_bytes, group)):
+            for some in gathered(new, self.most, self._states_bytes):
                 names = list(dict.fromkeys(self.name_of(some[at]) for at in (0, -1)))
-                for part in self._slices(group, some[0]) if len(some) == 1 else [None]:
+                for part in self._slices(some[0]) if len(some) == 1 else [None]:
                     made.append(SubGroup(number, some, Home(self.homes, " to ".join(names)), part))
                     for each in some:
                         self._of.setdefault(each, []).append(made[-1])
@@ -289,9 +281,9 @@ class Groups:
             group.home.release()
         self._all, self._of = [], {}
 
-    def _slices(self, group: Entry, parameter: torch.Tensor) -> Sequence[slice | None]:
+    def _slices(self, parameter: torch.Tensor) -> Sequence[slice | None]:
         """Return the elements that each sub-group of a parameter gets; ``[None]`` for a whole one."""
-        count, nbytes = parameter.numel(), self._states_bytes(group, parameter)
+        count, nbytes = parameter.numel(), self._states_bytes(parameter)
         step = max(self.most * count // nbytes // SLICE, 1) * SLICE
         if nbytes <= self.most or count <= step or not self._can_be_cut(parameter):
             return [None]
@@ -306,7 +298,7 @@ class Groups:
             and all(_is_cut_alike(state, parameter) for state in states)
         )
 
-    def _states_bytes(self, group: Entry, parameter: torch.Tensor) -> int:
+    def _states_bytes(self, parameter: torch.Tensor) -> int:
         """Return the bytes of what travels for a parameter, as far as they are known; at least one."""
         own: int = local(parameter).nbytes
         known: int = sum(
@@ -314,8 +306,7 @@ class Groups:
             for value in self.optimizer.state.get(parameter, {}).values()
             if isinstance(value, Incoming) or travels(value, parameter)
         )
-        expected = _STATES + bool(group.get("amsgrad") or group.get("centered"))
-        return max((known or own * expected) + own * self.is_master(parameter), 1)
+        return max((known or own * _STATES) + own * (parameter in self._copies), 1)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return a parameter's name in the model; its number, as ``state_dict`` counts, if none is known."""
@@ -324,14 +315,10 @@ class Groups:
 
     # ---- masters -----------------------------------------------------------------------------------
 
-    def is_master(self, parameter: torch.Tensor) -> bool:
-        """Return True if a parameter of the optimizer is a master that travels."""
-        return parameter in self._copies
-
     def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return what ``optimizer.state`` shows, and the master if it is one, a plain tensor unless away."""
         entry = dict(self.optimizer.state.get(parameter, {}))
-        return {**entry, MASTER: parameter.detach()} if self.is_master(parameter) else entry
+        return {**entry, MASTER: parameter.detach()} if parameter in self._copies else entry
 
     def model_part(self, group: SubGroup, parameter: torch.Tensor) -> torch.Tensor:
         """Return what an update of a sub-group changes of a parameter of the model, on this rank."""

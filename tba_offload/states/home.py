@@ -37,7 +37,6 @@ class Homes:
         store: Where bytes go.
         device: Where the optimizer updates.
         stall_limit: Seconds that a transfer is waited for; ``None`` for no limit.
-        padded: Whether memory that is read into has room for whole blocks around the bytes.
 
     Attributes:
         read_bytes: Bytes whose reads have begun.
@@ -46,13 +45,10 @@ class Homes:
         waits: Begin and end of each wait; who wants them sets a longer one.
     """
 
-    def __init__(
-        self, store: ActivationStore, device: Device, stall_limit: float | None, *, padded: bool = True
-    ) -> None:
+    def __init__(self, store: ActivationStore, device: Device, stall_limit: float | None) -> None:
         self.store = store
         self.device = device
         self.stall_limit = stall_limit
-        self.padded = padded
         self.part_bytes = HOST_PART if store.kind == HostStore.kind else PART
         self.read_bytes = self.written_bytes = 0
         self.waited = 0.0
@@ -154,7 +150,7 @@ class Home:
         homes.read_bytes += memory.nbytes
         after = after or homes.device.event()
         orders = [(extent, part, after) for extent, part in self._parts(memory)]
-        return homes.store.read_many(orders, padded=homes.padded)
+        return homes.store.read_many(orders, padded=False)
 
     def settle_reads(self, reads: list[IoFuture], memory: ByteRange) -> None:
         """Wait for reads; one that failed is tried again.
@@ -175,7 +171,7 @@ class Home:
                             f"{self._what} cannot be read back from {homes.store.place(extent)}: {error}; "
                             "check the drive, and load a checkpoint"
                         ) from error
-                    read = homes.store.read(extent, part, homes.device.event(), padded=homes.padded)
+                    read = homes.store.read(extent, part, homes.device.event(), padded=False)
 
     def on_host(self, nbytes: int) -> torch.Tensor:
         """Return a copy of the bytes in new host memory, 1-D uint8; the slots are left alone.

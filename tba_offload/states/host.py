@@ -75,7 +75,7 @@ class HostLane:
                 f"{self._homes.store.kind}; set store.kind to host, or states.update to device"
             )
         self._rates = _Rates(is_auto=update == "auto")
-        self._twin = _HostTwin(self._optimizer, kind)
+        self._twin = Twin(self._optimizer, kind, _settings_for_host)
         self._computing = threading.Lock()
         self._desks = [torch.empty(0, dtype=torch.uint8) for _ in range(_THREADS)]
         self._last: tuple[Any, tuple[int, int], float] | None = None
@@ -136,12 +136,10 @@ class HostLane:
             TransferError: Their states cannot be written.
         """
         for group in self._states.keys() & set(groups):
-            if self._entries.shows_any(group):  # else others are there in place of its states
-                slot = self._entries.slots.take(group)
-                slot.lend()[: group.nbytes].copy_(self._states[group])
-                self._entries.slots.hold(group, slot)
-                slot.write()
-            del self._states[group]
+            slot = self._entries.slots.take(group)
+            slot.lend()[: group.nbytes].copy_(self._states.pop(group))
+            self._entries.slots.hold(group, slot)
+            slot.write()
 
     # ---- which sub-groups --------------------------------------------------------------------------
 
@@ -267,23 +265,6 @@ class _Part(NamedTuple):
     tensor: torch.Tensor
 
 
-class _HostTwin(Twin):
-    """The update of an optimizer over tensors in host memory.
-
-    Where the optimizer leaves the implementation to PyTorch, the fused one is taken if there is one: the loop
-    that PyTorch chooses for tensors of a CPU goes through memory some ten times.
-    """
-
-    def _settings(self, number: int) -> dict[str, Any]:
-        settings = _on_host(super()._settings(number))
-        if "fused" in settings and settings["fused"] is None and settings.get("foreach") is None:
-            settings["fused"] = True
-        return settings
-
-    def _own_attributes(self) -> dict[str, Any]:
-        return _on_host(super()._own_attributes())
-
-
 # ---- the performance model -----------------------------------------------------------------------
 
 
@@ -354,6 +335,18 @@ def _laid(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the first bytes of memory as a tensor like another one, but dense; it is not filled."""
     stride = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
     return memory[: like.nbytes].view(like.dtype).as_strided(like.size(), stride)
+
+
+def _settings_for_host(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of an optimizer for an update in host memory.
+
+    Where the optimizer leaves the implementation to PyTorch, the fused one is taken if there is one: the loop
+    that PyTorch chooses for tensors of a CPU goes through memory some ten times.
+    """
+    settings = _on_host(values)
+    if "fused" in settings and settings["fused"] is None and settings.get("foreach") is None:
+        settings["fused"] = True
+    return settings
 
 
 def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,13 +14,19 @@ from tba_offload.device import device_of
 from tba_offload.errors import NoEffectWarning, warn
 from tba_offload.states.away import AwayMaster, AwayTensor, is_away
 from tba_offload.states.backward import BackwardUpdates
-from tba_offload.states.checks import check, device_of_parameters, innermost
 from tba_offload.states.groups import MASTER, Incoming
-from tba_offload.states.parameters import is_distributed, parameters_of
+from tba_offload.states.parameters import (
+    check,
+    device_of_parameters,
+    innermost,
+    is_distributed,
+    parameters_of,
+)
 from tba_offload.states.twin import Takeover
 from tba_offload.states.updates import StatesRecord, Updates
 from tba_offload.store import open_store
 from tba_offload.store.base import close_after
+from tba_offload.store.interrupts import put_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -75,7 +81,6 @@ class OptimizerStates:
             self._updates.restore()
             raise
         self._handles: list[RemovableHandle] = [
-            optimizer.register_state_dict_pre_hook(lambda _: self._updates.follow()),
             optimizer.register_state_dict_post_hook(self._fill, prepend=True),
             optimizer.register_load_state_dict_pre_hook(_hold_back),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded(), prepend=True),
@@ -171,9 +176,13 @@ class OptimizerStates:
         ``states.default: auto`` calls, which goes with ``states.update: device`` only.
 
         Raises:
-            TransferError: One of them cannot be read or written.
+            TransferError: One of them cannot be read or written; those that are not arranged go on as before.
         """
-        self._updates.arrange(travelling)
+        slots = self._updates.entries.slots
+        with put_off(self):
+            for number, group in enumerate(self._updates.groups.spread):
+                if slots.stays(group) != (number >= travelling):
+                    (slots.stay if number >= travelling else slots.leave)(group)
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
         """Have a function told of each call that moves bytes; see :meth:`ActivationStore.watch_moves`."""

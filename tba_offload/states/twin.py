@@ -31,15 +31,19 @@ class Twin:
     Args:
         optimizer: The optimizer.
         kind: Its class.
+        settings: Makes those of the twin, and its attributes, of those of the optimizer.
 
     Attributes:
         kind: As given.
         states: What the last run has left.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kind: Kind) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, kind: Kind, settings: Callable[[Entry], Entry] = dict
+    ) -> None:
         self._optimizer = optimizer
         self.kind = kind
+        self._made_of = settings
         step: Any = kind.step  # without the wrapper that calls the user's hooks, which come once a step
         self._update: Step = step.__wrapped__ if getattr(step, "hooked", False) else step
         self._groups: dict[int, _Loan] = {}
@@ -62,11 +66,12 @@ class Twin:
             options: Further arguments of the optimizer's ``step``.
         """
         twin: Any = object.__new__(self.kind)
-        group = _Loan(self._settings(number) | {"params": list(entries)}, {})
+        own = self._optimizer.param_groups[number]
+        group = _Loan(self._made_of(own) | {"params": list(entries)}, {})
         states: defaultdict[Any, Any] = defaultdict(dict)
         states.update({tensor: entry for tensor, entry in entries.items() if entry})
-        own = self._own_attributes() | {"param_groups": [group.taken], "state": states}
-        self.states, self._groups[number], self._attributes = states, group, _Loan(own, vars(twin))
+        attributes = self._made_of(vars(self._optimizer)) | {"param_groups": [group.taken], "state": states}
+        self.states, self._groups[number], self._attributes = states, group, _Loan(attributes, vars(twin))
         try:
             self._update(twin, **options)
         finally:
@@ -84,14 +89,6 @@ class Twin:
                 f"{self.kind.__name__} keeps {next(iter(self.states))!r} in its state for all parameters at "
                 "once, so it cannot be updated in parts. Load a checkpoint, and do not offload its states"
             )
-
-    def _settings(self, number: int) -> dict[str, Any]:
-        """Return what the twin's parameter group says."""
-        return self._optimizer.param_groups[number]
-
-    def _own_attributes(self) -> dict[str, Any]:
-        """Return the attributes that the twin starts with."""
-        return vars(self._optimizer)
 
     def commit(self) -> None:
         """Give the optimizer what its update changed in itself and in its parameter groups."""

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from tba_offload.config import OffloadConfig, StatesConfig
 from tba_offload.device import device_of
 from tba_offload.errors import SessionError, TransferError
-from tba_offload.states.checks import device_of_parameters
 from tba_offload.states.entries import Entries
 from tba_offload.states.groups import MASTER, Groups
 from tba_offload.states.home import Homes
 from tba_offload.states.host import HostLane
-from tba_offload.states.parameters import is_known, is_of_torch
+from tba_offload.states.parameters import device_of_parameters, is_known, is_of_torch, parameters_of
 from tba_offload.states.slots import SLOTS, Order
 from tba_offload.states.twin import Twin
 from tba_offload.store.interrupts import put_off
@@ -80,13 +79,10 @@ class Updates:
         slots, entries = self.entries.slots, self.entries
         self.order.reach(group)
         self._read_ahead()
-        slot = slots.load(group) if group.places else None
-        bound = {} if slot is None else group.views(slot.lend())
+        bound = entries.bound(group)
         states = {each: entries.resident(group, each) | bound.get(each, {}) for each in group.parameters}
         masters = {each: entry.pop(MASTER) for each, entry in states.items() if MASTER in entry}
         tensors = {each: group.tensor(each, masters.get(each)) for each in group.parameters}
-        if slot is not None:
-            slots.hold(group, slot)
         try:
             self._twin.run(group.number, {tensors[each]: states[each] for each in tensors}, options)
             for parameter, master in masters.items():
@@ -136,7 +132,10 @@ class Updates:
     def _update_all(self, done: Sequence[SubGroup], options: Mapping[str, Any]) -> None:
         self.groups.add(lambda each: each.grad is not None)
         early = set(done)
-        groups = [group for group in self.groups if group.has_gradient and group not in early]
+        moving = {each for each in parameters_of(self.optimizer) if each.grad is not None}
+        groups = [
+            each for each in self.groups if each not in early and not moving.isdisjoint(each.parameters)
+        ]
         with self._host.updating(groups, options) as rest:
             for group in self.order.begin(done, rest):
                 self.update(group, options)
@@ -183,8 +182,6 @@ class Updates:
             TransferError: States cannot be read.
             StatesAwayError: A program has given what stands for a state to another parameter.
         """
-        for parameter in self.optimizer.state:
-            self.entries.check_owner(parameter)
         if not self.groups.are_current():
             self.restore()
         stale = [each for each in self.groups if not self.entries.is_current(each)]
@@ -216,18 +213,6 @@ class Updates:
 
     def close(self) -> None:
         """Have nothing called by hooks any more."""
-
-    def arrange(self, travelling: int) -> None:
-        """Have the first sub-groups of :attr:`Groups.spread` travel, and the others stay in memory.
-
-        Raises:
-            TransferError: One of them cannot be read or written; those that are not arranged go on as before.
-        """
-        slots = self.entries.slots
-        with put_off(self):
-            for number, group in enumerate(self.groups.spread):
-                if slots.stays(group) != (number >= travelling):
-                    (slots.stay if number >= travelling else slots.leave)(group)
 
 
 @dataclass(slots=True)

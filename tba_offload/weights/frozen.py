@@ -127,7 +127,7 @@ class FrozenWeights:
         self._traffic = traffic or WeightsTraffic()
         device = device_of_model(chunks)
         self._store = open_store(config.store, device=device)
-        homes = Homes(self._store, device, config.store.stall_seconds, padded=False)
+        homes = Homes(self._store, device, config.store.stall_seconds)
         try:
             self._take_over(chunks, layers, config, homes, tell)
             self._traffic.begin(homes)
