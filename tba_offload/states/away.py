@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeGuard
+from typing import Any, NoReturn, Self, TypeGuard
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from tba_offload.errors import StatesAwayError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-_FACTS = (
-    *("grad", "grad_fn", "requires_grad", "is_leaf", "shape", "dtype", "device", "layout", "ndim", "nbytes"),
-    *("itemsize", "is_cuda", "is_cpu", "is_xpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized"),
-    *("is_mkldnn", "is_nested", "_version", "retains_grad"),
-)
-_QUESTIONS = (
-    *("size", "stride", "numel", "nelement", "dim", "ndimension", "element_size", "storage_offset"),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference", "get_device"),
-)
 _TENSOR: Any = torch.Tensor  # attributes of which are descriptors, as the types do not know
 _FACTORIES: Any = torch._C._VariableFunctions  # not torch itself, whose names a program may have replaced
+_KNOWN = (
+    *(name for name in dir(torch.Tensor) if name.startswith("is_")),
+    *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "size", "stride", "numel", "dim"),
+    *("nelement", "ndimension", "element_size", "storage_offset", "get_device", "requires_grad", "grad"),
+    *("grad_fn", "retains_grad", "_version"),
+)
 _HARMLESS = frozenset(
     (
-        *(getattr(torch.Tensor, name).__get__ for name in _FACTS),
-        *(getattr(torch.Tensor, name) for name in _QUESTIONS),
-        *(_FACTORIES.zeros_like, _FACTORIES.ones_like, _FACTORIES.empty_like),
+        *(getattr(torch.Tensor, name) for name in _KNOWN),  # methods
+        *(getattr(torch.Tensor, name).__get__ for name in _KNOWN),  # attributes
         *(_FACTORIES.is_floating_point, _FACTORIES.is_complex),
+        *(_FACTORIES.zeros_like, _FACTORIES.ones_like, _FACTORIES.empty_like),
         *(_TENSOR.grad.__set__, _TENSOR.grad.__delete__),
     )
 )
@@ -37,17 +31,44 @@ _HARMLESS = frozenset(
 _ALIASES = frozenset((_TENSOR.data.__get__, _TENSOR.detach))
 """Functions that give another tensor of the same memory."""
 
-_CONVERSIONS = frozenset((_TENSOR.to, _TENSOR.cpu, _TENSOR.contiguous))
-"""Functions that give the tensor itself where there is nothing to convert, as Lightning's teardown asks."""
+
+class _Away(torch.Tensor):
+    """A tensor without bytes: size, strides, data type and device are known, and every other use is an error.
+
+    Classes of it say which functions may be called with it, and the error of others.
+    """
+
+    _allowed = _HARMLESS
+    _error: str
+    _tba_offload_name: str
+
+    def refused(self, use: str) -> StatesAwayError:
+        """Return the error of a use of the bytes.
+
+        Args:
+            use: The clause that says what was done with them.
+        """
+        return StatesAwayError(self._error.format(name=self._tba_offload_name, use=use))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Answer what needs no bytes, and raise for everything else."""
+        if func not in cls._allowed:
+            cls._refuse(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _refuse(cls, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
+        away = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        raise away.refused(f"{func} was called with it")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # untyped there
+        return f"<{self._tba_offload_name}, away: {tuple(self.shape)}, {self.dtype}>"
 
 
-def _first(kind: type[torch.Tensor], *arguments: Any) -> Any:
-    """Return the first argument of a class, also one in a list."""
-    return next(each for each in tree_leaves(arguments) if isinstance(each, kind))
-
-
-class AwayTensor(torch.Tensor):
-    """A state without memory: size, strides, data type and device are known, and every use is an error.
+class AwayTensor(_Away):
+    """A state without memory.
 
     An optimizer that is asked what its states are like answers as ever. What would compute with their bytes,
     copy or save them, raises an error that says what to do instead.
@@ -57,60 +78,43 @@ class AwayTensor(torch.Tensor):
         stride: Likewise, elements.
         dtype: Likewise.
         device: Where the state lies while it is updated.
-        name: What it is, for messages: ``'exp_avg' of layers.0.weight``.
+        name: For messages: ``'exp_avg' of layers.0.weight``.
     """
 
-    _name: str
+    # As Lightning's teardown asks: they give the tensor itself, or are dispatched, and raise there.
+    _allowed = _HARMLESS | {_TENSOR.to, _TENSOR.cpu, _TENSOR.contiguous}
+    _error = (
+        "the optimizer state {name} is not in memory between updates, and {use}; read states with "
+        "optimizer.state_dict() or OptimizerStates.read(parameter), or close the OptimizerStates first"
+    )
     origin: tuple[torch.Tensor | None, str] = None, ""
     """The parameter whose state it is, and the name of the state."""
 
     @staticmethod
     def __new__(
-        cls, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, name: str
+        cls, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str
     ) -> Self:
         """Make one."""
-        made: Self = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(size), strides=tuple(stride), dtype=dtype, device=device
-        )
-        made._name = name
+        made: Self = _TENSOR._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=device)
+        made._tba_offload_name = name
         return made
 
-    def refused(self, use: str) -> StatesAwayError:
-        """Return the error of a use of it.
-
-        Args:
-            use: What was done.
-        """
-        return StatesAwayError(
-            f"the optimizer state {self._name} is not in memory between updates, and {use}; read states with "
-            "optimizer.state_dict() or OptimizerStates.read(parameter), or close the OptimizerStates first"
-        )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Answer what needs no bytes, and raise for everything else."""
-        if func in _HARMLESS or func in _CONVERSIONS:  # one that converts is dispatched, and raises there
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return cls.__torch_dispatch__(func, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # torch declares what is switched off by default
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> NoReturn:
-        """Raise: there is nothing to compute with. Autograd and other code in C++ come here at once."""
-        raise _first(AwayTensor, args, kwargs).refused(f"{func} was called with it")
+    # Autograd and other code in C++ come here at once.
+    __torch_dispatch__ = _Away._refuse  # type: ignore[assignment] # other types there
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Return what it is made of: nothing, so that what counts memory by this protocol finds none."""
+        """Return no parts, so that what counts memory by this protocol finds none."""
         return [], None
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # untyped there
-        return f"<{self._name}, away: {tuple(self.shape)}, {self.dtype}>"
 
 
 class FreedGradient(AwayTensor):
     """A gradient that was used in backward and is freed."""
+
+    _error = (
+        "{name} is freed, since backward has updated the parameter with it, and {use}. Call zero_grad() "
+        "after each step; where clipping, a gradient scaler or another pass needs gradients, set states.when "
+        "to step"
+    )
 
     @classmethod
     def like(cls, gradient: torch.Tensor, name: str) -> Self:
@@ -123,24 +127,19 @@ class FreedGradient(AwayTensor):
         dense = gradient if gradient.layout == torch.strided else torch.empty(gradient.shape, device="meta")
         return cls(gradient.shape, dense.stride(), gradient.dtype, gradient.device, name)
 
-    def refused(self, use: str) -> StatesAwayError:
-        """Return the error of a use of it."""
-        return StatesAwayError(
-            f"{self._name} is freed, since backward has updated the parameter with it, and {use}. Call "
-            "zero_grad() after each step; where clipping, a gradient scaler or another pass needs gradients, "
-            "set states.when to step"
-        )
 
-
-class AwayMaster(torch.Tensor):
+class AwayMaster(_Away):
     """The class of a master copy whose bytes are away.
 
     It is the same object as in memory: a key of ``optimizer.state``, a member of parameter groups, and what
-    gradients are assigned to. It has no bytes, tells size, data type and device, and takes a gradient; every
-    other use is an error.
+    gradients are assigned to.
     """
 
-    _tba_offload_name: str
+    _allowed = _HARMLESS | _ALIASES
+    _error = (
+        "the {name} is not in memory between updates, and {use}; set states.masters to keep, or close the "
+        "OptimizerStates first"
+    )
     _tba_offload_class: type[torch.Tensor]
 
     @classmethod
@@ -149,9 +148,9 @@ class AwayMaster(torch.Tensor):
 
         Args:
             master: The tensor.
-            name: What it is, for messages.
+            name: The parameter that it is a master of, for messages.
         """
-        vars(master).update(_tba_offload_name=name, _tba_offload_class=type(master))
+        vars(master).update(_tba_offload_name=f"master of {name}", _tba_offload_class=type(master))
         storage = master.untyped_storage()
         master.__class__ = cls  # before its memory goes
         storage.resize_(0)
@@ -159,11 +158,10 @@ class AwayMaster(torch.Tensor):
     @classmethod
     def allocate(cls, master: torch.Tensor) -> None:
         """Give it memory, whose contents are undefined, unless it has some again."""
-        nbytes = master.nbytes
         with torch._C.DisableTorchFunctionSubclass():
             storage = master.untyped_storage()
-            if storage.nbytes() != nbytes:  # else it would be allocated anew, and copied
-                storage.resize_(nbytes)
+            if storage.nbytes() != master.nbytes:  # else it would be allocated anew, and copied
+                storage.resize_(master.nbytes)
 
     @classmethod
     def end(cls, master: torch.Tensor) -> None:
@@ -175,20 +173,11 @@ class AwayMaster(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Answer what needs no bytes, and raise for everything else."""
-        if func in _HARMLESS or func in _ALIASES:
-            with torch._C.DisableTorchFunctionSubclass():
-                made = func(*args, **(kwargs or {}))
-                if func in _ALIASES:
-                    vars(made).update(_tba_offload_name=args[0]._tba_offload_name)
-                    made.__class__ = cls
-            return made
-        raise StatesAwayError(
-            f"the master of {_first(cls, args, kwargs)._tba_offload_name} is not in memory between updates, "
-            f"and {func} was called with it; set states.masters to keep, or close the OptimizerStates first"
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # untyped there
-        return f"<master of {self._tba_offload_name}, away: {tuple(self.shape)}, {self.dtype}>"
+        made = super().__torch_function__(func, types, args, kwargs)
+        if func in _ALIASES:
+            vars(made).update(vars(args[0]))
+            made.__class__ = cls
+        return made
 
 
 def stands_for(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[AwayTensor]:

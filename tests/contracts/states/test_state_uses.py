@@ -30,6 +30,7 @@ USES: dict[str, Callable[[Any], object]] = {
     "numpy": lambda state: state.numpy(),
     "pointer": lambda state: state.data_ptr(),
     "data": lambda state: state.data,
+    "of another type": lambda state: state.to(torch.bfloat16),
     "other data": lambda state: setattr(state, "data", torch.zeros(301, 48)),
 }
 
@@ -55,6 +56,7 @@ def test_it_tells_what_it_is_like(training: Training) -> None:
     state = training.optimizer.state[parameter]["exp_avg_sq"]
     assert (state.shape, state.dtype, state.device) == (parameter.shape, parameter.dtype, parameter.device)
     assert state.stride() == parameter.stride()
+    assert state.to("cpu", torch.float32) is state.cpu() is state  # as Lightning's teardown converts it
     assert isinstance(state, torch.Tensor)
     assert repr(state) == "<'exp_avg_sq' of convolution.weight, away: (8, 3, 3, 3), torch.float32>"
     assert repr(training.optimizer).startswith("AdamW (")
