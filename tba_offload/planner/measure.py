@@ -54,9 +54,6 @@ EVIDENCE = 32 << 20
 """Bytes that must have moved in one direction before measurements count without the floor."""
 
 
-FORGOTTEN_AFTER = 64
-"""Steps after which larger ones are forgotten, so that plans are made for what runs now."""
-
 RunSize = tuple[int, ...]
 """Runs of a layer that wait for their backward, this one included, then all dimensions of its tensors."""
 
@@ -457,7 +454,7 @@ class Sizes:
 
     def __init__(self) -> None:
         self._planned: dict[int, set[RunSize]] = {}
-        self._most_runs = self._smaller = 0
+        self._most_runs = 0
         self.is_largest = True
         self.begin_step()
 
@@ -482,9 +479,6 @@ class Sizes:
         self.is_largest = self._has_grown or (
             self._runs >= self._most_runs and all(_is_within(size, seen) for size in planned)
         )
-        self._smaller = 0 if self.is_largest else self._smaller + 1
-        if self._smaller >= FORGOTTEN_AFTER:
-            self._planned, self._most_runs, self._has_grown = {}, 0, True
         if self._has_grown:
             for layer, sizes in self._seen.items():
                 known = self._planned.get(layer, set()) | sizes
