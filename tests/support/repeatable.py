@@ -30,10 +30,12 @@ SLOW = 2e6
 class Plain(nn.Module):
     """A layer that can be repeated; the others change one thing of it."""
 
+    make_inner: Callable[[], nn.Module] = nn.Identity
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.inner: nn.Module = nn.Identity()
+        self.inner = type(self).make_inner()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.second(self.noise(F.gelu(self.inner(self.first(x)))))
@@ -44,6 +46,11 @@ class Plain(nn.Module):
     @staticmethod
     def rewind() -> None:
         """Has state that lies elsewhere begin anew."""
+
+
+def layer_of(noise: Any = Plain.noise, *, inner: Callable[[], nn.Module] = nn.Identity) -> type[Plain]:
+    """Return a class of layers that do something else in their middle."""
+    return type("Layer", (Plain,), {"noise": noise, "make_inner": staticmethod(inner)})
 
 
 class Net(nn.Module):
