@@ -11,13 +11,7 @@ import torch
 from tba_offload.capture.hooks import LayerHooks, SharingHooks
 from tba_offload.capture.rematerialize import RematerializingHooks
 from tba_offload.errors import UnsupportedError
-from tba_offload.layers.graph import (
-    first_differentiable,
-    hooks_on_top,
-    is_recomputation,
-    nearest_nodes,
-    untraced,
-)
+from tba_offload.layers import graph
 from tba_offload.placements import Placement, Staying
 from tba_offload.planner.measure import rough_bytes
 from tba_offload.recompute.arguments import is_cache
@@ -75,9 +69,9 @@ class LayerRuns:
         if self._session is None:  # closed, and something that wraps the layer's forward calls this still
             return site.forward(*args, **kwargs)
         # Checks stand here and not in what they lead to: in cold caches a call costs as much as what it does.
-        if not torch.is_grad_enabled() or self._loop.is_inert or is_recomputation():
+        if not torch.is_grad_enabled() or self._loop.is_inert or graph.is_recomputation():
             # In a reentrant checkpoint, or in a loss that caches gradients, for which no step opens either.
-            if site.runs == 0 and torch.is_grad_enabled() and is_recomputation():
+            if site.runs == 0 and torch.is_grad_enabled() and graph.is_recomputation():
                 self._leave_alone(site)
             return site.forward(*args, **kwargs)
         if self._loop.step is None and not self._opens_step(site):
@@ -248,7 +242,7 @@ class BackwardWatch:
             output: What it has put out.
             scope: Its run.
         """
-        tensor, step = first_differentiable(output), self._loop.step
+        tensor, step = graph.first_differentiable(output), self._loop.step
         if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook
             return
         back = partial(self._came_back, site, scope, step, self._capture.trace)
@@ -262,7 +256,7 @@ class BackwardWatch:
         Args:
             arguments: What the layer is given.
         """
-        tensor = first_differentiable(arguments)
+        tensor = graph.first_differentiable(arguments)
         if tensor is not None and tensor.grad_fn is not None:
             tensor.register_hook(partial(self._left, self._loop.step))  # type: ignore[no-untyped-call]
 
@@ -305,9 +299,9 @@ class BackwardWatch:
             meter.sample()
             return
         meter.cut()
-        tensor = first_differentiable(output)
+        tensor = graph.first_differentiable(output)
         if tensor is not None and tensor.grad_fn is not None:
-            for node in nearest_nodes(tensor.grad_fn, _TAIL):
+            for node in graph.nearest_nodes(tensor.grad_fn, _TAIL):
                 node.register_prehook(self._memory.look)
                 node.register_hook(self._memory.look)
 
@@ -317,7 +311,7 @@ class _TriedHooks(LayerHooks):
 
     trial: Trial | None = None
 
-    @untraced
+    @graph.untraced
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
         """Offload a saved tensor, and have the trial see it."""
         if self.trial is not None:
@@ -338,7 +332,7 @@ def _counting(hooks: LayerHooks, scope: ScopeTrace) -> Callable[[torch.Tensor], 
 def _has_backward(layer: nn.Module, arguments: Sequence[object]) -> bool:
     """Return True if gradients are wanted of a layer, or of what it is given."""
     is_trained = any(parameter.requires_grad for parameter in layer.parameters())
-    return is_trained or first_differentiable(arguments) is not None
+    return is_trained or graph.first_differentiable(arguments) is not None
 
 
 def _dimensions(arguments: Iterable[object]) -> list[int]:
@@ -360,4 +354,6 @@ def _hooks_are_taken() -> bool:
     """
     autograd: Any = torch._C._autograd
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return is_transformed or not autograd._saved_tensors_hooks_is_enabled() or hooks_on_top() is not None
+    return (
+        is_transformed or not autograd._saved_tensors_hooks_is_enabled() or graph.hooks_on_top() is not None
+    )

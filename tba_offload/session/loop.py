@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 Tokens = int | Callable[..., int | None]
 """Tokens of one micro-batch, or a function that tells them from the arguments of the model's forward."""
 
-TokenCounter = Callable[..., int | None]
-"""Tells the tokens of a micro-batch from the arguments of the model's forward."""
-
 
 class Step:
     """One step of a session; see :meth:`Session.step`.
@@ -105,11 +102,7 @@ class Step:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.end(failed=kind is not None)
-
-    def end(self, *, failed: bool) -> None:
-        """End the step."""
-        self._loop.end(self, failed=failed)
+        self._loop.end(self, failed=kind is not None)
 
     @property
     def timeline(self) -> TimelineEvent:
@@ -126,16 +119,6 @@ class Step:
         return read_event(TimelineEvent, self.over_time)
 
     # ---- optimizers ------------------------------------------------------------------------------
-
-    def add_update(self, began: float, parameters: frozenset[int]) -> None:
-        """Record that an optimizer made its step; forward and backward may have taken place in it.
-
-        Args:
-            began: When it began, by :func:`time.perf_counter`.
-            parameters: The ids of the optimizer's parameters.
-        """
-        self.updates.append((began, time.perf_counter()))
-        self.updated |= parameters
 
     def update_times(self, backward_ends: Sequence[float]) -> list[tuple[float, float]]:
         """Return when each optimizer worked; forward and backward of a closure are left out.
@@ -177,7 +160,7 @@ class Loop:
         session: As given, until it is closed.
     """
 
-    def __init__(self, session: Session, count_tokens: TokenCounter | None) -> None:
+    def __init__(self, session: Session, count_tokens: Callable[..., int | None] | None) -> None:
         self.step: Step | None = None
         self.opens_steps, self.is_closed, self.is_inert = count_tokens is not None, False, False
         self.session: Any = session
@@ -318,12 +301,12 @@ class Loop:
         if step.has_failed or trace.in_backward or not trace.backward_ends:
             if step.updates and not step.has_failed and not trace.left_alone:
                 self.session.notices.no_layer_trained(self.session, self.session.records.last_step + 1)
-            step.end(failed=True)
+            self.end(step, failed=True)
             return
         if not step.updates:
             is_gone = gradients.are_cleared or not gradients.are_there
             step.is_skipped = gradients.was_dropped or (is_gone and not gradients.updated)
-        step.end(failed=False)
+        self.end(step, failed=False)
 
     # ---- the model -------------------------------------------------------------------------------
 
@@ -373,7 +356,7 @@ class Loop:
             try:
                 self.session.raise_failures()
             except BaseException:
-                step.end(failed=True)
+                self.end(step, failed=True)
                 raise
         if self.step is not None:
             self.session.memory.pause()
@@ -390,7 +373,8 @@ class Loop:
             return
         # Ids are good only as long as the optimizer holds the parameters: they are asked for at each update.
         updated = list(parameters_of(optimizer))
-        step.add_update(began, frozenset(map(id, updated)))
+        step.updates.append((began, time.perf_counter()))
+        step.updated |= frozenset(map(id, updated))
         self.session.gradients.also_watch(updated)
         self.session.memory.resume()
         if self._own_step() is not None and self._is_over(step):
@@ -431,7 +415,7 @@ def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Itera
 # Tokens
 
 
-def token_counter(tokens: Tokens | None) -> TokenCounter:
+def token_counter(tokens: Tokens | None) -> Callable[..., int | None]:
     """Return what tells the tokens of a micro-batch from the arguments of the model's forward.
 
     Raises:

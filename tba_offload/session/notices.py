@@ -114,17 +114,13 @@ class Notices:
         gone = [layer.id.name for layer in session.layers if layer.module not in present]
         if gone:
             cause = f"attached layers are no longer in the model ({', '.join(gone[:3])})"
-        elif session.capture.trace.scopes:
+        else:
             self._unreached += 1
             weights = (weight for layer in session.layers for weight in layer.module.parameters())
             # A GAN in one model has steps whose generator is detached, and others.
             if self._unreached < max(number, 3) and any(weight.requires_grad for weight in weights):
                 return
-            cause = "no backward pass came to an attached layer (frozen, or its output is detached)"
-        elif number == 1:
-            cause = "no attached layer has recorded a graph in its forward"
-        else:
-            return
+            cause = "no backward pass came to an attached layer (frozen, detached, or run without gradients)"
         self.warn_once("no layer", cause, category=NoEffectWarning)
 
     def checkpointing(self, session: Session) -> None:

@@ -41,7 +41,7 @@ from tba_offload.recompute.verify import Verifier
 from tba_offload.report.log import MEMORY, TIMELINE, StepRecord
 from tba_offload.report.why import Diagnosis
 from tba_offload.session.layers import BackwardWatch, LayerRuns
-from tba_offload.session.loop import Loop, Step, TokenCounter, Tokens, token_counter
+from tba_offload.session.loop import Loop, Step, Tokens, token_counter
 from tba_offload.session.memory import Memory
 from tba_offload.session.notices import OTHER_RANKS, Notices, tell, warn_after
 from tba_offload.session.record import Records, explained, header_of, learn, memory_event, record_of
@@ -206,7 +206,7 @@ class Session:
         self.verifier = Verifier(tell)
         self._closers.append(self.verifier.close)
 
-    def _open_control(self, stack: LayerStack, count_tokens: TokenCounter | None) -> None:
+    def _open_control(self, stack: LayerStack, count_tokens: Callable[..., int | None] | None) -> None:
         """Stand in front of the layers, and watch the model and its optimizers."""
         self._start_planning(self.config)
         self.loop = Loop(self, count_tokens)
@@ -214,8 +214,7 @@ class Session:
         self.watch = BackwardWatch(self)
         self.sites = [Site(layer, index) for index, layer in enumerate(stack.layers)]
         self.runs = LayerRuns(stack, self)
-        self._closers.append(self.runs.close)
-        self._closers.append(self._uninstall)  # first: an interrupt may strike between two layers
+        self._closers += [self.runs.close, self._uninstall]  # first: an interrupt may strike between layers
         for site in self.sites:
             site.install(self.runs.run)
         torch_private.watch(self.capture)
@@ -464,7 +463,7 @@ class Session:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and self.loop.step is not None:
-            self.loop.step.end(failed=True)  # an interrupt struck before the step could end itself
+            self.loop.end(self.loop.step, failed=True)  # an interrupt struck before the step could end itself
         close_after(error, self.close)
 
     def become_inert(self) -> None:
