@@ -54,7 +54,6 @@ class Memory:
 
     Args:
         session: What works in its steps. It is not kept.
-        wanted: Whether steps are measured that do not say so themselves.
 
     Attributes:
         meter: Of the step that is open; ``None`` if no step is, or its memory is not measured.
@@ -68,19 +67,17 @@ class Memory:
         left: Bytes that layers have left in memory for backward beside what the offloader holds, by holder.
     """
 
-    def __init__(self, session: Session, *, wanted: bool) -> None:
+    def __init__(self, session: Session) -> None:
         self._device, self._gradients = session.device, session.gradients.live
         self._outputs = LiveBytes(session.device.torch_device)
         self._is_whole = len(session.modules) == 1  # a loss does not follow each chunk
         self._capture, self._offloader, self._notices = session.capture, session.offloader, session.notices
-        self._names, self._wanted = [layer.id.name for layer in session.layers], wanted
+        self._names = [layer.id.name for layer in session.layers]
         self._resident = ResidentPeak()
         self._store, self._states, self._traffic = session.store, session.states, session.weights_traffic
         self.curve: StepCurve | None = None
         self._meter: MemoryMeter | None = None
         self._forget()
-        if wanted:
-            self.meter_of_step(wanted=None, may_help=False)
 
     def _forget(self) -> None:
         self.is_on = self.is_due = False
@@ -97,25 +94,13 @@ class Memory:
 
     # ---- meters ----------------------------------------------------------------------------------
 
-    def meter_of_step(self, *, wanted: bool | None, may_help: bool) -> MemoryMeter | None:
-        """Return the meter of a step that begins; where memory cannot be measured the run log has no figure.
-
-        Args:
-            wanted: Whether the step is to be measured; ``None`` for what holds for all.
-            may_help: Whether the planner has a use for its figures anyway.
-
-        Raises:
-            UnsupportedError: It is wanted of this step, and the memory of this device cannot be measured.
-        """
-        if not (may_help or (self._wanted if wanted is None else wanted)):
-            return None
+    def meter_of_step(self) -> MemoryMeter | None:
+        """Return the meter of a step that begins; ``None`` and a warning where memory cannot be measured."""
         if self._meter is None:
             try:
                 self._meter = meter_of(self._device, lambda: self._gradients.nbytes + self._state_bytes)
                 self._meter.tell(self._saw)
             except UnsupportedError as error:
-                if wanted:
-                    raise
                 self._notices.warn_once("meter", f"the activation peak is not measured: {error}")
         return self._meter
 

@@ -30,8 +30,8 @@ from tba_offload.capture.site import Site, check_unattached
 from tba_offload.config import ConfigLike, OffloadConfig, read_config
 from tba_offload.config.policy import LayerId, Objective, Placement
 from tba_offload.device.available import fitting_bytes
-from tba_offload.device.streams import Device, device_of_model
-from tba_offload.errors import ConfigError, SessionError, TransferError
+from tba_offload.device.streams import device_of_model
+from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
 from tba_offload.layers.find import LayerStack, check_disjoint, chunks_of
 from tba_offload.planner.auto import Controller, Task
 from tba_offload.planner.model import DeviceShare, Limits, Plan
@@ -47,7 +47,7 @@ from tba_offload.session.notices import OTHER_RANKS, Notices, tell, warn_after
 from tba_offload.session.record import Records, explained, header_of, learn, memory_event, record_of
 from tba_offload.states import OptimizerStates, offload_optimizer
 from tba_offload.store import interrupts, open_store
-from tba_offload.store.base import ActivationStore, close_after
+from tba_offload.store.base import close_after
 from tba_offload.store.bench import measure
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.weights import FrozenWeights, WeightsTraffic
@@ -161,11 +161,11 @@ class Session:
         self.states: list[OptimizerStates] = []
         self.weights: FrozenWeights | None = None
         self._states_beside: StatesBeside | None = None
-        self._traced = frozenset(trace_steps)
+        self._traced, self._is_measured = frozenset(trace_steps), measure_memory
         self._closers: list[Callable[[], object]] = []  # in the order of opening; close() goes backwards
         with interrupts.put_off(self):
             try:
-                self._open_engine(measure_memory=measure_memory)
+                self._open_engine()
                 header = header_of(self, strategy, model_info, has_states=bool(optimizers))
                 self.records = Records(run_log, header, on_step)
                 self._closers.append(self.records.close)
@@ -177,7 +177,7 @@ class Session:
 
     # ---- open: store, engine, observers, control; each thing that is opened tells how it is closed ------
 
-    def _open_engine(self, *, measure_memory: bool) -> None:
+    def _open_engine(self) -> None:
         config, device, modules, layers = self.config, self.device, self.modules, self.layers
         plan = self._plan_of(config)  # before anything is opened: its rules may be wrong
         self.notices = Notices()
@@ -192,13 +192,14 @@ class Session:
             budget_bytes=config.budget.activation_bytes,
         )
         self.capture = Capture(self.offloader, min_tensor_bytes=config.min_tensor_bytes)
-        numbers, probe = [layer.id.number for layer in layers], partial(_probed, self.store, device)
-        self.planning = Planning(plan, numbers, self.capture, self.offloader, probe)
+        numbers = [layer.id.number for layer in layers]
+        probe = partial(measure, self.store, device, extent_bytes=256 << 10, seconds=0.05)
+        self.planning = Planning(plan, numbers, self.capture, self.offloader, lambda: probe()[:2])
         # The observers.
         self.weights_traffic = WeightsTraffic()
         self.gradients = Gradients(modules, device.torch_device, lambda nbytes: memory.sample(nbytes))  # noqa: PLW0108 - comes later
         self._closers.append(self.gradients.close)
-        self.memory = memory = Memory(self, wanted=measure_memory)
+        self.memory = memory = Memory(self)
         self._closers.append(self.memory.close)
         limits = self._limits()
         self.capture.budget_bytes = limits.budget
@@ -361,11 +362,11 @@ class Session:
         Raises:
             SessionError: On entering, if the session is closed, another step is open, or this is a
                 forked child.
-            UnsupportedError: The memory of this device cannot be measured.
         """
         trace = trace or self.records.last_step + 1 in self._traced
-        may_help = trace or self.planning.wants_memory or self.budget.is_of_device
-        meter = self.memory.meter_of_step(wanted=measure_memory, may_help=may_help)
+        wanted = self._is_measured if measure_memory is None else measure_memory
+        is_used = wanted or trace or self.planning.wants_memory or self.budget.is_of_device
+        meter = self.memory.meter_of_step() if is_used else None
         return Step(self.loop, meter, tokens, model_flops, trace=trace)
 
     @property
@@ -490,11 +491,13 @@ class Session:
         budget, device = self.config.budget, self.device.torch_device
         limits = Limits(budget.activation_bytes, budget.window, self.config.store.write_bytes_per_day)
         if budget.device_bytes is not None:
-            self.memory.meter_of_step(wanted=True, may_help=True)
+            if self.memory.meter_of_step() is None:
+                needs = "needs to know what lies on the device. Set budget.activation_bytes in its place"
+                raise UnsupportedError(f"budget.device_bytes {needs}")
             return limits.on_device(DeviceShare(budget.device_bytes))
         is_auto = Placement.AUTO in self.config.policy.placements(self.world.layers)
         is_fit = is_auto and budget.activation_bytes is None and budget.objective is not Objective.MEMORY
-        if not is_fit or self.memory.meter_of_step(wanted=None, may_help=True) is None:
+        if not is_fit or self.memory.meter_of_step() is None:
             return limits
         return replace(limits.on_device(DeviceShare(fitting_bytes(device))), is_fit=True)
 
@@ -520,18 +523,6 @@ class Session:
             tell(OTHER_RANKS)
         if may_choose or any(placement.recomputes for placement in plan.placements):
             importlib.import_module("torch._dynamo")  # 70 MiB, which a first checkpoint would load in a step
-
-
-_SLOW_BYTES_PER_SECOND = 16e6
-"""A store below this rate is measured by few small pieces: more would hold the first step for seconds."""
-
-
-def _probed(store: ActivationStore, device: Device) -> tuple[float, float]:
-    """Return the rates at which a store takes small pieces and gives them back, bytes a second."""
-    rates = measure(store, device, extent_bytes=64 << 10, extents=1, seconds=0.0)
-    if min(rates) > _SLOW_BYTES_PER_SECOND:
-        rates = measure(store, device, extent_bytes=1 << 20, extents=4, seconds=0.05)
-    return rates.write, rates.read
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -15,6 +15,7 @@ from children import environment
 from harness import MIB, PATIENCE, session_for
 from models import loss_of, make_model, make_tokens
 
+import tba_offload as tba
 from tba_offload.device.live_bytes import LiveBytes
 from tba_offload.device.memory import MallocMeter, ResidentPeak
 from tba_offload.errors import UnsupportedError
@@ -283,10 +284,11 @@ def test_training_goes_on_where_memory_cannot_be_measured(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("tba_offload.session.memory.meter_of", refuse)
     model = make_model(layers=2)
-    with pytest.warns(UserWarning, match="the activation peak is not measured: no allocator that counts"):
-        session = session_for(model, measure_memory=True)
-    with session:
-        loss_of(model, make_tokens(0)).backward()
-        with pytest.raises(UnsupportedError):
-            session.step(measure_memory=True)
+    with session_for(model, measure_memory=True) as session:
+        with pytest.warns(UserWarning, match="the activation peak is not measured: no allocator that counts"):
+            loss_of(model, make_tokens(0)).backward()
+    policy = {"default": "keep", "budget": {"device_bytes": "1GiB"}}
+    refused = pytest.raises(UnsupportedError, match=r"budget\.device_bytes needs to know")
+    with pytest.warns(UserWarning, match="is not measured"), refused:
+        tba.attach(make_model(layers=2), policy)
     assert [record.activation_peak_bytes for record in session.report()] == [None]
