@@ -146,7 +146,6 @@ class StepTrace:
             forbids hooks, and were therefore not captured.
         backward_seconds: Time of the backward passes, from the first scope to the end of the graph.
         backward_ends: When they ended.
-        layers_left: When they came out of the first layer, as far as that was watched.
         marks: The step in the work of a device that runs behind the host; ``None`` if they are not wanted.
         gradients: Counts the bytes of gradients; ``None`` if it does not matter when they come.
     """
@@ -160,7 +159,6 @@ class StepTrace:
     left_alone: int = 0
     backward_seconds: float = 0.0
     backward_ends: list[float] = field(default_factory=list)
-    layers_left: list[float] = field(default_factory=list)
     marks: StepMarks | None = None
     gradients: Callable[[], int | None] | None = None
     _backward_began: float | None = None
@@ -213,10 +211,6 @@ class StepTrace:
             return False
         self._backward_began = scope.backward_began
         return True
-
-    def backward_left(self) -> None:
-        """Note that a backward pass is done with the first layer, and go on to what made its input."""
-        self.layers_left.append(time.perf_counter())
 
     def backward_ended(self) -> None:
         """Note that a backward pass is over."""

@@ -40,7 +40,7 @@ class Planning:
         layers: The number of each layer, as activations are named by it.
         capture: Tells what layers saved; forgets what it learned of those that are placed anew.
         offloader: Takes the window.
-        probe: Measures the store; returns the bytes a second that it takes, and gives back.
+        probe: Measures the store; returns the bytes a second that it takes, and gives back, first.
 
     Attributes:
         plan: In force.
@@ -55,7 +55,7 @@ class Planning:
         layers: Sequence[int],
         capture: Capture,
         offloader: Offloader,
-        probe: Callable[[], tuple[float, float]],
+        probe: Callable[[], Sequence[float]],
     ) -> None:
         self.plan = plan
         self.controller: Controller | None = None
@@ -163,7 +163,7 @@ class Planning:
         if min(sum(load.write.nbytes for load in loads), sum(load.read.nbytes for load in loads)) >= EVIDENCE:
             return
         with suppress(StoreError, TimeoutError):  # a store that is full, or hangs, tells that by itself
-            controller.rates.note_probe(*self._probe())
+            controller.rates.note_probe(*self._probe()[:2])
 
     def _agreed(self, controller: Controller, plan: Plan) -> Plan:
         """Return the plan with the recomputed layers of all ranks: that repeats collectives."""

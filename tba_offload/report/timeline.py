@@ -103,7 +103,6 @@ class TimelineEvent(Event):
         stalls: When training waited for I/O: from, until.
         points: Memory, in the order of time; none where that was not measured.
         updates: When optimizers worked: from, until.
-        layers_left: When backward passes came out of the first layer, to embeddings.
         budget: Most bytes of activations that the policy allows; ``None`` for no limit.
         drives: The drives that moved bytes; one that moved states or weights too is there
             once more for these.
@@ -120,7 +119,6 @@ class TimelineEvent(Event):
     stalls: list[tuple[Seconds, Seconds]]
     points: list[Moment]
     updates: list[tuple[Seconds, Seconds]]
-    layers_left: list[Seconds]
     budget: Bytes | None
     drives: list[Drive]
     moves: list[Move]
@@ -146,7 +144,7 @@ class TimelineEvent(Event):
         reached = [(scope, scope.backward_began) for scope in self.scopes if scope.backward_began is not None]
         begins = sorted(began for _, began in reached)
         forwards = [scope.forward_began for scope in self.scopes]
-        edges = sorted([*begins, *self.layers_left, *self.backward_ends, *forwards, self.seconds])
+        edges = sorted([*begins, *self.backward_ends, *forwards, self.seconds])
         return [(scope, began, edges[min(bisect(edges, began), len(edges) - 1)]) for scope, began in reached]
 
     def write(self, path: str | os.PathLike[str]) -> None:

@@ -74,8 +74,10 @@ class LayerRuns:
             if site.runs == 0 and torch.is_grad_enabled() and graph.is_recomputation():
                 self._leave_alone(site)
             return site.forward(*args, **kwargs)
-        if self._loop.step is None and not self._opens_step(site):
-            return site.forward(*args, **kwargs)
+        if self._loop.step is None:  # a layer may be called without its model
+            if not self._loop.opens_steps:
+                return site.forward(*args, **kwargs)
+            self._loop.open_step()
         session, arguments = self._session, (*args, *kwargs.values())
         is_planned = session.planning.controller is not None  # otherwise nothing asks what a layer is given
         inputs = self._note_inputs(site, arguments) if is_planned else 0
@@ -148,11 +150,10 @@ class LayerRuns:
 
     def _keeps_when_slow(self, placement: Placement) -> bool:
         """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
-        planning, on_slow = self._session.planning, self._session.config.on_slow
-        has_budget = self._session.budget.limits.budget is not None
-        if on_slow is None:
-            # Under a budget nothing is kept before it is known what else a step holds.
-            on_slow = "keep" if placement is Placement.AUTO and not has_budget else "wait"
+        planning, has_budget = self._session.planning, self._session.budget.limits.budget is not None
+        # Under a budget nothing is kept before it is known what else a step holds.
+        by_default = "keep" if placement is Placement.AUTO and not has_budget else "wait"
+        on_slow = self._session.config.on_slow or by_default
         if on_slow == "wait" or planning.has_planned:
             return False  # what a plan keeps was decided with the budget in view
         # What layers hold that is not offloaded is not counted.
@@ -190,14 +191,6 @@ class LayerRuns:
         return placement
 
     # ---- what surrounds a call -------------------------------------------------------------------
-
-    def _opens_step(self, site: Site) -> bool:
-        """Return True if a step is open now: layers may be called without their model, or outside of any."""
-        if self._loop.opens_steps:
-            self._loop.open_step()
-        elif site.layer.module.training:
-            self._session.notices.warn_once("outside")
-        return self._loop.step is not None
 
     def _note_inputs(self, site: Site, arguments: Sequence[object]) -> int:
         """Bytes that a layer is given; where it is more than the plan is for, the step goes on without it."""
@@ -263,7 +256,6 @@ class BackwardWatch:
     def _left(self, step: Step | None, _: torch.Tensor) -> None:
         """Backward has left the first layer of a step."""
         if step is self._loop.step and self._memory.is_on:
-            self._capture.trace.backward_left()
             self._memory.enter(EMBEDDINGS)
 
     def _came_back(

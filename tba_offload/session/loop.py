@@ -61,6 +61,7 @@ class Step:
             them.
         is_traced: Whether the user asked to have it recorded over time.
         over_time: What was recorded so, once it has ended; ``None`` if nothing was.
+        number: Its number in the run log, from 1, once it has begun.
         opened_itself: Whether the first forward opened the step, not :meth:`Session.step`.
         meter: Measures its memory; ``None`` if that is not wanted.
         thread: Number of the thread that opened the step.
@@ -95,7 +96,7 @@ class Step:
         self.updated: frozenset[int] = frozenset()
         self.graphs: list[weakref.ref[Callable[..., None]]] = []
         self.updates: list[tuple[float, float]] = []
-        self.seen_tokens = 0
+        self.number = self.seen_tokens = 0
 
     def __enter__(self) -> Self:
         self._loop.begin(self)
@@ -300,7 +301,7 @@ class Loop:
         trace, gradients = self.session.capture.trace, self.session.gradients
         if step.has_failed or trace.in_backward or not trace.backward_ends:
             if step.updates and not step.has_failed and not trace.left_alone:
-                self.session.notices.no_layer_trained(self.session, self.session.records.last_step + 1)
+                self.session.notices.no_layer_trained(self.session, step.number)
             self.end(step, failed=True)
             return
         if not step.updates:

@@ -42,9 +42,6 @@ FORWARD, LOSS, BACKWARD, EMBEDDINGS = "forward", "loss", "backward", "embeddings
 BETWEEN, UPDATE = "between", "update"
 """After a backward pass: gradients are clipped, or another pass begins; and while an optimizer works."""
 
-_FULLER = 1 + 1 / 64
-"""Of moments that differ by less, the first says what holds memory: what is made then lies there later."""
-
 _MOST = 20_000
 """Most runs, waits, moments, and calls that moved bytes, of a step over time: a line of some MiB each."""
 
@@ -70,7 +67,6 @@ class Memory:
     def __init__(self, session: Session) -> None:
         self._device, self._gradients = session.device, session.gradients.live
         self._outputs = LiveBytes(session.device.torch_device)
-        self._is_whole = len(session.modules) == 1  # a loss does not follow each chunk
         self._capture, self._offloader, self._notices = session.capture, session.offloader, session.notices
         self._names = [layer.id.name for layer in session.layers]
         self._resident = ResidentPeak()
@@ -222,7 +218,7 @@ class Memory:
             for storage in map(plain_storage, tensors_in(output)):
                 if storage is not None and storage not in self._capture.static:
                     self._outputs.add_storage(storage)
-        if self._is_whole and self._now.phase == FORWARD:
+        if self._now.phase == FORWARD:
             self.enter(LOSS)
 
     def enter(self, phase: str, index: int | None = None, scope: ScopeKey | None = None) -> None:
@@ -290,7 +286,7 @@ class Memory:
         now.whole = max(now.whole, nbytes - known - used)
         peak = PhasePeak(nbytes, now.layer, held, now.beside, *self._gradients.parts)
         best = self.peaks.get(now.phase)
-        if best is None or peak.whole > best.whole * _FULLER:
+        if best is None or peak.whole > best.whole:
             self.peaks[now.phase] = peak
 
     def _held(self) -> HeldBytes:
@@ -395,7 +391,6 @@ class StepCurve:
             "names": names,
             "scopes": scopes,
             "backward_ends": at(*trace.backward_ends),
-            "layers_left": at(*trace.layers_left),
             "updates": [at(*update) for update in step.update_times(trace.backward_ends)],
             "stalls": [at(*wait) for wait in waits[:_MOST]],
             "budget": session.budget.limits.budget,

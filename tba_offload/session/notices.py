@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from tba_offload.session.session import Session
 
 _MESSAGES = {
-    "outside": "a layer trains outside of session.step(), so its activations stay in memory: put forward and "
-    "backward into `with session.step():`",
     "backward outside": "backward runs outside of the step that its forward was in: gradients are right, the "
     "figures of that step lack it. put both into one `with session.step():`",
     "cache": "the model fills a cache of keys and values while it trains, so that those of all layers stay "

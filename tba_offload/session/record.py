@@ -203,14 +203,13 @@ class Records:
 
 
 def record_of(
-    session: Session, step: Step, number: int, loads: Sequence[DriveLoad], weights: WeightsMoved | None
+    session: Session, step: Step, loads: Sequence[DriveLoad], weights: WeightsMoved | None
 ) -> StepRecord:
     """Return what a step was like, as far as that is known when it ends.
 
     Args:
         session: What worked in the step.
         step: The step, which has ended.
-        number: Of the step.
         loads: What drives and host memory moved in it.
         weights: What frozen weights moved; ``None`` if none are offloaded.
     """
@@ -229,7 +228,7 @@ def record_of(
         figures["predicted_seconds"] = prediction.seconds
         figures["predicted_device_peak_bytes"] = budget.device_peak(prediction.peak_bytes)
     return StepRecord(
-        step=number,
+        step=step.number,
         seconds=step.seconds,
         optimizer_seconds=step.optimizer_seconds,
         skipped=step.is_skipped,
@@ -259,11 +258,9 @@ _MOVED, _SAVED = (
 """Figures of the offloader and of what layers have saved, in bytes."""
 
 
-def memory_event(session: Session, number: int) -> dict[str, object] | None:
-    """Return what held memory in a step, for the run log; ``None`` if nobody looked."""
+def memory_event(session: Session, step: Step) -> dict[str, object]:
+    """Return what held memory in a step that was looked at, for the run log."""
     memory, device = session.memory, session.device.torch_device
-    if not memory.is_due:
-        return None
     layers, modules = [layer.module for layer in session.layers], session.modules
     inner = {each for layer in layers for each in layer.modules()}
     weights = {each for layer in layers for each in layer.parameters()}
@@ -274,7 +271,7 @@ def memory_event(session: Session, number: int) -> dict[str, object] | None:
     outside = [(name, each.nbytes) for name, each in trained if each not in weights]
     frozen = (each for each in weights if not each.requires_grad)
     return {
-        "step": number,
+        "step": step.number,
         "names": [layer.id.name for layer in session.layers],
         "placements": [str(placement) for placement in session.plan.placements],
         "static": static_bytes(session),

@@ -11,7 +11,6 @@ and has the next step planned.
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
 import time
 import weakref
@@ -179,7 +178,6 @@ class Session:
 
     def _open_engine(self) -> None:
         config, device, modules, layers = self.config, self.device, self.modules, self.layers
-        plan = self._plan_of(config)  # before anything is opened: its rules may be wrong
         self.notices = Notices()
         self.store = open_store(config.store, device=device)
         self._closers.append(self.store.close)
@@ -194,7 +192,7 @@ class Session:
         self.capture = Capture(self.offloader, min_tensor_bytes=config.min_tensor_bytes)
         numbers = [layer.id.number for layer in layers]
         probe = partial(measure, self.store, device, extent_bytes=256 << 10, seconds=0.05)
-        self.planning = Planning(plan, numbers, self.capture, self.offloader, lambda: probe()[:2])
+        self.planning = Planning(self._plan_of(config), numbers, self.capture, self.offloader, probe)
         # The observers.
         self.weights_traffic = WeightsTraffic()
         self.gradients = Gradients(modules, device.torch_device, lambda nbytes: memory.sample(nbytes))  # noqa: PLW0108 - comes later
@@ -276,8 +274,8 @@ class Session:
             self.capture.trace.mark_times(self.device)
         if self.budget.limits.nets_gradients:
             self.capture.trace.gradients = gradients.alone
-        number = self.records.last_step + 1
-        memory.begin_step(meter, number, wanted=wanted or self.planning.wants_memory, traced=wanted)
+        step.number = self.records.last_step + 1
+        memory.begin_step(meter, step.number, wanted=wanted or self.planning.wants_memory, traced=wanted)
         step.began = time.perf_counter()
         # What lies on the device by now may leave less to activations than the plan was made for.
         self.budget.begin_step(memory.base_bytes)
@@ -319,15 +317,14 @@ class Session:
 
     def record_step(self, step: Step) -> StepRecord:
         """Record a step that has ended well, and have the next one planned by what it was like."""
-        number = self.records.last_step + 1
         self.gradients.count()
         loads, moved = self.store.take_loads(), self.weights_traffic.take()
-        record = self.records.add(record_of(self, step, number, loads, moved), step, self.capture.trace.marks)
-        if (figures := memory_event(self, number)) is not None:
-            self.records.note(MEMORY, figures)
+        record = self.records.add(record_of(self, step, loads, moved), step, self.capture.trace.marks)
+        if self.memory.is_due:
+            self.records.note(MEMORY, memory_event(self, step))
         waits = sorted([*self.offloader.stats.stalls, *(() if moved is None else moved.waits)])
         if (curve := self.memory.curve) is not None:
-            step.over_time = {"step": number, **curve.figures(self, step, waits)}
+            step.over_time = {"step": step.number, **curve.figures(self, step, waits)}
             self.records.note(TIMELINE, step.over_time)
         self.budget.end_step(record)
         warn_after(self, record)
@@ -522,7 +519,7 @@ class Session:
         if may_choose and not self.world.may_plan_recomputation:
             tell(OTHER_RANKS)
         if may_choose or any(placement.recomputes for placement in plan.placements):
-            importlib.import_module("torch._dynamo")  # 70 MiB, which a first checkpoint would load in a step
+            pass
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -38,7 +38,6 @@ def event(step: int = 3, **more: Any) -> dict[str, Any]:
             [0.5, 0, 0, 0, 0, 0],
         ],
         "updates": [[0.5, 0.6]],
-        "layers_left": [],
         "budget": 10 * MIB,
         "drives": [[0, "/mnt/a"], [2, "/mnt/<c>"], [3, "host memory"]],
         "moves": [

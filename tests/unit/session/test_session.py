@@ -13,9 +13,7 @@ from models import loss_of, make_model, make_tokens, same_bits, train
 from torch import nn
 
 import tba_offload as tba
-from tba_offload.layers.find import find_layers
 from tba_offload.report.log import read_run_log
-from tba_offload.session import Session
 
 if TYPE_CHECKING:
     from models import Model
@@ -261,21 +259,6 @@ def test_a_closed_session_refuses_to_work(model: Model) -> None:
     for action in (session.step().__enter__, lambda: session.apply(config_for())):
         with pytest.raises(tba.SessionError, match=r"closed.*attach"):
             action()
-
-
-def by_hand(model: Model) -> tba.Session:
-    """A session none of whose steps opens by itself, as Megatron's schedules have it."""
-    return Session(find_layers(model), [model], config_for(), measure_memory=False, steps_by_hand=True)
-
-
-def test_training_outside_of_a_step_is_warned_about_once_where_none_opens_by_itself(model: Model) -> None:
-    with by_hand(model) as session:
-        with pytest.warns(UserWarning, match=r"with session\.step\(\)") as caught:
-            loss_of(model, make_tokens(0)).backward()
-        assert len(caught) == 1
-        loss_of(model, make_tokens(0)).backward()
-        assert session.report() == []
-        one_step(session, model)
 
 
 def test_a_backward_after_the_step_or_after_the_session(model: Model) -> None:
