@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tba_offload.capture.saved import Kept, Packed
     from tba_offload.capture.site import Site
     from tba_offload.capture.trace import ScopeTrace, StepTrace
-    from tba_offload.layers.find import LayerStack
     from tba_offload.recompute.arguments import Arguments
     from tba_offload.session.loop import Step
     from tba_offload.session.session import Session
@@ -38,15 +37,15 @@ class LayerRuns:
     """The layers of a session, and what stands in front of them.
 
     Args:
-        stack: The layers.
         session: The session: it lives as long as its layers, although the program may have lost it.
 
     Attributes:
         recomputed: The layers as they are recomputed.
     """
 
-    def __init__(self, stack: LayerStack, session: Session) -> None:
-        self._micro_batch, self._loop, self._watch = stack.micro_batch, session.loop, session.watch
+    def __init__(self, session: Session) -> None:
+        stack, self._loop, self._watch = session.stack, session.loop, session.watch
+        self._micro_batch = stack.micro_batch
         self._session: Any = session
         # What makes the input of the first layer of a stack, as embeddings, has its backward after that.
         stacks = [layer.id.name.rpartition(".")[0] for layer in stack.layers]

@@ -114,8 +114,7 @@ class Step:
         """
         if self.over_time is None:
             raise SessionError(
-                "this step was not recorded over time: ask for it with session.step(trace=True), and look at "
-                "it after its end"
+                "this step was not recorded over time: ask for it with session.step(trace=True)"
             )
         return read_event(TimelineEvent, self.over_time)
 
@@ -156,14 +155,13 @@ class Loop:
     Attributes:
         step: The step that is open, if one is.
         opens_steps: Whether steps open by themselves.
-        is_closed: Whether the session was closed.
         is_inert: Whether this is a forked child: locks, threads and descriptors are those of the parent.
-        session: As given, until it is closed.
+        session: As given; ``None`` once it is closed.
     """
 
     def __init__(self, session: Session, count_tokens: Callable[..., int | None] | None) -> None:
         self.step: Step | None = None
-        self.opens_steps, self.is_closed, self.is_inert = count_tokens is not None, False, False
+        self.opens_steps, self.is_inert = count_tokens is not None, False
         self.session: Any = session
         self._seconds_between = 0.0  # of optimizers since the last step was open
         self._updating: tuple[Optimizer, float] | None = None  # the optimizer that works, and since when
@@ -273,7 +271,7 @@ class Loop:
         """
         if self.is_inert:
             raise SessionError("this session belongs to the parent process; attach the model in the child")
-        if self.is_closed:
+        if self.session is None:
             raise SessionError("this session is closed; attach the model again")
 
     def _own_step(self) -> Step | None:
@@ -427,9 +425,7 @@ def token_counter(tokens: Tokens | None) -> Callable[..., int | None]:
     if callable(tokens):
         return tokens
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise ConfigError(
-            f"tokens is {tokens!r}: give the tokens of one micro-batch, or a function that tells them"
-        )
+        raise ConfigError(f"tokens is {tokens!r}: give the tokens of one micro-batch, or a function")
     return lambda *_, **__: tokens
 
 

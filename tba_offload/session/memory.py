@@ -71,13 +71,13 @@ class Memory:
         self._names = [layer.id.name for layer in session.layers]
         self._resident = ResidentPeak()
         self._store, self._states, self._traffic = session.store, session.states, session.weights_traffic
-        self.curve: StepCurve | None = None
         self._meter: MemoryMeter | None = None
         self._forget()
 
     def _forget(self) -> None:
         self.is_on = self.is_due = False
         self.meter: MemoryMeter | None = None
+        self.curve: StepCurve | None = None
         self.base_bytes: int | None = None
         self.figures: dict[str, Any] = {}
         self._live_at_pause: int | None = None
@@ -117,10 +117,6 @@ class Memory:
             wanted: Whether the meter is to look before each run of a layer.
             traced: Whether a user wants the step over time.
         """
-        if self._meter is not None and meter is None:
-            self._meter.peak()  # an interrupted step may have left it watching
-        self.stop()
-        self.curve = None
         self._resident.reset()
         self._forget()
         # States come in the first step; in the third drives are warm too.
@@ -410,15 +406,12 @@ def static_bytes(session: Session) -> dict[str, int]:
     """Return bytes of the session's device by what lasts there from step to step, each storage once."""
     modules, optimizers, device = session.modules, list(session.optimizers), session.device.torch_device
     parameters = [each for module in modules for each in torch.nn.Module.parameters(module)]
+    buffers = chain.from_iterable(map(torch.nn.Module.buffers, modules))
+    gradients = ((each.grad, getattr(each, "main_grad", None)) for each in parameters)
     states = (state for each in optimizers for state in each.state.values() if isinstance(state, dict))
-    groups: dict[str, Iterable[object]] = {
-        "parameters": (*parameters, *chain.from_iterable(map(torch.nn.Module.buffers, modules))),
-        "gradients": ((each.grad, getattr(each, "main_grad", None)) for each in parameters),
-        "states": chain(  # with masters: parameters of optimizers that are not the model's own
-            chain.from_iterable(state.values() for state in states),
-            chain.from_iterable(map(parameters_of, optimizers)),
-        ),
-    }
+    held = chain.from_iterable(state.values() for state in states)
+    masters = chain.from_iterable(map(parameters_of, optimizers))  # what is not the model's own
+    groups = {"parameters": (*parameters, *buffers), "gradients": gradients, "states": (*held, *masters)}
     seen: set[int] = set()
     nbytes = {name: sum(new_bytes(found, device, seen)) for name, found in groups.items()}
     nbytes["states"] += sum(states.device_bytes for states in session.states)

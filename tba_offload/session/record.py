@@ -264,7 +264,7 @@ def memory_event(session: Session, step: Step) -> dict[str, object]:
     layers, modules = [layer.module for layer in session.layers], session.modules
     inner = {each for layer in layers for each in layer.modules()}
     weights = {each for layer in layers for each in layer.parameters()}
-    kinds = set(map(type, chain(layers, *(each.blocks for each in session.left_out))))
+    kinds = set(map(type, chain(layers, *(each.blocks for each in session.stack.left_out))))
     blocks = {each for module in modules for each in module.modules() if type(each) in kinds}
     named = chain.from_iterable(module.named_parameters() for module in modules)
     trained = (each for each in named if each[1].requires_grad and not is_lazy(each[1]))

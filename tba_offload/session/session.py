@@ -152,8 +152,7 @@ class Session:
         check_disjoint(stack.layers)
         check_unattached(stack.layers)
         count_tokens = token_counter(tokens)
-        self.config, self.layers, self.modules = config, stack.layers, tuple(modules)
-        self.left_out = stack.left_out
+        self.config, self.stack, self.layers, self.modules = config, stack, stack.layers, tuple(modules)
         self.world = world or World(layers=tuple(layer.id for layer in stack.layers))
         self.device = device_of_model(modules)
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet(updated_by)
@@ -168,7 +167,7 @@ class Session:
                 header = header_of(self, strategy, model_info, has_states=bool(optimizers))
                 self.records = Records(run_log, header, on_step)
                 self._closers.append(self.records.close)
-                self._open_control(stack, None if steps_by_hand else count_tokens)
+                self._open_control(None if steps_by_hand else count_tokens)
                 self._open_states(optimizers, masters)
             except BaseException:  # also of an interrupt
                 self._close()
@@ -205,14 +204,14 @@ class Session:
         self.verifier = Verifier(tell)
         self._closers.append(self.verifier.close)
 
-    def _open_control(self, stack: LayerStack, count_tokens: Callable[..., int | None] | None) -> None:
+    def _open_control(self, count_tokens: Callable[..., int | None] | None) -> None:
         """Stand in front of the layers, and watch the model and its optimizers."""
         self._start_planning(self.config)
         self.loop = Loop(self, count_tokens)
         self._closers.append(self.loop.close)
         self.watch = BackwardWatch(self)
-        self.sites = [Site(layer, index) for index, layer in enumerate(stack.layers)]
-        self.runs = LayerRuns(stack, self)
+        self.sites = [Site(layer, index) for index, layer in enumerate(self.layers)]
+        self.runs = LayerRuns(self)
         self._closers += [self.runs.close, self._uninstall]  # first: an interrupt may strike between layers
         for site in self.sites:
             site.install(self.runs.run)
@@ -437,7 +436,6 @@ class Session:
         self.loop.finish()
         if self.loop.step is not None:
             raise SessionError("a session cannot be closed inside one of its steps")
-        self.loop.is_closed = True
         self._close()
 
     def _uninstall(self) -> None:
