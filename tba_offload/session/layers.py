@@ -205,8 +205,8 @@ class LayerRuns:
         return sum(each.numel() * each.itemsize for each in given)
 
     def _leave_alone(self, site: Site) -> None:
-        is_kept = self._session.planning.plan.placements[site.index] is Placement.KEEP
-        if not is_kept and not self._loop.is_inert:
+        placement = self._session.planning.plan.placements[site.index]
+        if placement is not Placement.KEEP and not self._loop.is_inert:
             self._session.capture.trace.left_alone += 1
             self._session.notices.warn_once("left alone", site.layer.id)
 
@@ -328,12 +328,8 @@ def _has_backward(layer: nn.Module, arguments: Sequence[object]) -> bool:
 
 def _dimensions(arguments: Iterable[object]) -> list[int]:
     """All dimensions of the tensors among the arguments of a layer; of one with ragged rows, its elements."""
-    return [
-        dimension
-        for argument in arguments
-        if isinstance(argument, torch.Tensor)
-        for dimension in ((argument.numel(),) if argument.is_nested else argument.shape)
-    ]
+    tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+    return [size for each in tensors for size in ((each.numel(),) if each.is_nested else each.shape)]
 
 
 def _hooks_are_taken() -> bool:

@@ -235,27 +235,20 @@ class Memory:
             nbytes = max(live - own - now.others, 0)
             kept = min(trace.kept_bytes - now.kept, nbytes)
             holder = "kept" if now.way is Placement.KEEP else "inputs" if now.way.recomputes else "outputs"
-            left = Counter({holder: nbytes - kept})
-            left["small" if now.way.percent == 100 else "kept"] += kept
-            self._waiting[now.layer].append(left)
-            self.left.update(left)
+            of_run = Counter({holder: nbytes - kept})
+            of_run["small" if now.way.percent == 100 else "kept"] += kept
+            self._waiting[now.layer].append(of_run)
+            self.left.update(of_run)
         if now.phase == LOSS:
             self._at_loss = max(self._at_loss, now.unplanned)
         elif now.phase in {FORWARD, BACKWARD}:
             seen = Beside(now.unplanned) if now.phase == FORWARD else Beside(0, now.unplanned, now.whole)
             self._beside[now.layer] = self._beside[now.layer].at_least(seen)
         index = now.layer if index is None else index
+        beside, uses = max(live - self._base - sum(self._held()), 0), self._capture.lookahead.uses
         runs = self._waiting[index] if scope is not None else []
-        self._now = _Section(
-            phase,
-            index,
-            scope,
-            others=live - own,
-            kept=trace.kept_bytes,
-            beside=max(live - self._base - sum(self._held()), 0),
-            uses=self._capture.lookahead.uses,
-            left=runs.pop() if runs else None,
-        )
+        left = runs.pop() if runs else None
+        self._now = _Section(phase, index, scope, left, uses, beside, live - own, trace.kept_bytes)
         self._note(live)
 
     # ---- sums ------------------------------------------------------------------------------------
@@ -298,11 +291,11 @@ class _Section:
         phase: The phase.
         layer: Index of the layer that runs, or ran last.
         scope: The run that backward is at.
+        left: What the run had left in memory for this backward.
+        uses: How many activations backward had used at the begin.
+        beside: Bytes at the begin of nothing that is known.
         others: Live bytes at the begin that the offloader does not hold.
         kept: Bytes that hooks had kept by then.
-        beside: Bytes at the begin of nothing that is known.
-        uses: How many activations backward had used at the begin.
-        left: What the run had left in memory for this backward.
         way: How a forward ran, once that has ended.
         planned: Bytes that plans knew of at the last look.
         unplanned: Most bytes that plans do not know of.
@@ -312,11 +305,11 @@ class _Section:
     phase: str
     layer: int = 0
     scope: ScopeKey | None = None
+    left: Counter[str] | None = None
+    uses: int = 0
+    beside: int = 0
     others: int = 0
     kept: int = 0
-    beside: int = 0
-    uses: int = 0
-    left: Counter[str] | None = None
     way: Placement | None = None
     planned: int = 0
     unplanned: int = 0

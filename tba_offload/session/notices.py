@@ -59,23 +59,16 @@ OTHER_RANKS = (
 logger = logging.getLogger("tba_offload.session")
 
 
-class _UntilConfigured(logging.Handler):
-    """Writes to stderr as long as nothing else would handle the record."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
-        if not any(logging.getLogger(name).handlers for name in (None, "tba_offload")):
-            sys.stderr.write(f"tba-offload: {self.format(record)}\n")
-
-
-logger.addHandler(_UntilConfigured(logging.INFO))
 if logger.level == logging.NOTSET:
     logger.setLevel(logging.INFO)
 
 
 def tell(line: str) -> None:
     """Say one line."""
-    logger.info("%s", line)
+    if any(logging.getLogger(name).handlers for name in (None, "tba_offload", logger.name)):
+        logger.info("%s", line)
+    else:
+        sys.stderr.write(f"tba-offload: {line}\n")
 
 
 class Notices:

@@ -394,11 +394,8 @@ class Session:
             wanted = replace(wanted, store=replace(wanted.store, directories=self.config.store.directories))
         fixed = "store", "budget", "states", "weights"
         if others := [name for name in fixed if getattr(wanted, name) != getattr(self.config, name)]:
-            raise ConfigError(
-                f"{' and '.join(others)} cannot change while a session is open: close the session, and "
-                "attach the model anew",
-                file=wanted.file,
-            )
+            how = "cannot change while a session is open: close the session, and attach the model anew"
+            raise ConfigError(f"{' and '.join(others)} {how}", file=wanted.file)
         self._start_planning(wanted)
         self.config = wanted
         self.capture.configure(min_tensor_bytes=wanted.min_tensor_bytes)
