@@ -11,6 +11,7 @@ and has the next step planned.
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import time
 import weakref
@@ -514,7 +515,7 @@ class Session:
         if may_choose and not self.world.may_plan_recomputation:
             tell(OTHER_RANKS)
         if may_choose or any(placement.recomputes for placement in plan.placements):
-            pass
+            importlib.import_module("torch._dynamo")  # 70 MiB, which a first checkpoint would load in a step
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
