@@ -271,7 +271,6 @@ class BackwardWatch:
             if not is_current and not loop.is_inert:
                 self._notices.warn_once("backward outside")
         self._capture.lookahead.reached()
-        memory.sample()
 
     def _pass_ended(self, trace: StepTrace) -> None:
         trace.backward_ended()
@@ -283,18 +282,12 @@ class BackwardWatch:
 
         With logits and loss it is often there that memory is at its peak, for less than a moment.
         """
-        step, meter = self._loop.step, self._memory.meter
-        if step is None or meter is None:
-            return
-        if not meter.samples:
-            meter.sample()
-            return
-        meter.cut()
-        tensor = graph.first_differentiable(output)
-        if tensor is not None and tensor.grad_fn is not None:
-            for node in graph.nearest_nodes(tensor.grad_fn, _TAIL):
-                node.register_prehook(self._memory.look)
-                node.register_hook(self._memory.look)
+        meter, tensor = self._memory.meter, graph.first_differentiable(output)
+        if meter is None or not meter.samples or tensor is None or tensor.grad_fn is None:
+            return  # an allocator that keeps its peak misses none
+        for node in graph.nearest_nodes(tensor.grad_fn, _TAIL):
+            node.register_prehook(self._memory.look)
+            node.register_hook(self._memory.look)
 
 
 class _TriedHooks(LayerHooks):

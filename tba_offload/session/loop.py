@@ -297,15 +297,13 @@ class Loop:
     def _conclude(self, step: Step) -> None:
         """End a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""
         trace, gradients = self.session.capture.trace, self.session.gradients
-        if step.has_failed or trace.in_backward or not trace.backward_ends:
-            if step.updates and not step.has_failed and not trace.left_alone:
-                self.session.notices.no_layer_trained(self.session, step.number)
-            self.end(step, failed=True)
-            return
-        if not step.updates:
+        is_whole = not (step.has_failed or trace.in_backward) and bool(trace.backward_ends)
+        if not is_whole and step.updates and not step.has_failed and not trace.left_alone:
+            self.session.notices.no_layer_trained(self.session, step.number)
+        if is_whole and not step.updates:
             is_gone = gradients.are_cleared or not gradients.are_there
             step.is_skipped = gradients.was_dropped or (is_gone and not gradients.updated)
-        self.end(step, failed=False)
+        self.end(step, failed=not is_whole)
 
     # ---- the model -------------------------------------------------------------------------------
 

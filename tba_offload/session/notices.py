@@ -46,8 +46,7 @@ _MESSAGES = {
     "full": "the store is full: {} of activations stayed in memory in step {}; make room where "
     "store.directories are, or raise store.capacity",
     "nothing left": "budget.device_bytes of {} leaves nothing for activations: {} lie there beside them; "
-    "offload the states of optimizers (states:) or frozen weights (weights: {{frozen: offload}}), train "
-    "fewer parameters, or raise budget.device_bytes. smaller micro-batches do not help here",
+    "offload the states of optimizers (states:) or frozen weights (weights:), or raise budget.device_bytes",
     "window": "offloading frees little here: the layers save {} in a step, and budget.in_flight_bytes lets "
     "{} of it stay in memory at a time; with in_flight_bytes: {} most of it leaves memory",
 }

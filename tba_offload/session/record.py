@@ -12,7 +12,6 @@ from collections import deque
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -275,7 +274,7 @@ def memory_event(session: Session, step: Step) -> dict[str, object]:
         "names": [layer.id.name for layer in session.layers],
         "placements": [str(placement) for placement in session.plan.placements],
         "static": static_bytes(session),
-        "outside": max(outside, key=itemgetter(1), default=("", 0)),
+        "outside": max(outside, key=lambda each: each[1], default=("", 0)),
         "frozen_weights": sum(new_bytes(frozen, device, set())),
         "left_out": sum(map(session.gradients.reached, blocks - inner)),
         "phases": {phase: peak.as_json() for phase, peak in memory.peaks.items()},
