@@ -128,8 +128,7 @@ class LayerRuns:
             with hooks:  # the checkpoint saves the arguments through them, and nothing else
                 if not placement.spares_attention:
                     return layer.run(site.forward, given, placement)
-                pack = _counting(hooks, scope)
-                once = AttentionOnce(site.forward, pack, hooks.capture.unpack)
+                once = AttentionOnce(site.forward, _counting(hooks, scope), hooks.capture.unpack)
                 return layer.run(once, given, placement)
         if not placement.offloads:
             return site.forward(*args, **kwargs)
@@ -333,7 +332,6 @@ def _hooks_are_taken() -> bool:
     wrappers without a storage.
     """
     autograd: Any = torch._C._autograd
-    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return (
-        is_transformed or not autograd._saved_tensors_hooks_is_enabled() or graph.hooks_on_top() is not None
-    )
+    is_plain = torch._C._functorch.peek_interpreter_stack() is None
+    is_free = is_plain and autograd._saved_tensors_hooks_is_enabled() and graph.hooks_on_top() is None
+    return not is_free

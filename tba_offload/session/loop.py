@@ -89,10 +89,9 @@ class Step:
         self.is_traced = trace
         self.over_time: Mapping[str, object] | None = None
         self.thread = threading.get_ident()
-        self.began = self.seconds_before = 0.0
-        self.seconds, self.had_optimizer = 0.0, False
+        self.began = self.seconds = self.seconds_before = 0.0
         self.optimizer_seconds: float | None = None
-        self.opened_itself = self.has_failed = self.is_skipped = False
+        self.opened_itself = self.has_failed = self.is_skipped = self.had_optimizer = False
         self.updated: frozenset[int] = frozenset()
         self.graphs: list[weakref.ref[Callable[..., None]]] = []
         self.updates: list[tuple[float, float]] = []
@@ -321,11 +320,10 @@ class Loop:
             self.step.seen_tokens += tokens or 0
 
     def _model_ended(self, module: nn.Module, _args: object, output: object) -> None:
-        if module is self._outermost and not is_recomputation():
+        if module is self._outermost and not (self.is_inert or is_recomputation()):
             self._outermost = None
-            if not self.is_inert:
-                self.session.memory.model_ended(output)
-                self.session.watch.watch_tail(output)
+            self.session.memory.model_ended(output)
+            self.session.watch.watch_tail(output)
 
     def backward_ended(self) -> None:
         """Record that a backward pass is over; what an optimizer does that asked for it is not the step's."""

@@ -108,20 +108,19 @@ class Memory:
 
     # ---- one step --------------------------------------------------------------------------------
 
-    def begin_step(self, meter: MemoryMeter | None, number: int, *, wanted: bool, traced: bool) -> None:
+    def begin_step(self, step: Step, *, wanted: bool) -> None:
         """Read what is live now; the step begins.
 
         Args:
-            meter: Its meter; ``None`` if its memory is not measured.
-            number: Of the step, from 1.
-            wanted: Whether the meter is to look before each run of a layer.
-            traced: Whether a user wants the step over time.
+            step: The step.
+            wanted: Whether its meter is to look before each run of a layer.
         """
+        meter, number = step.meter, step.number
         self._resident.reset()
         self._forget()
         # States come in the first step; in the third drives are warm too.
         self.is_due = meter is not None and (number <= 3 or number.bit_count() == 1)
-        if traced or (self.is_due and number >= 3):
+        if step.is_traced or (self.is_due and number >= 3):
             movers = [("", self._store), ("frozen weights", self._traffic)]
             movers += [("optimizer states", states) for states in self._states]
             self.curve = StepCurve(self._offloader.ledger, movers)

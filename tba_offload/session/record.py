@@ -303,11 +303,10 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
             not_recomputed=chosen - repeatable,
         )
     )
-    if news is None:
-        return
-    if controller.has_planned and session.world.rank == 0:
-        tell(f"plan after step {record.step}: {news['summary']}")
-    session.records.note(PLAN, {"step": record.step, **news})
+    if news is not None:
+        session.records.note(PLAN, {"step": record.step, **news})
+        if controller.has_planned and session.world.rank == 0:
+            tell(f"plan after step {record.step}: {news['summary']}")
 
 
 def header_of(

@@ -245,7 +245,6 @@ class Session:
         Raises:
             TransferError: A transfer failed since the last step.
         """
-        meter, wanted = step.meter, step.is_traced
         gradients, memory, offloader = self.gradients, self.memory, self.offloader
         # What came after the last step belongs to none: dropped handles, failures, loads of an evaluation.
         offloader.drain()
@@ -260,7 +259,7 @@ class Session:
         gradients.begin_step()
         gradients.live.take_most()
         # The books of the layers are empty, and the plan is the one that was made for this step.
-        samples = meter is not None and meter.samples
+        samples = step.meter is not None and step.meter.samples
         self.capture.begin_step(look_at_memory=memory.sample if samples else None)
         for site in self.sites:
             site.begin_step()
@@ -275,7 +274,7 @@ class Session:
         if self.budget.limits.nets_gradients:
             self.capture.trace.gradients = gradients.alone
         step.number = self.records.last_step + 1
-        memory.begin_step(meter, step.number, wanted=wanted or self.planning.wants_memory, traced=wanted)
+        memory.begin_step(step, wanted=step.is_traced or self.planning.wants_memory)
         step.began = time.perf_counter()
         # What lies on the device by now may leave less to activations than the plan was made for.
         self.budget.begin_step(memory.base_bytes)

@@ -287,7 +287,7 @@ def test_training_goes_on_where_memory_cannot_be_measured(monkeypatch: pytest.Mo
     with session_for(model, measure_memory=True) as session:
         with pytest.warns(UserWarning, match="the activation peak is not measured: no allocator that counts"):
             loss_of(model, make_tokens(0)).backward()
-    policy = {"default": "keep", "budget": {"device_bytes": "1GiB"}}
+    policy = {"default": "offload", "budget": {"device_bytes": "1GiB"}}
     refused = pytest.raises(UnsupportedError, match=r"budget\.device_bytes needs to know")
     with pytest.warns(UserWarning, match="is not measured"), refused:
         tba.attach(make_model(layers=2), policy)
