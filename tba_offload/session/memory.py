@@ -116,6 +116,7 @@ class Memory:
             wanted: Whether its meter is to look before each run of a layer.
         """
         meter, number = step.meter, step.number
+        self.stop()  # of a step whose begin was interrupted
         self._resident.reset()
         self._forget()
         # States come in the first step; in the third drives are warm too.

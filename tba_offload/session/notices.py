@@ -145,11 +145,8 @@ def warn_after(session: Session, record: StepRecord) -> None:
     if stats.full:
         notices.warn_once("full", readable_size(stats.fallback_kept), number)
     if (share := budget.share) is not None and share.left <= 0:
-        limit, held = (
-            readable_size(share.device_bytes),
-            readable_size(share.base_bytes + share.gradient_bytes),
-        )
-        notices.warn_once("nothing left", limit, held, category=RuntimeWarning)
+        held = readable_size(share.base_bytes + share.gradient_bytes)
+        notices.warn_once("nothing left", readable_size(share.device_bytes), held, category=RuntimeWarning)
     window, saved = budget.limits.window, sum(activation.nbytes for activation in trace.activations)
     is_offload = Placement.OFFLOAD in session.plan.placements and not session.planning.chosen
     if number <= _LOOKED_AT and is_offload and window is not None and window > saved / 2 > 0:
