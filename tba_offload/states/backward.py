@@ -219,9 +219,7 @@ class BackwardUpdates(Updates):
                 "optimizer.step(), or set states.when to step"
             )
         self._forget()
-        made = made or super().step(options)
-        self.follow()
-        return made
+        return made or super().step(options)
 
     def _what_differs(self, options: Mapping[str, Any]) -> str | None:
         if any(each.grad is not self._freed.get(each) for each in parameters_of(self.optimizer)):

@@ -87,7 +87,7 @@ class Entries:
     def _show(self, group: SubGroup, left: Left) -> None:
         """Show what stands for states that are away, and the others; of slices when all have been updated."""
         for parameter, entry in left.items():
-            keys = group.keys_of(parameter)
+            keys = group.keys[parameter]
             shown = {
                 key: self._stand_in(group, parameter, key, value) if key in keys else value
                 for key, value in entry.items()
@@ -128,7 +128,7 @@ class Entries:
             isinstance(value, Incoming) or is_away(value) or travels(value, parameter)
             for parameter in group.parameters
             for key, value in self.shown(parameter).items()
-            if key not in group.keys_of(parameter)
+            if key not in group.keys[parameter]
         )
 
     def shows_any(self, group: SubGroup) -> bool:
@@ -196,7 +196,7 @@ class Entries:
         entry = self._groups.states_of(parameter)
         if any(map(is_away, entry.values())):
             if parameter not in self._copies:  # others of its sub-group are likely to be asked for next
-                holding = self._groups.holding(parameter)
+                holding = self._groups.holding[parameter]
                 self._copies = self._whole(holding, lambda _: True, torch.device("cpu"))
             copies = self._copies.pop(parameter)
             entry.update({key: copies[key] for key, value in entry.items() if is_away(value)})

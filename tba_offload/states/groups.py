@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ from tba_offload.store.extents import BLOCK, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
 
     from tba_offload.states.home import Homes
 
@@ -97,6 +97,7 @@ class SubGroup:
     Attributes:
         elements: How many elements each parameter had when it came here.
         places: Where their states lie; empty before the first update that made some.
+        keys: The names of the states that travel, of each parameter that has any.
         nbytes: Bytes that travel, padded to blocks: extents are cut at multiples of them, for direct I/O.
     """
 
@@ -109,8 +110,8 @@ class SubGroup:
         self.home = home
         self.part = part
         self.places: tuple[Place, ...] = ()
+        self.keys: defaultdict[torch.Tensor, set[str]] = defaultdict(set)
         self.nbytes = 0
-        self._keys: dict[torch.Tensor, set[str]] = {}
 
     def cut(self, value: Any) -> Any:
         """Return the slice of a tensor of its parameter's shape, 1-D; anything else is itself."""
@@ -132,10 +133,6 @@ class SubGroup:
             setattr(made, name, value)
         made.grad = self.cut(parameter.grad)
         return made
-
-    def keys_of(self, parameter: torch.Tensor) -> AbstractSet[str]:
-        """Return the names of the states of a parameter that travel."""
-        return self._keys.get(parameter, frozenset())
 
     def views(self, flat: torch.Tensor) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Return its states as views of its bytes, parameter by parameter."""
@@ -164,9 +161,9 @@ class SubGroup:
             for start, (parameter, key, own, spec) in zip(starts, found, strict=True)
         )
         self.nbytes = round_up(end, BLOCK)
-        self._keys = {}
+        self.keys.clear()
         for place in self.places:
-            self._keys.setdefault(place.parameter, set()).add(place.key)
+            self.keys[place.parameter].add(place.key)
         return bool(found)
 
 
@@ -191,6 +188,7 @@ class Groups:
         optimizer: As given.
         homes: Likewise.
         most: Likewise.
+        holding: The sub-group that holds a parameter, or those that hold its slices.
 
     Raises:
         UnsupportedError: A parameter has another shape than its master.
@@ -218,7 +216,7 @@ class Groups:
                 )
         self._names = names
         self.most = most
-        self._of: dict[torch.Tensor, list[SubGroup]] = {}
+        self.holding: dict[torch.Tensor, list[SubGroup]] = {}
         self._numbers: dict[torch.Tensor, int] = {}
         self._all: list[SubGroup] = []
 
@@ -238,10 +236,6 @@ class Groups:
         return [
             groups[at] for at in sorted(range(len(groups)), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))
         ]
-
-    def holding(self, parameter: torch.Tensor) -> list[SubGroup]:
-        """Return the sub-group that holds a parameter, or those that hold its slices."""
-        return self._of[parameter]
 
     # ---- what was done to the optimizer ------------------------------------------------------------
 
@@ -265,13 +259,13 @@ class Groups:
         self._numbers = {each: number for number, each in enumerate(parameters_of(self.optimizer))}
         made: list[SubGroup] = []
         for number, group in enumerate(self.optimizer.param_groups):
-            new = [each for each in group["params"] if each not in self._of and wanted(each)]
+            new = [each for each in group["params"] if each not in self.holding and wanted(each)]
             for some in gathered(new, self.most, self._states_bytes):
                 names = list(dict.fromkeys(self.name_of(some[at]) for at in (0, -1)))
                 for part in self._slices(some[0]) if len(some) == 1 else [None]:
                     made.append(SubGroup(number, some, Home(self.homes, " to ".join(names)), part))
                     for each in some:
-                        self._of.setdefault(each, []).append(made[-1])
+                        self.holding.setdefault(each, []).append(made[-1])
         self._all += made
         return made
 
@@ -279,7 +273,7 @@ class Groups:
         """Forget all sub-groups, whose states are back in memory."""
         for group in self._all:
             group.home.release()
-        self._all, self._of = [], {}
+        self._all, self.holding = [], {}
 
     def _slices(self, parameter: torch.Tensor) -> Sequence[slice | None]:
         """Return the elements that each sub-group of a parameter gets; ``[None]`` for a whole one."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tba_offload.device import Event
     from tba_offload.states.groups import Entry, SubGroup
-    from tba_offload.states.updates import Updates
+    from tba_offload.states.updates import StatesRecord, Updates
 
     States = dict[torch.Tensor, Entry]
 
@@ -56,10 +56,6 @@ class HostLane:
         kind: The class of the optimizer.
         update: ``device``, ``host`` or ``auto``: who updates.
 
-    Attributes:
-        updated: How many sub-groups the processor has updated in the last update.
-        predicted_seconds: What that was expected to take; ``None`` if nothing was expected.
-
     Raises:
         UnsupportedError: States live on drives, which both lanes would share.
     """
@@ -79,18 +75,17 @@ class HostLane:
         self._computing = threading.Lock()
         self._desks = [torch.empty(0, dtype=torch.uint8) for _ in range(_THREADS)]
         self._last: tuple[Any, tuple[int, int], float] | None = None
-        self.updated = 0
-        self.predicted_seconds: float | None = None
 
     @contextmanager
     def updating(
-        self, groups: Sequence[SubGroup], options: Mapping[str, Any]
+        self, groups: Sequence[SubGroup], options: Mapping[str, Any], record: StatesRecord
     ) -> Iterator[Sequence[SubGroup]]:
         """Update some sub-groups while the device updates the others.
 
         Args:
             groups: All that are updated.
             options: Further arguments of the optimizer's ``step``.
+            record: Gets what the processor does, and what the update is expected to take.
 
         Yields:
             Those that are left to the device.
@@ -109,7 +104,8 @@ class HostLane:
         mine = self._chosen(groups)
         rest = [group for group in groups if group not in self._states]
         on_device, on_host = (sum(group.nbytes for group in some) for some in (rest, mine))
-        self.updated, self.predicted_seconds = len(mine), self._rates.seconds(on_device, on_host)
+        record.on_host, record.predicted_seconds = len(mine), self._rates.seconds(on_device, on_host)
+        record.sub_groups += len(mine)
         resident = [self._resident(group) for group in mine]
         after, began = self._device.event(), self._device.mark()  # the device has made gradients and copies
         with ThreadPoolExecutor(_THREADS, "tba-update", self._device.bind_thread) as pool:
@@ -187,34 +183,29 @@ class HostLane:
             began = time.perf_counter()
             with self._device.on_side_stream():  # another one would wait for all that the device has to do
                 before = {each: _on_host(entry) | bound.get(each, {}) for each, entry in resident.items()}
-                likes: list[Any] = [
-                    *(self._groups.model_part(group, each) for each in resident),
-                    *(group.cut(each.grad) for each in resident),
-                ]
+                models = [self._groups.model_part(group, each) for each in resident]
+                likes = [*models, *(group.cut(each.grad) for each in resident)]
                 starts, end = side_by_side(like.nbytes for like in likes)
                 desk = self._device.host_memory(end) if end > desk.numel() else desk
                 copies = [_laid(desk[start:], like) for like, start in zip(likes, starts, strict=True)]
-                both = [*zip(likes, copies, strict=True)]
-                parts = [
-                    _Part(parameter, *model, *gradient, before[parameter].get(MASTER, model[1]))
-                    for parameter, model, gradient in zip(resident, both, both[len(resident) :], strict=False)
-                ]
-                for part in parts:
-                    part.gradient_copy.copy_(part.gradient, non_blocking=True)
-                    if part.tensor is part.copy:
-                        part.copy.copy_(part.model, non_blocking=True)
+                here, gradients = dict(zip(resident, copies, strict=False)), copies[len(models) :]
+                for like, copy in zip(likes[len(models) :], gradients, strict=True):
+                    copy.copy_(like, non_blocking=True)
+                for parameter, like in zip(resident, models, strict=True):
+                    if MASTER not in before[parameter]:
+                        here[parameter].copy_(like, non_blocking=True)
             with self._computing:  # one update at a time has all cores
-                left = self._run(group.number, parts, before, options)
+                left = self._run(group.number, here, gradients, before, options)
             if have_moved(bound, left):
                 raise UnsupportedError(
                     f"{type(self._optimizer).__name__} makes or drops states in host memory. Load a "
                     "checkpoint, and keep states.update at device"
                 )
             with self._device.on_side_stream():
-                for part in parts:
-                    part.model.copy_(part.copy, non_blocking=True)
-                    if hasattr(self._optimizer, "grad_scale"):  # by which a fused kernel has divided
-                        part.gradient.copy_(part.gradient_copy, non_blocking=True)
+                # Gradients too, where a fused kernel has divided them.
+                count = len(likes) if hasattr(self._optimizer, "grad_scale") else len(models)
+                for like, copy in zip(likes[:count], copies, strict=False):
+                    like.copy_(copy, non_blocking=True)
                 for parameter, entry in resident.items():
                     for key in entry.keys() & left[parameter].keys():
                         if isinstance(entry[key], torch.Tensor):
@@ -223,25 +214,32 @@ class HostLane:
             self._desks.append(desk)
         return _Done(bound, left, began, time.perf_counter())
 
-    def _run(self, number: int, parts: Sequence[_Part], before: States, options: Mapping[str, Any]) -> States:
-        """Run the optimizer's code, and return the states that it has left."""
-        entries: dict[torch.Tensor, Entry] = {}
-        for part in parts:
-            part.tensor.grad = part.gradient_copy
-            entries[part.tensor] = {
-                key: each for key, each in before[part.parameter].items() if key != MASTER
-            }
+    def _run(
+        self,
+        number: int,
+        here: Mapping[torch.Tensor, torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        before: States,
+        options: Mapping[str, Any],
+    ) -> States:
+        """Run the optimizer's code over parameters and gradients that are here, and return their states."""
+        tensors = {each: before[each].get(MASTER, copy) for each, copy in here.items()}
+        entries = {
+            tensor: {key: value for key, value in before[each].items() if key != MASTER}
+            for each, tensor in tensors.items()
+        }
+        for tensor, gradient in zip(entries, gradients, strict=True):
+            tensor.grad = gradient
         try:
             self._twin.run(number, entries, options)
-            left = {
-                each.parameter: {**self._twin.states.get(each.tensor, entries[each.tensor])} for each in parts
-            }
+            states = self._twin.states
+            left = {each: {**states.get(tensor, entries[tensor])} for each, tensor in tensors.items()}
         finally:
             self._twin.discard()
-        for part in parts:
-            if part.tensor is not part.copy:
-                left[part.parameter][MASTER] = part.tensor
-                part.copy.copy_(part.tensor)
+        for each, tensor in tensors.items():
+            if MASTER in before[each]:
+                left[each][MASTER] = tensor
+                here[each].copy_(tensor)
         return left
 
 
@@ -252,17 +250,6 @@ class _Done(NamedTuple):
     left: States
     began: float
     ended: float
-
-
-class _Part(NamedTuple):
-    """One parameter: what the device has of it, copies of that in host memory, and what is updated there."""
-
-    parameter: torch.Tensor
-    model: torch.Tensor
-    copy: torch.Tensor
-    gradient: torch.Tensor
-    gradient_copy: torch.Tensor
-    tensor: torch.Tensor
 
 
 # ---- the performance model -----------------------------------------------------------------------

@@ -79,15 +79,12 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UnsupportedError(
-            f"{name} is no torch.optim.Optimizer; give the optimizers that it has, one by one"
-        )
+        raise UnsupportedError(f"{name} is no torch.optim.Optimizer; give the optimizers that it has")
     if is_taken(optimizer):
         raise UnsupportedError(f"the states of this {name} are offloaded already; close those first")
     if (attribute := _attribute_with_optimizers(optimizer)) is not None:
         raise UnsupportedError(
-            f"{name} has other optimizers make its updates, which know nothing of parts of its parameters; "
-            f"give what is in its attribute {attribute} instead"
+            f"{name} has other optimizers make its updates; give what is in its attribute {attribute} instead"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS updates all parameters as one vector, so that nothing can be away")
@@ -97,10 +94,7 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
             "of them, set states.trust to true"
         )
     if any(not isinstance(key, torch.Tensor) for key in optimizer.state):
-        raise UnsupportedError(
-            f"{name} keeps states for all of its parameters at once, so it cannot be updated in parts. Do "
-            "not offload its states"
-        )
+        raise UnsupportedError(f"{name} keeps states for all parameters at once; do not offload them")
     if _goes_by_position(optimizer):
         raise UnsupportedError(
             f"{name} has settings for some parameters by their position, which is another one in a part; "
@@ -112,10 +106,7 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
 
 def _check_group(name: str, group: dict[str, Any], *, of_adafactor: bool) -> None:
     if len(set(group["params"])) < len(group["params"]):
-        raise UnsupportedError(
-            f"a parameter stands twice in one group of this {name}, so that a step would update it "
-            "twice; give it once"
-        )
+        raise UnsupportedError(f"a parameter stands twice in one group of this {name}; give it once")
     # PyTorch's Adafactor gives all parameters of a group an eps that depends on the first one.
     if of_adafactor and group["eps"][0] is None and len({each.dtype for each in group["params"]}) > 1:
         raise UnsupportedError(
@@ -154,24 +145,18 @@ def _check_backward(
     Raises:
         UnsupportedError: It cannot.
     """
-    if has_masters:
-        raise UnsupportedError("masters get their gradients after backward; set states.when to step")
-    parameters = parameters_of(optimizer)
-    if has_peers() and not is_fully_sharded(modules, parameters):
-        raise UnsupportedError(
-            "with several processes gradients are final only when they are reduced, which is after backward "
-            "has made them, unless fully_shard spreads all parameters; set states.when to step"
-        )
-    if any(map(is_distributed, parameters)) and _lie_on_host(parameters):
-        raise UnsupportedError(
-            "FSDP2 may tell of gradients that it copies to host memory before they are there; set "
-            "states.when to step"
-        )
-    if not is_known(optimizer):
-        raise UnsupportedError(
-            f"whether {type(optimizer).__name__} can be updated in any order is not known, and states.trust "
-            "does not speak of that; set states.when to step"
-        )
+    name, parameters = type(optimizer).__name__, parameters_of(optimizer)
+    come_late = has_peers() and not is_fully_sharded(modules, parameters)
+    are_copied = any(map(is_distributed, parameters)) and _lie_on_host(parameters)
+    refusals = {
+        "masters get their gradients after backward": has_masters,
+        "with several processes gradients are final only when they are reduced": come_late,
+        "FSDP2 may tell of gradients that it copies to host memory before they are there": are_copied,
+        f"whether {name} can be updated in any order is not known": not is_known(optimizer),
+    }
+    for why, holds in refusals.items():
+        if holds:
+            raise UnsupportedError(f"{why}; set states.when to step")
 
 
 def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
@@ -180,21 +165,16 @@ def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
     Raises:
         UnsupportedError: It cannot.
     """
-    if not is_of_torch(optimizer):
-        raise UnsupportedError(
-            f"whether {type(optimizer).__name__} updates parameters in host memory is not known; set "
-            "states.update to device"
-        )
-    if any(map(is_distributed, parameters_of(optimizer))):
-        raise UnsupportedError(
-            "distributed parameters, as fully_shard makes them, are updated on the device only; set "
-            "states.update to device"
-        )
-    if update != "host" and has_peers():
-        raise UnsupportedError(
-            "with several processes each would choose for itself what its processor updates, and parameters "
-            "that several of them hold would drift apart; set states.update to device, or to host"
-        )
+    name, are_spread = type(optimizer).__name__, any(map(is_distributed, parameters_of(optimizer)))
+    may_drift = update == "auto" and has_peers()
+    refusals = {
+        f"whether {name} updates parameters in host memory is not known": not is_of_torch(optimizer),
+        "distributed parameters, as fully_shard makes them, are updated on the device only": are_spread,
+        "with several processes each would choose for itself what its processor updates": may_drift,
+    }
+    for why, holds in refusals.items():
+        if holds:
+            raise UnsupportedError(f"{why}; set states.update to device")
 
 
 def _lie_on_host(parameters: Iterable[torch.Tensor]) -> bool:
@@ -211,10 +191,7 @@ def device_of_parameters(optimizer: torch.optim.Optimizer) -> torch.device:
     """
     devices = {each.device for each in parameters_of(optimizer)}
     if len(devices) != 1:
-        raise UnsupportedError(
-            f"the parameters of this {type(optimizer).__name__} lie on {len(devices)} devices; use an "
-            "optimizer for each"
-        )
+        raise UnsupportedError(f"the parameters lie on {len(devices)} devices; use an optimizer for each")
     return devices.pop()
 
 

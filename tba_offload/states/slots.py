@@ -161,10 +161,6 @@ class Slots:
         """Return the slot that holds a sub-group, or is about to."""
         return self._of.get(group)
 
-    def have(self, groups: Iterable[SubGroup]) -> bool:
-        """Return True if all of these sub-groups have slots."""
-        return self._of.keys() >= set(groups)
-
     def load(self, group: SubGroup) -> Slot:
         """Return the slot with the bytes of a sub-group, once they are there.
 
@@ -172,7 +168,7 @@ class Slots:
             TransferError: They cannot be read.
         """
         if group not in self._of:
-            self._read(group, self._able(group, self._ring()) or self._ring())
+            self._read(group, self._ring())
         self._of[group].settle()
         return self._of[group]
 
@@ -180,9 +176,8 @@ class Slots:
         """Begin to read a sub-group if there is a slot for which nothing has to be waited; return whether."""
         before = self._next_use(group)
         free = [slot for slot in self._ring() if slot.is_free and self._next_use(slot.holder) > before]
-        able = self._able(group, free)
-        if able or self._has_room(group):
-            self._read(group, able)
+        if self._able(group, free) or self._has_room(group):
+            self._read(group, free)
         return group in self._of
 
     def take(self, group: SubGroup, *, stays: bool = False) -> Slot:
@@ -195,7 +190,7 @@ class Slots:
         """
         if stays:
             return Slot(group.nbytes, self._homes, stays=True)
-        return self._slot(group, self._able(group, self._ring()) or self._ring(), SLOTS - 1)
+        return self._slot(group, self._ring(), SLOTS - 1)
 
     def hold(self, group: SubGroup, slot: Slot) -> None:
         """Give a slot to a sub-group, whose bytes the caller has put there, or changes there."""
@@ -209,9 +204,9 @@ class Slots:
 
     def _slot(self, group: SubGroup, among: Sequence[Slot], most: int = SLOTS) -> Slot:
         """Return a new slot, or that of some which is needed last, once what it holds is written."""
-        if not among or self._has_room(group, most):
+        if self._has_room(group, most):
             return Slot(group.nbytes, self._homes)
-        slot = max(among, key=lambda slot: self._next_use(slot.holder))
+        slot = max(self._able(group, among) or among, key=lambda slot: self._next_use(slot.holder))
         slot.empty(group.nbytes)
         del self._of[slot.holder]
         return slot

@@ -12,6 +12,7 @@ from tba_offload.errors import StatesAwayError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from collections.abc import Set as AbstractSet
 
     from tba_offload.states.groups import Entry
 
@@ -46,14 +47,13 @@ class Twin:
         self._made_of = settings
         step: Any = kind.step  # without the wrapper that calls the user's hooks, which come once a step
         self._update: Step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        self._groups: dict[int, _Loan] = {}
-        self._attributes = _Loan({}, {})
+        self._loans: dict[int | None, _Loan] = {}  # those of parameter groups by number, attributes by None
         self.states: dict[torch.Tensor, Entry] = {}
 
     @property
-    def ran_for(self) -> set[int]:
+    def ran_for(self) -> AbstractSet[int | None]:
         """The numbers of the parameter groups that were updated since :meth:`commit`."""
-        return set(self._groups)
+        return self._loans.keys()
 
     def run(self, number: int, entries: Mapping[torch.Tensor, Entry], options: Mapping[str, Any]) -> None:
         """Update some parameters of one parameter group; ``states`` holds their states afterwards.
@@ -66,12 +66,11 @@ class Twin:
             options: Further arguments of the optimizer's ``step``.
         """
         twin: Any = object.__new__(self.kind)
-        own = self._optimizer.param_groups[number]
-        group = _Loan(self._made_of(own) | {"params": list(entries)}, {})
+        group = _Loan(self._made_of(self._optimizer.param_groups[number]) | {"params": list(entries)}, {})
         states: defaultdict[Any, Any] = defaultdict(dict)
         states.update({tensor: entry for tensor, entry in entries.items() if entry})
         attributes = self._made_of(vars(self._optimizer)) | {"param_groups": [group.taken], "state": states}
-        self.states, self._groups[number], self._attributes = states, group, _Loan(attributes, vars(twin))
+        self.states, self._loans[number], self._loans[None] = states, group, _Loan(attributes, vars(twin))
         try:
             self._update(twin, **options)
         finally:
@@ -92,15 +91,13 @@ class Twin:
 
     def commit(self) -> None:
         """Give the optimizer what its update changed in itself and in its parameter groups."""
-        for number, group in self._groups.items():
-            group.give_back(self._optimizer.param_groups[number])
-        self._attributes.give_back(vars(self._optimizer))
+        for number, loan in self._loans.items():
+            loan.give_back(vars(self._optimizer) if number is None else self._optimizer.param_groups[number])
         self.discard()
 
     def discard(self) -> None:
         """Forget what the update changed there."""
-        self._groups, self.states = {}, {}
-        self._attributes = _Loan({}, {})
+        self._loans, self.states = {}, {}
 
 
 class _Loan:

@@ -94,7 +94,7 @@ class Updates:
             entries.take(group, bound, left)
         self._twin.check_rest()
         self._read_ahead()
-        if self._is_early or not slots.have(self.order.upcoming()):  # others need its slot
+        if self._is_early or None in map(slots.of, self.order.upcoming()):  # which needs its slot
             slots.write(group)
         self._record.sub_groups += 1
 
@@ -121,12 +121,11 @@ class Updates:
             finally:
                 self._twin.commit()
         record, self._record = self._record, StatesRecord()
-        travelling = [group.nbytes for group in self.groups if not self.entries.slots.stays(group)]
-        record.staying = len([*self.groups]) - len(travelling)
-        record.states_bytes, record.slot_bytes = sum(travelling), self.entries.slots.nbytes
+        staying = [group.nbytes for group in self.groups if self.entries.slots.stays(group)]
+        record.staying, record.staying_bytes = len(staying), sum(staying)
+        record.states_bytes = sum(group.nbytes for group in self.groups) - record.staying_bytes
+        record.slot_bytes = self.entries.slots.nbytes
         record.in_backward = len(done)
-        record.on_host, record.predicted_seconds = self._host.updated, self._host.predicted_seconds
-        record.sub_groups += record.on_host
         return record
 
     def _update_all(self, done: Sequence[SubGroup], options: Mapping[str, Any]) -> None:
@@ -136,7 +135,7 @@ class Updates:
         groups = [
             each for each in self.groups if each not in early and not moving.isdisjoint(each.parameters)
         ]
-        with self._host.updating(groups, options) as rest:
+        with self._host.updating(groups, options, self._record) as rest:
             for group in self.order.begin(done, rest):
                 self.update(group, options)
         if not is_of_torch(self.optimizer):  # one that counts steps may do so without gradients too
@@ -228,6 +227,7 @@ class StatesRecord:
         slot_bytes: Bytes of the slots, which stay on the device.
         sub_groups: Sub-groups that were updated.
         staying: Of all, how many stay in memory between updates.
+        staying_bytes: Bytes of their states.
         in_backward: Of those that were updated, how many in backward.
         predicted_seconds: What follows for ``seconds`` from the rates of device and processor, where
             ``states.update`` has both work; None elsewhere.
@@ -242,6 +242,7 @@ class StatesRecord:
     slot_bytes: int = 0
     sub_groups: int = 0
     staying: int = 0
+    staying_bytes: int = 0
     in_backward: int = 0
     predicted_seconds: float | None = None
     on_host: int = 0
