@@ -30,7 +30,6 @@ from tba_offload.store.interrupts import put_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from types import TracebackType
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
@@ -237,9 +236,7 @@ class OptimizerStates:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         close_after(error, self.close)
 
     def __repr__(self) -> str:

@@ -114,16 +114,10 @@ class Slot:
         """Write what it holds, so that others may have its memory, and have so many bytes at least.
 
         Raises:
-            TransferError: It cannot be written.
+            TransferError: It cannot be written, or what was read ahead cannot be read.
         """
         self.write()
-        try:
-            self.settle()
-        except TransferError:
-            if self._is_newer:
-                raise
-            self._reads = []  # what was read ahead may be read again, and a read that hangs may come yet
-            self._allocate(self.memory.nbytes)
+        self.settle()
         if self.memory.nbytes < nbytes:
             del self.memory, self._bytes  # before there is more
             self._allocate(nbytes)

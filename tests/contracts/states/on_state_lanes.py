@@ -27,7 +27,7 @@ from optimizers import (
 from torch import nn, optim
 
 import tba_offload as tba
-from tba_offload.errors import ConfigError, UnsupportedError
+from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -279,19 +279,6 @@ def test_states_on_drives_are_refused(tmp_path: Path) -> None:
         UnsupportedError, match="needs states in host memory, and they live in a store of kind"
     ):
         tba.offload_optimizer(found.optimizer, chosen)
-
-
-@pytest.mark.parametrize(
-    ("states", "message"),
-    [
-        ({"update": "cpu"}, "must be .*host"),
-        ({"update": "auto", "when": "backward"}, "goes with when: step, default: offload only"),
-    ],
-)
-def test_settings_that_make_no_sense(states: dict[str, Any], message: str, tmp_path: Path) -> None:
-    found, _ = pair()
-    with pytest.raises(ConfigError, match=message):
-        tba.offload_optimizer(found.optimizer, policy(tmp_path) | {"states": states})
 
 
 def test_an_optimizer_of_others_is_refused(tmp_path: Path) -> None:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from covering import of_which
 from live_bytes import LiveBytes
 from models import same_bits
-from optimizers import MAKERS, Training, assert_same, assert_same_state_dicts, pair, plain_copy, policy
+from optimizers import Training, assert_same, assert_same_state_dicts, pair, plain_copy, policy
 from torch import nn, optim
 
 import tba_offload as tba
@@ -140,24 +139,12 @@ def test_a_checkpoint_is_loaded_without_all_of_it_beside_it(tmp_path: Path) -> N
 
 # ---- sub-groups that stay ------------------------------------------------------------------------------
 
-CHANGES = (0, 99, 4, 4, 7, 2, 0, 5)
-"""How many sub-groups travel in each step: none, all, and some."""
-
 
 def train(found: Training, expected: Training, states: OptimizerStates, *counts: int) -> None:
     for seed, count in enumerate(counts):
         found.step(seed)
         expected.step(seed)
         states.arrange(min(count, len(states.sizes)))
-
-
-@pytest.mark.parametrize("name", of_which(MAKERS, "adamw-fused", "sgd-momentum", "adafactor"))
-def test_whatever_stays_the_bits_are_the_same(name: str, tmp_path: Path) -> None:
-    found, expected = pair(name, torch.bfloat16 if name == "adamw-foreach" else torch.float32)
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
-        train(found, expected, states, *CHANGES)
-        assert_same(found, expected)
-    assert_same(found, expected)
 
 
 def test_what_stays_neither_travels_nor_is_forgotten(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from optimizers import Training, pair, policy
 from torch import nn, optim
 
 import tba_offload as tba
-from tba_offload.errors import ConfigError, NoEffectWarning, StatesAwayError, UnsupportedError
+from tba_offload.errors import NoEffectWarning, StatesAwayError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -157,15 +157,10 @@ def test_an_optimizer_of_another_model_is_told(tmp_path: Path) -> None:
         tba.offload_optimizer(other.optimizer, policy(tmp_path), model=made.model).close()
 
 
-def test_settings(tmp_path: Path) -> None:
+def test_states_of_no_optimizer_are_told(tmp_path: Path) -> None:
     made = Training(optim.AdamW)
-    with pytest.raises(ConfigError, match="must be 4096 or more"):
-        tba.offload_optimizer(made.optimizer, {"states": {"sub_group_bytes": "4000B"}})
-    with pytest.raises(ConfigError, match=r"unknown key.*sub_group_bytes"):
-        tba.offload_optimizer(made.optimizer, {"states": {"sub_group": "1MiB"}})
-    settings = policy(tmp_path)
     with (
         pytest.warns(NoEffectWarning, match="was given no optimizer"),
-        tba.attach(made.model, settings, layers=list(made.model.layers)),
+        tba.attach(made.model, policy(tmp_path), layers=list(made.model.layers)),
     ):
         pass
