@@ -116,17 +116,6 @@ class FreedGradient(AwayTensor):
         "to step"
     )
 
-    @classmethod
-    def like(cls, gradient: torch.Tensor, name: str) -> Self:
-        """Return what stands for a gradient.
-
-        Args:
-            gradient: The gradient, dense or sparse.
-            name: What messages call it.
-        """
-        dense = gradient if gradient.layout == torch.strided else torch.empty(gradient.shape, device="meta")
-        return cls(gradient.shape, dense.stride(), gradient.dtype, gradient.device, name)
-
 
 class AwayMaster(_Away):
     """The class of a master copy whose bytes are away.

@@ -168,7 +168,9 @@ class BackwardUpdates(Updates):
         for parameter in parameters:
             if parameter.grad is not None:
                 name = f"the gradient of {self.groups.name_of(parameter)}"
-                freed = FreedGradient.like(local(parameter.grad), name)
+                own: torch.Tensor = local(parameter.grad)
+                stride = torch.empty(own.shape, device="meta").stride()  # a sparse one has none
+                freed = FreedGradient(own.shape, stride, own.dtype, own.device, name)
                 parameter.grad = self._freed[parameter] = distributed(freed, spec_of(parameter.grad))
 
     def _pass_ends(self) -> None:

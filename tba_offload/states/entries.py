@@ -176,7 +176,7 @@ class Entries:
         """
         for _, slices in groupby(self._groups, lambda group: id(group.parameters[0])):
             some = list(slices)
-            found = self._whole(some, self._is_away)
+            found = self._whole(some)
             for parameter, entry in found.items():
                 if entry.pop(MASTER, None) is not None:
                     AwayMaster.end(parameter)
@@ -196,8 +196,7 @@ class Entries:
         entry = self._groups.states_of(parameter)
         if any(map(is_away, entry.values())):
             if parameter not in self._copies:  # others of its sub-group are likely to be asked for next
-                holding = self._groups.holding[parameter]
-                self._copies = self._whole(holding, lambda _: True, torch.device("cpu"))
+                self._copies = self._whole(self._groups.holding[parameter], torch.device("cpu"))
             copies = self._copies.pop(parameter)
             entry.update({key: copies[key] for key, value in entry.items() if is_away(value)})
         return entry
@@ -205,21 +204,17 @@ class Entries:
     # ---- the parts of it -------------------------------------------------------------------------
 
     def _whole(
-        self,
-        groups: Iterable[SubGroup],
-        is_wanted: Callable[[Place], bool],
-        device: torch.device | None = None,
+        self, groups: Iterable[SubGroup], device: torch.device | None = None
     ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return copies of states, each put together of its slices.
+        """Return copies of states that are away, each put together of its slices.
 
         Args:
             groups: The sub-groups.
-            is_wanted: Says which states.
             device: Where to; by default that of the parameters, where masters are filled themselves.
         """
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for group in groups:
-            places = [place for place in group.places if is_wanted(place)]
+            places = [*filter(self._is_away, group.places)]
             flat = self.bytes_of(group) if places else torch.empty(0)
             for place in places:
                 entry = found.setdefault(place.parameter, {})
@@ -298,7 +293,9 @@ def _is_alike(value: object, view: torch.Tensor) -> bool:
 def _arrived(group: SubGroup, parameter: torch.Tensor, value: Any) -> Any:
     """Return a state, or a copy of a slice of it; those of a checkpoint come to the parameter's device."""
     if isinstance(value, Incoming):
-        return group.cut(value.value).to(device=parameter.device, dtype=value.dtype, copy=True)
+        # The data type in which PyTorch itself loads a state, in Optimizer.load_state_dict.
+        dtype = parameter.dtype if parameter.is_floating_point() else value.value.dtype
+        return group.cut(value.value).to(device=parameter.device, dtype=dtype, copy=True)
     return value if group.part is None or is_away(value) else _copy(group.cut(value))
 
 

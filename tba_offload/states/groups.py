@@ -50,11 +50,9 @@ class Incoming:
 
     Attributes:
         value: The state, wherever the checkpoint has it.
-        dtype: The data type that the optimizer wants it in.
     """
 
     value: torch.Tensor
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +294,7 @@ class Groups:
         """Return the bytes of what travels for a parameter, as far as they are known; at least one."""
         own: int = local(parameter).nbytes
         known: int = sum(
-            value.value.numel() * value.dtype.itemsize if isinstance(value, Incoming) else local(value).nbytes
+            value.value.numel() * parameter.itemsize if isinstance(value, Incoming) else local(value).nbytes
             for value in self.optimizer.state.get(parameter, {}).values()
             if isinstance(value, Incoming) or travels(value, parameter)
         )

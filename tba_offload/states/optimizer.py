@@ -305,21 +305,14 @@ def _names_in(modules: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
     return {each: name for module in modules for name, each in module.named_parameters()}
 
 
-def _hold_back(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+def _hold_back(_: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     """Return a state dict whose states come to the device by sub-groups, when all of it is checked."""
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    known = dict(zip(dict.fromkeys(numbers), parameters_of(optimizer), strict=False))
-    full = {
-        number: {key: _held_back(value, known[number]) for key, value in entry.items()}
-        if number in known and isinstance(entry, dict)
-        else entry
-        for number, entry in state_dict["state"].items()
+    states = {
+        key: {name: Incoming(value) if _is_large(value) else value for name, value in entry.items()}
+        for key, entry in state_dict["state"].items()
     }
-    return state_dict | {"state": full}
+    return state_dict | {"state": states}
 
 
-def _held_back(value: Any, parameter: torch.Tensor) -> Any:
-    if not (type(value) is torch.Tensor or is_distributed(value)) or value.numel() <= 1:
-        return value
-    # The data type in which PyTorch itself loads a state, in Optimizer.load_state_dict.
-    return Incoming(value, parameter.dtype if parameter.is_floating_point() else value.dtype)
+def _is_large(value: Any) -> bool:
+    return (type(value) is torch.Tensor or is_distributed(value)) and value.numel() > 1

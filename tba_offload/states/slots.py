@@ -110,14 +110,17 @@ class Slot:
         self._reads = []
         return self.lend()
 
-    def empty(self, nbytes: int = 0) -> None:
-        """Write what it holds, so that others may have its memory, and have so many bytes at least.
+    def empty(self) -> None:
+        """Write what it holds, so that others may have its memory.
 
         Raises:
             TransferError: It cannot be written, or what was read ahead cannot be read.
         """
         self.write()
         self.settle()
+
+    def grow(self, nbytes: int) -> None:
+        """Have so many bytes at least; what it held is lost if it had less."""
         if self.memory.nbytes < nbytes:
             del self.memory, self._bytes  # before there is more
             self._allocate(nbytes)
@@ -201,8 +204,9 @@ class Slots:
         if self._has_room(group, most):
             return Slot(group.nbytes, self._homes)
         slot = max(self._able(group, among) or among, key=lambda slot: self._next_use(slot.holder))
-        slot.empty(group.nbytes)
+        slot.empty()
         del self._of[slot.holder]
+        slot.grow(group.nbytes)
         return slot
 
     def _ring(self) -> list[Slot]:

@@ -85,8 +85,8 @@ class Twin:
         """
         if self.states:
             raise UnsupportedError(
-                f"{self.kind.__name__} keeps {next(iter(self.states))!r} in its state for all parameters at "
-                "once, so it cannot be updated in parts. Load a checkpoint, and do not offload its states"
+                f"{self.kind.__name__} keeps {next(iter(self.states))!r} for all parameters at once. Load a "
+                "checkpoint, and do not offload its states"
             )
 
     def commit(self) -> None:
