@@ -57,11 +57,6 @@ def without_gradient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return causal(q, k, v) + 0 * v
 
 
-def beside_inverses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Modes of the dispatcher have an inverse compute otherwise."""
-    return causal(q, k, v) + torch.linalg.pinv(v.detach().clone().requires_grad_()).transpose(-1, -2) * 1e-3
-
-
 def beside_another_thread(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Operations of other threads are left alone."""
     alone, found = (
@@ -82,7 +77,7 @@ def compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 WAYS: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
-    *(causal, masked, grouped, dropping, twice, by_products, without_gradient, beside_inverses, compiled),
+    *(causal, masked, grouped, dropping, twice, by_products, without_gradient, compiled),
     beside_another_thread,
 ]
 

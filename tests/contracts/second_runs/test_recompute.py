@@ -313,17 +313,8 @@ def in_save_on_cpu(net: Net, number: int) -> list[Tensor]:
         return forward_backward(net, number)
 
 
-def in_transform(net: Net, number: int) -> list[Tensor]:
-    x = make_input(number).detach()
-
-    def loss_of(parameters: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(net, parameters, (x,)).pow(2).mean()
-
-    return list(torch.func.grad(loss_of)({name: p.detach() for name, p in net.named_parameters()}).values())
-
-
 @pytest.mark.parametrize(
-    ("work", "default"), in_turn([in_checkpoint, in_save_on_cpu, in_transform], ["offload", *RECOMPUTED])
+    ("work", "default"), in_turn([in_checkpoint, in_save_on_cpu], ["offload", *RECOMPUTED])
 )
 def test_layers_among_hooks_of_others_are_left_alone(work: Any, default: str) -> None:
     with pytest.warns(UserWarning, match=r"layer 0 \(layers.0\) runs inside saved-tensor hooks") as caught:
