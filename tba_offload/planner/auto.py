@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.errors import warn
 from tba_offload.formatting import readable_size, significant
-from tba_offload.planner.describe import describe, is_bound, over_budget, over_writes
+from tba_offload.planner.describe import describe, over_budget, over_writes
 from tba_offload.planner.measure import Rates, Sizes, profile_of, with_beside
 from tba_offload.planner.model import Limits, Plan
 from tba_offload.planner.play import play
@@ -504,7 +504,6 @@ class Controller:
             "profile": self.profile.as_json(),
             "drive": dataclasses.asdict(case.bandwidth),
             "limits": dataclasses.asdict(self.task.limits),
-            "writes_bound": is_bound(case, plan),
             "plan": plan.as_json(),
         }
 

@@ -67,21 +67,12 @@ def _store(case: Case) -> str:
 
 
 def written_a_day(case: Case, plan: Plan) -> str | None:
-    """Return what a plan writes in a day, and whether the limit bounds it; ``None`` without a limit."""
+    """Return what a plan writes in a day; ``None`` without a limit."""
     allowed, found = case.limits.written_per_day, case.played(plan)
     if allowed is None:
         return None
     day = readable_size(bytes_per_day(found.sent_bytes, found.seconds))
-    bound = ", which leaves room for no layer more" if is_bound(case, plan) else ""
-    of_all = f"of the {readable_size(allowed)} that store.write_bytes_per_day allows"
-    return f"writes up to {day} a day {of_all}{bound}"
-
-
-def is_bound(case: Case, plan: Plan) -> bool:
-    """Return True if the limit of writes leaves no room to offload one more of the layers that are not."""
-    found, least = case.played(plan), min(kind.nbytes for kind in case.profile.kinds)
-    has_more = any(not way.offloads for way in plan.placements)
-    return has_more and found.sent_bytes + least > case.limits.planned_in(found.seconds)
+    return f"writes up to {day} a day of the {readable_size(allowed)} that store.write_bytes_per_day allows"
 
 
 def over_writes(case: Case, plan: Plan) -> str:

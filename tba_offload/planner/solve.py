@@ -97,14 +97,13 @@ class Case:
 
     def place(self, choose: Callable[[int], Placement]) -> tuple[Placement, ...]:
         """Return the policy with ``choose(layer)`` for free layers, or offload where that is not allowed."""
-        return tuple(
-            wanted
-            if wanted is not Placement.AUTO
-            else way
-            if self.allows(layer, way := choose(layer))
-            else OFFLOAD
-            for layer, wanted in enumerate(self.policy)
-        )
+
+        def placed(layer: int, wanted: Placement) -> Placement:
+            if wanted is not Placement.AUTO:
+                return wanted
+            return way if self.allows(layer, way := choose(layer)) else OFFLOAD
+
+        return tuple(placed(*pair) for pair in enumerate(self.policy))
 
     def uniform(self, way: Placement) -> Plan:
         """Return the plan that gives all free layers one placement."""

@@ -566,7 +566,6 @@ class PlanEvent(Event):
         profile: The step, as :class:`tba_offload.planner.model.StepProfile` reads it.
         drive: Rates of the store, as :class:`tba_offload.planner.model.Bandwidth` reads them.
         limits: What the plan had to keep to.
-        writes_bound: Whether the limit of writes leaves room to offload no layer more.
     """
 
     EVENT = PLAN
@@ -577,7 +576,6 @@ class PlanEvent(Event):
     profile: Json
     drive: Json
     limits: Json
-    writes_bound: bool = False
 
 
 class HeldBytes(NamedTuple):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tba_offload.errors import RunLogError
 from tba_offload.formatting import readable_size, significant
 from tba_offload.report import text
-from tba_offload.report.log import MemoryEvent, PlanEvent, read_run_log
+from tba_offload.report.log import MemoryEvent, read_run_log
 from tba_offload.report.ranks import paths_of_ranks
 
 if TYPE_CHECKING:
@@ -414,9 +414,6 @@ def _change_of_plan(seen: Evidence, names: list[str], better: str) -> str:
     entries, budget = [seen.log.header.plan.get(name) for name in names], seen.step.activation_budget_bytes
     if not all(isinstance(entry, dict) and entry.get("placement") == "auto" for entry in entries):
         return f"place them {better}"
-    plans = seen.log.events(PlanEvent)
-    if better == "offload" and plans and plans[-1].writes_bound:
-        return "raise store.write_bytes_per_day, which leaves the planner room to offload no layer more"
     than = "" if budget is None else f" below {readable_size(budget)}"
     return f"give the planner, which chose that, a budget.activation_bytes{than}"
 

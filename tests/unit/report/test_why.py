@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner, Result
-from run_logs import MIB, memory_event, peak, plan_event, write_run
+from run_logs import MIB, memory_event, peak, write_run
 
 from tba_offload import cli
 from tba_offload.errors import RunLogError
@@ -82,22 +82,6 @@ def test_layers_that_the_planner_keeps_are_its_business(
     found = diagnosed(tmp_path, keeping, header={"plan": plan}, activation_budget_bytes=budget)
     assert found.cause == "placements"
     assert found.findings[0].change.endswith(change)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "change"), [(True, "raise store.write_bytes_per_day"), (False, "give the")]
-)
-def test_the_limit_of_writes_is_named_where_it_is_why_layers_are_kept(
-    tmp_path: Path, bounds: bool, change: str
-) -> None:
-    keeping = event(placements=["keep", "keep"], phases={"loss": peak(100, layer=0, kept=80)})
-    header = {"plan": {name: {"placement": "auto"} for name in NAMES}}
-    path = write_run(tmp_path / "run.jsonl", keeping, header=header)
-    with path.open("a") as file:
-        for bound in (not bounds, bounds):  # the last plan counts
-            file.write(json.dumps(plan_event() | {"writes_bound": bound}) + "\n")
-    (found,) = (each for each in why(path).findings if each.cause == "placements")
-    assert found.change.startswith(change)
 
 
 def test_a_log_without_memory_events_says_so(tmp_path: Path) -> None:
