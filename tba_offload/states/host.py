@@ -11,17 +11,17 @@ import statistics
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import AwayMaster
 from tba_offload.states.entries import have_moved
-from tba_offload.states.groups import MASTER, side_by_side
+from tba_offload.states.groups import MASTER
 from tba_offload.states.parameters import is_dense
 from tba_offload.states.twin import Twin
 from tba_offload.store.host import HostStore
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tba_offload.states.groups import Entry, SubGroup
     from tba_offload.states.updates import StatesRecord, Updates
 
-    States = dict[torch.Tensor, Entry]
+    States = Mapping[torch.Tensor, Entry]
 
 _THREADS = 2
 """While one updates, on all cores, the other copies what it has updated and what it is going to."""
@@ -62,19 +62,20 @@ class HostLane:
 
     def __init__(self, updates: Updates, kind: type[torch.optim.Optimizer], update: str) -> None:
         self._optimizer = updates.optimizer  # not the updates: a cycle
-        self._entries, self._groups, self._homes = updates.entries, updates.groups, updates.homes
-        self._states, self._device = self._entries.in_host_memory, self._homes.device
+        self._entries, self._groups, self._device = updates.entries, updates.groups, updates.homes.device
+        self._states = self._entries.in_host_memory
         self._is_on = update != "device" and self._device.runs_behind  # a CPU's memory is the host's
-        if self._is_on and self._homes.store.kind != HostStore.kind:
+        if self._is_on and updates.homes.store.kind != HostStore.kind:
             raise UnsupportedError(
                 f"states.update: {update} needs states in host memory, and they live in a store of kind "
-                f"{self._homes.store.kind}; set store.kind to host, or states.update to device"
+                f"{updates.homes.store.kind}; set store.kind to host, or states.update to device"
             )
         self._rates = _Rates(is_auto=update == "auto")
         self._twin = Twin(self._optimizer, kind, _settings_for_host)
         self._computing = threading.Lock()
-        self._desks = [torch.empty(0, dtype=torch.uint8) for _ in range(_THREADS)]
-        self._last: tuple[Any, tuple[int, int], float] | None = None
+        self._pool = ThreadPoolExecutor(_THREADS, "tba-update", self._device.bind_thread)
+        self._times: list[float] = []
+        self._last: tuple[list[Any], list[int], float] | None = None
 
     @contextmanager
     def updating(
@@ -97,33 +98,36 @@ class HostLane:
             yield groups
             return
         if self._last is not None:  # by now the device is done with that
-            marks, sizes, host_seconds = self._last
+            marks, sizes, on_host = self._last
             began, ended = self._device.seconds(marks)
-            self._rates.learn(sizes, (ended - began, host_seconds))
-            self._last = None
-        mine = self._chosen(groups)
-        rest = [group for group in groups if group not in self._states]
-        on_device, on_host = (sum(group.nbytes for group in some) for some in (rest, mine))
-        record.on_host, record.predicted_seconds = len(mine), self._rates.seconds(on_device, on_host)
+            self._rates.learn(sizes, (ended - began, on_host))
+        self._choose(groups)
+        mine, rest = (
+            [each for each in groups if (each in self._states) == is_mine] for is_mine in (True, False)
+        )
+        sizes = [sum(group.nbytes for group in some) for some in (rest, mine)]
+        record.on_host, record.predicted_seconds = len(mine), self._rates.seconds(*sizes)
         record.sub_groups += len(mine)
-        resident = [self._resident(group) for group in mine]
-        after, began = self._device.event(), self._device.mark()  # the device has made gradients and copies
-        with ThreadPoolExecutor(_THREADS, "tba-update", self._device.bind_thread) as pool:
-            jobs = {
-                group: pool.submit(self._update, group, entries, options, after)
-                for group, entries in zip(mine, resident, strict=True)
-            }
-            try:
-                yield rest
-                ended, done = self._device.mark(), [job.result() for job in jobs.values()]
-            finally:
-                pool.shutdown(cancel_futures=True)
-                for group, job in jobs.items():
-                    if not job.cancelled() and job.exception() is None:
-                        self._entries.take(group, job.result().bound, job.result().left)
-        if done:
-            seconds = max(each.ended for each in done) - min(each.began for each in done)
-            self._last = (began, ended), (on_device, on_host), seconds
+        self._last, marks = None, [self._device.mark()]
+        self._times.clear()
+        jobs = {
+            group: self._pool.submit(
+                self._update, group, self._resident(group), options, self._device.event()
+            )
+            for group in mine
+        }
+        try:
+            yield rest
+            marks.append(self._device.mark())
+            for job in jobs.values():
+                job.result()
+        finally:
+            wait([job for job in jobs.values() if not job.cancel()])
+            for group, job in jobs.items():
+                if not job.cancelled() and job.exception() is None:
+                    self._entries.take(group, *job.result())
+        if mine:
+            self._last = marks, sizes, max(self._times) - min(self._times)
 
     def give_up(self, groups: Iterable[SubGroup]) -> None:
         """Leave sub-groups to the device.
@@ -137,10 +141,14 @@ class HostLane:
             self._entries.slots.hold(group, slot)
             slot.write()
 
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
     # ---- which sub-groups --------------------------------------------------------------------------
 
-    def _chosen(self, groups: Sequence[SubGroup]) -> list[SubGroup]:
-        """Take over the sub-groups that the processor updates now, and give up the others."""
+    def _choose(self, groups: Sequence[SubGroup]) -> None:
+        """Take over the states of sub-groups that the processor updates now, and give up those of others."""
         updated = set(groups)
         able = [group for group in self._groups.spread if group in updated and self._is_able(group)]
         able.sort(key=lambda group: group not in self._states)  # what it has stays as far as it may
@@ -150,15 +158,11 @@ class HostLane:
             self._states[group] = self._entries.bytes_of(group)[: group.nbytes].cpu()
             self._entries.slots.drop(group)
             group.home.release()
-        return [group for group in groups if group in chosen]
 
     def _is_able(self, group: SubGroup) -> bool:
-        """Whether the processor can update all parameters of a sub-group, and their states are there."""
+        """Whether the parameters that are updated have states, and are such as fused kernels take."""
         moving = [each for each in group.parameters if each.grad is not None]
-        has_states = any(place.key != MASTER for place in group.places) and all(
-            map(self._entries.shown, moving)
-        )
-        return has_states and all(map(_is_plain, moving))
+        return all(self._entries.shown(each) and _is_plain(each, each.grad) for each in moving)
 
     # ---- the way of one sub-group ------------------------------------------------------------------
 
@@ -167,89 +171,55 @@ class HostLane:
         moving = [each for each in group.parameters if each.grad is not None]
         return {each: self._entries.resident(group, each) for each in moving}
 
-    def _update(self, group: SubGroup, resident: States, options: Mapping[str, Any], after: Event) -> _Done:
-        """Update a sub-group: read its states, copy gradients here, update, copy parameters back, write.
+    def _update(
+        self, group: SubGroup, resident: States, options: Mapping[str, Any], after: Event
+    ) -> tuple[States, States]:
+        """Update a sub-group: copy gradients and parameters here, update, copy parameters back.
 
         Args:
             group: The sub-group.
             resident: States that do not travel, of its parameters that have gradients.
             options: Further arguments of the optimizer's ``step``.
             after: The device has made these and the gradients when this point is reached.
+
+        Returns:
+            The states that travel, as the update got them, and all states that it has left.
         """
-        desk = self._desks.pop()
-        try:
-            bound = group.views(self._states[group])
-            after.synchronize()
-            began = time.perf_counter()
-            with self._device.on_side_stream():  # another one would wait for all that the device has to do
-                before = {each: _on_host(entry) | bound.get(each, {}) for each, entry in resident.items()}
-                models = [self._groups.model_part(group, each) for each in resident]
-                likes = [*models, *(group.cut(each.grad) for each in resident)]
-                starts, end = side_by_side(like.nbytes for like in likes)
-                desk = self._device.host_memory(end) if end > desk.numel() else desk
-                copies = [_laid(desk[start:], like) for like, start in zip(likes, starts, strict=True)]
-                here, gradients = dict(zip(resident, copies, strict=False)), copies[len(models) :]
-                for like, copy in zip(likes[len(models) :], gradients, strict=True):
-                    copy.copy_(like, non_blocking=True)
-                for parameter, like in zip(resident, models, strict=True):
-                    if MASTER not in before[parameter]:
-                        here[parameter].copy_(like, non_blocking=True)
-            with self._computing:  # one update at a time has all cores
-                left = self._run(group.number, here, gradients, before, options)
-            if have_moved(bound, left):
-                raise UnsupportedError(
-                    f"{type(self._optimizer).__name__} makes or drops states in host memory. Load a "
-                    "checkpoint, and keep states.update at device"
-                )
-            with self._device.on_side_stream():
-                # Gradients too, where a fused kernel has divided them.
-                count = len(likes) if hasattr(self._optimizer, "grad_scale") else len(models)
-                for like, copy in zip(likes[:count], copies, strict=False):
-                    like.copy_(copy, non_blocking=True)
-                for parameter, entry in resident.items():
-                    for key in entry.keys() & left[parameter].keys():
-                        if isinstance(entry[key], torch.Tensor):
-                            left[parameter][key] = left[parameter][key].to(entry[key].device)
-        finally:
-            self._desks.append(desk)
-        return _Done(bound, left, began, time.perf_counter())
-
-    def _run(
-        self,
-        number: int,
-        here: Mapping[torch.Tensor, torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        before: States,
-        options: Mapping[str, Any],
-    ) -> States:
-        """Run the optimizer's code over parameters and gradients that are here, and return their states."""
-        tensors = {each: before[each].get(MASTER, copy) for each, copy in here.items()}
-        entries = {
-            tensor: {key: value for key, value in before[each].items() if key != MASTER}
-            for each, tensor in tensors.items()
-        }
-        for tensor, gradient in zip(entries, gradients, strict=True):
-            tensor.grad = gradient
-        try:
-            self._twin.run(number, entries, options)
-            states = self._twin.states
-            left = {each: {**states.get(tensor, entries[tensor])} for each, tensor in tensors.items()}
-        finally:
+        after.synchronize()
+        self._times.append(time.perf_counter())
+        bound = group.views(self._states[group])
+        models = {each: self._groups.model_part(group, each) for each in resident}
+        copies = {each: _pinned_like(model) for each, model in models.items()}
+        with self._device.on_side_stream():  # another one would wait for all that the device has to do
+            states = {each: _on_host(entry) | bound.get(each, {}) for each, entry in resident.items()}
+            tensors = {each: states[each].get(MASTER, copy) for each, copy in copies.items()}
+            for each, tensor in tensors.items():
+                gradient = group.cut(each.grad)
+                tensor.grad = _pinned_like(gradient).copy_(gradient, non_blocking=True)
+                if tensor is copies[each]:
+                    tensor.copy_(models[each], non_blocking=True)
+        with self._computing:  # one update at a time has all cores
+            self._twin.run(group.number, {tensors[each]: states[each] for each in tensors}, options)
             self._twin.discard()
-        for each, tensor in tensors.items():
-            if MASTER in before[each]:
-                left[each][MASTER] = tensor
-                here[each].copy_(tensor)
-        return left
-
-
-class _Done(NamedTuple):
-    """An update of the processor: states as it got them and left them, and when, by ``perf_counter``."""
-
-    bound: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
-    left: States
-    began: float
-    ended: float
+            for each, copy in copies.items():
+                copy.copy_(tensors[each])
+        if have_moved(bound, states):
+            raise UnsupportedError(
+                f"{type(self._optimizer).__name__} makes or drops states in host memory. Load a checkpoint, "
+                "and keep states.update at device"
+            )
+        with self._device.on_side_stream():
+            for each, tensor in tensors.items():
+                models[each].copy_(copies[each], non_blocking=True)
+                if hasattr(self._optimizer, "grad_scale"):  # by which a fused kernel has divided
+                    group.cut(each.grad).copy_(tensor.grad, non_blocking=True)
+                for key, value in resident[each].items():
+                    if isinstance(value, torch.Tensor):
+                        states[each][key] = value.copy_(states[each][key])
+        for tensor in tensors.values():
+            tensor.grad = None  # a master in host memory would keep it
+        self._times.append(time.perf_counter())
+        return bound, states
 
 
 # ---- the performance model -----------------------------------------------------------------------
@@ -307,21 +277,21 @@ class _Rates:
 # ------------------------------------------------------------------------------------------------
 
 
-def _is_plain(parameter: torch.Tensor) -> bool:
-    """Whether a parameter and its gradient are plain tensors of real numbers, which fused kernels need."""
-    kind, gradient = type(parameter.data), parameter.grad
+def _is_plain(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+    """Whether a parameter and its gradient are plain tensors of real numbers that lie in memory alike."""
     return (
-        (kind is AwayMaster or (kind is torch.Tensor and is_dense(parameter)))
-        and parameter.is_floating_point()
+        type(parameter.data) in (torch.Tensor, AwayMaster)
         and type(gradient) is torch.Tensor
         and gradient.layout == torch.strided
+        and (gradient.dtype, gradient.stride()) == (parameter.dtype, parameter.stride())
+        and parameter.is_floating_point()
+        and is_dense(parameter)
     )
 
 
-def _laid(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the first bytes of memory as a tensor like another one, but dense; it is not filled."""
-    stride = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
-    return memory[: like.nbytes].view(like.dtype).as_strided(like.size(), stride)
+def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return pinned memory that is laid out like a tensor; PyTorch keeps it for the next one of its size."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def _settings_for_host(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -331,18 +301,11 @@ def _settings_for_host(values: Mapping[str, Any]) -> dict[str, Any]:
     that PyTorch chooses for tensors of a CPU goes through memory some ten times.
     """
     settings = _on_host(values)
-    if "fused" in settings and settings["fused"] is None and settings.get("foreach") is None:
+    if settings.get("fused", False) is None and settings.get("foreach") is None:
         settings["fused"] = True
     return settings
 
 
 def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same, with tensors of a device copied to host memory; also those in tuples, as betas are."""
-
-    def moved(value: Any) -> Any:
-        if type(value) is tuple:
-            return tuple(map(moved, value))
-        is_data = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
-        return value.to("cpu") if is_data else value
-
-    return {name: moved(value) for name, value in values.items()}
+    """Return the same, with tensors of a device copied to host memory."""
+    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()}

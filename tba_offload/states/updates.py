@@ -211,7 +211,8 @@ class Updates:
         """Note that gradients are about to be cleared."""
 
     def close(self) -> None:
-        """Have nothing called by hooks any more."""
+        """End what runs beside the training thread, and have nothing called by hooks any more."""
+        self._host.close()
 
 
 @dataclass(slots=True)

@@ -108,7 +108,8 @@ class Given(Training):
         """Gives gradients to all parameters that are trained but one."""
         torch.manual_seed(seed)
         for each in self.model.parameters():
-            gradient = torch.randn(each.shape).to(each.device, each.dtype)
+            gradient = torch.empty_like(each.detach())  # in memory like the parameter, as autograd has it
+            gradient.copy_(torch.randn(each.shape))
             each.grad = gradient if each.requires_grad and each is not self.model.unused else None
 
     def parameter(self, name: str) -> Tensor:
