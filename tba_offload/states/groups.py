@@ -17,6 +17,7 @@ from tba_offload.states.parameters import (
     can_be_cut,
     distributed,
     gathered,
+    is_distributed,
     local,
     parameters_of,
     spec_of,
@@ -53,6 +54,12 @@ class Incoming:
     """
 
     value: torch.Tensor
+
+
+def held_back(value: Any) -> Any:
+    """Return a state of a checkpoint as one that sub-groups bring to the device; a number is itself."""
+    is_large = (type(value) is torch.Tensor or is_distributed(value)) and value.numel() > 1
+    return Incoming(value) if is_large else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,11 @@ class SubGroup:
         self.places: tuple[Place, ...] = ()
         self.keys: defaultdict[torch.Tensor, set[str]] = defaultdict(set)
         self.nbytes = 0
+
+    @property
+    def moving(self) -> list[torch.Tensor]:
+        """Its parameters that have gradients, so that an update changes them."""
+        return [each for each in self.parameters if each.grad is not None]
 
     def cut(self, value: Any) -> Any:
         """Return the slice of a tensor of its parameter's shape, 1-D; anything else is itself."""

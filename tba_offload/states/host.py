@@ -110,12 +110,10 @@ class HostLane:
         record.sub_groups += len(mine)
         self._last, marks = None, [self._device.mark()]
         self._times.clear()
-        jobs = {
-            group: self._pool.submit(
-                self._update, group, self._resident(group), options, self._device.event()
-            )
-            for group in mine
-        }
+        jobs = {}
+        for group in mine:
+            resident = {each: self._entries.resident(group, each) for each in group.moving}
+            jobs[group] = self._pool.submit(self._update, group, resident, options, self._device.event())
         try:
             yield rest
             marks.append(self._device.mark())
@@ -161,15 +159,9 @@ class HostLane:
 
     def _is_able(self, group: SubGroup) -> bool:
         """Whether the parameters that are updated have states, and are such as fused kernels take."""
-        moving = [each for each in group.parameters if each.grad is not None]
-        return all(self._entries.shown(each) and _is_plain(each, each.grad) for each in moving)
+        return all(self._entries.shown(each) and _is_plain(each, each.grad) for each in group.moving)
 
     # ---- the way of one sub-group ------------------------------------------------------------------
-
-    def _resident(self, group: SubGroup) -> States:
-        """Return the states that do not travel, of the parameters of a sub-group that are updated."""
-        moving = [each for each in group.parameters if each.grad is not None]
-        return {each: self._entries.resident(group, each) for each in moving}
 
     def _update(
         self, group: SubGroup, resident: States, options: Mapping[str, Any], after: Event

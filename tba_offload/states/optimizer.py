@@ -14,14 +14,8 @@ from tba_offload.device import device_of
 from tba_offload.errors import NoEffectWarning, warn
 from tba_offload.states.away import AwayMaster, AwayTensor, is_away
 from tba_offload.states.backward import BackwardUpdates
-from tba_offload.states.groups import MASTER, Incoming
-from tba_offload.states.parameters import (
-    check,
-    device_of_parameters,
-    innermost,
-    is_distributed,
-    parameters_of,
-)
+from tba_offload.states.groups import MASTER, held_back
+from tba_offload.states.parameters import check, device_of_parameters, innermost, parameters_of
 from tba_offload.states.twin import Takeover
 from tba_offload.states.updates import StatesRecord, Updates
 from tba_offload.store import open_store
@@ -308,11 +302,7 @@ def _names_in(modules: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
 def _hold_back(_: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     """Return a state dict whose states come to the device by sub-groups, when all of it is checked."""
     states = {
-        key: {name: Incoming(value) if _is_large(value) else value for name, value in entry.items()}
+        key: {name: held_back(value) for name, value in entry.items()}
         for key, entry in state_dict["state"].items()
     }
     return state_dict | {"state": states}
-
-
-def _is_large(value: Any) -> bool:
-    return (type(value) is torch.Tensor or is_distributed(value)) and value.numel() > 1

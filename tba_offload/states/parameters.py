@@ -147,7 +147,9 @@ def _check_backward(
     """
     name, parameters = type(optimizer).__name__, parameters_of(optimizer)
     come_late = has_peers() and not is_fully_sharded(modules, parameters)
-    are_copied = any(map(is_distributed, parameters)) and _lie_on_host(parameters)
+    # By FSDP2's CPUOffloadPolicy: there is a device, and parameters are not on it.
+    on_host = any(is_distributed(each) and each.device.type == "cpu" for each in parameters)
+    are_copied = on_host and torch.accelerator.is_available()
     refusals = {
         "masters get their gradients after backward": has_masters,
         "with several processes gradients are final only when they are reduced": come_late,
@@ -175,12 +177,6 @@ def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
     for why, holds in refusals.items():
         if holds:
             raise UnsupportedError(f"{why}; set states.update to device")
-
-
-def _lie_on_host(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether parameters of a device are in host memory: there is one, and they are not on it."""
-    on_host = any(parameter.device.type == "cpu" for parameter in parameters)
-    return on_host and torch.accelerator.is_available()
 
 
 def device_of_parameters(optimizer: torch.optim.Optimizer) -> torch.device:

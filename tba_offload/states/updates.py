@@ -17,7 +17,7 @@ from tba_offload.states.entries import Entries
 from tba_offload.states.groups import MASTER, Groups
 from tba_offload.states.home import Homes
 from tba_offload.states.host import HostLane
-from tba_offload.states.parameters import device_of_parameters, is_known, is_of_torch, parameters_of
+from tba_offload.states.parameters import device_of_parameters, is_known, is_of_torch
 from tba_offload.states.slots import SLOTS, Order
 from tba_offload.states.twin import Twin
 from tba_offload.store.interrupts import put_off
@@ -131,10 +131,7 @@ class Updates:
     def _update_all(self, done: Sequence[SubGroup], options: Mapping[str, Any]) -> None:
         self.groups.add(lambda each: each.grad is not None)
         early = set(done)
-        moving = {each for each in parameters_of(self.optimizer) if each.grad is not None}
-        groups = [
-            each for each in self.groups if each not in early and not moving.isdisjoint(each.parameters)
-        ]
+        groups = [group for group in self.groups if group.moving and group not in early]
         with self._host.updating(groups, options, self._record) as rest:
             for group in self.order.begin(done, rest):
                 self.update(group, options)
