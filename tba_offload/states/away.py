@@ -17,15 +17,13 @@ _KNOWN = (
     *("nelement", "ndimension", "element_size", "storage_offset", "get_device", "requires_grad", "grad"),
     *("grad_fn", "retains_grad", "_version"),
 )
-_HARMLESS = frozenset(
-    (
-        *(getattr(torch.Tensor, name) for name in _KNOWN),  # methods
-        *(getattr(torch.Tensor, name).__get__ for name in _KNOWN),  # attributes
-        *(_FACTORIES.is_floating_point, _FACTORIES.is_complex),
-        *(_FACTORIES.zeros_like, _FACTORIES.ones_like, _FACTORIES.empty_like),
-        *(_TENSOR.grad.__set__, _TENSOR.grad.__delete__),
-    )
-)
+_HARMLESS = {
+    *(getattr(torch.Tensor, name) for name in _KNOWN),  # methods
+    *(getattr(torch.Tensor, name).__get__ for name in _KNOWN),  # attributes
+    *(_FACTORIES.is_floating_point, _FACTORIES.is_complex),
+    *(_FACTORIES.zeros_like, _FACTORIES.ones_like, _FACTORIES.empty_like),
+    *(_TENSOR.grad.__set__, _TENSOR.grad.__delete__),
+}
 """Functions that ask a tensor for what it knows without memory, or for its gradient, and give it one."""
 
 _ALIASES = frozenset((_TENSOR.data.__get__, _TENSOR.detach))

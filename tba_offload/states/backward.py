@@ -83,9 +83,8 @@ class BackwardUpdates(Updates):
 
     def close(self) -> None:
         """Take all hooks off."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.popitem()[1].remove()
         if self._made is not None:
             logger.warning("parameters are updated by a backward pass that no optimizer.step() has followed")
 

@@ -107,8 +107,7 @@ class Entries:
         shown = {key: shown[key] for key in known if key in shown} | shown  # in the order that there was
         if known.keys() == shown.keys():
             known.update(shown)
-        elif shown or known or parameter in self._groups.optimizer.state:
-            # At once: an interrupt must find all of it.
+        else:  # at once: an interrupt must find all of it
             self._groups.optimizer.state[parameter] = shown
 
     # ---- between updates -------------------------------------------------------------------------

@@ -82,17 +82,15 @@ class Home:
         homes: What all share.
         owner: Whose they are, for messages.
         what: What lives there, likewise.
+
+    Attributes:
+        homes: As given.
     """
 
     def __init__(self, homes: Homes, owner: str, what: str = "optimizer states") -> None:
-        self._homes = homes
+        self.homes = homes
         self._what = f"the {what} of {owner}"
         self._extents: tuple[Extent, ...] = ()
-
-    @property
-    def device(self) -> Device:
-        """The device that the bytes come to and go from."""
-        return self._homes.device
 
     def write(self, memory: ByteRange) -> list[IoFuture]:
         """Begin to write all bytes; the caller waits for them with :meth:`settle_writes`.
@@ -103,7 +101,7 @@ class Home:
         Raises:
             TransferError: There is no room.
         """
-        homes = self._homes
+        homes = self.homes
         try:
             self._reserve(memory)
             after = homes.device.event()
@@ -123,7 +121,7 @@ class Home:
         """
         for write in writes:
             try:
-                self._homes.wait(write)
+                self.homes.wait(write)
             except StoreError as error:
                 raise self._unwritten(error) from error
 
@@ -139,7 +137,7 @@ class Home:
             StoreError: The store is closed.
             TransferError: There are none: what was to bring them here was interrupted.
         """
-        homes = self._homes
+        homes = self.homes
         if not self._extents:
             raise TransferError(
                 f"{self._what} are lost, since an update or the loading of a checkpoint was interrupted; "
@@ -156,7 +154,7 @@ class Home:
         Raises:
             TransferError: The bytes cannot be read.
         """
-        homes = self._homes
+        homes = self.homes
         for first, (extent, part) in zip(reads, self._parts(memory) if reads else (), strict=True):
             read = first
             for tries_left in reversed(range(TRIES)):
@@ -177,7 +175,7 @@ class Home:
         Raises:
             TransferError: They cannot be read.
         """
-        target = page_aligned(nbytes, CpuDevice(), self._homes.store.alignment)
+        target = page_aligned(nbytes, CpuDevice(), self.homes.store.alignment)
         self.settle_reads(self.read(target, READY), target)
         return target.tensor()
 
@@ -185,22 +183,22 @@ class Home:
         """Give the extents back."""
         extents, self._extents = self._extents, ()
         for extent in extents:
-            self._homes.store.release(extent)
+            self.homes.store.release(extent)
 
     def _reserve(self, memory: ByteRange) -> None:
         if sum(extent.nbytes for extent in self._extents) == memory.nbytes:
             return
         self.release()
         try:
-            for start in range(0, memory.nbytes, self._homes.part_bytes):
-                nbytes = min(self._homes.part_bytes, memory.nbytes - start)
-                self._extents += (self._homes.store.reserve(nbytes, memory.address + start),)
+            for start in range(0, memory.nbytes, self.homes.part_bytes):
+                nbytes = min(self.homes.part_bytes, memory.nbytes - start)
+                self._extents += (self.homes.store.reserve(nbytes, memory.address + start),)
         except BaseException:
             self.release()
             raise
 
     def _parts(self, memory: ByteRange) -> list[tuple[Extent, ByteRange]]:
-        starts = range(0, memory.nbytes, self._homes.part_bytes)
+        starts = range(0, memory.nbytes, self.homes.part_bytes)
         extents = zip(starts, self._extents, strict=True)
         return [(extent, memory.part(start, extent.nbytes)) for start, extent in extents]
 

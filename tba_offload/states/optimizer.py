@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, StatesConfig, read_config, with_directories
-from tba_offload.device import device_of
 from tba_offload.errors import NoEffectWarning, warn
 from tba_offload.states.away import AwayMaster, AwayTensor, is_away
 from tba_offload.states.backward import BackwardUpdates
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from tba_offload.store.base import ActivationStore, Moved
 
     StateDict = dict[str, Any]
-
-_REMEMBERED = 10_000
 
 
 class OptimizerStates:
@@ -57,7 +54,7 @@ class OptimizerStates:
         masters: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self.records: deque[StatesRecord] = deque(maxlen=_REMEMBERED)
+        self.records: deque[StatesRecord] = deque(maxlen=10_000)
         self._store = store
         self._updated = updated
         self._is_open = True
@@ -160,7 +157,7 @@ class OptimizerStates:
     @property
     def device_bytes(self) -> int:
         """Bytes that sub-groups and slots take on the device between updates."""
-        return self._updates.entries.slots.all_bytes
+        return self._updates.entries.slots.nbytes
 
     def arrange(self, travelling: int) -> None:
         """Have a number of sub-groups travel from now on, where ``states.when`` is ``step``; the others stay.
@@ -233,10 +230,6 @@ class OptimizerStates:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         close_after(error, self.close)
 
-    def __repr__(self) -> str:
-        state = "closed" if not self._is_open else f"{len(self.records)} updates"
-        return f"<OptimizerStates of {self._takeover.kind.__name__}: {state}>"
-
 
 def offload_optimizer(
     optimizer: torch.optim.Optimizer,
@@ -282,12 +275,11 @@ def offload_optimizer(
     check(optimizer, chosen.states or StatesConfig(), modules, has_masters=bool(masters))
     if modules and not masters and set(_names_in(modules)).isdisjoint(parameters_of(optimizer)):
         warn(
-            f"no parameter of this {type(optimizer).__name__} belongs to the model: offloading its states "
-            "saves nothing of this training. give the optimizer that updates the model, made from "
-            "model.parameters()",
+            f"no parameter of this {type(optimizer).__name__} belongs to the model, so that offloading its "
+            "states saves nothing. give the optimizer that updates the model",
             NoEffectWarning,
         )
-    store = open_store(chosen.store, device=device_of(device_of_parameters(optimizer)))
+    store = open_store(chosen.store, device=device_of_parameters(optimizer))
     try:
         return OptimizerStates(optimizer, chosen, store, updated, modules, masters)
     except BaseException:

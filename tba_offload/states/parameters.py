@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tba_offload.device import device_of
 from tba_offload.device.peers import has_peers
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import AwayMaster
 from tba_offload.states.twin import is_taken
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
     from tba_offload.config import StatesConfig
+    from tba_offload.device import Device
 
-_FUSED = frozenset(
-    (
-        "apex.optimizers.fused_adam.FusedAdam",
-        "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
-    )
-)
+_FUSED = {
+    "apex.optimizers.fused_adam.FusedAdam",
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+}
 """Optimizers of other packages that update each parameter by itself."""
 
 _ELEMENTWISE = frozenset(
@@ -65,7 +65,7 @@ def check(
         UnsupportedError: It cannot.
     """
     _check_parts(optimizer, trusted=config.trust)
-    if config.update != "device" and device_of_parameters(optimizer).type != "cpu":
+    if config.update != "device" and device_of_parameters(optimizer).torch_device.type != "cpu":
         _check_host(optimizer, config.update)
     if config.when == "backward":
         _check_backward(optimizer, modules, has_masters=has_masters)
@@ -179,7 +179,7 @@ def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
             raise UnsupportedError(f"{why}; set states.update to device")
 
 
-def device_of_parameters(optimizer: torch.optim.Optimizer) -> torch.device:
+def device_of_parameters(optimizer: torch.optim.Optimizer) -> Device:
     """Return the device of the parameters.
 
     Raises:
@@ -188,7 +188,7 @@ def device_of_parameters(optimizer: torch.optim.Optimizer) -> torch.device:
     devices = {each.device for each in parameters_of(optimizer)}
     if len(devices) != 1:
         raise UnsupportedError(f"the parameters lie on {len(devices)} devices; use an optimizer for each")
-    return devices.pop()
+    return device_of(devices.pop())
 
 
 # ---- of optimizers and their parameters ------------------------------------------------------------
@@ -227,20 +227,17 @@ def _name_of(optimizer: torch.optim.Optimizer) -> str:
 _Part = TypeVar("_Part")
 
 
-def gathered(
-    parts: Iterable[_Part], most: int, nbytes_of: Callable[[_Part], int]
-) -> Iterator[tuple[_Part, ...]]:
-    """Yield parts in groups of at most ``most`` bytes; a larger one is a group of its own."""
-    together: list[_Part] = []
-    nbytes = 0
+def gathered(parts: Iterable[_Part], most: int, nbytes_of: Callable[[_Part], int]) -> list[list[_Part]]:
+    """Return parts in groups of at most ``most`` bytes; a larger one is a group of its own."""
+    groups: list[list[_Part]] = []
+    room = 0
     for part in parts:
-        if together and nbytes + nbytes_of(part) > most:
-            yield tuple(together)
-            together, nbytes = [], 0
-        together.append(part)
-        nbytes += nbytes_of(part)
-    if together:
-        yield tuple(together)
+        room -= nbytes_of(part)
+        if room < 0 or not groups:
+            groups.append([])
+            room = most - nbytes_of(part)
+        groups[-1].append(part)
+    return groups
 
 
 def travels(value: object, parameter: torch.Tensor) -> bool:

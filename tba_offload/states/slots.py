@@ -146,11 +146,6 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, without those of sub-groups that stay."""
-        return sum(slot.memory.nbytes for slot in self._ring())
-
-    @property
-    def all_bytes(self) -> int:
         """Bytes of all slots, with those of sub-groups that stay."""
         return sum(slot.memory.nbytes for slot in self._of.values())
 

@@ -12,7 +12,6 @@ from tba_offload.errors import StatesAwayError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from collections.abc import Set as AbstractSet
 
     from tba_offload.states.groups import Entry
 
@@ -49,11 +48,6 @@ class Twin:
         self._update: Step = step.__wrapped__ if getattr(step, "hooked", False) else step
         self._loans: dict[int | None, _Loan] = {}  # those of parameter groups by number, attributes by None
         self.states: dict[torch.Tensor, Entry] = {}
-
-    @property
-    def ran_for(self) -> AbstractSet[int | None]:
-        """The numbers of the parameter groups that were updated since :meth:`commit`."""
-        return self._loans.keys()
 
     def run(self, number: int, entries: Mapping[torch.Tensor, Entry], options: Mapping[str, Any]) -> None:
         """Update some parameters of one parameter group; ``states`` holds their states afterwards.

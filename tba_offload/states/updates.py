@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import OffloadConfig, StatesConfig
-from tba_offload.device import device_of
 from tba_offload.errors import SessionError, TransferError
 from tba_offload.states.entries import Entries
 from tba_offload.states.groups import MASTER, Groups
@@ -55,7 +54,7 @@ class Updates:
         names: Mapping[torch.Tensor, str],
         masters: Mapping[torch.Tensor, torch.Tensor],
     ) -> None:
-        states, device = config.states or StatesConfig(), device_of(device_of_parameters(optimizer))
+        states, device = config.states or StatesConfig(), device_of_parameters(optimizer)
         self.optimizer = optimizer
         self.homes = Homes(store, device, config.store.stall_seconds)
         travelling = masters if states.masters == "offload" else {}
@@ -124,7 +123,7 @@ class Updates:
         staying = [group.nbytes for group in self.groups if self.entries.slots.stays(group)]
         record.staying, record.staying_bytes = len(staying), sum(staying)
         record.states_bytes = sum(group.nbytes for group in self.groups) - record.staying_bytes
-        record.slot_bytes = self.entries.slots.nbytes
+        record.slot_bytes = self.entries.slots.nbytes - record.staying_bytes
         record.in_backward = len(done)
         return record
 
@@ -136,7 +135,8 @@ class Updates:
             for group in self.order.begin(done, rest):
                 self.update(group, options)
         if not is_of_torch(self.optimizer):  # one that counts steps may do so without gradients too
-            for number in set(range(len(self.optimizer.param_groups))) - self._twin.ran_for:
+            updated = {group.number for group in (*done, *groups)}
+            for number in set(range(len(self.optimizer.param_groups))) - updated:
                 self._twin.run(number, {}, options)
         self.order.end()
 

@@ -148,9 +148,9 @@ class FrozenWeight:
                 )
             self._read()
             self._version = self.parameter._version
-        stream = self._home.device.stream()
+        stream = self._home.homes.device.stream()
         if stream != self._stream:  # it was read ahead, into memory of the stream of the layer before
-            self._home.device.use(self._bytes.tensor(), stream)
+            self._home.homes.device.use(self._bytes.tensor(), stream)
 
     def leave(self) -> None:
         """Free the memory; what was changed in it is written before.
@@ -218,7 +218,7 @@ class FrozenWeight:
         grown = nbytes - self._storage.nbytes()
         if grown:
             self._storage.resize_(nbytes)
-            self._stream = self._home.device.stream()
+            self._stream = self._home.homes.device.stream()
             self._count(grown)
 
     def _is_ours(self) -> bool:
