@@ -50,7 +50,7 @@ def first_differentiable(output: object) -> torch.Tensor | None:
         return None
 
 
-def nearest_nodes(root: Node, count: int) -> list[Node]:
+def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
     """Return the first nodes of a graph of autograd on the way from its root, breadth first.
 
     Nodes that accumulate gradients are left out: they belong to parameters. Where a loop holds its loss until
@@ -59,13 +59,14 @@ def nearest_nodes(root: Node, count: int) -> list[Node]:
     Args:
         root: Where to begin.
         count: Most nodes.
+        after: Only those that were made later than the one of this number in autograd's sequence.
     """
     found, seen = [root], {root}
     for node in found:
         for following, _ in node.next_functions:
             if following is None or following in seen or len(found) >= count:
                 continue
-            if not hasattr(following, "variable"):
+            if following._sequence_nr() > after and not hasattr(following, "variable"):
                 seen.add(following)
                 found.append(following)
     return found

@@ -239,6 +239,7 @@ class BackwardWatch:
         back = partial(self._came_back, site, scope, step, self._capture.trace)
         tensor.register_hook(back)  # type: ignore[no-untyped-call]
         if step is not None:
+            step.graph_end = tensor.grad_fn._sequence_nr()
             step.graphs.append(weakref.ref(back))
 
     def watch_input(self, arguments: tuple[object, ...]) -> None:
@@ -281,10 +282,10 @@ class BackwardWatch:
 
         With logits and loss it is often there that memory is at its peak, for less than a moment.
         """
-        meter, tensor = self._memory.meter, graph.first_differentiable(output)
-        if meter is None or not meter.samples or tensor is None or tensor.grad_fn is None:
+        meter, step, tensor = self._memory.meter, self._loop.step, graph.first_differentiable(output)
+        if meter is None or not meter.samples or step is None or tensor is None or tensor.grad_fn is None:
             return  # an allocator that keeps its peak misses none
-        for node in graph.nearest_nodes(tensor.grad_fn, _TAIL):
+        for node in graph.nearest_nodes(tensor.grad_fn, _TAIL, after=step.graph_end):
             node.register_prehook(self._memory.look)
             node.register_hook(self._memory.look)
 

@@ -68,6 +68,7 @@ class Step:
         began: Time of its begin, by :func:`time.perf_counter`.
         has_failed: Whether a forward or an optimizer raised an exception in it.
         is_skipped: Whether its gradients were dropped without an update.
+        graph_end: Number in autograd's sequence of the output of the layer that ran last.
         graphs: Hooks on outputs of layers that ran: each lives as long as the graph of its layer. A set of
             weak references would have finalizers, in which an interrupt is lost.
         seen_tokens: Tokens of the micro-batches, as seen.
@@ -92,6 +93,7 @@ class Step:
         self.began = self.seconds = self.seconds_before = 0.0
         self.optimizer_seconds: float | None = None
         self.opened_itself = self.has_failed = self.is_skipped = self.had_optimizer = False
+        self.graph_end = 0
         self.updated: frozenset[int] = frozenset()
         self.graphs: list[weakref.ref[Callable[..., None]]] = []
         self.updates: list[tuple[float, float]] = []

@@ -147,9 +147,11 @@ def warn_after(session: Session, record: StepRecord) -> None:
     if (share := budget.share) is not None and share.left <= 0:
         held = readable_size(share.base_bytes + share.gradient_bytes)
         notices.warn_once("nothing left", readable_size(share.device_bytes), held, category=RuntimeWarning)
+    if number > _LOOKED_AT:
+        return
     window, saved = budget.limits.window, sum(activation.nbytes for activation in trace.activations)
     is_offload = Placement.OFFLOAD in session.plan.placements and not session.planning.chosen
-    if number <= _LOOKED_AT and is_offload and window is not None and window > saved / 2 > 0:
+    if is_offload and window is not None and window > saved / 2 > 0:
         unit = 1 << 20 if saved >= 8 << 20 else 1 << 10
         eighth = format_size(max(saved // 8 // unit, 1) * unit)  # some of it moves while some is in use
         sizes = readable_size(saved), readable_size(window), eighth
