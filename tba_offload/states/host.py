@@ -102,16 +102,15 @@ class HostLane:
             began, ended = self._device.seconds(marks)
             self._rates.learn(sizes, (ended - began, on_host))
         self._choose(groups)
-        mine, rest = (
-            [each for each in groups if (each in self._states) == is_mine] for is_mine in (True, False)
-        )
+        mine = [group for group in groups if group in self._states]
+        rest = [group for group in groups if group not in self._states]
         sizes = [sum(group.nbytes for group in some) for some in (rest, mine)]
         record.on_host, record.predicted_seconds = len(mine), self._rates.seconds(*sizes)
         record.sub_groups += len(mine)
         self._last, marks = None, [self._device.mark()]
         self._times.clear()
         jobs = {}
-        for group in mine:
+        for group in mine:  # slices get copies of states, which the event comes after
             resident = {each: self._entries.resident(group, each) for each in group.moving}
             jobs[group] = self._pool.submit(self._update, group, resident, options, self._device.event())
         try:
