@@ -38,7 +38,7 @@ def test_parameters_masters_and_checkpoints_have_the_bits_of_plain_training(
     assert trained["updates"] == (4 if "fp16" in name else 5)
     assert trained["slots"] <= 3 * SUB_GROUP
     copies = 0 if kind.fp32_gradients else masters  # of gradients, which Megatron makes of all at once
-    assert max(trained["grown"]) <= copies + 2 * SUB_GROUP + SMALL
+    assert max(trained["grown"]) <= copies + 4 * SUB_GROUP + SMALL  # slots, and what Adam makes for a moment
     assert max(reloaded["grown"]) <= 4 * SUB_GROUP + SMALL
     assert saved["tensors"] > 0
     assert max(saved["loaded"]) <= 2 * SUB_GROUP  # until enough is there for a sub-group
