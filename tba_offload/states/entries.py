@@ -230,7 +230,8 @@ class Entries:
             TransferError: They cannot be read.
         """
         if (slot := self.slots.of(group)) is not None:
-            return slot.wait_for_reads()
+            slot.wait_for_reads()
+            return slot.lend()
         flat = self.in_host_memory.get(group)
         return group.home.on_host(group.nbytes) if flat is None else flat
 

@@ -100,15 +100,14 @@ class Slot:
             raise
         self._writes = []
 
-    def wait_for_reads(self) -> torch.Tensor:
-        """Wait until the bytes are here, and return all its memory.
+    def wait_for_reads(self) -> None:
+        """Wait until the bytes are here.
 
         Raises:
             TransferError: They cannot be read.
         """
         self.holder.home.settle_reads(self._reads, self._part(self.holder))
         self._reads = []
-        return self.lend()
 
     def empty(self) -> None:
         """Write what it holds, so that others may have its memory.
