@@ -170,11 +170,9 @@ def warn_of_doubts(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: 
         warn(doubt, NoEffectWarning)
     if on_cpu and config.states is not None and config.states.update != "device":
         idle = "has no effect: the model is on the CPU, whose processor makes every update. Remove it"
-        message = str(config.source.error(("states", "update"), idle))
-        warn(message, NoEffectWarning)
+        warn(str(config.source.error(("states", "update"), idle)), NoEffectWarning)
     if on_cpu and (why := saves_nothing(config.store)) is not None:
-        message = f"the model is on the CPU, so that offloading saves less than it seems to: {why}"
-        warn(message, NothingSavedWarning)
+        warn(f"the model is on the CPU, so offloading saves less than it seems: {why}", NothingSavedWarning)
 
 
 def is_checkpointed(layer: nn.Module) -> bool:

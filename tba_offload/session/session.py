@@ -199,9 +199,8 @@ class Session:
         self._closers.append(self.gradients.close)
         self.memory = memory = Memory(self)
         self._closers.append(self.memory.close)
-        limits = self._limits()
-        self.capture.budget_bytes = limits.budget
-        self.budget = Budget(limits, self.planning, self.gradients.live)
+        self.budget = Budget(self._limits(), self.planning, self.gradients.live)
+        self.capture.budget_bytes = self.budget.limits.budget
         self.verifier = Verifier(tell)
         self._closers.append(self.verifier.close)
 
