@@ -231,7 +231,7 @@ class Controller:
         budget = self.task.limits.budget
         if taken is not None and budget is not None and self.task.decides:
             if taken > budget:
-                return self._over(taken - budget, seen.record)
+                return self._over(taken - budget, seen)
             self._most_seen = max(self._most_seen, seen.record.activation_peak_bytes or 0)
             self._measured = True
         if self.profile is None or self.rates.bandwidth() is None:
@@ -350,16 +350,21 @@ class Controller:
         self._headrooms = {}
         return plan
 
-    def _over(self, over: int, record: StepRecord) -> Plan:
+    def _over(self, over: int, seen: StepObservation) -> Plan:
         """Answer a step over the budget at once: its excess comes off, and there is another plan."""
         if self.profile is None or self.rates.bandwidth() is None:
             return self.task.first()
         self._why = f"the last step took {readable_size(over)} more than the budget"
-        if self.steps == WARM_UP and not record.fallback_kept_bytes:  # memory that is allocated once counts
+        if (
+            self.steps == WARM_UP and not seen.record.fallback_kept_bytes
+        ):  # memory that is allocated once counts
             return self._next_lesson()
         if self.state is State.LEARN:  # nothing smaller is known than the first steps
             return self._try(self._why)
-        self._excess += over
+        if seen.plan.prediction is None or seen.plan.prediction.peak_bytes <= self.task.limits.planned:
+            self._excess += (
+                over  # else no plan was known to keep to the budget, and a smaller one helps nothing
+            )
         self.state, self._off, self._usual = State.HOLD, 0, []
         return self._solve()
 
