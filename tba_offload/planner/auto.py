@@ -355,16 +355,12 @@ class Controller:
         if self.profile is None or self.rates.bandwidth() is None:
             return self.task.first()
         self._why = f"the last step took {readable_size(over)} more than the budget"
-        if (
-            self.steps == WARM_UP and not seen.record.fallback_kept_bytes
-        ):  # memory that is allocated once counts
+        if self.steps == WARM_UP and not seen.record.fallback_kept_bytes:  # some is allocated once
             return self._next_lesson()
         if self.state is State.LEARN:  # nothing smaller is known than the first steps
             return self._try(self._why)
         if seen.plan.prediction is None or seen.plan.prediction.peak_bytes <= self.task.limits.planned:
-            self._excess += (
-                over  # else no plan was known to keep to the budget, and a smaller one helps nothing
-            )
+            self._excess += over  # else no plan was known to fit, and none fits a smaller budget
         self.state, self._off, self._usual = State.HOLD, 0, []
         return self._solve()
 
