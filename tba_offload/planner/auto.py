@@ -415,11 +415,12 @@ class Controller:
             return case.predicted(winner)
         most = max(self._headrooms.values(), default=case.profile.headroom)  # it may peak as the others do
         better = solve(replace(case, profile=replace(case.profile, headroom=most)))
-        now = case.predicted(winner)
-        if better in self._race or not _is_faster(better, now, 1 - WORTH_IT):
+        now, found = case.predicted(winner), case.played(winner)
+        writes_more = found.sent_bytes > case.limits.planned_in(found.seconds)  # as its steps are shorter now
+        if better in self._race or not (writes_more or _is_faster(better, now, 1 - WORTH_IT)):
             return now
         self.state, self._races = State.TRY, 1
-        raced = {winner: self._race[winner]} if len(self._race) > 1 else {}
+        raced = {winner: self._race[winner]} if len(self._race) > 1 and not writes_more else {}
         self._race = {**raced, better: []}
         return better
 
