@@ -252,10 +252,8 @@ class Controller:
         self.rates.forget()
         self._headrooms = {}
         if self.profile is not None:
-            count = len(self.profile.kinds)
-            self.profile = replace(
-                self.profile.without_gradients(), timings=({},) * count, samples=({},) * count
-            )
+            profile = self.profile.without_gradients()
+            self.profile = replace(profile, timings=({},) * len(profile.kinds))
 
     def _look(self, seen: StepObservation, taken: int | None) -> None:
         """Measure the profile, as long as something is learned from it, and hold the peak against it."""
@@ -417,7 +415,7 @@ class Controller:
         better = solve(replace(case, profile=replace(case.profile, headroom=most)))
         now, found = case.predicted(winner), case.played(winner)
         writes_more = found.sent_bytes > case.limits.planned_in(found.seconds)  # as its steps are shorter now
-        if better in self._race or not (writes_more or _is_faster(better, now, 1 - WORTH_IT)):
+        if better in self._race or not (writes_more or _is_worth_it(better, now)):
             return now
         self.state, self._races = State.TRY, 1
         raced = {winner: self._race[winner]} if len(self._race) > 1 and not writes_more else {}
@@ -445,7 +443,7 @@ class Controller:
         now, better = case.predicted(seen.plan), self._solve()
         if not case.fits(now):
             return self._try(why, better)
-        if not _is_faster(better, now, 1 - WORTH_IT):
+        if not _is_worth_it(better, now):
             return now  # the same plan, with times as they are now
         return self._try(why, better, now)
 
@@ -500,13 +498,13 @@ class Controller:
         case = self._case()
         self._told = plan
         return {
-            "summary": describe(self.task.names, plan, self._why, case, self.task.limits),
-            "names": list(self.task.names),
-            "policy": [placement.value for placement in self.task.policy],
-            "profile": self.profile.as_json(),
+            "summary": describe(self.task.names, plan, self._why, case),
+            "names": self.task.names,
+            "policy": self.task.policy,
+            "profile": dataclasses.asdict(self.profile),
             "drive": dataclasses.asdict(case.bandwidth),
             "limits": dataclasses.asdict(self.task.limits),
-            "plan": plan.as_json(),
+            "plan": dataclasses.asdict(plan),
         }
 
 
@@ -526,11 +524,10 @@ def _may_try(case: Case, layer: int, way: Placement) -> bool:
     return (way.rebuilds and not kind.knows_rebuilt) or case.allows(layer, way)
 
 
-def _is_faster(plan: Plan, other: Plan, factor: float) -> bool:
-    """Return True if a plan is predicted to take less than ``factor`` times as long as another one."""
-    if plan.prediction is None or other.prediction is None:
-        return False
-    return plan.prediction.seconds <= factor * other.prediction.seconds
+def _is_worth_it(better: Plan, now: Plan) -> bool:
+    """Return True if a plan is predicted to be that much faster than the one in force."""
+    new, old = better.prediction, now.prediction
+    return new is not None and old is not None and new.seconds <= (1 - WORTH_IT) * old.seconds
 
 
 def _seconds(seen: StepObservation) -> float:

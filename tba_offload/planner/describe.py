@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tba_offload.planner.solve import Case
 
 
-def describe(names: Sequence[str], plan: Plan, occasion: str, case: Case, limits: Limits) -> str:
+def describe(names: Sequence[str], plan: Plan, occasion: str, case: Case) -> str:
     """Return what a new plan does, what is expected of it, why it is so, and what it was made after.
 
     Args:
@@ -23,9 +23,8 @@ def describe(names: Sequence[str], plan: Plan, occasion: str, case: Case, limits
         plan: The plan.
         occasion: What it was made after.
         case: What it was made from.
-        limits: What the policy allows.
     """
-    parts = [layers_by_placement(names, [placement.value for placement in plan.placements])]
+    parts = [layers_by_placement(names, plan.placements)]
     expected = plan.prediction
     if expected is not None:
         waits = f", {significant(expected.stall_seconds)} s of it waits" if expected.stall_seconds else ""
@@ -33,10 +32,10 @@ def describe(names: Sequence[str], plan: Plan, occasion: str, case: Case, limits
         parts.append(f"predicted peak {peak}, step {significant(expected.seconds)} s{waits}")
     if written := written_a_day(case, plan):
         parts.append(written)
-    return "; ".join([*parts, reason(case, limits), f"made because {occasion}"])
+    return "; ".join([*parts, reason(case), f"made because {occasion}"])
 
 
-def reason(case: Case, limits: Limits) -> str:
+def reason(case: Case) -> str:
     """Return why plans are as they are: what there is room for, and what the store takes."""
     keep = f"keeping all takes {readable_size(case.keep.activation_peak)}"
     if case.objective is Objective.MEMORY:
@@ -46,7 +45,7 @@ def reason(case: Case, limits: Limits) -> str:
         return f"{keep}, and there is no limit"
     room = f"there is {readable_size(budget + case.profile.gradient_bytes)}"
     room += " until gradients come" if case.profile.gradient_bytes else ""
-    room += " on the device" if limits.device is not None else ""
+    room += " on the device" if case.limits.device is not None else ""
     if case.highest < budget:
         room = f"up to {readable_size(case.highest)} may be tried, twice as much as was seen to fit"
     if case.keep.peak_bytes <= case.limits.planned and case.keep.activation_peak <= case.highest:
@@ -88,7 +87,10 @@ def over_writes(case: Case, plan: Plan) -> str:
 def over_budget(limits: Limits, plan: Plan, case: Case) -> str:
     """Return the warning that no plan keeps to the budget, and what the lowest peak consists of."""
     profile, found = case.profile, case.played(plan)
-    left = "" if limits.device is None else f" that a device has left ({limits.device})"
+    left, setting = "", "budget.activation_bytes"
+    if limits.device is not None:
+        left = f" that a device has left ({limits.device})"
+        setting = "budget.device_bytes" if limits.budget == limits.device.budget else setting
     gradients = " together with gradients" if profile.gradient_bytes else ""
     beside = max(profile.loss_bytes, *(max(kind.beside or (0,)) for kind in profile.kinds)) + profile.headroom
     largest = max(kind.whole_bytes for kind in profile.kinds)
@@ -97,5 +99,5 @@ def over_budget(limits: Limits, plan: Plan, case: Case) -> str:
         f"{readable_size(found.peak_bytes + profile.gradient_bytes)}{gradients}, with "
         f"{readable_size(max(beside, 0))} beside the layers (logits, loss, temporaries), "
         f"{readable_size(largest)} in the largest layer, up to {readable_size(plan.window or 0)} in flight. "
-        f"Raise {limits.setting}, or take smaller micro-batches or shorter sequences"
+        f"Raise {setting}, or take smaller micro-batches or shorter sequences"
     )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from tba_offload.capture.trace import ActivationTrace, DeviceTimes, ScopeTrace, StepTimes, StepTrace
-    from tba_offload.planner.model import Plan, Samples
+    from tba_offload.planner.model import Plan, Timings
     from tba_offload.report.log import StepRecord
     from tba_offload.store.base import DriveLoad
 
@@ -138,12 +138,10 @@ def profile_of(
     slots, last = _slots(runs, clock(times.began), seen.record.gradient_peak_bytes if nets else None)
     if before is not None:
         slots = _with_skipped(_with_gradients(slots, before.slots), {slot.layer for slot in before.slots})
-    samples = _samples(runs, kinds, of_layers, before)
     return StepProfile(
         kinds=kinds,
         layers=of_layers,
-        timings=tuple({way: median_of(seen) for way, seen in known.items()} for known in samples),
-        samples=samples,
+        timings=_timings(runs, kinds, of_layers, before),
         slots=slots,
         tail=max(clock(times.ended) - last, 0.0),
         loss_bytes=0 if before is None else before.loss_bytes,
@@ -234,19 +232,19 @@ def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:
     return tuple(found)
 
 
-def _samples(
+def _timings(
     runs: Sequence[_Run], kinds: Sequence[LayerKind], layers: Sequence[int], before: StepProfile | None
-) -> tuple[Samples, ...]:
+) -> tuple[Timings, ...]:
     """Return the last measurements of each kind under each placement, with the median of this step's."""
     found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
     for run in runs:
         found[layers[run.layer]][computed_as(run.way)].append(run.timing)
-    renewed: list[Samples] = [{} for _ in kinds]
+    renewed: list[Timings] = [{} for _ in kinds]
     for kind, known in enumerate(renewed):
         if before is not None and kind in layers:
-            known.update(before.samples[before.layers[layers.index(kind)]])
+            known.update(before.timings[before.layers[layers.index(kind)]])
         for way, timings in found[kind].items():
-            known[way] = (*known.get(way, ()), median_of(timings))[-REMEMBERED:]
+            known[way] = (*known.get(way, ()), median_of(tuple(timings)))[-REMEMBERED:]
     some = next(known for known in renewed if known)
     return tuple(known or dict(some) for known in renewed)
 

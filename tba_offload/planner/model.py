@@ -7,12 +7,11 @@ written to the run log as JSON, and is all that the simulator needs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from pydantic import TypeAdapter
+from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
 from tba_offload.days import DAY
@@ -20,7 +19,7 @@ from tba_offload.formatting import readable_rate, readable_size
 from tba_offload.placements import staying
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from tba_offload.config.policy import LayerId, Policy
 
@@ -134,11 +133,12 @@ class Timing(NamedTuple):
     backward: float
 
 
-Samples = dict[Placement, tuple[Timing, ...]]
+Timings = dict[Placement, tuple[Timing, ...]]
 """Measurements of a kind of layers under each placement in the last steps, oldest first."""
 
 
-def median_of(timings: Iterable[Timing]) -> Timing:
+@functools.lru_cache
+def median_of(timings: tuple[Timing, ...]) -> Timing:
     """Return the median of each direction."""
     return Timing(*(statistics.median(values) for values in zip(*timings, strict=True)))
 
@@ -176,22 +176,20 @@ class StepProfile:
     Attributes:
         kinds: The kinds of layers.
         layers: For each layer, the index of its kind.
-        timings: For each kind, seconds under each placement that was measured.
+        timings: For each kind, what was measured of it.
         slots: The compute of the step, in its order.
         tail: Seconds of compute after the last slot.
         loss_bytes: Bytes between the last forward and its backward beside what layers have saved.
         headroom: Bytes by which the measured peak was above what this profile predicts; may be negative.
-        samples: What ``timings`` are the medians of.
     """
 
     kinds: tuple[LayerKind, ...]
     layers: tuple[int, ...]
-    timings: tuple[dict[Placement, Timing], ...]
+    timings: tuple[Timings, ...]
     slots: tuple[Slot, ...]
     tail: float = 0.0
     loss_bytes: int = 0
     headroom: int = 0
-    samples: tuple[Samples, ...] = field(default=(), compare=False, repr=False)
 
     def kind_of(self, layer: int) -> LayerKind:
         """Return the kind of a layer."""
@@ -250,29 +248,14 @@ class StepProfile:
         """Return what was measured of a kind, or of another kind in proportion."""
         own = self.timings[kind]
         if placement in own:
-            return own[placement]
+            return median_of(own[placement])
         for other in self.timings:
             shared = next((way for way in own if way in other), None)
             if placement in other and shared is not None:
-                scale = [a / b if b else 1.0 for a, b in zip(own[shared], other[shared], strict=True)]
-                return Timing(*(a * b for a, b in zip(other[placement], scale, strict=True)))
+                mine, known, wanted = map(median_of, (own[shared], other[shared], other[placement]))
+                scale = [a / b if b else 1.0 for a, b in zip(mine, known, strict=True)]
+                return Timing(*(a * b for a, b in zip(wanted, scale, strict=True)))
         return None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the profile for a run log."""
-        return _ADAPTER.dump_python(self, mode="json", exclude={"samples"})  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, document: object) -> StepProfile:
-        """Return the profile that :meth:`as_json` wrote.
-
-        Raises:
-            ValueError: The document is no profile.
-        """
-        return _ADAPTER.validate_python(document)
-
-
-_ADAPTER = TypeAdapter(StepProfile)
 
 
 # ---- limits and plans -----------------------------------------------------------------------------
@@ -376,12 +359,6 @@ class Limits:
         return replace(self, budget=budget, window=window, device=device, nets_gradients=nets)
 
     @property
-    def setting(self) -> str:
-        """Name of the setting that the budget comes from."""
-        is_derived = self.device is not None and self.budget == self.device.budget
-        return "budget.device_bytes" if is_derived else "budget.activation_bytes"
-
-    @property
     def planned(self) -> float:
         """Peak in bytes that plans are made for: the budget less the margin."""
         return float("inf") if self.budget is None else self.budget * (1 - MARGIN)
@@ -479,19 +456,6 @@ class Plan:
         """
         resolved = policy.resolve(layers, everywhere)
         return cls(tuple(resolved[index] for index in range(len(layers))), window=window)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the plan for a run log."""
-        return {
-            "placements": [placement.value for placement in self.placements],
-            "window": self.window,
-            "prediction": None if self.prediction is None else dataclasses.asdict(self.prediction),
-        }
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Plan:
-        """Return the plan of a run log, without its prediction."""
-        return cls(tuple(map(Placement, document["placements"])), window=document["window"])
 
     @property
     def strategy(self) -> str:

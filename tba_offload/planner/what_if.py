@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from tba_offload.config import BudgetConfig, OffloadConfig
 from tba_offload.config.policy import Objective, Placement, Rule
 from tba_offload.days import bytes_per_day
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
     from tba_offload.report.log import RunLog, StepRecord
 
+_PROFILE, _PLAN = TypeAdapter(StepProfile), TypeAdapter(Plan)
+
 FRONTIER = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05)
 """Budgets of the frontier, as shares of the peak of keep."""
 
@@ -42,7 +46,6 @@ class Situation:
         names: Module names of the layers.
         profile: Its step; the headroom is what the log measured beyond the simulator under its plan.
         bandwidth: The rates of its store.
-        window: Most bytes in flight, as it was configured.
         config: Its policy.
         elsewhere: Layers of other processes, as those of other pipeline stages, and their placements.
         run: Activation peak and seconds of a step of the run; ``None`` if not measured.
@@ -55,7 +58,6 @@ class Situation:
     names: tuple[str, ...]
     profile: StepProfile
     bandwidth: Bandwidth
-    window: int | None
     config: OffloadConfig
     elsewhere: tuple[tuple[str, Placement], ...] = ()
     run: tuple[int, float] | None = None
@@ -92,7 +94,7 @@ class Situation:
         updates: Any = [] if in_backward else [each for each in log.others if each["event"] == "states"]
         names = tuple(event["names"])
         try:
-            profile, bandwidth = StepProfile.from_json(event["profile"]), Bandwidth(**event["drive"])
+            profile, bandwidth = _PROFILE.validate_python(event["profile"]), Bandwidth(**event["drive"])
             profile = _as_measured(profile, bandwidth, log, event)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
@@ -102,7 +104,6 @@ class Situation:
             names=names,
             profile=profile,
             bandwidth=bandwidth,
-            window=config.budget.window if event["limits"].get("device") else event["limits"]["window"],
             config=config,
             elsewhere=tuple((name, Placement(its["placement"])) for name, its in placed if name not in names),
             run=_measured_step(log),
@@ -156,7 +157,7 @@ class Situation:
         Without a budget, the peak is to be the lowest at which training waits for nothing and a step takes no
         longer than if everything was kept.
         """
-        limits = Limits(budget, self.window, self.config.store.write_bytes_per_day)
+        limits = Limits(budget, self.config.budget.window, self.config.store.write_bytes_per_day)
         objective = Objective.MEMORY if budget is None else Objective.TIME
         policy = (Placement.AUTO,) * len(self.names)
         return Case(self.profile, self.bandwidth, limits, policy, objective, self.not_recomputed)
@@ -181,7 +182,7 @@ class Situation:
         frontier = (alone.case(int(share * keep.peak_bytes)) for share in FRONTIER)
         report = PlanReport(
             names=self.names,
-            plan=plan.as_json(),
+            plan=dataclasses.asdict(plan),
             step=_planned(case, plan),
             frontier=tuple(_planned(each, solve(each)) for each in frontier),
             keep_peak_bytes=keep.peak_bytes,
@@ -281,7 +282,7 @@ def _as_measured(
     peak = max((step.activation_peak_bytes or 0 for step in steps), default=0)
     if not peak:
         return profile
-    found = play(replace(profile, headroom=0), Plan.from_json(event["plan"]), bandwidth)
+    found = play(replace(profile, headroom=0), _PLAN.validate_python(event["plan"]), bandwidth)
     return replace(profile, headroom=peak - found.activation_peak)
 
 

@@ -91,7 +91,7 @@ class PlanReport:
             give = "Give a budget" if self.beside_bytes is None else "Use a device"
             more = readable_size(step.peak_bytes + (self.beside_bytes or 0))
             return f"{give} of more than {more}: the lowest peak found is {peak} ({what})."
-        if set(placements) == {"keep"}:
+        if all(placement == "keep" for placement in placements):
             if step.budget_bytes is not None:
                 budget = readable_size(step.budget_bytes)
                 return f"Keep every layer: the peak of {peak} fits the budget of {budget}."

@@ -48,7 +48,7 @@ def make_profile(
         Slot(layer, m, backward, gap if layer == 0 and not backward else 0.0)
         for layer, m, backward in steps_of(layers, micro_batches, warm_up)
     )
-    timing = {KEEP: Timing(forward, backward)}
+    timing = {KEEP: (Timing(forward, backward),)}
     return StepProfile((kind,), (0,) * layers, (timing,), slots, tail=0.02, headroom=MIB)
 
 
@@ -78,7 +78,7 @@ def rebuilding(
     activations = [saved._replace(rebuilt=flag) for saved, flag in zip(kind.activations, flags, strict=True)]
     if seconds is not None:
         forward, backward = profile.timing(0, OFFLOAD)
-        timing = timing | {OFFLOAD_REMAT: Timing(forward, backward + seconds)}
+        timing = timing | {OFFLOAD_REMAT: (Timing(forward, backward + seconds),)}
     kind = dataclasses.replace(kind, activations=tuple(activations))
     return dataclasses.replace(profile, kinds=(kind,), timings=(timing,))
 

@@ -91,7 +91,7 @@ def plan_event() -> dict[str, Any]:
                 }
             ],
             "layers": [0, 0],
-            "timings": [{"offload": [0.5, 1.0], "keep": [0.5, 1.0]}],
+            "timings": [{"offload": [[0.5, 1.0]], "keep": [[0.5, 1.0]]}],
             "slots": [[0, 0, False, 0.0], [1, 0, False, 0.0], [1, 0, True, 0.1], [0, 0, True, 0.0]],
             "tail": 0.1,
             "loss_bytes": 0,

@@ -59,10 +59,10 @@ def drawn(
         rebuilt = Timing(offloaded.forward, offloaded.backward + 0.1 * one)
         timings.append(
             {
-                KEEP: Timing(one, 2 * one),
-                Placement.OFFLOAD: offloaded,
-                Placement.RECOMPUTE: Timing(one, 3 * one),
-                Placement.OFFLOAD_REMAT: rebuilt,
+                KEEP: (Timing(one, 2 * one),),
+                Placement.OFFLOAD: (offloaded,),
+                Placement.RECOMPUTE: (Timing(one, 3 * one),),
+                Placement.OFFLOAD_REMAT: (rebuilt,),
             }
         )
     slots = tuple(
@@ -78,7 +78,7 @@ def drawn(
         headroom=32 * MIB,
     )
     saved = sum(profile.kind_of(layer).nbytes for layer in range(layers))
-    return profile, saved / sum(profile.timings[kind][KEEP].forward for kind in profile.layers)
+    return profile, saved / sum(profile.timing(layer, KEEP).forward for layer in range(layers))
 
 
 def peak_of_keep(profile: StepProfile) -> int:
@@ -172,7 +172,7 @@ def scaled(profile: StepProfile, factor: float) -> StepProfile:
         for kind in profile.kinds
     )
     timings = (
-        {way: Timing(factor * forward, factor * backward) for way, (forward, backward) in known.items()}
+        {way: (Timing(*(factor * each for each in timing)),) for way, (timing,) in known.items()}
         for known in profile.timings
     )
     return dataclasses.replace(profile, kinds=tuple(kinds), timings=tuple(timings))
