@@ -46,6 +46,9 @@ ALIKE = 0.25
 OFFLOADED, REBUILT, LEARNED_KEEP = "offloaded", "rebuilt", "learned keep"
 """Treatments of activations in a trace."""
 
+UNKNOWN = LayerKind((), small_bytes=0, input_bytes=0)
+"""What nothing was measured of."""
+
 REMEMBERED = 3
 """Steps whose median tells how long layers take: one odd step does no harm."""
 
@@ -53,6 +56,9 @@ REMEMBERED = 3
 EVIDENCE = 32 << 20
 """Bytes that must have moved in one direction before measurements count without the floor."""
 
+
+_Size = tuple[int, int]
+"""How many activations a layer saves, and their bytes: layers of one kind are alike in both."""
 
 RunSize = tuple[int, ...]
 """Runs of a layer that wait for their backward, this one included, then all dimensions of its tensors."""
@@ -93,10 +99,12 @@ class StepObservation:
 
 
 class _Run(NamedTuple):
-    """One run of a layer: (from, until) forward and backward, by the clock of compute and by the host's."""
+    """One run of a layer and what it saved: (from, until), by the clock of compute and by the host's."""
 
     layer: int
     scope: ScopeTrace
+    saved: Sequence[ActivationTrace]
+    sources: Sequence[ActivationTrace]
     forward: tuple[float, float]
     backward: tuple[float, float]
     host_forward: tuple[float, float]
@@ -129,10 +137,17 @@ def profile_of(
     on_host = trace.host_times(seen.stalls, began=seen.began, ended=ended)
     times = on_host if seen.on_device is None else seen.on_device.read()
     index = {key: number for number, key in enumerate(layers)}
-    pairs = zip(trace.whole_scopes(), _stretches(times), _stretches(on_host), strict=True)
-    runs = [_Run(index[scope.key.chunk, scope.key.name], scope, *own, *host) for scope, own, host in pairs]
-    kinds, of_layers = _kinds(trace, runs, _clock(seen.stalls), len(layers), before) if runs else ((), ())
-    if not kinds:
+    saved, sources = _by_scope(trace.activations), _by_scope(trace.sources)
+    times_of = zip(trace.whole_scopes(), _stretches(times), _stretches(on_host), strict=True)
+    runs = [
+        _Run(index[scope.key.chunk, scope.key.name], scope, saved[scope.key], sources[scope.key], *own, *host)
+        for scope, own, host in times_of
+    ]
+    moved = (each.nbytes for each in trace.activations if each.treatment.value in (OFFLOADED, REBUILT))
+    small = trace.kept_bytes - sum(each.nbytes for each in trace.activations) + sum(moved)
+    small //= max(sum(run.way.offloads for run in runs), 1)
+    kinds, of_layers = _kinds(runs, _clock(seen.stalls), small, len(layers), before)
+    if not (runs and kinds):
         return None
     clock = _clock(times.stalls)
     slots, last = _slots(runs, clock(times.began), seen.record.gradient_peak_bytes if nets else None)
@@ -180,30 +195,25 @@ def _stretches(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float,
 
 
 def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tuple[tuple[Slot, ...], float]:
-    """Return the compute of a step in its order, and when the last of it ended."""
-    stretches = sorted(
-        [(run.forward, run, False) for run in runs] + [(run.backward, run, True) for run in runs],
-        key=lambda stretch: stretch[0][0],
-    )
-    gradients = _gradients([(run.scope, backward) for _, run, backward in stretches], most_gradients)
+    """Return the compute of a step in its order, and when the last of it ended.
+
+    Gradients come in a backward, and before it a program may let those of the last step go. So a slot has as
+    many as were there when it began, or when the next one began; none if they were not counted.
+    """
+    stretches = [(run.forward, run, False) for run in runs] + [(run.backward, run, True) for run in runs]
+    stretches.sort(key=lambda stretch: stretch[0][0])
+    begins = [
+        run.scope.backward_gradients if backward else run.scope.forward_gradients
+        for _, run, backward in stretches
+    ]
+    ends = [*begins[1:], most_gradients]
+    are_counted = None not in begins and most_gradients is not None
     slots, last = [], began
-    for ((start, end), run, backward), nbytes in zip(stretches, gradients, strict=True):
-        slots.append(Slot(run.layer, run.scope.key.micro_batch, backward, max(start - last, 0.0), nbytes))
+    for ((start, end), run, backward), *pair in zip(stretches, begins, ends, strict=True):
+        gradients = max(nbytes or 0 for nbytes in pair) if are_counted else 0
+        slots.append(Slot(run.layer, run.scope.key.micro_batch, backward, max(start - last, 0.0), gradients))
         last = end
     return tuple(slots), last
-
-
-def _gradients(slots: Sequence[tuple[ScopeTrace, bool]], most: int | None) -> list[int]:
-    """Return the most bytes of gradients in each slot; zeros if they were not counted.
-
-    They come in a backward, and before it a program may let those of the last step go. So a slot has as many
-    as were there when it began, or when the next one began.
-    """
-    begins = [scope.backward_gradients if backward else scope.forward_gradients for scope, backward in slots]
-    counted = [nbytes for nbytes in begins if nbytes is not None]
-    if most is None or len(counted) < len(slots):
-        return [0] * len(slots)
-    return [max(pair) for pair in zip(counted, [*counted[1:], most], strict=True)]
 
 
 def _with_gradients(slots: tuple[Slot, ...], before: Sequence[Slot]) -> tuple[Slot, ...]:
@@ -253,9 +263,9 @@ def _timings(
 
 
 def _kinds(
-    trace: StepTrace,
     runs: Sequence[_Run],
     clock: Callable[[float], float],
+    small: int,
     count: int,
     before: StepProfile | None,
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
@@ -263,42 +273,27 @@ def _kinds(
 
     Layers that ran without hooks in this step save what they saved before, or what most others save.
     """
-    saved, sources = _by_scope(trace.activations), _by_scope(trace.sources)
-    captured = [run for run in runs if run.way.is_offloaded]
-    small = trace.kept_bytes - sum(
-        a.nbytes for a in trace.activations if a.treatment.value not in (OFFLOADED, REBUILT)
-    )
-    small //= max(sum(run.way.offloads for run in runs), 1)
-    groups: list[list[tuple[_Run, list[ActivationTrace]]]] = []
-    of_layers: list[int | None] = [None] * count
-    sizes: list[tuple[int, int]] = []
-    for run in captured:
-        activations = saved[run.scope.key]
-        kind = _kind_like((len(activations), sum(a.nbytes for a in activations)), sizes)
-        if kind == len(groups):
-            groups.append([])
-        groups[kind].append((run, activations))
-        of_layers[run.layer] = kind
-    kinds = [_kind(group, clock, small, before) for group in groups]
+    groups: dict[_Size, list[_Run]] = {}
+    sizes: dict[int, _Size] = {}
+    for run in runs:
+        if run.way.is_offloaded:
+            own = len(run.saved), sum(each.nbytes for each in run.saved)
+            size = sizes[run.layer] = _alike(own, groups)
+            groups.setdefault(size, []).append(run)
+    kinds = {size: _kind(group, clock, small, before) for size, group in groups.items()}
     if not kinds and before is None:
         return (), ()
-    usual = kinds[statistics.mode(k for k in of_layers if k is not None)] if kinds else None
-    for layer in (layer for layer, kind in enumerate(of_layers) if kind is None):
+    usual = kinds[statistics.mode(sizes[layer] for layer in sorted(sizes))] if kinds else UNKNOWN
+    for layer in (layer for layer in range(count) if layer not in sizes):
         known = usual if before is None else before.kind_of(layer)
-        if known is None:
-            raise RuntimeError("no layer was ever captured")
-        of_layers[layer] = _kind_like((len(known.activations), known.nbytes), sizes)
-        if of_layers[layer] == len(kinds):
-            kinds.append(known)
-    final = tuple(kind for kind in of_layers if kind is not None)
+        size = sizes[layer] = _alike((len(known.activations), known.nbytes), kinds)
+        kinds.setdefault(size, known)
     for run in runs:
-        number = final[run.layer]
         if run.way is Placement.RECOMPUTE_EXCEPT_ATTENTION:
-            kinds[number] = dataclasses.replace(kinds[number], attention_bytes=run.scope.attention_bytes)
-        if run.way.rebuilds:
-            made_from = tuple(_saved([run], [each], clock, None) for each in sources[run.scope.key])
-            kinds[number] = dataclasses.replace(kinds[number], sources=made_from)
-    return tuple(kinds), final
+            size, attention = sizes[run.layer], run.scope.attention_bytes
+            kinds[size] = dataclasses.replace(kinds[size], attention_bytes=attention)
+    numbers = {size: number for number, size in enumerate(kinds)}
+    return tuple(kinds.values()), tuple(numbers[sizes[layer]] for layer in range(count))
 
 
 def _by_scope(activations: Sequence[ActivationTrace]) -> defaultdict[object, list[ActivationTrace]]:
@@ -308,44 +303,39 @@ def _by_scope(activations: Sequence[ActivationTrace]) -> defaultdict[object, lis
     return found
 
 
-def _kind_like(size: tuple[int, int], sizes: list[tuple[int, int]]) -> int:
-    """Return the number of the first size that is alike; appends it if none is."""
-    for number, (count, nbytes) in enumerate(sizes):
-        if count == size[0] and abs(nbytes - size[1]) <= ALIKE * max(nbytes, size[1]):
-            return number
-    sizes.append(size)
-    return len(sizes) - 1
+def _alike(size: _Size, sizes: Iterable[_Size]) -> _Size:
+    """Return the first of the sizes that is alike, or this one."""
+    for other in sizes:
+        if other[0] == size[0] and abs(other[1] - size[1]) <= ALIKE * max(other[1], size[1]):
+            return other
+    return size
 
 
 def _kind(
-    group: Sequence[tuple[_Run, list[ActivationTrace]]],
-    clock: Callable[[float], float],
-    small: int,
-    before: StepProfile | None,
+    runs: Sequence[_Run], clock: Callable[[float], float], small: int, before: StepProfile | None
 ) -> LayerKind:
     """Return what runs of equal layers have in common: the most bytes, the median times."""
-    runs, columns = [run for run, _ in group], list(zip(*(each for _, each in group), strict=True))
-    old = None if before is None else before.kind_of(runs[0].layer)
-    known = (
-        old.activations if old is not None and len(old.activations) == len(columns) else [None] * len(columns)
-    )
-    return LayerKind(
-        activations=tuple(
-            _saved(runs, column, clock, last) for column, last in zip(columns, known, strict=True)
-        ),
+    columns = list(zip(*(run.saved for run in runs), strict=True))
+    old = UNKNOWN if before is None else before.kind_of(runs[0].layer)
+    known = old.activations if len(old.activations) == len(columns) else [None] * len(columns)
+    sources = old.sources
+    for run in runs:
+        if run.way.rebuilds:
+            sources = tuple(_saved([run], [each], None, clock) for each in run.sources)
+    return dataclasses.replace(
+        old,
+        activations=tuple(_saved(runs, *pair, clock) for pair in zip(columns, known, strict=True)),
         small_bytes=small,
         input_bytes=max(run.scope.input_bytes for run in runs),
-        attention_bytes=None if old is None else old.attention_bytes,
-        beside=None if old is None else old.beside,
-        sources=() if old is None else old.sources,
+        sources=sources,
     )
 
 
 def _saved(
     runs: Sequence[_Run],
     column: Sequence[ActivationTrace],
-    clock: Callable[[float], float],
     known: Saved | None,
+    clock: Callable[[float], float],
 ) -> Saved:
     """Return one activation of equal layers; what this step does not tell is taken from ``known``."""
     pairs = list(zip(runs, column, strict=True))
