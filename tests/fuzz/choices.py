@@ -184,6 +184,9 @@ DENIED: dict[str, Callable[[Program], bool]] = {
             or p.penalty == "weights"
         )
     ),
+    "limits: states and frozen weights need room in the store": lambda p: (
+        p.store in {"small file", "small host"} and (p.states is not None or p.frozen_weights != "keep")
+    ),
     "states need an optimizer": lambda p: p.attached == "optimizer alone" and p.states in {None, "auto"},
     "auto needs a budget": lambda p: (
         (p.states == "auto" and not (p.budget or "").startswith("device"))
