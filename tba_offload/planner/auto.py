@@ -20,6 +20,7 @@ import enum
 import itertools
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,10 @@ TALKS = 8
 """Ranks that share layers agree after each of the first 16 steps, and after every eighth later."""
 
 
+Agree = Callable[[dict[str, Placement], tuple[float, float]], dict[str, Placement]]
+"""Takes a rank's proposal, name of a layer to its placement, and its need; returns what counts for each."""
+
+
 @dataclass(frozen=True)
 class Task:
     """What is wanted of the plans of a session.
@@ -79,14 +84,15 @@ class Task:
         layers: Chunk and module name of each layer.
         limits: What plans must keep to.
         objective: Shortest step, or lowest peak at no cost in time.
-        is_shared: Whether other ranks have these layers too, so that they agree on what is recomputed.
+        agree: Asks the other ranks that have these layers too, so that all recompute the same ones; ``None``
+            if there are none.
     """
 
     policy: tuple[Placement, ...]
     layers: tuple[LayerKey, ...]
     limits: Limits
     objective: Objective = Objective.TIME
-    is_shared: bool = False
+    agree: Agree | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -175,7 +181,7 @@ class Controller:
     @property
     def is_done(self) -> bool:
         """Whether there is nothing to decide and nothing more to learn."""
-        return not self.task.decides and self.steps >= 2 * LEARNING
+        return not self.task.decides and self.steps >= 2 * LEARNING and self.task.agree is None
 
     @property
     def wants_memory(self) -> bool:
@@ -188,7 +194,7 @@ class Controller:
         What ranks have agreed to recompute they do recompute.
         """
         first = self.task.first()
-        if not self.task.is_shared:
+        if self.task.agree is None:
             return first
         pairs = zip(first.placements, plan.placements, strict=True)
         return replace(
@@ -207,7 +213,17 @@ class Controller:
     # ---- between steps ---------------------------------------------------------------------------
 
     def observe(self, seen: StepObservation) -> Plan:
-        """Return the plan for the next step. No error of the planner ends training."""
+        """Return the plan for the next step; all ranks recompute the same layers, as that is collective."""
+        plan, names, agreed = self.propose(seen), self.task.names, seen.plan.placements
+        if self.task.agree is None:
+            return plan
+        if self.steps <= 2 * TALKS or self.steps % TALKS == 0:  # until then, what is recomputed stays
+            found = self.task.agree(dict(zip(names, plan.placements, strict=True)), self.need_of(plan))
+            agreed = tuple(found[name] for name in names)
+        return self._bind(agreed, plan)
+
+    def propose(self, seen: StepObservation) -> Plan:
+        """Return the plan that this rank wants for the next step. No error of the planner ends training."""
         self.steps += 1
         try:
             return self._after_step(seen)
@@ -401,7 +417,7 @@ class Controller:
         """
         plan, record, case = seen.plan, seen.record, self._case(UNMEASURED)
         climbs = self._highest < min(case.limits.planned, case.keep.activation_peak)
-        if climbs or self._races or self.task.is_shared or set(plan.placements) == {Placement.KEEP}:
+        if climbs or self._races or self.task.agree or set(plan.placements) == {Placement.KEEP}:
             return None
         expected = 0.0 if plan.prediction is None else plan.prediction.stall_seconds
         waits = max(record.stall_seconds or 0.0, expected) > WORTH_IT * record.seconds
@@ -449,11 +465,6 @@ class Controller:
 
     # ---- what ranks agree on ---------------------------------------------------------------------
 
-    @property
-    def is_time_to_talk(self) -> bool:
-        """Whether ranks that share layers agree after this step."""
-        return self.steps <= 2 * TALKS or self.steps % TALKS == 0
-
     def need_of(self, proposed: Plan) -> tuple[float, float]:
         """Return bytes over the budget, and seconds, of this rank's step if nothing were recomputed."""
         if self.state is State.LEARN or self.profile is None:
@@ -463,7 +474,7 @@ class Controller:
         found = play(case.profile, plan, case.bandwidth)
         return max(found.peak_bytes - case.limits.planned, 0.0), found.seconds
 
-    def bind(self, agreed: Sequence[Placement], proposed: Plan) -> Plan:
+    def _bind(self, agreed: Sequence[Placement], proposed: Plan) -> Plan:
         """Return this rank's best plan in which exactly those layers are recomputed that ranks agreed on."""
         pairs = list(zip(agreed, proposed.placements, strict=True))
         if all(each.recomputes == mine.recomputes for each, mine in pairs):

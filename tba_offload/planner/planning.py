@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from tba_offload.planner.measure import EVIDENCE
 from tba_offload.planner.model import MARGIN, DeviceShare
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tba_offload.capture.hooks import Capture
     from tba_offload.device.live_bytes import LiveBytes
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from tba_offload.states import OptimizerStates
     from tba_offload.store.base import DriveLoad
     from tba_offload.transfer.offloader import Offloader
-
-Agree = Callable[[dict[str, Placement], tuple[float, float]], dict[str, Placement]]
-"""Takes a rank's proposal, name of a layer to its placement, and its need; returns what counts for each."""
 
 
 class Planning:
@@ -61,22 +57,19 @@ class Planning:
         self.controller: Controller | None = None
         self.chosen: frozenset[int] = frozenset()
         self.seconds: float | None = None
-        self._agree: Agree | None = None
         self._outgrown: Plan | None = None  # what this step began with and was too large for
-        self._made_for: int | None = None  # the budget that the plan in force was made for
+        self._made_for = 0  # the budget that the plan in force was made for
         self._layers, self._capture, self._offloader, self._probe = layers, capture, offloader, probe
 
-    def start(self, plan: Plan, controller: Controller | None, agree: Agree | None = None) -> None:
+    def start(self, plan: Plan, controller: Controller | None) -> None:
         """Start with the plan of a policy, or with that of a new controller for its first step.
 
         Args:
             plan: The plan of the policy.
             controller: Is going to renew it.
-            agree: Asks the other ranks, if layers are shared.
         """
         self.controller = controller
         self._made_for = self._budget
-        self._agree = agree if controller is not None and controller.task.is_shared else None
         self.seconds = None if controller is None else 0.0
         self.plan = plan if controller is None else controller.task.first()
         policy = () if controller is None else controller.task.policy
@@ -90,8 +83,8 @@ class Planning:
         return self.controller is not None and self.controller.task.has_budget
 
     @property
-    def _budget(self) -> int | None:
-        return None if self.controller is None else self.controller.task.limits.budget
+    def _budget(self) -> int:
+        return 0 if self.controller is None else self.controller.task.limits.budget or 0
 
     @property
     def has_planned(self) -> bool:
@@ -105,7 +98,7 @@ class Planning:
 
     def end(self) -> None:
         """Plan nothing more: no step comes after this one."""
-        self.controller = self._agree = None
+        self.controller = None
 
     def begin_step(self) -> None:
         """Begin a step. One that failed after it had left its plan taught nothing: the plan stays."""
@@ -125,7 +118,7 @@ class Planning:
 
     def leave_if_over_limits(self) -> None:
         """Run the step without its plan if less is left than the plan was made for."""
-        if self.controller is not None and self.has_budget and (self._budget or 0) < (self._made_for or 0):
+        if self.controller is not None and self.has_budget and self._budget < self._made_for:
             self._leave(self.controller)
 
     def leave_if_outgrown(self, layer: int, size: RunSize) -> None:
@@ -149,12 +142,12 @@ class Planning:
             return None
         if controller.steps == 0 and controller.task.decides:
             self._ask_store(controller, seen.loads)
-        plan = self._agreed(controller, controller.observe(seen))
+        plan = controller.observe(seen)
         self._put_in_force(plan)
         self._outgrown, self._made_for = None, self._budget
         self.seconds = time.perf_counter() - began
         news = controller.news(plan)
-        if controller.is_done and self._agree is None:
+        if controller.is_done:
             self.controller = None
         return None if news is None else {**news, "not_recomputed": sorted(seen.not_recomputed)}
 
@@ -164,17 +157,6 @@ class Planning:
             return
         with suppress(StoreError, TimeoutError):  # a store that is full, or hangs, tells that by itself
             controller.rates.note_probe(*self._probe()[:2])
-
-    def _agreed(self, controller: Controller, plan: Plan) -> Plan:
-        """Return the plan with the recomputed layers of all ranks: that repeats collectives."""
-        if self._agree is None:
-            return plan
-        names = controller.task.names
-        if controller.is_time_to_talk:
-            agreed = self._agree(dict(zip(names, plan.placements, strict=True)), controller.need_of(plan))
-        else:  # what is recomputed stays as it is until then
-            agreed = dict(zip(names, self.plan.placements, strict=True))
-        return controller.bind([agreed[name] for name in names], plan)
 
     def _put_in_force(self, plan: Plan) -> None:
         if plan is self.plan:

@@ -33,9 +33,9 @@ from tba_offload.device.available import fitting_bytes
 from tba_offload.device.streams import device_of_model
 from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
 from tba_offload.layers.find import LayerStack, check_disjoint, chunks_of
-from tba_offload.planner.auto import Controller, Task
+from tba_offload.planner.auto import Agree, Controller, Task
 from tba_offload.planner.model import DeviceShare, Limits, Plan
-from tba_offload.planner.planning import Agree, Budget, Planning, StatesBeside
+from tba_offload.planner.planning import Budget, Planning, StatesBeside
 from tba_offload.recompute import attention
 from tba_offload.recompute.verify import Verifier
 from tba_offload.report.log import MEMORY, TIMELINE, StepRecord
@@ -505,10 +505,10 @@ class Session:
                 tuple((layer.chunk, layer.id.name) for layer in self.layers),
                 limits,
                 config.budget.objective or (Objective.MEMORY if limits.budget is None else Objective.TIME),
-                is_shared=is_auto and self.world.agree is not None,
+                self.world.agree if is_auto else None,
             )
             controller = Controller(task)
-        self.planning.start(plan, controller, self.world.agree)
+        self.planning.start(plan, controller)
         may_choose = controller is not None and controller.task.may_recompute
         if may_choose and not self.world.may_plan_recomputation:
             tell(OTHER_RANKS)

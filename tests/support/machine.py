@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from tba_offload.planner.measure import SeenBeside
     from tba_offload.planner.model import Bandwidth, LayerKind, Plan, Slot, StepProfile, Timing
-    from tba_offload.planner.planning import Agree
     from tba_offload.session import Session
 
 
@@ -37,16 +36,13 @@ class Machine:
         controller: It plans.
         profile: What the steps are like.
         bandwidth: How fast the drive is.
-        agree: Asks the other ranks, if the layers are shared.
 
     Attributes:
         is_behind: Whether it computes on a device that has done next to nothing when the host is done.
         never: Layers that must not run twice.
     """
 
-    def __init__(
-        self, controller: Controller, profile: StepProfile, bandwidth: Bandwidth, agree: Agree | None = None
-    ) -> None:
+    def __init__(self, controller: Controller, profile: StepProfile, bandwidth: Bandwidth) -> None:
         self.controller = controller
         self.profile = profile
         self.bandwidth = bandwidth
@@ -54,7 +50,6 @@ class Machine:
         self.steps = 0
         self.is_behind = False
         self.never: frozenset[int] = frozenset()
-        self._agree = agree
 
     def run(self, steps: int, **options: float) -> list[Plan]:
         """Steps that are all alike, see :meth:`step`; the plan of each."""
@@ -104,19 +99,8 @@ class Machine:
         times = trace.host_times(stalls, began=0.0, ended=ended + stall)
         on_device = OnDevice(times) if self.is_behind else None
         seen = StepObservation(trace, stalls, [load], plan, record, 0.0, beside, on_device, self.never)
-        self.plan = self._agreed(plan, self.controller.observe(seen))
+        self.plan = self.controller.observe(seen)
         return plan
-
-    def _agreed(self, before: Plan, wanted: Plan) -> Plan:
-        if self._agree is None:
-            return wanted
-        names, agreed = self.controller.task.names, before.placements
-        if self.controller.is_time_to_talk:
-            found = self._agree(
-                dict(zip(names, wanted.placements, strict=True)), self.controller.need_of(wanted)
-            )
-            agreed = tuple(found[name] for name in names)
-        return self.controller.bind(agreed, wanted)
 
     def _fitting(self) -> Plan:
         """The plan, unless a layer is given more than it was made for."""

@@ -489,10 +489,11 @@ def watch_planner(history: History, *, at_odds: bool) -> None:
         history.proposals.append({name: str(placement) for name, placement in proposed.items()})
         return agree(proposed, need)
 
-    session.planning.start(session.plan, at_odds_with_others(controller) if at_odds else controller, noting)
+    kind = at_odds_with_others() if at_odds else type(controller)
+    session.planning.start(session.plan, kind(dataclasses.replace(controller.task, agree=noting)))
 
 
-def at_odds_with_others(controller: Controller) -> Controller:
+def at_odds_with_others() -> type[Controller]:
     """One that decides by its rank and by how often it has; of several, the last one needs it most."""
     from tba_offload.config.policy import Placement
     from tba_offload.planner.auto import Controller
@@ -505,7 +506,7 @@ def at_odds_with_others(controller: Controller) -> Controller:
     turns = itertools.count(dist.get_rank())
 
     class AtOdds(Controller):
-        def observe(self, seen: StepObservation) -> Plan:
+        def propose(self, seen: StepObservation) -> Plan:
             self.steps += 1
             turn = next(turns)
             layers = range(len(self.task.policy))
@@ -515,7 +516,7 @@ def at_odds_with_others(controller: Controller) -> Controller:
         def need_of(self, proposed: Plan) -> tuple[float, float]:
             return 0.0, float(dist.get_rank())
 
-    return AtOdds(controller.task)
+    return AtOdds
 
 
 def pretend_training_loop(arguments: argparse.Namespace) -> None:

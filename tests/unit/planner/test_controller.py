@@ -24,6 +24,7 @@ from tba_offload.planner.solve import Case, solve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tba_offload.planner.auto import Agree
     from tba_offload.planner.model import Plan
 
 AUTO = Placement.AUTO
@@ -85,9 +86,9 @@ def peak_of_keep(profile: StepProfile) -> int:
     return play(profile, all_of(profile, KEEP), Bandwidth(1e12, 1e12)).peak_bytes
 
 
-def task_of(layers: int, limits: Limits, *, is_shared: bool = False) -> Task:
+def task_of(layers: int, limits: Limits, agree: Agree | None = None) -> Task:
     names = tuple((0, f"layers.{layer}") for layer in range(layers))
-    return Task((AUTO,) * layers, names, limits, is_shared=is_shared)
+    return Task((AUTO,) * layers, names, limits, agree=agree)
 
 
 def run(
@@ -226,8 +227,8 @@ def test_ranks_with_unlike_drives_recompute_the_same_layers() -> None:
             return found  # type: ignore[no-any-return]
 
         rate = needed * (0.3, 0.6, 1.0, 0.2)[rank]
-        task = task_of(12, Limits(budget, 512 * MIB), is_shared=True)
-        machine = Machine(Controller(task), profile, Bandwidth(rate, rate), agree)
+        task = task_of(12, Limits(budget, 512 * MIB), agree)
+        machine = Machine(Controller(task), profile, Bandwidth(rate, rate))
         for _ in range(24):
             plan = machine.step()
             recomputed[rank].append(tuple(way.recomputes for way in plan.placements))
