@@ -76,12 +76,9 @@ def written_a_day(case: Case, plan: Plan) -> str | None:
 
 def over_writes(case: Case, plan: Plan) -> str:
     """Return the warning that no plan keeps to the limit of writes."""
-    found = case.played(plan)
-    day, allowed = bytes_per_day(found.sent_bytes, found.seconds), case.limits.written_per_day or 0
-    return (
-        f"store.write_bytes_per_day of {readable_size(allowed)} cannot be met: what is found writes up to "
-        f"{readable_size(day)} a day. Raise the limit, or place fewer layers offload"
-    )
+    allowed, written = readable_size(case.limits.written_per_day or 0), written_a_day(case, plan)
+    what = f"store.write_bytes_per_day of {allowed} cannot be met: what is found {written}"
+    return f"{what}. Raise the limit, or place fewer layers offload"
 
 
 def over_budget(limits: Limits, plan: Plan, case: Case) -> str:

@@ -156,7 +156,7 @@ def profile_of(
     return StepProfile(
         kinds=kinds,
         layers=of_layers,
-        timings=_timings(runs, kinds, of_layers, before),
+        timings=_timings(runs, len(kinds), of_layers, before),
         slots=slots,
         tail=max(clock(times.ended) - last, 0.0),
         loss_bytes=0 if before is None else before.loss_bytes,
@@ -243,18 +243,18 @@ def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:
 
 
 def _timings(
-    runs: Sequence[_Run], kinds: Sequence[LayerKind], layers: Sequence[int], before: StepProfile | None
+    runs: Sequence[_Run], count: int, layers: Sequence[int], before: StepProfile | None
 ) -> tuple[Timings, ...]:
     """Return the last measurements of each kind under each placement, with the median of this step's."""
-    found: list[dict[Placement, list[Timing]]] = [defaultdict(list) for _ in kinds]
+    found: defaultdict[tuple[int, Placement], list[Timing]] = defaultdict(list)
     for run in runs:
-        found[layers[run.layer]][computed_as(run.way)].append(run.timing)
-    renewed: list[Timings] = [{} for _ in kinds]
-    for kind, known in enumerate(renewed):
-        if before is not None and kind in layers:
-            known.update(before.timings[before.layers[layers.index(kind)]])
-        for way, timings in found[kind].items():
-            known[way] = (*known.get(way, ()), median_of(tuple(timings)))[-REMEMBERED:]
+        found[layers[run.layer], computed_as(run.way)].append(run.timing)
+    renewed: list[Timings] = [{} for _ in range(count)]
+    if before is not None:
+        for layer, kind in reversed(list(enumerate(layers))):  # the first layer of a kind counts
+            renewed[kind] = dict(before.timings[before.layers[layer]])
+    for (kind, way), timings in found.items():
+        renewed[kind][way] = (*renewed[kind].get(way, ()), median_of(tuple(timings)))[-REMEMBERED:]
     some = next(known for known in renewed if known)
     return tuple(known or dict(some) for known in renewed)
 

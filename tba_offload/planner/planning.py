@@ -215,8 +215,7 @@ class Budget:
         self._at_begin = self._gradients.nbytes
         self._most_gradients = max(self._most_gradients, self._at_begin)
         self._derive(base_bytes)
-        if self.is_of_device:
-            self._planning.leave_if_over_limits()
+        self._planning.leave_if_over_limits()
 
     def end_step(self, record: StepRecord) -> None:
         """Take note of the gradients of a step and of states made in it, before a plan is made."""
@@ -306,12 +305,11 @@ class StatesBeside:
         if share is None or not count or (self._planning.has_budget and prediction is None):
             return
         self._needs.append(self._highest if prediction is None else max(prediction.peak_bytes, taken))
-        free, parts = share.budget - int((1 + MARGIN) * max(self._needs)), []
+        free, parts = max(share.budget - int((1 + MARGIN) * max(self._needs)), 0), []
         for sizes in (states.sizes for states in self._states):
-            extra = [
-                _on_device(sizes, part) - _on_device(sizes, len(sizes)) for part in range(len(sizes) + 1)
-            ]
-            parts.append(next(part for part, nbytes in enumerate(extra) if nbytes <= max(free, 0)))
+            least = _on_device(sizes, len(sizes))
+            extra = [_on_device(sizes, part) - least for part in range(len(sizes) + 1)]
+            parts.append(next(part for part, nbytes in enumerate(extra) if nbytes <= free))
             free -= extra[parts[-1]]
         if parts == self._parts:
             return

@@ -110,21 +110,16 @@ class Case:
         return Plan(self.place(lambda _: way), window=self.limits.window)
 
     @property
-    def worst_planned(self) -> float:
+    def full_planned(self) -> float:
         """Peak in bytes that plans are made for if the window is full: nobody has measured such a step."""
-        return float("inf") if self.limits.budget is None else (1 - UNMEASURED) * self.limits.budget
-
-    def worst_peak(self, plan: Plan, found: Prediction) -> int:
-        """Return the peak if the window is full when most is held: drives have their moods."""
-        if plan.window is None:
-            return found.peak_bytes
-        return max(found.peak_bytes, min(found.held_bytes + int(FULLER * plan.window), self.keep.peak_bytes))
+        return math.inf if self.limits.budget is None else (1 - UNMEASURED) * self.limits.budget
 
     def score(self, plan: Plan, found: Prediction) -> Score:
         """Return how good a played plan is."""
-        over = max(
-            found.peak_bytes - self.limits.planned, self.worst_peak(plan, found) - self.worst_planned, 0.0
-        )
+        full = found.peak_bytes  # if the window is full when most is held: drives have their moods
+        if plan.window is not None:
+            full = max(full, min(found.held_bytes + int(FULLER * plan.window), self.keep.peak_bytes))
+        over = max(found.peak_bytes - self.limits.planned, full - self.full_planned, 0.0)
         over = max(over, found.activation_peak - self.highest)
         over += max(found.sent_bytes - self.limits.planned_in(found.seconds), 0.0)
         if self.objective is not Objective.MEMORY:
@@ -206,7 +201,7 @@ class _Search:
             if not over or not any(way.offloads for way in placements):
                 break
             highest = self._case.highest - self._case.profile.gradient_bytes
-            room = min(self._case.worst_planned, highest) - found.held_bytes  # the rest of it is in flight
+            room = min(self._case.full_planned, highest) - found.held_bytes  # the rest of it is in flight
             window = min(room / FULLER, found.peak_bytes if plan.window is None else plan.window)
             smaller = Plan(placements, window=max(int(window), least, 1))
             if self.score(smaller) < self.score(plan):
