@@ -228,17 +228,12 @@ def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:
     """Return the slots with runs of the layers that this step skipped, each beside its neighbours."""
     found = list(slots)
     for missing in sorted(layers - {slot.layer for slot in slots}):
-        for micro_batch in {slot.micro_batch for slot in slots}:
-            for backward in (False, True):
-                own = [
-                    place
-                    for place, slot in enumerate(found)
-                    if slot.micro_batch == micro_batch and slot.backward is backward
-                ]
-                later = [place for place in own if (found[place].layer > missing) is not backward]
-                place = later[0] if later else own[-1] + 1
-                beside = found[min(place, len(found) - 1)].gradients
-                found.insert(place, Slot(missing, micro_batch, backward, 0.0, beside))
+        for micro_batch, backward in sorted({slot[1:3] for slot in slots}):
+            own = [place for place, slot in enumerate(found) if slot[1:3] == (micro_batch, backward)]
+            later = [place for place in own if (found[place].layer > missing) is not backward]
+            place = later[0] if later else own[-1] + 1
+            beside = found[min(place, len(found) - 1)].gradients
+            found.insert(place, Slot(missing, micro_batch, backward, 0.0, beside))
     return tuple(found)
 
 
