@@ -184,8 +184,9 @@ DENIED: dict[str, Callable[[Program], bool]] = {
             or p.penalty == "weights"
         )
     ),
-    "limits: states and frozen weights need room in the store": lambda p: (
-        p.store in {"small file", "small host"} and (p.states is not None or p.frozen_weights != "keep")
+    "limits: states and frozen weights that cannot be written end training": lambda p: (
+        (p.store in {"small file", "small host"} or p.drive == "fails to write")
+        and (p.states is not None or p.frozen_weights != "keep")
     ),
     "states need an optimizer": lambda p: p.attached == "optimizer alone" and p.states in {None, "auto"},
     "auto needs a budget": lambda p: (

@@ -41,7 +41,7 @@ MOVED = Program(
 
 
 def test_all_choices_are_drawn() -> None:
-    programs = [draw(seed) for seed in range(400)]
+    programs = [draw(seed) for seed in range(700)]
     for each in choices_of(Program()):
         assert {getattr(program, each.name) for program in programs} == set(each.metadata["values"]), (
             each.name
