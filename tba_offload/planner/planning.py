@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from tba_offload.config.policy import Placement
 from tba_offload.errors import StoreError
 from tba_offload.planner.auto import bytes_taken
-from tba_offload.planner.measure import EVIDENCE
 from tba_offload.planner.model import MARGIN, DeviceShare
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from tba_offload.planner.model import Limits, Plan
     from tba_offload.report.log import StepRecord
     from tba_offload.states import OptimizerStates
-    from tba_offload.store.base import DriveLoad
     from tba_offload.transfer.offloader import Offloader
 
 
@@ -96,10 +94,6 @@ class Planning:
         """Whether the peak of the next step must be measured."""
         return self.controller is not None and self.controller.wants_memory
 
-    def end(self) -> None:
-        """Plan nothing more: no step comes after this one."""
-        self.controller = None
-
     def begin_step(self) -> None:
         """Begin a step. One that failed after it had left its plan taught nothing: the plan stays."""
         if self.controller is not None:
@@ -141,7 +135,9 @@ class Planning:
         if controller is None:
             return None
         if controller.steps == 0 and controller.task.decides:
-            self._ask_store(controller, seen.loads)
+            # Three small steps alone are weak evidence. A store that is full, or hangs, tells that by itself.
+            with suppress(StoreError, TimeoutError):
+                controller.rates.note_probe(*self._probe()[:2])
         plan = controller.observe(seen)
         self._put_in_force(plan)
         self._outgrown, self._made_for = None, self._budget
@@ -150,13 +146,6 @@ class Planning:
         if controller.is_done:
             self.controller = None
         return None if news is None else {**news, "not_recomputed": sorted(seen.not_recomputed)}
-
-    def _ask_store(self, controller: Controller, loads: Sequence[DriveLoad]) -> None:
-        """Measure the store by itself: three small steps alone are weak evidence of its rates."""
-        if min(sum(load.write.nbytes for load in loads), sum(load.read.nbytes for load in loads)) >= EVIDENCE:
-            return
-        with suppress(StoreError, TimeoutError):  # a store that is full, or hangs, tells that by itself
-            controller.rates.note_probe(*self._probe()[:2])
 
     def _put_in_force(self, plan: Plan) -> None:
         if plan is self.plan:

@@ -546,7 +546,7 @@ def _finish_at_exit() -> None:
     """Have the last step of a session that was never closed in its run log all the same."""
     for session in list(_open_sessions):
         if not session.loop.is_inert:
-            session.planning.end()  # for no step that comes; from Python 3.12 on it could start no thread
+            session.planning.controller = None  # no step comes; from Python 3.12 on it could start no thread
             session.loop.finish()
             session.records.write(wait=True)
 
