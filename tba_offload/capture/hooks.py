@@ -263,6 +263,19 @@ class LayerHooks:
         self._small: list[tuple[Kept, View]] = []  # small views, copied then
         self._node = 0  # number of the latest node when they were saved
 
+    def watch_for_second_use(self, tell: Callable[[], object]) -> None:
+        """Have a function told when backward asks for a saved tensor twice, which checkpoints give once."""
+        unpack, asked = self._unpack, set[tuple[int, int]]()
+
+        def watched(packed: Any) -> torch.Tensor:
+            question = torch._C._current_graph_task_id(), id(packed)
+            if question in asked and question[0] != -1:
+                tell()
+            asked.add(question)
+            return unpack(packed)
+
+        self._unpack = watched
+
     def __enter__(self) -> None:
         self.capture.offloader.failures.raise_first()
         push_hooks(self.pack, self._unpack)

@@ -111,6 +111,11 @@ class RecomputedLayer:
         """Return True if the planner may have the layer recomputed in its present mode."""
         return self.may_plan and self.training in self.tried and not has_hooks(self.module)
 
+    def asked_twice(self) -> None:
+        """Note that the layer's backward asks for a saved tensor twice."""
+        reason = "its backward asks for a saved tensor twice, and a checkpoint gives each once"
+        self.judge(self.training, cannot(self.name, reason, UnsupportedError))
+
     def judge(self, training: tuple[bool, ...], fault: Exception | None) -> None:
         """Note what a trial has found; a fault holds for the class of the layer, and is reported once."""
         self.tried.add(training)
@@ -351,7 +356,7 @@ def has_hooks(layer: nn.Module) -> bool:
     Hooks of frameworks that shard or offload models, and the library's own, are part of the layer.
     """
     return any(
-        str(getattr(hook, "__module__", "")).partition(".")[0] not in _FRAMEWORKS
+        str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0] not in _FRAMEWORKS
         for module in layer.modules()
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )

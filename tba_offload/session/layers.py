@@ -159,9 +159,11 @@ class LayerRuns:
 
     def _try_out(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
         """Offload a layer that backward runs a second time, to see whether that gives the same."""
-        hooks = _TriedHooks(self._session.capture, scope.key, when_slow=self._keeps_when_slow(placement))
+        layer, slow = self.recomputed[site.index], self._keeps_when_slow(placement)
+        hooks = _TriedHooks(self._session.capture, scope.key, when_slow=slow)
+        hooks.watch_for_second_use(layer.asked_twice)
         with hooks:
-            trial = Trial(self.recomputed[site.index], site.forward, given)
+            trial = Trial(layer, site.forward, given)
             hooks.trial = trial  # from here on: what the trial itself has saved is no part of the layer
             try:
                 output = site.forward(*given[0], **given[1])

@@ -20,9 +20,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
-import torch
-from torch import nn
-
 from tba_offload.capture import torch_private
 from tba_offload.capture.gradients import Gradients
 from tba_offload.capture.hooks import Capture
@@ -30,6 +27,7 @@ from tba_offload.capture.site import Site, check_unattached
 from tba_offload.config import ConfigLike, OffloadConfig, read_config
 from tba_offload.config.policy import LayerId, Objective, Placement
 from tba_offload.device.available import fitting_bytes
+from tba_offload.device.peers import has_peers
 from tba_offload.device.streams import device_of_model
 from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
 from tba_offload.layers.find import LayerStack, check_disjoint, chunks_of
@@ -55,7 +53,7 @@ from tba_offload.weights import FrozenWeights, WeightsTraffic
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
 
@@ -81,9 +79,7 @@ class World:
     @property
     def may_plan_recomputation(self) -> bool:
         """Whether the planner decides for all ranks that would have to take part in a second run."""
-        world = torch.distributed
-        is_spread = world.is_available() and world.is_initialized() and world.get_world_size() > 1
-        return self.agree is not None or not is_spread
+        return self.agree is not None or not has_peers()
 
 
 class Session:
@@ -199,8 +195,6 @@ class Session:
         self._closers.append(self.gradients.close)
         self.memory = memory = Memory(self)
         self._closers.append(self.memory.close)
-        self.budget = Budget(self._limits(), self.planning, self.gradients.live)
-        self.capture.budget_bytes = self.budget.limits.budget
         self.verifier = Verifier(tell)
         self._closers.append(self.verifier.close)
 
@@ -471,7 +465,7 @@ class Session:
         ids, window = [layer.id for layer in self.layers], config.budget.window
         return Plan.from_policy(config.policy, ids, self.world.layers, window=window)
 
-    def _limits(self) -> Limits:
+    def _limits(self, config: OffloadConfig) -> Limits:
         """Return what plans must keep to; of a device all may be left at first.
 
         Layers placed ``auto`` without a budget fit the device, where its memory can be measured.
@@ -479,14 +473,14 @@ class Session:
         Raises:
             UnsupportedError: The policy limits all that lies on the device, and that cannot be measured.
         """
-        budget, device = self.config.budget, self.device.torch_device
-        limits = Limits(budget.activation_bytes, budget.window, self.config.store.write_bytes_per_day)
+        budget, device = config.budget, self.device.torch_device
+        limits = Limits(budget.activation_bytes, budget.window, config.store.write_bytes_per_day)
         if budget.device_bytes is not None:
             if self.memory.meter_of_step() is None:
                 needs = "needs to know what lies on the device. Set budget.activation_bytes in its place"
                 raise UnsupportedError(f"budget.device_bytes {needs}")
             return limits.on_device(DeviceShare(budget.device_bytes))
-        is_auto = Placement.AUTO in self.config.policy.placements(self.world.layers)
+        is_auto = Placement.AUTO in config.policy.placements(self.world.layers)
         is_fit = is_auto and budget.activation_bytes is None and budget.objective is not Objective.MEMORY
         if not is_fit or self.memory.meter_of_step() is None:
             return limits
@@ -497,7 +491,10 @@ class Session:
 
         Without a layer that is placed ``auto`` it is of use for the run log only.
         """
-        limits, controller, plan = self.budget.limits, None, self._plan_of(config)
+        limits, controller, plan = self._limits(config), None, self._plan_of(config)
+        if self._states_beside is None:  # which fills what the budget leaves, and only with one of the device
+            self.budget = Budget(limits, self.planning, self.gradients.live)
+            self.capture.budget_bytes = limits.budget
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)
         if is_auto or self.records.is_written:
             task = Task(
@@ -529,8 +526,7 @@ def session_of(model: nn.Module | Sequence[nn.Module]) -> Session | None:
         A session that has a layer of the model; ``None`` if none has.
     """
     modules = {module for chunk in chunks_of(model) for module in chunk.modules()}
-    found = (each for each in list(_open_sessions) if any(layer.module in modules for layer in each.layers))
-    return next(found, None)
+    return next((s for s in list(_open_sessions) if modules & {layer.module for layer in s.layers}), None)
 
 
 def _after_fork_in_child() -> None:

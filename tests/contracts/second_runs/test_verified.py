@@ -389,11 +389,19 @@ def test_a_layer_that_cannot_be_recomputed_is_refused_at_its_first_step(
         assert_all_given_back(session)
 
 
-@pytest.mark.parametrize("name", ["list", "tensor", "object given", "TorchScript", "transform", "nested"])
+TWICE = layer_of(lambda _, x: Doubled.apply(x, torch.sin(x)))  # type: ignore[no-untyped-call]
+"""Its backward asks for each saved tensor twice."""
+
+ALONE = REFUSED | {"twice": (TWICE, "asks for a saved tensor twice")}
+
+
+@pytest.mark.parametrize(
+    "name", ["list", "tensor", "object given", "TorchScript", "transform", "nested", "twice"]
+)
 def test_the_planner_leaves_such_layers_alone_and_says_so_once(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kind, named = REFUSED[name]
+    kind, named = ALONE[name]
     net, expected = make(kind), train(make(kind))
     if name == "TorchScript":  # which compiles the first runs of a process otherwise than later ones
         expected = train(make(kind))
@@ -413,7 +421,7 @@ FICKLE = layer_of(lambda _, x: x * (1 + int.from_bytes(os.urandom(2), "big") / 6
     ("kind", "named", "placement"),
     [
         (FICKLE, "other numbers", Placement.RECOMPUTE),
-        (layer_of(lambda _, x: Doubled.apply(x, torch.sin(x))), "already unpacked once", RECOMPUTED[1]),  # type: ignore[no-untyped-call]
+        (TWICE, "already unpacked once", RECOMPUTED[1]),
     ],
 )
 def test_a_layer_whose_second_run_is_of_no_use_is_named_before_the_update(

@@ -189,6 +189,15 @@ def test_apply_changes_placements_between_steps(model: Model) -> None:
         assert (record.recomputed_scopes, record.offloaded_bytes, record.forwarded_bytes) == (0, 0, 0)
 
 
+def test_apply_has_auto_fit_the_device_and_others_keep_to_no_limit(model: Model) -> None:
+    with session_for(model) as session:
+        assert one_step(session, model).activation_budget_bytes is None
+        session.apply(config_for(default="auto"))
+        assert one_step(session, model).activation_budget_bytes is not None
+        session.apply(config_for(default="keep"))
+        assert one_step(session, model).activation_budget_bytes is None
+
+
 def test_the_run_log_tells_what_was_applied(model: Model, tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     wanted = config_for(default="recompute", min_tensor_bytes=123)
