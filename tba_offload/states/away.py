@@ -110,8 +110,8 @@ class FreedGradient(AwayTensor):
 
     _error = (
         "{name} is freed, since backward has updated the parameter with it, and {use}. Call zero_grad() "
-        "after each step; where clipping, a gradient scaler or another pass needs gradients, set states.when "
-        "to step"
+        "with set_to_none=True after each step; where clipping, a gradient scaler or another pass needs "
+        "gradients, set states.when to step"
     )
 
 

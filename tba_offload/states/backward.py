@@ -82,7 +82,8 @@ class BackwardUpdates(Updates):
             self._handles[parameter] = register(_weakly(WeakMethod(self._gradient_came)))
 
     def close(self) -> None:
-        """Take all hooks off."""
+        """Take all hooks off, and end what runs beside the training thread."""
+        super().close()
         while self._handles:
             self._handles.popitem()[1].remove()
         if self._made is not None:
@@ -156,11 +157,10 @@ class BackwardUpdates(Updates):
         """Note whether something else holds the memory of a parameter, as a later node of the graph.
 
         Nodes that had a part in its gradient have let go of it by now. One that had none, as of a layer that
-        uses the weight of another by ``.data``, would read the new value.
+        uses the weight of another by ``.data``, would read the new value. In the first pass of a parameter
+        nothing is known yet: what it has at the end of a pass, when all have let go, is usual.
         """
-        now = _references_to(parameter)
-        usual = self._references[parameter] = min(self._references.get(parameter, now), now)
-        if now > usual:
+        if _references_to(parameter) > self._references.get(parameter, 0):
             self._read_later.add(parameter)
 
     def _free(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -179,7 +179,8 @@ class BackwardUpdates(Updates):
         self._made = self._make({}, done=self._done)
         self._free(each for each in parameters_of(self.optimizer) if each not in self._freed)
         for each in () if self._keeps_graph else self._freed:
-            self._references.setdefault(each, _references_to(each))
+            now = _references_to(each)
+            self._references[each] = min(self._references.get(each, now), now)
         self._steps += 1
         self._settings, self._values = self._settings_now(), self._values_now()
         self._last = self.homes.device.event()

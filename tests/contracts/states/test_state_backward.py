@@ -212,15 +212,20 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def borrowed(
-    directory: Path, use: str, run: Callable[..., Tensor], placement: str | None, when: str | None
+    directory: Path,
+    use: str,
+    run: Callable[..., Tensor],
+    placement: str | None,
+    when: str | None,
+    before: str = "nothing",
 ) -> list[Tensor]:
     torch.manual_seed(0)
     layers = [Borrowing() for _ in range(3)]
     model = nn.ModuleList([Borrowing(USES[use], layers[2]), *layers])
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
 
-    def train() -> list[Tensor]:
-        for seed in range(4):
+    def train(*seeds: int) -> list[Tensor]:
+        for seed in seeds:
             x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))
             for layer in model:
                 x = run(layer, x)
@@ -229,12 +234,18 @@ def borrowed(
             optimizer.zero_grad()
         return [each.detach() for each in model.parameters()]
 
+    if before != "nothing":
+        train(-2, -1)
+    if before == "a checkpoint":
+        saved = plain_copy(optimizer.state_dict())
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer.load_state_dict(saved)
     if when is None:
-        return train()
+        return train(*range(4))
     chosen = settings(directory, default=placement, min_tensor_bytes=1)
     chosen["states"] |= {"sub_group_bytes": "8KiB"}
     with tba.attach(model, chosen, layers=list(model), optimizer=optimizer) as session:
-        done = train()
+        done = train(*range(4))
         assert session.states[0].records[-1].in_backward > 0
         return done
 
@@ -249,6 +260,18 @@ def test_a_layer_uses_the_weight_of_a_later_one(use: str, placement: str, tmp_pa
 
     expected = borrowed(tmp_path, use, plain, None, None)
     found = borrowed(tmp_path, use, plain, placement, "backward")
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("before", ["steps", "a checkpoint"])
+def test_a_layer_uses_the_weight_of_a_later_one_whose_states_are_there_before(
+    before: str, tmp_path: Path
+) -> None:
+    def plain(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x)  # type: ignore[no-any-return]
+
+    expected = borrowed(tmp_path, "data", plain, None, None, before)
+    found = borrowed(tmp_path, "data", plain, "keep", "backward", before)
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
