@@ -112,13 +112,29 @@ class Entries:
 
     # ---- between updates -------------------------------------------------------------------------
 
-    def _check_owner(self, parameter: torch.Tensor) -> None:
-        """Check that no program has given a parameter what stands for a state of another one."""
-        for key, value in self.shown(parameter).items():
-            if type(value) is AwayTensor and not stands_for(value, parameter, key):
+    def check_owners(self) -> None:
+        """Check of all states that no program has put what stands for one where its bytes are not.
+
+        Raises:
+            StatesAwayError: One was given to another parameter, or put back after it was forgotten.
+        """
+        for each in self._groups.optimizer.state:
+            self._check_owner(each)
+
+    def _check_owner(self, parameter: Any) -> None:
+        entry = self.shown(parameter) if isinstance(parameter, torch.Tensor) else {}
+        for key, value in entry.items():
+            if type(value) is not AwayTensor:
+                continue
+            if not stands_for(value, parameter, key):
                 raise value.refused(
                     f"it was given to {self._groups.name_of(parameter)} as {key!r}. give it back, or put a "
                     "tensor with bytes there"
+                )
+            groups = self._groups.holding.get(parameter)
+            if not groups or any(key not in group.keys[parameter] for group in groups):
+                raise value.refused(
+                    "it was put back when it was there no more. put a tensor with bytes there"
                 )
 
     def is_current(self, group: SubGroup) -> bool:
@@ -138,10 +154,9 @@ class Entries:
         """Take the states that ``optimizer.state`` shows, and forget those that it shows no more.
 
         Args:
-            groups: Sub-groups, with all slices of each parameter.
+            groups: Sub-groups, with all slices of each parameter; :meth:`check_owners` was called.
 
         Raises:
-            StatesAwayError: A program has given what stands for a state to another parameter.
             TransferError: States that are still away cannot be read.
         """
         self._copies.clear()
@@ -151,8 +166,6 @@ class Entries:
         self.show_slices()  # only now: each slice takes its part of the same tensors
 
     def _absorb(self, group: SubGroup) -> None:
-        for parameter in group.parameters:
-            self._check_owner(parameter)
         entries = {
             each: {key: _arrived(group, each, value) for key, value in self._groups.states_of(each).items()}
             for each in group.parameters
@@ -160,8 +173,6 @@ class Entries:
         away = [(each, key) for each, entry in entries.items() for key in entry if is_away(entry[key])]
         bound = self.bound(group) if away else {}
         for parameter, key in away:
-            if key not in bound.get(parameter, {}):
-                raise entries[parameter][key].refused("it was put back when it was there no more")
             entries[parameter][key] = bound[parameter][key]
         self._lay_out(group, bound, entries)
         self.slots.write(group)
@@ -171,8 +182,10 @@ class Entries:
         """Put all states back into ``optimizer.state``, in memory of their own; not those that were cleared.
 
         Raises:
+            StatesAwayError: As of :meth:`check_owners`; nothing has changed.
             TransferError: They cannot be read.
         """
+        self.check_owners()
         for _, slices in groupby(self._groups, lambda group: id(group.parameters[0])):
             some = list(slices)
             found = self._whole(some)
@@ -188,16 +201,19 @@ class Entries:
         """Return the states of a parameter, and itself if it is a master; what is away is copied to the host.
 
         Raises:
-            StatesAwayError: A state of another parameter was put there.
+            StatesAwayError: As of :meth:`check_owners`, for this parameter.
             TransferError: They cannot be read.
         """
         self._check_owner(parameter)
         entry = self._groups.states_of(parameter)
-        if any(map(is_away, entry.values())):
-            if parameter not in self._copies:  # others of its sub-group are likely to be asked for next
+        away = {key for key, value in entry.items() if is_away(value)}
+        if away:
+            if (
+                not away <= self._copies.get(parameter, {}).keys()
+            ):  # others of its sub-group are likely to be asked for next
                 self._copies = self._whole(self._groups.holding[parameter], torch.device("cpu"))
             copies = self._copies.pop(parameter)
-            entry.update({key: copies[key] for key, value in entry.items() if is_away(value)})
+            entry.update({key: copies[key] for key in away})
         return entry
 
     # ---- the parts of it -------------------------------------------------------------------------

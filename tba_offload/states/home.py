@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tba_offload.device.ranges import aligned_range
@@ -180,10 +181,11 @@ class Home:
         return target.tensor()
 
     def release(self) -> None:
-        """Give the extents back."""
+        """Give the extents back; those of a transfer that hangs stay reserved until the store is closed."""
         extents, self._extents = self._extents, ()
         for extent in extents:
-            self.homes.store.release(extent)
+            with suppress(ValueError):  # a transfer has not ended
+                self.homes.store.release(extent)
 
     def _reserve(self, memory: ByteRange) -> None:
         if sum(extent.nbytes for extent in self._extents) == memory.nbytes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, StatesConfig, read_config, with_directories
-from tba_offload.errors import NoEffectWarning, warn
+from tba_offload.errors import NoEffectWarning, StatesAwayError, warn
 from tba_offload.states.away import AwayMaster, AwayTensor, is_away
 from tba_offload.states.backward import BackwardUpdates
 from tba_offload.states.groups import MASTER, held_back
@@ -140,9 +140,9 @@ class OptimizerStates:
 
     def _fill(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         """Return a state dict in which each state that is away is a tensor in host memory."""
-        parameters = parameters_of(optimizer)
+        parameters = dict(enumerate(parameters_of(optimizer)))
         states = {
-            key: self.read(parameters[key]) if isinstance(key, int) else entry
+            key: self.read(parameters[key]) if key in parameters else entry
             for key, entry in state_dict["state"].items()
         }
         return state_dict | {"state": states}
@@ -189,6 +189,8 @@ class OptimizerStates:
             bring_back: Whether they are; without, the optimizer cannot be used any more.
 
         Raises:
+            StatesAwayError: A program has put what stands for a state where its bytes are not. All stays
+                offloaded, for the program to put that right.
             TransferError: They cannot be read.
         """
         if not self._is_open:
@@ -196,6 +198,8 @@ class OptimizerStates:
         try:
             if bring_back:
                 self._updates.restore()
+        except StatesAwayError:  # else the bytes would be lost
+            raise
         except Exception:
             self._end()
             raise
@@ -292,9 +296,13 @@ def _names_in(modules: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
 
 
 def _hold_back(_: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """Return a state dict whose states come to the device by sub-groups, when all of it is checked."""
+    """Return a state dict whose states come to the device by sub-groups, when all of it is checked.
+
+    What belongs to no parameter is left as it is.
+    """
+    known = {each for group in state_dict["param_groups"] for each in group["params"]}
     states = {
-        key: {name: held_back(value) for name, value in entry.items()}
+        key: {name: held_back(value) for name, value in entry.items()} if key in known else entry
         for key, entry in state_dict["state"].items()
     }
     return state_dict | {"state": states}

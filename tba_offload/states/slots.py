@@ -5,13 +5,12 @@ A sub-group that stays has a slot of its own, which no other takes.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
 from tba_offload.device import READY
-from tba_offload.errors import TransferError
+from tba_offload.errors import HangingError, StoreError, TransferError
 from tba_offload.states.home import page_aligned
 
 if TYPE_CHECKING:
@@ -108,6 +107,16 @@ class Slot:
         """
         self.holder.home.settle_reads(self._reads, self._part(self.holder))
         self._reads = []
+
+    def give_up(self) -> None:
+        """Wait until no transfer is under way, whatever comes of them; a drive that hangs keeps its own."""
+        for transfer in (*self._reads, *self._writes):
+            try:
+                self._homes.wait(transfer)
+            except HangingError:
+                return
+            except StoreError:
+                continue
 
     def empty(self) -> None:
         """Write what it holds, so that others may have its memory.
@@ -237,8 +246,7 @@ class Slots:
         """Give up the bytes of a sub-group in a slot, written or not."""
         slot = self._of.pop(group, None)
         if slot is not None:
-            with suppress(TransferError):
-                slot.settle()
+            slot.give_up()
 
     # ---- sub-groups that stay --------------------------------------------------------------------
 

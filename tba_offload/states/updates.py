@@ -176,8 +176,9 @@ class Updates:
 
         Raises:
             TransferError: States cannot be read.
-            StatesAwayError: A program has given what stands for a state to another parameter.
+            StatesAwayError: What stands for a state is where its bytes are not; nothing has changed.
         """
+        self.entries.check_owners()
         if not self.groups.are_current():
             self.restore()
         stale = [each for each in self.groups if not self.entries.is_current(each)]

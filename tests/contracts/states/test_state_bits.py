@@ -249,6 +249,46 @@ def test_states_that_go_to_another_parameter_are_an_error_that_changes_nothing(t
         train(found, expected, 2)
 
 
+def test_states_that_are_moved_to_another_parameter_are_not_lost_by_close(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    states = tba.offload_optimizer(found.optimizer, policy(tmp_path))
+    train(found, expected, 0, 1)
+    state, old, new = found.optimizer.state, found.model.layers[0].weight, found.model.unused
+    state[new] = state.pop(old)
+    for use in (states.close, found.optimizer.state_dict, lambda: states.read(new), lambda: found.step(2)):
+        with pytest.raises(StatesAwayError, match=r"state 'exp_avg' of parameter \d+ .* give it back"):
+            use()
+    state[old] = state.pop(new)
+    states.close()
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", ["embed", "head"])
+def test_a_state_that_is_put_back_late_is_an_error_that_loses_no_other(name: str, tmp_path: Path) -> None:
+    """The embedding is cut, the head is not."""
+    found, expected = pair("adamw")
+    states = tba.offload_optimizer(found.optimizer, policy(tmp_path))
+    train(found, expected, 0, 1)
+    late = []
+    for training in (found, expected):
+        parameter = training.model.get_submodule(name).weight
+        late.append(training.optimizer.state[parameter].pop("exp_avg"))
+        training.optimizer.zero_grad()
+        training.backward(2)
+        parameter.grad = None
+        training.optimizer.step()
+    weight, other = (each.model.get_submodule(name).weight for each in (found, expected))
+    found.optimizer.state[weight]["exp_avg"], expected.optimizer.state[other]["exp_avg"] = late
+    for use in (states.close, found.optimizer.state_dict, lambda: states.read(weight), lambda: found.step(3)):
+        with pytest.raises(StatesAwayError, match=r"state 'exp_avg' .* put back when it was there no more"):
+            use()
+    found.optimizer.state[weight]["exp_avg"] = late[1].clone()
+    found.optimizer.zero_grad()
+    train(found, expected, 3)
+    states.close()
+    assert_same(found, expected)
+
+
 def test_a_cut_parameter_whose_memory_gets_another_order(tmp_path: Path) -> None:
     """Its slices are views no more: an update of copies would be lost."""
 
@@ -462,6 +502,20 @@ def test_a_checkpoint_that_is_loaded_in_the_middle(of: str, tmp_path: Path) -> N
         for training in (found, expected):
             training.optimizer.load_state_dict(copy.deepcopy(saved))
         train(found, expected, 4, 5)
+
+
+@pytest.mark.parametrize("key", ["epoch", 1000])
+def test_what_a_checkpoint_has_of_no_parameter_passes_as_it_is(key: Any, tmp_path: Path) -> None:
+    with offloaded("adamw", tmp_path) as (found, expected, _):
+        train(found, expected, 0)
+        saved = expected.optimizer.state_dict()
+        saved["state"][key] = 5 if key == "epoch" else {"mine": torch.arange(3.0)}
+        for training in (found, expected):
+            training.optimizer.load_state_dict(copy.deepcopy(saved))
+        train(found, expected, 1)
+        for training in (found, expected):
+            left = training.optimizer.state.pop(key)
+            assert left == 5 if key == "epoch" else same_bits(left["mine"], torch.arange(3.0))
 
 
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from optimizers import (
 from torch import Tensor, optim
 
 import tba_offload as tba
-from tba_offload.errors import ChecksumError, SessionError, StoreError, TransferError
+from tba_offload.errors import ChecksumError, HangingError, SessionError, StoreError, TransferError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,6 +156,36 @@ with inject("hang-{verb}:after=2"):
     assert "store.stall_seconds" in done.stdout, done.stderr
     assert float(done.stdout.split()[0]) < 6.5
     assert time.monotonic() - began < 40
+
+
+def load(found: Training, expected: Training) -> None:
+    found.model.load_state_dict(expected.model.state_dict())
+    found.optimizer.load_state_dict(plain_copy(expected.optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("then", ["a checkpoint", "close"])
+def test_what_comes_after_a_write_that_hangs(then: str, tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    states = tba.offload_optimizer(found.optimizer, policy(tmp_path, store={"stall_seconds": 0.5}))
+    for training in (found, expected):
+        training.step(0)
+    with inject("hang-write:n=1") as faults:
+        with pytest.raises(TransferError, match=r"store\.stall_seconds"):
+            for seed in range(1, 4):
+                found.step(seed)
+        if then == "close":
+            with pytest.raises(HangingError):
+                states.close()
+        else:
+            with pytest.raises(TransferError, match=r"store\.stall_seconds"):
+                load(found, expected)
+            faults.release()
+            load(found, expected)
+            for training in (found, expected):
+                training.step(1)
+            assert_same(found, expected)
+            states.close()
+    assert all(type(value) is Tensor for each in found.optimizer.state.values() for value in each.values())
 
 
 class Failing(optim.AdamW):
