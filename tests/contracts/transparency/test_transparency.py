@@ -121,10 +121,13 @@ def plain(
 def config_for(placement: str, store: str, directory: Path) -> OffloadConfig:
     """Everything but the smallest tensors travels, through a window that holds a fraction of a layer."""
     default, rules = PLACEMENTS[placement]
+    window = WINDOW_OF_INPUTS if placement in {INPUTS, ATTENTION} else WINDOW
+    # Without a budget the second plan depends on how high the first step was seen to peak.
+    most = 2**30 if placement == "auto" else None
     return OffloadConfig(
         default=default,
         layers=rules,
-        budget=BudgetConfig(in_flight_bytes=WINDOW_OF_INPUTS if placement in {INPUTS, ATTENTION} else WINDOW),
+        budget=BudgetConfig(in_flight_bytes=window, activation_bytes=most),
         store=StoreConfig(kind=store, directories=(directory,) if store == "file" else ()),
         min_tensor_bytes=1024,
     )
