@@ -450,11 +450,10 @@ class Controller:
         moved = was is not None and case.bandwidth.differs_from(was, OTHER_RATE)
         if not (moved or self._limited or self._off >= OFF_STEPS):
             return seen.plan
-        why = "three steps in a row took another time than before"
+        slower = "three steps in a row took another time than before"
+        why = ANOTHER_SHARE if self._limited else slower
         if moved:
             why = f"the store now gives {case.bandwidth}, not {was}"
-        elif self._limited:
-            why = ANOTHER_SHARE
         self._off, self._usual, self._limited = 0, [], False
         now, better = case.predicted(seen.plan), self._solve()
         if not case.fits(now):
@@ -470,8 +469,7 @@ class Controller:
         if self.state is State.LEARN or self.profile is None:
             return 0.0, 0.0
         case = self._case()
-        plan = replace(case.uniform(Placement.OFFLOAD), window=proposed.window)
-        found = play(case.profile, plan, case.bandwidth)
+        found = case.played(replace(case.uniform(Placement.OFFLOAD), window=proposed.window))
         return max(found.peak_bytes - case.limits.planned, 0.0), found.seconds
 
     def _bind(self, agreed: Sequence[Placement], proposed: Plan) -> Plan:
