@@ -135,7 +135,7 @@ class Planning:
         if controller is None:
             return None
         if controller.steps == 0 and controller.task.decides:
-            # Three small steps alone are weak evidence. A store that is full, or hangs, tells that by itself.
+            # Three small steps measure rates poorly. A full or hanging store raises its own error later.
             with suppress(StoreError, TimeoutError):
                 controller.rates.note_probe(*self._probe()[:2])
         plan = controller.observe(seen)

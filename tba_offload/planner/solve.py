@@ -44,7 +44,7 @@ UNMEASURED = 0.05
 """Share of the budget that a plan leaves free as long as no step like it was measured."""
 
 FULLER = 1.1
-"""A full window counts so many times: the more is in flight, the less is known of what lies beside it."""
+"""Factor by which plans count a full window larger: the more is in flight, the less certain is the rest."""
 
 NO_WAIT, NO_SLOWER = 0.01, 0.02
 """Shares of a step that it may wait, and be slower than keep, where memory is wanted at no cost in time."""

@@ -232,7 +232,7 @@ class BackwardWatch:
 
         Args:
             site: Where the layer is.
-            output: What it has put out.
+            output: The output of the layer.
             scope: Its run.
         """
         tensor, step = graph.first_differentiable(output), self._loop.step
@@ -248,7 +248,7 @@ class BackwardWatch:
         """Have it noted when backward leaves the first layer for what has made its input, as embeddings have.
 
         Args:
-            arguments: What the layer is given.
+            arguments: The arguments of the layer.
         """
         tensor = graph.first_differentiable(arguments)
         if tensor is not None and tensor.grad_fn is not None:

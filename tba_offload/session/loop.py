@@ -60,7 +60,7 @@ class Step:
             later than the host, it has the figures that are known by then; :meth:`Session.report` completes
             them.
         is_traced: Whether the user asked to have it recorded over time.
-        over_time: What was recorded so, once it has ended; ``None`` if nothing was.
+        over_time: The timeline of the step, once it has ended; ``None`` if none was recorded.
         number: Its number in the run log, from 1, once it has begun.
         opened_itself: Whether the first forward opened the step, not :meth:`Session.step`.
         meter: Measures its memory; ``None`` if that is not wanted.

@@ -200,7 +200,7 @@ class OptimizerStates:
                 self._updates.restore()
         except StatesAwayError:  # else the bytes would be lost
             raise
-        except Exception:
+        except Exception:  # not an interrupt: the next call brings back what this one has left
             self._end()
             raise
         self._end()
