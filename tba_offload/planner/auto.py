@@ -244,14 +244,14 @@ class Controller:
         taken = bytes_taken(seen.record, self.task.limits)
         if self.sizes.is_largest:
             self._look(seen, taken)
+        if self.profile is None or self.rates.bandwidth() is None:
+            return self.task.first()
         budget = self.task.limits.budget
         if taken is not None and budget is not None and self.task.decides:
             if taken > budget:
                 return self._over(taken - budget, seen)
             self._most_seen = max(self._most_seen, seen.record.activation_peak_bytes or 0)
             self._measured = True
-        if self.profile is None or self.rates.bandwidth() is None:
-            return self.task.first()
         if not self.task.decides:
             self.state = State.LEARN if self._since < LEARNING else State.TRY
             return self._case().predicted(seen.plan)
@@ -366,8 +366,6 @@ class Controller:
 
     def _over(self, over: int, seen: StepObservation) -> Plan:
         """Answer a step over the budget at once: its excess comes off, and there is another plan."""
-        if self.profile is None or self.rates.bandwidth() is None:
-            return self.task.first()
         self._why = f"the last step took {readable_size(over)} more than the budget"
         if self.steps == WARM_UP and not seen.record.fallback_kept_bytes:  # some is allocated once
             return self._next_lesson()
@@ -424,16 +422,19 @@ class Controller:
         return best_plain(case, plan, recomputes=waits)
 
     def _improved(self, case: Case, winner: Plan) -> Plan:
-        """Return the winner of a race, or, once, a plan that is better by all that the race has shown."""
-        if self._races:
-            return case.predicted(winner)
+        """Return the winner of a race, or, once, a plan that is better by all that the race has shown.
+
+        As times are measured, a plan can turn out to write more a day than allowed: then it is never the one.
+        """
         most = max(self._headrooms.values(), default=case.profile.headroom)  # it may peak as the others do
         better = solve(replace(case, profile=replace(case.profile, headroom=most)))
         now, found = case.predicted(winner), case.played(winner)
         writes_more = found.sent_bytes > case.limits.planned_in(found.seconds)  # as its steps are shorter now
-        if better in self._race or not (writes_more or _is_worth_it(better, now)):
+        if better in self._race:
+            return better if writes_more else now
+        if not (writes_more or (not self._races and _is_worth_it(better, now))):
             return now
-        self.state, self._races = State.TRY, 1
+        self.state, self._races = State.TRY, self._races + 1
         raced = {winner: self._race[winner]} if len(self._race) > 1 and not writes_more else {}
         self._race = {**raced, better: []}
         return better

@@ -114,10 +114,6 @@ class _Run(NamedTuple):
     def way(self) -> Placement:
         return Placement(self.scope.placement)
 
-    @property
-    def timing(self) -> Timing:
-        return Timing(self.forward[1] - self.forward[0], self.backward[1] - self.backward[0])
-
 
 def profile_of(
     seen: StepObservation, layers: Sequence[LayerKey], before: StepProfile | None, *, nets: bool
@@ -243,7 +239,8 @@ def _timings(
     """Return the last measurements of each kind under each placement, with the median of this step's."""
     found: defaultdict[tuple[int, Placement], list[Timing]] = defaultdict(list)
     for run in runs:
-        found[layers[run.layer], computed_as(run.way)].append(run.timing)
+        timing = Timing(run.forward[1] - run.forward[0], run.backward[1] - run.backward[0])
+        found[layers[run.layer], computed_as(run.way)].append(timing)
     renewed: list[Timings] = [{} for _ in range(count)]
     if before is not None:
         for layer, kind in reversed(list(enumerate(layers))):  # the first layer of a kind counts

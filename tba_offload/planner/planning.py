@@ -51,13 +51,8 @@ class Planning:
         offloader: Offloader,
         probe: Callable[[], Sequence[float]],
     ) -> None:
-        self.plan = plan
-        self.controller: Controller | None = None
-        self.chosen: frozenset[int] = frozenset()
-        self.seconds: float | None = None
-        self._outgrown: Plan | None = None  # what this step began with and was too large for
-        self._made_for = 0  # the budget that the plan in force was made for
         self._layers, self._capture, self._offloader, self._probe = layers, capture, offloader, probe
+        self.start(plan, None)
 
     def start(self, plan: Plan, controller: Controller | None) -> None:
         """Start with the plan of a policy, or with that of a new controller for its first step.
@@ -67,12 +62,12 @@ class Planning:
             controller: Is going to renew it.
         """
         self.controller = controller
-        self._made_for = self._budget
-        self.seconds = None if controller is None else 0.0
+        self.seconds: float | None = None if controller is None else 0.0
         self.plan = plan if controller is None else controller.task.first()
         policy = () if controller is None else controller.task.policy
         self.chosen = frozenset(index for index, wanted in enumerate(policy) if wanted is Placement.AUTO)
-        self._outgrown = None
+        self._outgrown: Plan | None = None  # what this step began with and was too large for
+        self._made_for = self._budget  # the budget that the plan in force was made for
         self._offloader.resize_window(self.plan.window)
 
     @property
@@ -176,6 +171,8 @@ class Budget:
 
     Attributes:
         limits: What holds now.
+        device_bytes: Size of the device that the limits are derived from, which needs the base of each step;
+            ``None`` if they are not.
         share: What lies on the device beside activations; ``None`` before that was measured. States that
             may leave are none of it.
         extra_bytes: Bytes of states on the device that may leave.
@@ -186,14 +183,9 @@ class Budget:
         self.share: DeviceShare | None = None
         self.extra_bytes: Callable[[], int] = int
         self._planning, self._gradients = planning, gradients
-        self._device_bytes = None if limits.device is None else limits.device.device_bytes
+        self.device_bytes = None if limits.device is None else limits.device.device_bytes
         self._most_gradients = 0
         self._at_begin = 0  # bytes of gradients
-
-    @property
-    def is_of_device(self) -> bool:
-        """Whether it is derived from what lies on the device, which must be measured in each step."""
-        return self._device_bytes is not None
 
     def begin_step(self, base_bytes: int | None) -> None:
         """Look at what there is before the forward of a step; one that has less left runs without its plan.
@@ -236,10 +228,10 @@ class Budget:
         return self.share.base_bytes + self.extra_bytes() + self.share.gradient_bytes + taken
 
     def _derive(self, base_bytes: int | None) -> None:
-        if self._device_bytes is None or base_bytes is None:
+        if self.device_bytes is None or base_bytes is None:
             return
         base_bytes = max(base_bytes - self.extra_bytes(), 0)
-        device = self.share = DeviceShare(self._device_bytes, base_bytes, self._most_gradients)
+        device = self.share = DeviceShare(self.device_bytes, base_bytes, self._most_gradients)
         before = self.limits.device
         if before is not None and before.holds_for(device):
             return

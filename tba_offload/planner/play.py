@@ -36,8 +36,6 @@ def play(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Prediction:
     Raises:
         ValueError: The plan is for another number of layers.
     """
-    if len(plan.placements) != len(profile.layers):
-        raise ValueError(f"a plan for {len(plan.placements)} layers does not fit {len(profile.layers)}")
     step = _Step(profile, plan, bandwidth)
     for slot in profile.slots:
         step.run(slot)

@@ -166,7 +166,7 @@ def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
     for ways in (again, [OFFLOAD, *case.sparing]):
         others = [plan for plan in map(search.plain, ways) if plan.placements != other.placements]
         if others:
-            plan = _Search(case).fitted(min(others, key=search.score).placements)
+            plan = _Search(case).fitted(min(others, key=lambda plan: search.played(plan)[0]).placements)
             if case.fits(plan):
                 return case.predicted(plan)
     return None
@@ -182,11 +182,8 @@ class _Search:
         items = sum(1 + len(case.profile.kind_of(slot.layer).activations) for slot in case.profile.slots) // 2
         self._most_plays = max(min(MOST_PLAYS, MOST_PLAYED // max(items, 1)), LEAST_PLAYS)
 
-    def score(self, plan: Plan) -> Score:
-        """Return the score of a plan, which is played once."""
-        return self._play(plan)[0]
-
-    def _play(self, plan: Plan) -> tuple[Score, Prediction]:
+    def played(self, plan: Plan) -> tuple[Score, Prediction]:
+        """Return the score of a plan and its figures; each plan is played once."""
         if plan not in self._found:
             found = self._case.played(plan)
             self._found[plan] = self._case.score(plan, found), found
@@ -197,14 +194,14 @@ class _Search:
         limits, largest = self._case.limits, self._case.profile.largest_bytes
         plan = Plan(placements, window=limits.window)
         for least in (largest, largest // 4):  # the last one has one activation in flight at a time
-            (over, *_), found = self._play(plan)
+            (over, *_), found = self.played(plan)
             if not over or not any(way.offloads for way in placements):
                 break
             highest = self._case.highest - self._case.profile.gradient_bytes
             room = min(self._case.full_planned, highest) - found.held_bytes  # the rest of it is in flight
             window = min(room / FULLER, found.peak_bytes if plan.window is None else plan.window)
             smaller = Plan(placements, window=max(int(window), least, 1))
-            if self.score(smaller) < self.score(plan):
+            if self.played(smaller)[0] < self.played(plan)[0]:
                 plan = smaller
         return plan
 
@@ -231,7 +228,7 @@ class _Search:
         return min(self._found, key=lambda plan: self._found[plan][0])
 
     def _try(self, placements: tuple[Placement, ...]) -> Score:
-        return self.score(self.fitted(placements))
+        return self.played(self.fitted(placements))[0]
 
     def _spread(
         self, order: Sequence[int], kept: int, sparing: int, way: Placement, others: Placement
@@ -269,10 +266,10 @@ class _Search:
 
     def _smaller_windows(self) -> None:
         best = min(self._found, key=lambda plan: self._found[plan][0])
-        window = best.window or self._play(best)[1].peak_bytes
+        window = best.window or self.played(best)[1].peak_bytes
         while window > 6 * self._case.profile.largest_bytes:
             window //= 2
-            self._play(replace(best, window=window))
+            self.played(replace(best, window=window))
 
 
 def _grid(most: int, step: int) -> Iterable[int]:

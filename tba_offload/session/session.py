@@ -354,7 +354,7 @@ class Session:
         """
         trace = trace or self.records.last_step + 1 in self._traced
         wanted = self._is_measured if measure_memory is None else measure_memory
-        is_used = wanted or trace or self.planning.wants_memory or self.budget.is_of_device
+        is_used = wanted or trace or self.planning.wants_memory or self.budget.device_bytes is not None
         meter = self.memory.meter_of_step() if is_used else None
         return Step(self.loop, meter, tokens, model_flops, trace=trace)
 
