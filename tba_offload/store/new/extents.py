@@ -1,0 +1,81 @@
+"""Free byte ranges of one place, in one sorted list.
+
+First fit, lowest offset first: the same blocks are used again step after step, so that a file stays as small
+as the largest moment of a step. With at most n bytes taken at a time in extents of at most m blocks, the file
+stays within H(m) / ln 2 x n, where H(m) is the m-th harmonic number (Robson, "Worst case fragmentation of
+first fit and best fit storage allocation strategies", The Computer Journal, 1977).
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from bisect import bisect_left
+
+from tba_offload.errors import StoreFullError
+from tba_offload.store.new.base import BLOCK, Extent
+
+_ENDLESS = sys.maxsize // BLOCK * BLOCK
+
+
+class Extents:
+    """Allocator of disjoint extents in [0, capacity). Its owner holds a lock around every call.
+
+    Args:
+        capacity: The most bytes that extents may take; ``None`` for no limit. Rounded down to whole blocks.
+
+    Attributes:
+        capacity: As given.
+        used: Bytes that extents take now.
+        high_water: The largest end of an extent since this was last set.
+    """
+
+    def __init__(self, capacity: int | None) -> None:
+        self.capacity = capacity
+        self.high_water = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all extents."""
+        end = _ENDLESS if self.capacity is None else self.capacity // BLOCK * BLOCK
+        self.used = 0
+        self._free: list[tuple[int, int]] = [(0, end)]  # (start, end), sorted, never touching
+
+    @property
+    def end(self) -> int:
+        """The end of the last extent, bytes."""
+        return self._free[-1][0] if self._free else (self.capacity or 0) // BLOCK * BLOCK
+
+    def reserve(self, nbytes: int, lead: int = 0) -> Extent:
+        """Return a new extent for ``nbytes`` bytes of payload behind ``lead`` bytes.
+
+        Raises:
+            StoreFullError: No free range is long enough.
+        """
+        length = -(-(lead + nbytes) // BLOCK) * BLOCK
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= length:
+                self._free[index : index + 1] = [(start + length, end)] if end - start > length else []
+                self.used += length
+                self.high_water = max(self.high_water, start + length)
+                return Extent(start, length, nbytes, lead)
+        raise StoreFullError(
+            errno.ENOSPC, f"no room for {nbytes} bytes: {self.used} of {self.capacity} bytes are taken"
+        )
+
+    def release(self, extent: Extent) -> None:
+        """Free an extent, and join it with the free ranges beside it.
+
+        Raises:
+            ValueError: Part of it is free already.
+        """
+        start, end = extent.offset, extent.offset + extent.length
+        index = bisect_left(self._free, (start, end))
+        before = self._free[index - 1] if index else (-1, -1)
+        after = self._free[index] if index < len(self._free) else (_ENDLESS, _ENDLESS)
+        if before[1] > start or after[0] < end:
+            raise ValueError(f"{extent} is not reserved, so that it cannot be released")
+        self.used -= extent.length
+        first, last = index - (before[1] == start), index + (after[0] == end)
+        joined = (before[0] if first < index else start, after[1] if last > index else end)
+        self._free[first:last] = [joined]

@@ -1,0 +1,131 @@
+"""Extents in host memory, pinned where the device is an accelerator.
+
+They have no checksums: those are against drives, their drivers and file systems.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+from tba_offload.device import READY
+from tba_offload.device.streams import never_freed
+from tba_offload.errors import StoreFullError
+from tba_offload.store.new.base import BLOCK, HOST_TIER, Checksum, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from tba_offload.device import ByteRange, Device
+    from tba_offload.store.new.base import Extent
+
+SLAB_BYTES = 64 << 20
+
+
+class HostStore(Store):
+    """Host memory in slabs that together form one range of bytes.
+
+    Large slabs are few: pinning one blocks the device. Where memory is pinned, and the capacity is limited,
+    all slabs are pinned at once.
+
+    Args:
+        device: The device that activations are on.
+        capacity: The most bytes that extents may take; ``None`` for no limit but the memory's own.
+        setting: The setting that the capacity comes from, for messages.
+        slab_bytes: The store grows by this much, a multiple of 4096.
+
+    Raises:
+        StoreFullError: There is no such memory.
+    """
+
+    kind, tier, name = "host", HOST_TIER, "host memory"
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        capacity: int | None = None,
+        setting: str = "store.capacity",
+        slab_bytes: int = SLAB_BYTES,
+    ) -> None:
+        self.device = device
+        self.capacity = None if capacity is None else capacity // BLOCK * BLOCK
+        self.checksum = Checksum(on=False)
+        # A copy within host memory takes all the bandwidth that there is; on a link, the next copy is to
+        # be enqueued when one ends.
+        self.threads = 2 if device.pins_memory else 1
+        self._setting, self._slab_bytes = setting, slab_bytes
+        self._slabs: list[torch.Tensor] = []
+        if self.capacity is not None and device.pins_memory:
+            self.grow(self.capacity)
+
+    @property
+    def description(self) -> dict[str, object]:
+        """Kind, "memory", whether it is pinned, alignment, capacity, and that there are no checksums."""
+        return {
+            "kind": self.kind,
+            "path": "memory",
+            "pinned": self.device.pins_memory,
+            "alignment": self.alignment,
+            "capacity": self.capacity,
+            "checksum": False,
+        }
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the store takes now, bytes."""
+        return sum(slab.numel() for slab in self._slabs)
+
+    def write(self, extent: Extent, source: ByteRange) -> None:
+        """Copy bytes to host memory."""
+        data = source.tensor()
+        self.device.copy_all([(part, data[lo:hi]) for part, lo, hi in self._parts(extent)], READY)
+
+    def read(self, extent: Extent, target: ByteRange) -> None:
+        """Copy bytes back."""
+        data = target.tensor()
+        self.device.copy_all([(data[lo:hi], part) for part, lo, hi in self._parts(extent)], READY)
+
+    def _parts(self, extent: Extent) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Yield the parts of slabs that make up an extent, each with its first and last byte there."""
+        at = 0
+        while at < extent.nbytes:
+            index, start = divmod(extent.offset + at, self._slab_bytes)
+            nbytes = min(extent.nbytes - at, self._slab_bytes - start)
+            yield self._slabs[index][start : start + nbytes], at, at + nbytes
+            at += nbytes
+
+    def grow(self, end: int) -> None:
+        """Add slabs until there are ``end`` bytes.
+
+        Raises:
+            StoreFullError: There is no such memory.
+        """
+        while (size := self.host_bytes) < end:
+            nbytes = (
+                self._slab_bytes if self.capacity is None else min(self._slab_bytes, self.capacity - size)
+            )
+            try:
+                self._slabs.append(self.device.host_memory(nbytes))
+            except (MemoryError, OSError, RuntimeError) as error:  # malloc, mmap, CUDA
+                raise StoreFullError(
+                    errno.ENOMEM,
+                    f"no {nbytes} bytes more than {size}: {error}. Lower {self._setting}, or use a drive",
+                    self.name,
+                ) from error
+
+    def shrink(self, end: int) -> None:
+        """Free slabs beyond ``end``; pinned ones stay, since to pin them again would block the device."""
+        if not self.device.pins_memory:
+            del self._slabs[-(-end // self._slab_bytes) :]
+
+    def close(self) -> None:
+        """Free all slabs."""
+        self._slabs.clear()
+        self.device.give_back_host_memory()
+
+    def abandon(self) -> None:
+        """Keep the slabs for ever, in a forked child: to free what is pinned would call the driver."""
+        never_freed(self._slabs)
