@@ -5,7 +5,6 @@ The training script is ours, see ``pretrain_tiny.py``; every script is run with 
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -97,21 +96,6 @@ def test_a_script_trains_as_it_does_without_offloading(name: str, tmp_path: Path
 def test_every_script_and_every_policy_is_run() -> None:
     assert {path.stem for path in SCRIPTS} == set(LAYOUTS)
     assert {policy_of(name) for name in LAYOUTS} == set(POLICIES)
-
-
-@pytest.mark.parametrize(
-    ("variables", "arguments", "in_bf16"),
-    [({}, (), True), ({"CPU": "1"}, (), False), ({"CPU": "1"}, ("--bf16",), True)],
-    ids=["GPU", "CPU", "CPU, asked for"],
-)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_bf16_is_for_gpus_unless_asked_for(
-    name: str, variables: dict[str, str], arguments: tuple[str, ...], in_bf16: bool
-) -> None:
-    command = ["bash", str(MEGATRON / f"{name}.sh"), "pretrain_gpt.py", *arguments]
-    here = os.environ | {"PYTHON": "echo"} | variables  # says what it would start
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=here)
-    assert done.stdout.split().count("--bf16") == in_bf16
 
 
 def test_a_script_without_a_checkout_says_what_is_missing() -> None:

@@ -5,13 +5,10 @@ The scripts of Megatron-LM itself are not part of a package: those are run by ha
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from children import environment
-from covering import full, of_which
+from covering import full
 
 from tba_offload.report.log import read_run_log
 
@@ -129,12 +126,6 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "pretrain.py"
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=False, env=environment()
-    )
-
-
 def figures(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith(("loss", "validation"))]
 
@@ -147,18 +138,8 @@ def plain(script: Path, python_with_megatron: Warm) -> list[str]:
     return figures(finished.stdout)
 
 
-DOORS: dict[str, tuple[str, ...]] = {
-    "tba-offload launch": ("-m", "tba_offload", "launch"),
-    "python -m": ("-m", "tba_offload.megatron.launch"),
-}
-
-
-each_door = pytest.mark.parametrize("door", of_which(DOORS, "tba-offload launch"))
-
-
-@each_door
 def test_losses_are_the_same_and_steps_are_logged(
-    door: str, script: Path, plain: list[str], tmp_path: Path, python_with_megatron: Warm
+    script: Path, plain: list[str], tmp_path: Path, python_with_megatron: Warm
 ) -> None:
     policy, log = tmp_path / "policy.yaml", tmp_path / "run.jsonl"
     policy.write_text(
@@ -166,7 +147,7 @@ def test_losses_are_the_same_and_steps_are_logged(
         "budget:\n  in_flight_bytes: 64KiB\nmin_tensor_bytes: 1KiB\n"
     )
     flags = ("--tba-policy", str(policy), "--tba-directory", str(tmp_path), "--tba-run-log", str(log))
-    finished = python_with_megatron.run(*DOORS[door], str(script), *flags)
+    finished = python_with_megatron.run("-m", "tba_offload", "launch", str(script), *flags)
     assert finished.returncode == 0, finished.stderr
     assert figures(finished.stdout) == plain
     assert len(plain) == 2 * STEPS
@@ -182,24 +163,6 @@ def test_losses_are_the_same_and_steps_are_logged(
         assert (step.tokens, step.model_flops, step.scopes, step.recomputed_scopes) == (128, 4000, 6, 2)
         assert step.offloaded_bytes > 0
     assert sorted(tmp_path.iterdir()) == [policy, log]
-
-
-@pytest.mark.full
-def test_a_second_model_in_the_process_gets_a_session_of_its_own(script: Path, tmp_path: Path) -> None:
-    """As where training is started anew after a failure, without a new process."""
-    twice = script.with_name("twice.py")
-    twice.write_text(
-        script.read_text().replace(f"pretrain({STEPS})", f"pretrain({STEPS}); pretrain({STEPS})")
-    )
-    log = tmp_path / "run.jsonl"
-    finished = run(
-        "-m", "tba_offload", "launch", str(twice), "--tba-store", "host", "--tba-run-log", str(log)
-    )
-    assert finished.returncode == 0, finished.stderr
-    for path in (log, tmp_path / "run.2.jsonl"):
-        assert [step.scopes for step in read_run_log(path).steps] == [6] * STEPS
-    both = figures(finished.stdout)
-    assert both[: len(both) // 2] == both[len(both) // 2 :]
 
 
 @pytest.mark.parametrize(
@@ -224,14 +187,13 @@ def test_the_command_line_is_checked_before_training(
     assert (figures(finished.stdout) == []) is bool(flags)
 
 
-@each_door
 def test_a_policy_that_does_not_fit_the_model_is_one_message(
-    door: str, script: Path, tmp_path: Path, python_with_megatron: Warm
+    script: Path, tmp_path: Path, python_with_megatron: Warm
 ) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("layers:\n- {match: 7, placement: keep}\n- {match: x, placement: keep}\n")
     flags = ("--tba-policy", str(policy), "--tba-directory", str(tmp_path))
-    finished = python_with_megatron.run(*DOORS[door], str(script), *flags)
+    finished = python_with_megatron.run("-m", "tba_offload", "launch", str(script), *flags)
     assert finished.returncode == 1
     assert figures(finished.stdout) == []
     assert "Traceback" not in finished.stderr

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import megatron_ranks
 import pytest
 import torch
-from covering import EVERYTHING, of_which
+from covering import of_which
 from harness import PATIENCE
 from megatron_ranks import JOB_SECONDS, MICRO_BATCH, SEQUENCE, STEPS, Job, Layout
 from pretrain_runs import slow
@@ -39,16 +39,10 @@ STAGES = (("0", "1"), ("2", "3"))
 ENCODER_AND_DECODER = ("encoder:0", "encoder:1", "decoder:0", "decoder:1")
 
 LAYOUTS = {
-    "one process": Layout((FOUR,), micro_batches=(3, 3, 3)),
-    "growing batch": Layout((FOUR,), micro_batches=(2, 4, 6)),
+    "one process, growing batch": Layout((FOUR,), micro_batches=(2, 4, 6)),
     "attention recomputed by Megatron": Layout(STAGES, recompute_attention=True),
-    "llama": Layout((FOUR,), model="llama", tensor=2, bf16=True),
-    "tensor": Layout((FOUR,), tensor=2),
-    "tensor and sequence": Layout((FOUR,), tensor=2, sequence_parallel=True),
-    "pipeline": Layout(STAGES),
-    "pipeline, many micro-batches": Layout(STAGES, micro_batches=(6, 6, 6)),
+    "tensor and sequence": Layout((FOUR,), model="llama", tensor=2, sequence_parallel=True, bf16=True),
     "interleaved pipeline": Layout((("0", "2"), ("1", "3")), chunks=2, micro_batches=(4, 4, 4)),
-    "uneven pipeline": Layout((("0",), ("1", "2", "3")), division="Et|tttL", micro_batches=(4, 4, 4)),
     "second token": Layout(
         (
             ("decoder.layers.0", "decoder.layers.1"),
@@ -57,17 +51,13 @@ LAYOUTS = {
         model="mtp",
         micro_batches=(4, 4, 4),
     ),
-    "distributed optimizer": Layout((FOUR,), data=2, distributed_optimizer=True, bf16=True),
     "distributed optimizer, wide": Layout(
         (FOUR,), data=2, distributed_optimizer=True, bf16=True, hidden=WIDE
     ),
-    "experts": Layout((FOUR,), model="moe", data=2, expert=2),
     "experts and tensor": Layout((FOUR,), model="moe", tensor=2, expert=2, sequence_parallel=True),
-    "experts, balanced by counts": Layout((FOUR,), model="balanced moe", data=2, micro_batches=(3, 3, 3)),
     "experts, balanced by counts, in a pipeline": Layout(
         STAGES, model="balanced moe", micro_batches=(4, 4, 4)
     ),
-    "bert": Layout((FOUR,), model="bert", tensor=2),
     "bert in a pipeline": Layout(STAGES, model="bert"),
     "t5": Layout((ENCODER_AND_DECODER,), model="t5", tensor=2),
     "pipeline and tensor": Layout(STAGES, tensor=2, micro_batches=(4, 4, 4)),
@@ -88,18 +78,16 @@ def _in_order(layer: str) -> tuple[bool, str]:
     return not layer.startswith("encoder"), layer
 
 
-VARIANTS = ("keep", "offload", "recompute", "mixed")
 IN_TURN = (("offload", "recompute", "mixed"), ("offload", "keep", "mixed"), ("offload", "mixed"))
-"""Variants of layouts of the main lane, in turn: the mixed one keeps and recomputes layers too."""
+"""Variants of layouts, in turn: the mixed one keeps and recomputes layers too."""
 INPUTS = "recompute-offload"
-INPUTS_TRAVEL = ("tensor and sequence", "pipeline", "t5")
+INPUTS_TRAVEL = ("tensor and sequence", "t5")
 """Layouts in which one more variant recomputes all layers from inputs that travel."""
 
 
 def variants_of(name: str) -> tuple[str, ...]:
     """The variants of a layout that are compared with the plain run."""
-    takes_all = EVERYTHING or name not in MAIN
-    variants = VARIANTS if takes_all else IN_TURN[MAIN.index(name) % len(IN_TURN)]
+    variants = IN_TURN[list(LAYOUTS).index(name) % len(IN_TURN)]
     return (*variants, INPUTS) if name in INPUTS_TRAVEL else variants
 
 
@@ -144,40 +132,11 @@ def run_ranks(python: Warm, job: Job) -> None:
         pytest.fail(f"the ranks ended with {statuses}\n" + "\n---\n".join(said))
 
 
-LONG = {
-    "attention recomputed by Megatron",
-    "distributed optimizer, wide",
-    "experts",
-    "experts and tensor",
-    "experts, balanced by counts, in a pipeline",
-    "interleaved pipeline",
-    "pipeline and tensor",
-    "second token",
-    "t5",
-}
-"""Layouts that tests/run_megatron_training.sh alone runs."""
-
-MAIN = (
-    "attention recomputed by Megatron",
-    "tensor and sequence",
-    "interleaved pipeline",
-    "second token",
-    "distributed optimizer, wide",
-    "experts and tensor",
-    "experts, balanced by counts, in a pipeline",
-    "bert in a pipeline",
-    "t5",
-)
-"""Layouts that between them have every kind of model and of parallelism."""
+SHORT = {"one process, growing batch", "tensor and sequence", "bert in a pipeline"}
+"""Layouts that run everywhere; the others beside Megatron's training loop only."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[slow] * (name in LONG) + [pytest.mark.full] * (name not in MAIN))
-        for name in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[slow] * (name not in SHORT)) for name in LAYOUTS])
 def test_training_is_the_same_bit_for_bit(name: str, python_with_megatron: Warm, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     job = make_job(name, tmp_path)
@@ -195,21 +154,16 @@ def test_training_is_the_same_bit_for_bit(name: str, python_with_megatron: Warm,
 
 # Layers that are the planner's
 
-SIX = ("0", "1", "2", "3", "4", "5")
 AUTO_STEPS = 9
 AGREED_BEHIND = tuple(range(1, AUTO_STEPS))
 """The steps behind which ranks agree: each of the first sixteen."""
 
 AUTO_LAYOUTS = {
     "tensor and sequence": Layout((FOUR,), tensor=2, sequence_parallel=True),
-    "pipeline": Layout((SIX[:3], SIX[3:]), micro_batches=(4, 4, 4)),
     "interleaved pipeline": Layout(
         (("0", "1", "4", "5"), ("2", "3", "6", "7")), chunks=2, micro_batches=(4, 4, 4)
     ),
-    "pipeline and tensor": Layout((SIX[:3], SIX[3:]), tensor=2),
-    "experts": Layout((FOUR,), model="moe", data=2, expert=2),
     "experts, balanced by counts": Layout((FOUR,), model="balanced moe", data=2, micro_batches=(3, 3, 3)),
-    "distributed optimizer": Layout((FOUR,), data=2, distributed_optimizer=True, bf16=True),
     "distributed optimizer, wide": Layout(
         (FOUR,), data=2, distributed_optimizer=True, bf16=True, hidden=WIDE
     ),

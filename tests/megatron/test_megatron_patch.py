@@ -6,9 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from tba_offload.cli import main
 from tba_offload.errors import PatchError
 from tba_offload.megatron import patch as patching
 from tba_offload.megatron.patch import RELEASES, Checkout
@@ -119,13 +117,6 @@ def test_other_files_are_refused(tree: Path) -> None:
     assert contents(tree) == before
 
 
-def test_a_tree_inside_another_repository_is_judged_by_itself(tree: Path) -> None:
-    git(tree.parent, "init", "-q")  # in which all its files are untracked
-    before = contents(tree)
-    assert Checkout.at(tree).patch()
-    assert contents(tree) != before
-
-
 def test_lines_that_were_changed_are_not_taken_out(tree: Path) -> None:
     found = Checkout.at(tree)
     found.patch()
@@ -152,26 +143,3 @@ def test_an_unknown_tree_is_refused(version: str | None, message: str, tmp_path:
     with pytest.raises(PatchError) as caught:
         Checkout.at(tmp_path)
     assert message in str(caught.value)
-
-
-def test_without_git_it_says_so(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(PatchError, match="needs git"):
-        Checkout.at(tree).patch()
-
-
-def test_the_command_says_what_it_did(tree: Path) -> None:
-    def run(*arguments: str) -> tuple[int, str]:
-        done = CliRunner().invoke(main, ["patch", str(tree), *arguments])
-        return done.exit_code, done.output.rpartition(": ")[2].strip()
-
-    assert run("--check") == (0, "can be patched")
-    assert run() == (0, "patched")
-    assert run() == (0, "is patched already")
-    assert run("--check") == (0, "is patched already")
-    assert run("--reverse", "--check") == (0, "the patch can be taken out")
-    assert run("--reverse") == (0, "patch taken out")
-    assert run("--reverse") == (0, "is not patched")
-    done = CliRunner().invoke(main, ["patch", str(tree / "megatron")])
-    assert done.exit_code == 1
-    assert "is no Megatron-LM checkout" in done.output

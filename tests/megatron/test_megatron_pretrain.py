@@ -290,13 +290,6 @@ def last_plan(log: RunLog) -> dict[str, str]:
 # The command line
 
 
-def test_the_flags_are_in_the_help() -> None:
-    finished = run(OFFLOADING, "--help")
-    assert finished.status == 0
-    assert "activation offloading (tba-offload)" in finished.output
-    assert "--tba-in-flight-bytes SIZE" in finished.output
-
-
 def test_a_flag_that_is_in_the_way_is_named_before_training(tmp_path: Path) -> None:
     wrong = (
         "--recompute-granularity",

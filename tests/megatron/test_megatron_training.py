@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,13 +10,10 @@ import torch
 import yaml
 
 import tba_offload as tba
-from tba_offload.megatron import training
-from tba_offload.megatron.arguments import add_arguments
 from tba_offload.megatron.training import report_loss
 from tba_offload.report.log import read_run_log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from warm import Warm
@@ -131,43 +125,6 @@ def test_all_ranks_end_with_one_message_where_one_of_them_fails(
         (line,) = [line for line in errors.splitlines() if line.startswith("tba-offload: ")]
         assert line.startswith(f"tba-offload: rank {rank} on ")
         assert said[rank] in line
-
-
-@pytest.mark.parametrize(
-    ("flags", "optimizer", "expected"),
-    [
-        (["--tba-optimizer-states", "offload"], "adam", ["attached", "loaded"]),
-        (["--tba-optimizer-states", "offload"], None, ["loaded"]),
-        (["--tba-optimizer-states", "offload", "--tba-policy"], "adam", ["loaded"]),
-        (["--tba-placement", "offload"], "adam", ["loaded"]),
-        ([], "adam", ["loaded"]),
-    ],
-)
-def test_states_are_away_when_a_checkpoint_is_loaded_into_an_optimizer(
-    flags: list[str],
-    optimizer: str | None,
-    expected: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """Also with weights that are kept; a checkpoint of the model comes before frozen ones are away."""
-    if flags[-1:] == ["--tba-policy"]:
-        (tmp_path / "policy.yaml").write_text("weights: {frozen: offload}")
-        flags = [*flags, str(tmp_path / "policy.yaml")]
-    arguments = add_arguments(argparse.ArgumentParser()).parse_args(flags)
-    for name in ("megatron.training", "megatron.training.global_vars"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["megatron.training.global_vars"].get_args = lambda: arguments  # type: ignore[attr-defined]
-    done: list[str] = []
-    monkeypatch.setattr(training, "attach_model", lambda *given: done.append("attached") or given)
-
-    def load_checkpoint(model: str, optimizer: str | None, *, strict: bool) -> tuple[object, ...]:
-        done.append("loaded")
-        return model, optimizer, strict
-
-    load: Callable[..., object] = training.attaching_first(load_checkpoint)
-    assert load("model", optimizer, strict=False) == ("model", optimizer, False)
-    assert done == expected
 
 
 @pytest.mark.parametrize(

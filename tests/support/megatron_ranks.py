@@ -73,7 +73,6 @@ class Layout:
         chunks: Model chunks on each stage; with more than one the schedule is interleaved.
         expert: Ranks that share the experts, whatever else they share.
         micro_batches: How many each of the three steps has.
-        division: Megatron's own notation for an uneven pipeline; by default all stages are alike.
         sequence_parallel: Whether tensor-parallel ranks divide the sequence between the layers' matrices.
         distributed_optimizer: Whether data-parallel ranks divide the optimizer. Gradients are then exchanged
             during backward and parameters during forward.
@@ -89,7 +88,6 @@ class Layout:
     chunks: int = 1
     expert: int = 1
     micro_batches: tuple[int, int, int] = (2, 2, 2)
-    division: str | None = None
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     bf16: bool = False
@@ -568,8 +566,6 @@ def make_config(layout: Layout) -> Any:
             "overlap_p2p_comm": True,
             "batch_p2p_comm": False,
         }
-    if layout.division is not None:
-        settings["pipeline_model_parallel_layout"] = layout.division
     if layout.recompute_attention:
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return TransformerConfig(**settings, **_STYLES.get(layout.model, _plain)(layout))

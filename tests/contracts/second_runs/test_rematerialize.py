@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
-import types
 import weakref
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -213,55 +211,6 @@ def test_models_of_transformers_write_less_and_train_to_the_same_bits(kind: str,
 # Functions of other packages
 
 
-class OtherGelu(torch.autograd.Function):
-    """A function that modes do not see, which keeps what it was given."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(h)
-        ctx.scale = scale
-        return F.gelu(h) * scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (h,) = ctx.saved_tensors
-        with torch.enable_grad():
-            h = h.detach().requires_grad_()
-            return torch.autograd.grad(F.gelu(h) * ctx.scale, h, gradient)[0], None
-
-
-class OtherNorm(nn.Module):
-    """A norm of which modes do not see the function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 3.0
-
-    def forward(self, h: Tensor) -> Tensor:
-        return OtherGelu.apply(h, self.scale)  # type: ignore[no-any-return,no-untyped-call]
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "found", "block", "nbytes"),
-    [
-        ("transformer_engine.pytorch", "RMSNorm", OtherNorm, normed(OtherNorm), ONE),
-        ("apex.normalization", "FusedLayerNorm", OtherNorm, normed(OtherNorm), ONE),
-        (
-            *("megatron.core.fusions.fused_bias_gelu", "GeLUFunction", OtherGelu),
-            *(mixing(lambda h: OtherGelu.apply(h, 2.0)), ONE),  # type: ignore[no-untyped-call]
-        ),
-    ],
-)
-def test_registered_functions_of_other_packages(
-    monkeypatch: pytest.MonkeyPatch, module: str, name: str, found: Any, block: Any, nbytes: int
-) -> None:
-    forward = found.forward
-    assert made_again(assert_transparent(block=block, **REMAT)) == [0] * 3
-    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: found}))  # type: ignore[arg-type]
-    assert made_again(assert_transparent(block=block, **REMAT)) == [nbytes] * 3
-    assert found.forward is forward
-
-
 # Lifetimes
 
 
@@ -329,18 +278,6 @@ def test_casts_of_autocast_are_made_again(kind: str) -> None:
             assert_all_given_back(session)
             written[default] = session.report()[0].offloaded_bytes
     assert written["offload-remat"] < 0.7 * written["offload"]
-
-
-def test_backward_under_autocast_makes_what_forward_made() -> None:
-    def work(net: Net, number: int) -> list[Tensor]:
-        x = make_input(number)
-        loss = net(x).pow(2).mean()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss.backward()
-        assert x.grad is not None
-        return [x.grad]
-
-    assert made_again(assert_transparent(work, normed(nn.LayerNorm, INNER), **REMAT)) == [ONE] * 3
 
 
 # What is refused
@@ -412,19 +349,3 @@ def test_an_argument_that_only_this_placement_saves_and_that_changes_is_an_error
         loss = net(make_input()).sum()
         with pytest.raises(SavedTensorModifiedError, match="needs it: place the layer offload"):
             loss.backward()
-
-
-class Emptied(Block):
-    """Empties the storage of its large activation, as Megatron does with what it makes again itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.gelu(self.up(x))
-        z = self.down(y)
-        y.untyped_storage().resize_(0)
-        return x + z
-
-
-def test_a_storage_that_its_owner_empties() -> None:
-    with attached(Emptied, **REMAT) as (net, session):
-        assert_same(run(net, forward_backward, session, 2), plain(block=mixing(F.gelu), steps=2))
-        assert_all_given_back(session)

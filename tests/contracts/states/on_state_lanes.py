@@ -24,7 +24,7 @@ from optimizers import (
     go_on_from,
     policy,
 )
-from torch import nn, optim
+from torch import optim
 
 import tba_offload as tba
 from tba_offload.errors import UnsupportedError
@@ -141,51 +141,6 @@ def test_checkpoints_and_settings_hold_for_both_lanes(tmp_path: Path) -> None:
         assert_same(found, expected)
 
 
-class Many(Given):
-    """Enough matrices and vectors for several sub-groups."""
-
-    def __init__(self, make: Callable[[Any], optim.Optimizer], device: str = lagging.LAG) -> None:
-        torch.manual_seed(7)
-        sizes = (size for _ in range(12) for size in (1500, 300))
-        self.parameters = [nn.Parameter(torch.randn(size).to(device)) for size in sizes]
-        self.optimizer = make(self.parameters)
-
-    def gradients(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        for each in self.parameters:
-            each.grad = torch.randn(each.shape).to(each.device)
-
-    def differing(self, other: Many) -> list[int]:
-        pairs = zip(self.parameters, other.parameters, strict=True)
-        return [n for n, (a, b) in enumerate(pairs) if not same_bits(a.detach(), b.detach())]
-
-
-def test_states_that_begin_anew_are_no_others_bytes(tmp_path: Path) -> None:
-    found, expected = Many(looped("adamw")), Many(looped("adamw"))
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")) as states:
-        train(found, expected, 0, 1, 2)
-        for which in (3, 7, 11):
-            for training in (found, expected):
-                training.optimizer.state[training.parameters[which]].clear()
-            train(found, expected, which)
-            assert found.differing(expected) == []
-        assert states.records[-1].on_host > 3
-
-
-@pytest.mark.parametrize("update", UPDATES)
-def test_gradients_that_come_late(update: str, tmp_path: Path) -> None:
-    """As those of an expert that no token was sent to; momentum comes with the first."""
-    found, expected = Many(looped("sgd-momentum")), Many(looped("sgd-momentum"))
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, update)):
-        for seed in range(6):
-            for training in (found, expected):
-                training.gradients(seed)
-                if seed < 3:
-                    training.parameters[3].grad = training.parameters[5].grad = None
-                training.optimizer.step()
-        assert found.differing(expected) == []
-
-
 def test_gradients_that_do_not_lie_in_memory_like_parameters_are_left_to_the_device(tmp_path: Path) -> None:
     """The processor's fused kernel would pair elements by their places in memory."""
     found, expected = (Given(lambda each: optim.AdamW(each, lr=1e-2), device=lagging.LAG) for _ in range(2))
@@ -215,23 +170,6 @@ def test_on_a_stream_of_the_program(tmp_path: Path) -> None:
                 train(found, expected, *range(4))
                 torch.accelerator.synchronize()
                 assert_same(found, expected)
-
-
-def test_a_fused_update_leaves_gradients_unscaled(tmp_path: Path) -> None:
-    """As every fused update does with a gradient scaler."""
-    found = Many(lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9))
-    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")):
-        found.step(0)
-        for inverse, expected in ((4.0, 2.0), (None, 8.0)):
-            for each in found.parameters:
-                each.grad = torch.full_like(each, 8.0)
-            if inverse is not None:
-                found.optimizer.grad_scale = torch.tensor(inverse, device=lagging.LAG)
-                found.optimizer.found_inf = torch.tensor(0.0, device=lagging.LAG)
-            found.optimizer.step()
-            for name in ("grad_scale", "found_inf"):
-                vars(found.optimizer).pop(name, None)
-            assert all(each.grad.cpu().eq(expected).all() for each in found.parameters)
 
 
 class Mixed(Given):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,7 +25,6 @@ from tba_offload.errors import ChecksumError, HangingError, SessionError, StoreE
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from warm import Warm
 
 TIMED_OUT = "fail-write:n=1,errno=ETIMEDOUT"
 """A drive that answers that something within it has timed out, as NFS may, does not write any more."""
@@ -74,22 +70,6 @@ def test_an_optimizer_whose_states_cannot_be_taken_is_as_it_was(when: str, tmp_p
         assert_same(found, expected)
 
 
-def test_a_checkpoint_is_loaded_after_writes_that_failed(tmp_path: Path) -> None:
-    found, expected = pair("adamw")
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        for training in (found, expected):
-            training.step(0)
-        with inject("fail-write"), pytest.raises(TransferError, match="cannot be written"):
-            for seed in range(1, 4):
-                found.step(seed)
-        found.model.load_state_dict(expected.model.state_dict())
-        found.optimizer.load_state_dict(plain_copy(expected.optimizer.state_dict()))
-        for seed in range(1, 4):
-            for training in (found, expected):
-                training.step(seed)
-        assert_same(found, expected)
-
-
 @pytest.mark.parametrize(
     "fault", ["fail-read:n=2", "fail-read:n=1,errno=ETIMEDOUT", "flip-read:n=3", "short-read"]
 )
@@ -128,34 +108,6 @@ def test_states_that_are_lost_are_an_error_until_a_checkpoint_is_loaded(
         found.step(1)
         expected.step(1)
         assert_same(found, expected)
-
-
-@pytest.mark.parametrize("verb", ["write", "read"])
-def test_a_drive_that_hangs(verb: str, tmp_path: Path, python_with_torch: Warm) -> None:
-    """The error comes within the limit, and so does the end of the process."""
-    code = f"""
-import sys, time
-sys.path[:0] = {sys.path!r}
-import torch, tba_offload as tba
-from optimizers import pair, policy
-from pathlib import Path
-from faults import inject
-found, _ = pair("adamw")
-tba.offload_optimizer(found.optimizer, policy(Path({str(tmp_path)!r}), store={{"stall_seconds": 1.5}}))
-found.step(0)
-with inject("hang-{verb}:after=2"):
-    began = time.monotonic()
-    try:
-        for seed in range(1, 4):
-            found.step(seed)
-    except tba.TransferError as error:
-        print(time.monotonic() - began, error)
-"""
-    began = time.monotonic()
-    done = python_with_torch.run("-c", code, timeout=60)
-    assert "store.stall_seconds" in done.stdout, done.stderr
-    assert float(done.stdout.split()[0]) < 6.5
-    assert time.monotonic() - began < 40
 
 
 def load(found: Training, expected: Training) -> None:
@@ -236,23 +188,6 @@ def test_a_forked_child_cannot_use_them(tmp_path: Path) -> None:
         assert_same(found, expected)
 
 
-def test_a_killed_process_leaves_nothing(tmp_path: Path, python_with_torch: Warm) -> None:
-    code = f"""
-import os, sys
-sys.path[:0] = {sys.path!r}
-import tba_offload as tba
-from optimizers import pair, policy
-from pathlib import Path
-found, _ = pair("adamw")
-states = tba.offload_optimizer(found.optimizer, policy(Path({str(tmp_path)!r})))
-found.step(0)
-os.kill(os.getpid(), {signal.SIGKILL})
-"""
-    done = python_with_torch.run("-c", code, timeout=60)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_a_block_raises_is_not_hidden_by_states_that_cannot_be_read(tmp_path: Path) -> None:
     found = Training(optim.AdamW)
     settings, layers = policy(tmp_path), list(found.model.layers)
@@ -265,17 +200,3 @@ def test_what_a_block_raises_is_not_hidden_by_states_that_cannot_be_read(tmp_pat
     with inject("fail-read"), pytest.warns(RuntimeWarning, match="cannot be read back"):
         with pytest.raises(KeyError, match="the program's own"):
             program()
-
-
-def test_a_session_whose_states_cannot_be_read_closes_all_the_same(tmp_path: Path) -> None:
-    found = Training(optim.AdamW)
-    session = tba.attach(
-        found.model, policy(tmp_path), layers=list(found.model.layers), optimizer=found.optimizer
-    )
-    found.step(0)
-    found.step(1)
-    with inject("fail-read"), pytest.raises(TransferError, match="cannot be read back"):
-        session.close()
-    assert type(found.optimizer) is optim.AdamW
-    with pytest.raises(SessionError):
-        session.store.reserve(1, 0)

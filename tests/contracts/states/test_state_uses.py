@@ -128,17 +128,6 @@ def test_what_cannot_be_updated_in_parts_is_refused(
         tba.offload_optimizer(make(), policy(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: optim.Adafactor(MIXED, eps=(1e-8, 1e-3)),
-        lambda: optim.Adafactor([{"params": [each]} for each in MIXED]),
-    ],
-)
-def test_an_adafactor_whose_parts_are_alike(make: Callable[[], optim.Optimizer], tmp_path: Path) -> None:
-    tba.offload_optimizer(make(), policy(tmp_path)).close()
-
-
 def test_an_optimizer_is_offloaded_once(training: Training, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="offloaded already"):
         tba.offload_optimizer(training.optimizer, policy(tmp_path))

@@ -143,31 +143,6 @@ def test_layers_that_were_compiled_before(how: str, default: str, compiler: Comp
         assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("default", PLACEMENTS)
-def test_what_saves_tensors_is_not_traced(default: str) -> None:
-    """Of a layer that is one of PyTorch's containers the operations run one by one, seen by the compiler."""
-
-    def compiled() -> nn.Sequential:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
-        for layer in model:
-            layer.compile(backend="aot_eager")
-        return model
-
-    expected, plain = train(compiled()), traced()
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model = compiled()
-    with session_for(model, layers=list(model), default=default, in_flight=128 * KIB) as session:
-        assert_same(train(model, session), expected)
-    assert traced() <= plain
-
-
-def traced() -> int:
-    """Functions that the compiler looked at."""
-    return int(torch._dynamo.utils.counters["frames"]["total"])
-
-
 @pytest.mark.parametrize("default", ["offload", "recompute"])
 def test_one_graph_of_all_layers_is_refused_by_name(default: str, compiler: Compiler) -> None:
     model = make()
@@ -178,29 +153,14 @@ def test_one_graph_of_all_layers_is_refused_by_name(default: str, compiler: Comp
         assert UnsupportedError.__name__ in str(caught.value)
 
 
-inductor = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here"),
-    pytest.mark.full,
-]
-
-
-def of_inductor(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks of a test for which inductor makes kernels, one for each placement."""
-    for mark in inductor:
-        test = mark(test)
-    return pytest.mark.parametrize("default", PLACEMENTS)(test)
-
-
-@of_inductor
-def test_placements_run_what_inductor_made(default: str) -> None:
-    """Its fused operations round otherwise than one by one; so the graph for each layer is the same."""
-    assert_same(*(train_by_inductor(each, whole=True) for each in (default, "keep")))
-
-
-@of_inductor
-def test_layers_that_inductor_compiled_before(default: str) -> None:
-    """Each is the same graph with and without a session, so the bits are those of the plain run."""
-    assert_same(train_by_inductor(default, whole=False), train_by_inductor(None, whole=False))
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+@pytest.mark.parametrize("default", PLACEMENTS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_placements_run_what_inductor_made(default: str, whole: bool) -> None:
+    """Its fused operations round otherwise than one by one; the graph for each layer is the same."""
+    expected = train_by_inductor("keep" if whole else None, whole=whole)
+    assert_same(train_by_inductor(default, whole=whole), expected)
 
 
 def train_by_inductor(default: str | None, *, whole: bool) -> list[list[Tensor]]:

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from covering import combinations, product_with
 from harness import KIB, Drive, session_for
 from later import Later
 from models import History, assert_same_history, same_bits
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from tba_offload import Placement
@@ -133,32 +131,6 @@ def plain(kind: str, *, steps: int = STEPS) -> History:
     return train(kind, make(kind), steps=steps)
 
 
-@pytest.mark.filterwarnings(f"ignore:{CACHE}")
-@pytest.mark.parametrize(
-    ("kind", "placement"),
-    product_with(
-        [
-            *((kind, "offload") for kind in MODELS),
-            *combinations(list(MODELS), ["keep", "offload-remat", "auto"], everything=False, together=1),
-        ],
-        MODELS,
-        ["keep", "offload", "offload-remat", "auto"],
-    ),
-)
-def test_same_bits_at_defaults(kind: str, placement: str) -> None:
-    model = make(kind)
-    with session_for(model, in_flight=128 * KIB, default=Placement(placement)) as session:
-        assert len(session.layers) == layers_of(kind)
-        assert_same_history(train(kind, model), plain(kind))
-        report = session.report()
-    assert [record.step for record in report] == [1, 2, 3]
-    assert {record.scopes for record in report} == {layers_of(kind)}
-    assert {record.tokens for record in report} == {None if kind == "vit" else 4 * 24}
-    # What backward comes to before it was written need not be.
-    travelled = report[0].offloaded_bytes + report[0].forwarded_bytes
-    assert (travelled > 0) == (placement != "keep")
-
-
 # Caches of keys and values
 
 
@@ -168,13 +140,6 @@ def test_a_cache_that_is_filled_while_training_is_told(kind: str) -> None:
     with session_for(model), pytest.warns(UserWarning, match=CACHE) as told:
         train(kind, model)
     assert len(told) == 1
-
-
-@pytest.mark.parametrize("kind", CACHING)
-def test_without_a_cache_nothing_is_told(kind: str) -> None:
-    model = make(kind, use_cache=False)
-    with session_for(model):
-        train(kind, model, steps=1)
 
 
 @pytest.mark.filterwarnings(f"ignore:{CACHE}")
@@ -253,13 +218,6 @@ def test_checkpointed_layers_are_told_and_their_inputs_travel(placement: str, us
         assert all(0 < record.offloaded_bytes <= 3 * inputs for record in report)
 
 
-def test_kept_layers_may_be_checkpointed() -> None:
-    model = make("llama")
-    model.activation_checkpointing_enable()
-    with session_for(model, default=Placement.KEEP):
-        assert_same_history(train("llama", model), plain("llama"))
-
-
 class Checkpointed(nn.Module):
     """Its layers run inside of checkpoints, by the model's own doing."""
 
@@ -328,14 +286,3 @@ def test_evaluation_in_a_step_is_not_taken_for_a_checkpoint() -> None:
         nn.Sequential(*model.layers)(torch.ones(64, 64)).sum().backward()
     assert step.record is not None
     assert (step.record.scopes, step.record.left_alone_scopes) == (3, 0)
-
-
-def test_wrapped_layers_are_told() -> None:
-    model = nn.Sequential(
-        *(checkpoint_wrapper(nn.Sequential(nn.Linear(64, 64), nn.Tanh())) for _ in range(3))
-    )
-    with session_for(model) as session:
-        with pytest.warns(UserWarning, match=CHECKPOINTING), session.step() as step:
-            model(torch.ones(64, 64, requires_grad=True)).sum().backward()
-    assert step.record is not None
-    assert step.record.scopes == 3

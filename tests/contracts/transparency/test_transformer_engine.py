@@ -7,7 +7,7 @@ The second half trains layers of Transformer Engine itself, where it is installe
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -81,61 +81,6 @@ def test_a_quantized_copy_of_a_weight_stays_once_it_is_known_to_stay_anyway() ->
     assert records[0].held_bytes > 0
     assert records[-1].held_bytes == 0
     assert records[-1].kept_bytes >= copies
-
-
-class Wrapped(Tensor):
-    """A tensor whose bytes lie elsewhere, as ``QuantizedTensor`` is one."""
-
-    @staticmethod
-    def __new__(cls, data: Tensor) -> Self:
-        made = Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype, device=data.device)
-        made.inner = data
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = [arg.inner if isinstance(arg, Wrapped) else arg for arg in args]
-        made = function(*plain, **(kwargs or {}))
-        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return Wrapped(made)
-        return made
-
-
-class SavesWrapped(torch.autograd.Function):
-    """Saves a wrapper as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        ctx.save_for_backward(Wrapped(hidden.detach().exp()))
-        return hidden.exp()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (saved,) = ctx.saved_tensors
-        assert isinstance(saved, Wrapped)
-        return gradient * saved.inner
-
-
-def test_wrappers_are_kept_and_counted() -> None:
-    class Layer(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return SavesWrapped.apply(hidden)
-
-    def run(session: Any) -> Tensor:
-        torch.manual_seed(2)
-        hidden = torch.randn(64, SIZE, requires_grad=True)
-        with session.step() if session is not None else torch.enable_grad():
-            model(hidden).sum().backward()
-        assert hidden.grad is not None
-        return hidden.grad
-
-    model = nn.Sequential(Layer(), Layer())
-    plain = run(None)
-    with session_for(model, layers=list(model)) as session:
-        assert torch.equal(run(session), plain)
-        (record,) = session.report()
-    assert record.kept_bytes == 2 * 64 * SIZE * 4
-    assert record.offloaded_bytes == record.forwarded_bytes == 0
 
 
 # Transformer Engine itself

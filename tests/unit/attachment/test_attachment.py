@@ -104,19 +104,6 @@ def test_the_example_for_two_stacks_fits_a_t5(tmp_path: Path) -> None:
     assert found == ["recompute"] * 2 + ["offload"] * 4 + ["keep"] * 2
 
 
-@pytest.mark.megatron
-@pytest.mark.parametrize("kind", MODELS)
-def test_numbers_need_no_stack_where_there_is_one(kind: str) -> None:
-    rules = [{"match": "0-1", "placement": "recompute"}, {"match": "last 1", "placement": "offload"}]
-    with MODELS[kind]() as model:
-        assert placed(model, {"default": "keep", "layers": rules}) == [
-            "recompute",
-            "recompute",
-            "keep",
-            "offload",
-        ]
-
-
 @pytest.mark.parametrize("kind", ["word", "path", "list", "variable"])
 def test_directories_override_those_of_the_policy(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,17 +142,6 @@ def test_what_cannot_be_right_is_an_error_told_briefly(arguments: dict[str, Any]
     assert "direct cause" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_everything_wrong_with_a_file_is_told_at_once_and_briefly(tmp_path: Path) -> None:
-    path = tmp_path / "policy.yaml"
-    path.write_text("default: no\nlayers:\n- {match: 9, placement: keep}\non_full: drop\n")
-    with pytest.raises(ConfigError) as caught:
-        tba.attach(make_model(), path)
-    assert [problem.line for problem in caught.value.problems] == [1, 3, 4]
-    shown = traceback.TracebackException.from_exception(caught.value)
-    assert [frame.name for frame in shown.stack][1:] == ["attach"]
-    assert "pydantic" not in "".join(shown.format())
-
-
 # What is legal and has no effect
 
 
@@ -196,29 +172,6 @@ def test_a_budget_above_the_limit_of_bytes_in_flight(placement: str, tmp_path: P
     path.write_text(f"default: {placement}\nbudget:\n  activation_bytes: 2GiB\n")
     (said,) = told(path)
     assert f"{path}:3: budget.activation_bytes: has no effect" in said
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"budget": {"activation_bytes": "2MiB"}},
-        {"budget": {"activation_bytes": "2GiB", "in_flight_bytes": 0}},
-        {"budget": {"activation_bytes": "2GiB"}, "default": "auto"},
-        {"budget": {"activation_bytes": "2GiB"}, "layers": [{"match": "last 1", "placement": "auto"}]},
-        {"default": "keep"},
-        {},
-    ],
-)
-def test_what_takes_effect_is_not_warned_of(settings: dict[str, object]) -> None:
-    assert told(settings) == []
-
-
-@pytest.mark.parametrize("update", ["host", "auto"])
-def test_where_states_are_updated_is_of_no_matter_on_a_cpu(update: str) -> None:
-    model = make_model(layers=LAYERS)
-    optimizer = torch.optim.Adam(model.parameters())
-    with pytest.warns(NoEffectWarning, match="states.update: has no effect: the model is on the CPU"):
-        placed(model, {"states": {"update": update}}, optimizer=optimizer)
 
 
 def test_a_rule_for_layers_that_are_not_there() -> None:
@@ -332,32 +285,3 @@ def test_a_copy_of_an_attached_model_is_a_model_of_its_own(model: Model) -> None
         loss_of(twin, make_tokens(0)).backward()  # no warning: no session is attached to it
         one_step(session, model)
     loss_of(twin, make_tokens(0)).backward()
-
-
-def shared_copy(module: nn.Module) -> nn.Module:
-    """A copy with the attributes of a module, and computed weights, as ``nn.DataParallel`` makes it."""
-    twin: nn.Module = module._replicate_for_data_parallel()  # type: ignore[operator]
-    for name, child in module.named_children():
-        setattr(twin, name, shared_copy(child))
-    for name, parameter in module.named_parameters(recurse=False):
-        setattr(twin, name, parameter * 0.5)
-    if getattr(module, "bias", ...) is None:
-        twin.bias = None  # type: ignore[assignment]
-    return twin
-
-
-@pytest.mark.parametrize("placement", ["offload", "recompute"])
-def test_a_copy_that_shares_attributes_computes_with_its_own_weights(model: Model, placement: str) -> None:
-    reference = loss_of(shared_copy(model), make_tokens(0)).detach()
-    with session_for(model, default=placement) as session:
-        one_step(session, model)
-        with session.step():
-            with pytest.warns(UserWarning, match="run as they are"):
-                loss = loss_of(shared_copy(model), make_tokens(0))
-            loss.backward()
-        assert same_bits(loss.detach(), reference)
-        with torch.no_grad():
-            assert same_bits(
-                loss_of(pickle.loads(pickle.dumps(shared_copy(model))), make_tokens(0)), reference
-            )
-        one_step(session, model)

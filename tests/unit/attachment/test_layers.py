@@ -49,33 +49,8 @@ class Adapted(Parts):
         return x
 
 
-class Stage(nn.Module):
-    """A stage of blocks, as Swin, ConvNeXt, MaxViT and DaViT have them."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*blocks(depth, Block, width))
-        self.wider = nn.Linear(width, 2 * width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wider(self.blocks(x))
-
-
-class Group(nn.ModuleList):
-    """A list of blocks that is called itself, as a block group of OLMo."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self:
-            x = block(x)
-        return x
-
-
 def blocks(count: int, kind: type[nn.Module] = Block, *arguments: int) -> nn.ModuleList:
     return nn.ModuleList(kind(*arguments) for _ in range(count))
-
-
-def stages(*depths: int) -> nn.Sequential:
-    return nn.Sequential(*(Stage(64 * 2**number, depth) for number, depth in enumerate(depths)))
 
 
 def taken(
@@ -121,16 +96,6 @@ LISTS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: Parts(down=Parts(layers=blocks(2)), up=Parts(layers=blocks(2, Block, 16))),
         ["down.layers.0", "down.layers.1", "up.layers.0", "up.layers.1"],
     ),
-    "hybrids, some layers of which hold adapters, as of Jamba and Zamba": (
-        lambda: Parts(
-            layers=nn.ModuleList(
-                [Block(32), Adapted(own=Block(32), adapters=blocks(2)), Block(32), Adapted(own=Block(32))]
-            ),
-            more=blocks(2, Block, 32),
-            others=blocks(2, OtherBlock),
-        ),
-        ["layers.0", "layers.1", "layers.2", "layers.3", "more.0", "more.1"],
-    ),
     "lists within equal layers are no stages": (
         lambda: Parts(layers=nn.ModuleList(Adapted(heads=blocks(4), own=Block()) for _ in range(2))),
         ["layers.0", "layers.1"],
@@ -139,10 +104,6 @@ LISTS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: Parts(layers=nn.ModuleList(Adapted(experts=blocks(count), own=Block()) for count in (2, 4))),
         ["layers.0", "layers.1"],
     ),
-    "lists of lists, as of Funnel": (
-        lambda: Parts(blocks=nn.ModuleList([blocks(2), blocks(1)])),
-        ["blocks.0.0", "blocks.0.1", "blocks.1.0"],
-    ),
     "a block that runs several times": (
         lambda: Parts(layers=nn.ModuleList([(block := Block()), Block(), block])),
         ["layers.0", "layers.1"],
@@ -150,14 +111,6 @@ LISTS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "one that holds most of the model, however often it runs": (
         lambda: Parts(embedding=nn.Embedding(4, 4), groups=blocks(1)),
         ["groups.0"],
-    ),
-    "blocks in stages": (
-        lambda: Parts(stem=nn.Linear(4, 64), layers=stages(2, 1)),
-        ["layers.0.blocks.0", "layers.0.blocks.1", "layers.1.blocks.0"],
-    ),
-    "blocks in groups that are lists": (
-        lambda: Parts(groups=nn.ModuleList(Group([Block(), Block()]) for _ in range(2))),
-        ["groups.0.0", "groups.0.1", "groups.1.0", "groups.1.1"],
     ),
     "blocks in stages without a forward, as in the autoencoders of latent diffusion": (
         lambda: Parts(down=nn.ModuleList(Parts(block=blocks(2), wider=nn.Linear(4, 4)) for _ in range(2))),

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
 
 from tba_offload.cli import main
 from tba_offload.errors import RunLogError
-from tba_offload.report import rok
-from tba_offload.report.log import RunHeader, RunLog, RunLogWriter, StepRecord, read_run_log
+from tba_offload.report.log import RunHeader, RunLogWriter, StepRecord, read_run_log
 from tba_offload.report.ranks import merged, path_of_rank, paths_of_ranks, read_runs
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GIB = 2**30
 
@@ -55,38 +56,6 @@ def test_a_step_is_as_slow_as_its_slowest_rank_and_as_full_as_its_fullest(two_ra
     assert (step.activation_peak_bytes, step.in_flight_peak_bytes) == (2 * GIB, 11)
     assert step.peak_source == "cuda allocator"
     assert step.backward_seconds is None
-
-
-def two_logs(*records: StepRecord) -> list[RunLog]:
-    headers = [RunHeader(strategy="keep", run="a", rank=rank, ranks=2) for rank in (0, 1)]
-    return [
-        RunLog(header=header, steps=(record,), path=Path(f"run.rank{header.rank}.jsonl"))
-        for header, record in zip(headers, records, strict=True)
-    ]
-
-
-def test_a_step_that_a_rank_skipped_is_skipped_and_memory_is_that_of_the_fullest() -> None:
-    one = StepRecord(step=1, seconds=1.0, gradient_bytes=5, loss=math.inf)
-    other = StepRecord(step=1, seconds=1.0, gradient_bytes=7, loss=-math.inf, skipped=True)
-    (both,) = merged(two_logs(one, other)).steps
-    assert (both.skipped, both.gradient_bytes, both.state_bytes) == (True, 7, None)
-    assert both.loss is not None
-    assert math.isnan(both.loss)
-
-
-def test_a_step_takes_as_long_as_on_the_slowest_rank_with_its_update() -> None:
-    """Ranks wait for one another in backward or in the update."""
-    times = [(1.0, 0.5), (1.375, 0.125)]
-    logs = two_logs(*(StepRecord(step=1, seconds=one, optimizer_seconds=two) for one, two in times))
-    (step,) = merged(logs).steps
-    assert step.seconds_with_update == 1.5
-
-
-def test_a_run_of_ranks_is_one_point(two_ranks: list[Path]) -> None:
-    (point,) = rok.points(two_ranks)
-    assert point.activation_peak_bytes == 2 * GIB
-    assert point.throughput == 2e12 / 2.0
-    assert point.source.endswith("run.jsonl")
 
 
 def test_the_name_of_the_run_stands_for_its_ranks(two_ranks: list[Path], tmp_path: Path) -> None:

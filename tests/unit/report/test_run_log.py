@@ -61,10 +61,6 @@ def run_event(**more: object) -> dict[str, object]:
     return {"event": "run", "schema": SCHEMA, "strategy": "keep"} | more
 
 
-def step_event(**more: object) -> dict[str, object]:
-    return {"event": "step", "step": 0, "seconds": 1.0} | more
-
-
 def open_descriptors() -> set[str]:
     return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
@@ -80,6 +76,7 @@ def test_every_field_comes_back(tmp_path: Path) -> None:
     assert (log.header, log.steps, log.path) == (HEADER, (RECORD, plain), path)
     assert (log.others, log.truncated) == ((), False)
     assert all(line.isascii() for line in path.read_text().splitlines())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @given(loss=st.floats(), seconds=st.floats(min_value=0, allow_infinity=False))
@@ -92,17 +89,6 @@ def test_floats_come_back_bit_for_bit(tmp_path: Path, loss: float, seconds: floa
     assert step.loss is not None
     assert step.loss.hex() == loss.hex()
     json.loads(path.read_text().splitlines()[1], parse_constant=pytest.fail)
-
-
-def test_unknown_keys_and_events_are_kept_aside(tmp_path: Path) -> None:
-    news = {"event": "news", "of": [1, 2]}
-    events = [run_event(mood="good"), step_event(colour="red", extra=3), news, step_event(step=1)]
-    log = read_run_log(write_lines(tmp_path / "run.jsonl", *events))
-    assert log.header.extra == {"mood": "good"}
-    assert log.steps[0].extra == {"colour": "red", "extra": 3}
-    assert log.others == (news,)
-    again = read_run_log(write_log(tmp_path / "again.jsonl", *log.steps, header=log.header))
-    assert (again.header, again.steps) == (log.header, log.steps)
 
 
 # What is written outlives a crash, and is nobody else's
@@ -136,10 +122,6 @@ def test_cut_anywhere_a_log_keeps_its_whole_lines(tmp_path: Path) -> None:
         cut.write_bytes(begin)
         with pytest.raises(RunLogError, match="for want of a whole line; was the run stopped at its start"):
             read_run_log(cut)
-
-
-def test_the_file_is_private(tmp_path: Path) -> None:
-    assert stat.S_IMODE(write_log(tmp_path / "new.jsonl").stat().st_mode) == 0o600
 
 
 def test_a_log_is_never_overwritten_and_has_one_writer(tmp_path: Path) -> None:
@@ -195,34 +177,6 @@ def test_a_log_that_cannot_be_written_is_told_once_and_ends(
 # What is no run log is named
 
 
-def test_a_value_of_the_wrong_type_is_refused_both_ways(tmp_path: Path) -> None:
-    with RunLogWriter(tmp_path / "run.jsonl", HEADER) as log:
-        with pytest.raises(RunLogError, match="the step event is damaged: tokens: "):
-            log.write(replace(RECORD, tokens="many"))  # type: ignore[arg-type]
-        with pytest.raises(RunLogError, match="the news event holds a value that JSON cannot"):
-            log.note("news", {"of": object()})
-    with pytest.raises(RunLogError, match="the run event holds a value that JSON cannot"):
-        RunLogWriter(tmp_path / "none.jsonl", replace(HEADER, model={"of": object()}))
-    assert not (tmp_path / "none.jsonl").exists()
-    path = write_lines(tmp_path / "bad.jsonl", run_event(), step_event(), step_event(tokens="many"))
-    with pytest.raises(RunLogError, match=r"bad\.jsonl:3: the step event is damaged: tokens: "):
-        read_run_log(path)
-
-
-@pytest.mark.parametrize(
-    ("line", "cause"),
-    [
-        *((line, "it is no JSON") for line in ("{", '{"event"}', "\x00\x00")),
-        *((line, 'it names no "event"') for line in ("[]", "3", '"event"', '{"step": 1}', '{"event": []}')),
-    ],
-)
-def test_a_damaged_line_is_named_with_its_file(tmp_path: Path, line: str, cause: str) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text(f"{json.dumps(run_event())}\n{line}\n{json.dumps(step_event())}\n")
-    with pytest.raises(RunLogError, match=rf"run\.jsonl:2: not a line of a run log: {cause}; remove"):
-        read_run_log(path)
-
-
 @pytest.mark.parametrize("schema", [2, "1", None])
 def test_another_schema_is_refused_and_both_are_named(tmp_path: Path, schema: object) -> None:
     path = write_lines(tmp_path / "run.jsonl", run_event(schema=schema))
@@ -230,12 +184,6 @@ def test_another_schema_is_refused_and_both_are_named(tmp_path: Path, schema: ob
         RunLogError, match=rf"with schema {schema!r} of the run log.* reads schema 1; read it"
     ):
         read_run_log(path)
-
-
-@pytest.mark.parametrize("name", ["none.jsonl", "", "zero\0byte"])
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RunLogError, match="the run log cannot be read"):
-        read_run_log(tmp_path / name)
 
 
 # Which steps count

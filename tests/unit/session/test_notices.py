@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 import warnings
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from children import environment
 from harness import KIB, MIB, config_for, session_for
 from models import loss_of, make_model, make_tokens
-from torch import nn
 
 import tba_offload as tba
 
@@ -97,60 +92,3 @@ def test_a_window_that_holds_most_of_a_step_is_told_with_a_better_one(layers: in
     with session_for(model, in_flight=int(named[1]) * KIB), warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, 2)
-
-
-class Reversible(nn.Module):
-    """Runs its layers without gradients, as Reformer does; what is outside of them is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            for layer in self.layers:
-                x = layer(x)
-        return self.head(x)
-
-
-@pytest.mark.parametrize("explicit", [True, False])
-def test_layers_that_do_not_train_are_told_once(*, explicit: bool) -> None:
-    model = Reversible()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        with session.step() if explicit else nullcontext():
-            model(torch.ones(4, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with session_for(model) as session:
-        for _ in range(2):  # one model may have steps of several kinds
-            step()
-        with pytest.warns(tba.NoEffectWarning, match="no backward pass came to an attached layer"):
-            step()
-        step()
-
-
-LOADING = """
-import sys
-import torch
-import tba_offload as tba
-
-layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(3)]
-model = torch.nn.Sequential(*layers)
-policy = {"default": sys.argv[1], "budget": {"activation_bytes": "1GiB"}, "min_tensor_bytes": 0}
-with tba.attach(model, policy):
-    before = set(sys.modules)
-    model(torch.ones(32, 64)).sum().backward()
-    print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
-"""
-
-
-@pytest.mark.parametrize("placement", ["recompute", pytest.param("auto", marks=pytest.mark.full)])
-def test_what_recomputation_needs_is_loaded_before_the_first_step(placement: str) -> None:
-    """Checkpoints of torch load some 800 modules when the first of them is called."""
-    command = [sys.executable, "-c", LOADING, placement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
-    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +15,8 @@ import tba_offload as tba
 from tba_offload.report.log import read_run_log
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from models import Model
     from warm import Warm
 
@@ -116,31 +117,6 @@ def test_nothing_is_left_attached_when_the_store_cannot_be_opened(model: Model, 
     assert threading.active_count() == threads
 
 
-def threads_and_files() -> tuple[int, int]:
-    return threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
-def test_an_interrupted_attach_leaves_nothing_open(model: Model, tmp_path: Path) -> None:
-    class Interrupting(type(model.layers[1])):  # type: ignore[misc]
-        def __setattr__(self, name: str, value: object) -> None:
-            if name == "forward":
-                raise KeyboardInterrupt
-            super().__setattr__(name, value)
-
-    own = type(model.layers[1])
-    model.layers[1].__class__ = Interrupting
-    before = threads_and_files()
-    with pytest.raises(KeyboardInterrupt):
-        session_for(model, directory=tmp_path, measure_memory=True)
-    assert threads_and_files() == before
-    assert tba.session_of(model) is None
-    assert all("forward" not in vars(layer) for layer in model.layers)
-    assert not model._forward_pre_hooks
-    model.layers[1].__class__ = own
-    with session_for(model) as session:
-        one_step(session, model)
-
-
 TWO_RANKS = """
 import os, sys, tempfile
 import torch
@@ -189,15 +165,6 @@ def test_apply_changes_placements_between_steps(model: Model) -> None:
         assert (record.recomputed_scopes, record.offloaded_bytes, record.forwarded_bytes) == (0, 0, 0)
 
 
-def test_apply_has_auto_fit_the_device_and_others_keep_to_no_limit(model: Model) -> None:
-    with session_for(model) as session:
-        assert one_step(session, model).activation_budget_bytes is None
-        session.apply(config_for(default="auto"))
-        assert one_step(session, model).activation_budget_bytes is not None
-        session.apply(config_for(default="keep"))
-        assert one_step(session, model).activation_budget_bytes is None
-
-
 def test_the_run_log_tells_what_was_applied(model: Model, tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     wanted = config_for(default="recompute", min_tensor_bytes=123)
@@ -239,15 +206,6 @@ def test_apply_and_close_are_refused_inside_a_step(model: Model) -> None:
             session.apply(config_for(rules=(tba.Rule("99", tba.Placement.KEEP),)))
         assert session.plan is plan
         one_step(session, model)
-
-
-def test_an_applied_on_full_takes_effect(model: Model) -> None:
-    with session_for(model, capacity=8 * KIB) as session:
-        with pytest.warns(UserWarning, match="the store is full"):
-            assert one_step(session, model).fallback_kept_bytes > 0
-        session.apply(config_for(capacity=8 * KIB, on_full="error"))
-        with pytest.raises(tba.TransferError):
-            one_step(session, model)
 
 
 # Mistakes

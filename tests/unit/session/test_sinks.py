@@ -74,15 +74,6 @@ def test_each_step_comes_once_and_in_order_to_all(tmp_path: Path) -> None:
     assert [record.step for record in one] == [1, 2, 3]
 
 
-def test_what_a_function_raises_reaches_the_training_and_the_log_has_the_step(tmp_path: Path) -> None:
-    def fail(record: StepRecord) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        train(make_model(layers=2), 2, on_step=fail, run_log=tmp_path / "run.jsonl")
-    assert [step.step for step in read_run_log(tmp_path / "run.jsonl").steps] == [1]
-
-
 def test_what_cannot_be_called_is_refused() -> None:
     with pytest.raises(tba.ConfigError, match=r"on_step is 'steps\.csv': give a function"):
         tba.attach(make_model(layers=2), config_for(), on_step=["steps.csv"])
@@ -119,14 +110,6 @@ def test_a_table_reads_back_exactly(tmp_path: Path) -> None:
         assert row["tokens"] == ""
 
 
-def test_each_line_of_a_table_is_there_when_its_step_is_over(tmp_path: Path) -> None:
-    path, lines = tmp_path / "steps.csv", []
-    with path.open("w", newline="") as file:
-        look = lambda _: lines.append(len(path.read_text().splitlines()))  # noqa: E731
-        train(make_model(layers=2), 3, on_step=[CsvSink(file), look])
-    assert lines == [2, 3, 4]
-
-
 def test_a_full_drive_under_a_table_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
     with open("/dev/full", "w", newline="") as file:  # noqa: PTH123
         sink = CsvSink(file)
@@ -154,12 +137,3 @@ def test_a_terminal_shows_the_last_step_in_one_line(monkeypatch: pytest.MonkeyPa
     assert "\n" not in terminal.getvalue()
     assert second == "step 2; activation peak 1.00 "
     assert len(first) == len(second) == 29
-
-
-@pytest.mark.parametrize("trouble", [BrokenPipeError, ValueError])
-def test_a_stream_that_is_gone_ends_no_training(trouble: type[Exception]) -> None:
-    class Gone(io.StringIO):
-        def write(self, text: str, /) -> int:
-            raise trouble
-
-    StatusLine(Gone())(RECORD)
