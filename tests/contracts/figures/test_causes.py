@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from exact_memory import exact_memory
 from faults import inject
 from harness import MIB
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ import tba_offload as tba
 from tba_offload.report.why import Diagnosis, why
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 WIDTH, TOKENS, LAYERS = 128, 1024, 6
@@ -128,25 +129,24 @@ def loop(
     tokens: int = TOKENS,
     micro_batches: int = 1,
     holds: bool = False,
-    keeps_graphs: bool = False,
 ) -> None:
-    width, outputs, kept = next(model.parameters()).shape[-1], None, []
-    for number in range(5):
+    width, outputs = next(model.parameters()).shape[-1], None
+    for number in range(3):
         for _ in range(micro_batches):
             x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(number))
             outputs = model(x.requires_grad_())
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs
             outputs = outputs if holds else None
-            loss.backward(retain_graph=keeps_graphs)
-            kept += [loss] if keeps_graphs else []
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
 @pytest.fixture(autouse=True)
-def every_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine the meter would see few moments of so small a step."""
-    monkeypatch.setattr("tba_offload.device.memory.REST", 0)
+def every_byte() -> Iterator[None]:
+    """On a busy machine samples would miss most moments of so small a step."""
+    with exact_memory(slots_too=True):
+        yield
 
 
 def trained(
