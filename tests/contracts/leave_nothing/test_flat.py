@@ -135,23 +135,6 @@ def test_many_steps_leave_everything_as_it_was(tmp_path: Path) -> None:
     assert after.resident_bytes - before.resident_bytes < 8 << 20
 
 
-def test_steps_leave_no_work_for_the_cyclic_collector() -> None:
-    """Large trainings switch the collector off and run it by hand, rarely."""
-    model = Small()
-    with session_for(model, in_flight=8 * KIB, min_tensor_bytes=256) as session:
-        short_steps(model, session, 40)
-        gc.collect()
-        gc.disable()
-        try:
-            before = own_objects()
-            short_steps(model, session, 20)
-            session.offloader.quiesce()
-            # A worker may still hold transfers that were cancelled; it drops them when it comes to them.
-            wait_until(lambda: most_grown(before, own_objects()) < 10, "objects go without the collector")
-        finally:
-            gc.enable()
-
-
 LONG = 40
 """Steps, more than a model here has parameters, of each of which something may be replaced once."""
 
@@ -327,23 +310,6 @@ def test_a_forked_child_holds_no_descriptor_and_the_parent_goes_on(model: Model,
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
         assert session.report()[0].read_bytes > 0
         assert_all_given_back(session)
-
-
-def plain_gradients(model: Model) -> list[Tensor]:
-    model.zero_grad()
-    loss_of(model, make_tokens(1)).backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def test_a_forked_child_trains_plainly(model: Model) -> None:
-    def in_the_child() -> list[bytes]:
-        return [gradient.numpy().tobytes() for gradient in plain_gradients(model)]
-
-    expected = in_the_child()
-    model.zero_grad()
-    with session_for(model) as session, session.step():
-        _, found = step_with_fork(model, session, in_the_child)
-    assert found == expected
 
 
 def refused(action: Callable[[], object]) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import unicodedata
-from pathlib import Path
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
@@ -16,6 +15,9 @@ from run_logs import plan_event
 
 from tba_offload.cli import main
 from tba_offload.formatting import visible
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 EVIL = "\x1b[2J\x1b]0;owned\x07=cmd|'/c calc'!A1 <script>&\u202e\ud800$x_1$[red]"
 
@@ -67,21 +69,6 @@ def test_a_log_that_is_cut_off_is_read_or_named(tmp_path: Path, command: str) ->
     assert set(statuses) <= {0, 1}
     assert statuses[0] == 1
     assert outcome(command, tmp_path / "whole.jsonl")[0] == 0
-
-
-@pytest.mark.parametrize("command", [["rok"], ["plan"], ["check", "--layers", "3"]])
-@pytest.mark.parametrize("kind", ["x" * 5000, "absent", "a link to itself"])
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, command: list[str], kind: str) -> None:
-    path = tmp_path / "file"
-    if kind == "a link to itself":
-        path.symlink_to(path)
-    elif kind != "absent":
-        path = Path(kind)
-    status, _, said = outcome(*command, path)
-    if kind == "directory" and command[0] != "check":  # not what the command line asks for
-        assert (status, "is a directory" in said) == (2, True)
-    else:
-        assert (status, "cannot be read" in said) == (1, True)
 
 
 # Policies

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from models import same_bits
-from test_frozen_weights import WEIGHTS, WIDTH, Model, assert_same, frozen, offloaded
+from test_frozen_weights import WEIGHTS, WIDTH, Model, assert_same, offloaded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -54,29 +54,11 @@ def of_inner_module(model: Model, x: Tensor) -> None:
     seen[0].pow(2).sum().backward()
 
 
-def of_both(model: Model, x: Tensor) -> None:
-    seen: list[Tensor] = []
-    handles = [
-        layer.two.register_forward_hook(lambda _layer, _args, output: seen.append(output.pow(2).sum()))
-        for layer in model.layers
-    ]
-    loss = model(x).sum()
-    for handle in handles:
-        handle.remove()
-    (loss + sum(seen)).backward()
-
-
 def of_checkpointed_pairs(model: Model, x: Tensor) -> None:
     def run(layer: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda x: layer(x)["hidden"]
 
     checkpoint_sequential([run(layer) for layer in model.layers], 2, x, use_reentrant=True).sum().backward()
-
-
-def of_layers_left_out(model: Model, x: Tensor) -> None:
-    for number in (4, 3, 1):
-        x = model.layers[number](x)["hidden"]
-    x.sum().backward()
 
 
 def with_a_gradient_inside(model: Model, x: Tensor) -> None:
@@ -104,9 +86,7 @@ def with_an_evaluation_inside(model: Model, x: Tensor) -> None:
     "backward",
     [
         of_inner_module,
-        of_both,
         of_checkpointed_pairs,
-        of_layers_left_out,
         with_a_gradient_inside,
         with_an_evaluation_inside,
     ],
@@ -172,32 +152,3 @@ def test_after_an_interrupt_training_goes_on(at_backward: bool, tmp_path: Path) 
             each(rows()).sum().backward()
         assert weights.resident_bytes == 0
     assert_same(*([p.grad for p in each.parameters() if p.grad is not None] for each in (model, other)))
-
-
-# Checkpoints of parts, and other parameters
-
-
-def computed(model: Model) -> None:
-    weight = model.layers[1].one.base.weight
-    weight.data = weight.data + 1
-
-
-def converted(model: Model) -> None:
-    model.bfloat16()
-    with pytest.raises(SessionError, match="was replaced"):
-        model(rows().bfloat16())
-
-
-@pytest.mark.parametrize("change", [computed, converted])
-def test_a_weight_that_was_computed_with_while_away_is_named_and_has_its_values(
-    change: Callable[[Model], None], tmp_path: Path
-) -> None:
-    model = Model()
-    weights = offloaded(model, tmp_path)
-    change(model)
-    with pytest.raises(SessionError, match=r"one\.base\.weight while its values were in the store"):
-        weights.close()
-    weights.close()
-    for name, parameter in frozen(Model()).items():
-        if parameter.ndim == 2:  # others were too small to travel
-            assert same_bits(model.get_parameter(name).detach(), parameter)
