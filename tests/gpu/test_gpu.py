@@ -92,19 +92,6 @@ def test_same_bits(kind: str, placement: str, store: str, dtype: torch.dtype, tm
     assert {record.peak_source for record in report} == {"cuda allocator"}
 
 
-def test_auto_takes_the_faster_store_and_gives_the_same_bits(tmp_path: Path) -> None:
-    expected = history_of(make(), None)
-    model = make()
-    with tba.attach(model, config_for("offload", "auto", tmp_path)) as session:
-        store: Any = session.store.description
-        found = history_of(model, session)
-        assert all(record.offloaded_bytes for record in session.report())
-    assert_same_history(found, expected)
-    rates = store["chosen"]["bytes_per_second"]
-    assert store["kind"] == max(rates, key=rates.get, default="file")
-    assert bool(rates) == HAS_KVIKIO, store["chosen"]["why"]
-
-
 @pytest.mark.parametrize("store", STORES)
 def test_same_bits_on_a_stream_of_the_users(store: str, tmp_path: Path) -> None:
     expected = history_of(make(), None)

@@ -70,19 +70,6 @@ def test_a_run_leaves_logs_pictures_and_figures(run: tuple[Path, Result]) -> Non
 
 
 @pytest.mark.full
-def test_a_policy_file_replaces_that_of_the_offload_lane(tmp_path: Path) -> None:
-    (tmp_path / "policy.yaml").write_text(POLICY)
-    output = tmp_path / "out"
-    policy = ("--policy", str(tmp_path / "policy.yaml"), "--json")
-    result = call(*WITHOUT_WINDOW, *policy, "--output", str(output))
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout) == summary_of(output)
-    header = read_run_log(output / "offload-b2.jsonl").header
-    assert header.store["kind"] == "host"
-    assert read_run_log(output / "keep-b2.jsonl").header.policy != header.policy
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("states", ["offload", "backward"])
 def test_a_lane_that_offloads_optimizer_states_too(states: str, tmp_path: Path) -> None:
     wide = ("--hidden", "512", "--output", str(tmp_path), "--states", states)  # or all states fit the slots
@@ -93,21 +80,6 @@ def test_a_lane_that_offloads_optimizer_states_too(states: str, tmp_path: Path) 
     assert summary["ratios"]["2"]["states_over_keep"]["device_peak"] < 1
     events = [event["event"] for event in read_run_log(tmp_path / "states-b2.jsonl").others]
     assert events.count("states") == 8
-
-
-@pytest.mark.full
-def test_auto_keeps_to_shares_of_keeps_peaks(tmp_path: Path) -> None:
-    size = ("--hidden", "512", "--sequence", "64", "--batch-size", "4", "--steps", "9")
-    auto = ("--policy", "auto", "--device-budget", "85%", "--states", "auto", "--budget", "90%")
-    result = call(*WITHOUT_WINDOW, *size, "--output", str(tmp_path), *auto)
-    assert result.exit_code == 0, result.output
-    summary = summary_of(tmp_path)
-    assert summary["identical_parameters"]
-    for size_, budgets in summary["budgets"].items():
-        figures = summary["batch_sizes"][size_]["states"]
-        assert figures["device_peak_bytes"] <= budgets["device_bytes"]
-    log = read_run_log(tmp_path / "states-b4.jsonl")
-    assert "states_plan" in {event["event"] for event in log.others}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,7 @@ from models import same_bits
 from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
-from tba_lab.megatron_cpu import seed_all, single_process
+from tba_lab.megatron_cpu import single_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,7 +20,6 @@ pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
 LAYERS, ROWS, WIDTH, INNER = 2, 64, 16, 64
 STEPS = 3
-SHAPE = GptShape(layers=LAYERS, hidden=32, heads=4, sequence=16, vocab=64, dropout=0.1)
 
 
 @pytest.fixture
@@ -41,40 +38,6 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 # Models
-
-
-def train(model: nn.Module, shape: GptShape, default: tba.Placement | None) -> tuple[list[Tensor], int]:
-    """Losses and gradients of some steps, and the bytes that the last one wrote."""
-    config = tba.OffloadConfig(store=tba.StoreConfig(kind="host"), min_tensor_bytes=256)
-    found: list[Tensor] = []
-    where = tba.attach(model, dataclasses.replace(config, default=default)) if default else nullcontext()
-    with where as session:
-        for number in range(STEPS):
-            seed_all(number)
-            with session.step() if session else nullcontext():
-                loss = gpt_loss(model, random_batch(shape, batch_size=2, seed=number))
-                if session:
-                    session.offloader.quiesce()
-                torch.autograd.backward(loss)
-            found += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-            model.zero_grad(set_to_none=True)
-        return found, session.report()[-1].offloaded_bytes if session else 0
-
-
-def written_by_models(style: Any, dtype: Any) -> float:
-    """Return the share of bytes that offload-remat writes of those of offload; all bits are the same."""
-    shape = dataclasses.replace(SHAPE, style=style, dtype=dtype)
-    expected, _ = train(build_gpt(shape, seed=0), shape, None)
-    found, written = train(build_gpt(shape, seed=0), shape, tba.Placement.OFFLOAD)
-    assert_same(found, expected)
-    found, less = train(build_gpt(shape, seed=0), shape, tba.Placement.OFFLOAD_REMAT)
-    assert_same(found, expected)
-    return less / written
-
-
-@pytest.mark.parametrize(("style", "dtype", "most"), [("gpt", "fp32", 0.70), ("llama", "bf16", 0.60)])
-def test_models_write_less(style: Any, dtype: Any, most: float) -> None:
-    assert written_by_models(style, dtype) < most
 
 
 # Functions

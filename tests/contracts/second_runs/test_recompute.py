@@ -202,15 +202,6 @@ def test_schedules_of_micro_batches(name: str, default: str) -> None:
     assert records[-1].offloaded_bytes > 0
 
 
-@pytest.mark.parametrize("default", MADE_AGAIN)
-def test_a_checkpoint_inside_a_layer(default: str) -> None:
-    def mix(h: Tensor) -> Tensor:
-        found: Tensor = checkpoint(lambda h: F.gelu(F.dropout(h.tanh(), 0.2)), h, use_reentrant=False)
-        return F.gelu(found) * h
-
-    assert all(map(is_made_again, assert_transparent(block=partial(Block, mix), default=default)))
-
-
 # A slow drive
 
 

@@ -12,7 +12,6 @@ from harness import KIB, Drive, session_for
 from later import Later
 from models import History, assert_same_history, same_bits
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tba_offload import Placement
 
@@ -218,31 +217,6 @@ def test_checkpointed_layers_are_told_and_their_inputs_travel(placement: str, us
         assert all(0 < record.offloaded_bytes <= 3 * inputs for record in report)
 
 
-class Checkpointed(nn.Module):
-    """Its layers run inside of checkpoints, by the model's own doing."""
-
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
-        return x
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_layers_inside_of_checkpoints_are_told(use_reentrant: bool) -> None:
-    model = Checkpointed(use_reentrant=use_reentrant)
-    with session_for(model) as session, session.step() as step:
-        with pytest.warns(UserWarning, match="runs inside saved-tensor hooks") as told:
-            model(torch.ones(64, 64, requires_grad=True)).sum().backward()
-    assert len(told) == 1
-    assert step.record is not None
-    assert step.record.left_alone_scopes == 3
-
-
 @pytest.mark.parametrize("default", [Placement.OFFLOAD, Placement.RECOMPUTE])
 def test_a_loss_that_caches_gradients_is_told(default: Placement) -> None:
     """It runs a batch without a graph, and in the backward pass of its loss once more, in mini-batches."""
@@ -276,13 +250,3 @@ def test_a_loss_that_caches_gradients_is_told(default: Placement) -> None:
     assert len(told) == 1
     assert all(map(torch.equal, found, expected))
     assert len(found) == 6
-
-
-def test_evaluation_in_a_step_is_not_taken_for_a_checkpoint() -> None:
-    model = Checkpointed(use_reentrant=True)
-    with session_for(model, default=Placement.RECOMPUTE) as session, session.step() as step:
-        with torch.no_grad():
-            nn.Sequential(*model.layers)(torch.ones(64, 64))
-        nn.Sequential(*model.layers)(torch.ones(64, 64)).sum().backward()
-    assert step.record is not None
-    assert (step.record.scopes, step.record.left_alone_scopes) == (3, 0)

@@ -8,7 +8,6 @@ import io
 import pickle
 import traceback
 import warnings
-from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,23 +15,18 @@ import torch
 from harness import KIB, session_for
 from later import Later
 from models import Model, loss_of, make_model, make_tokens, same_bits
-from places import EXAMPLES
 
 import tba_offload as tba
-from tba_offload.config import load_config
 from tba_offload.errors import ConfigError, NoEffectWarning, NothingSavedWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import nn
 
 transformers = Later("transformers")
 
-POLICIES = EXAMPLES / "policies"
 LAYERS = 4
-TWO_STACKS = "encoder_decoder"
 
 
 @pytest.fixture
@@ -50,58 +44,9 @@ def one_step(session: tba.Session, model: nn.Module) -> None:
 # Policies
 
 
-@contextmanager
-def megatron() -> Iterator[nn.Module]:
-    from megatron_models import make_megatron_model
-
-    from tba_lab.megatron_cpu import single_process
-
-    with single_process(seed=1):
-        yield make_megatron_model("gpt", layers=LAYERS)
-
-
-def gpt2() -> Any:
-    config = transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=LAYERS, n_head=4)
-    return nullcontext(transformers.GPT2LMHeadModel(config))
-
-
-def t5() -> Any:
-    config = transformers.T5Config(vocab_size=128, d_model=64, d_kv=16, d_ff=128, num_layers=LAYERS)
-    return nullcontext(transformers.T5ForConditionalGeneration(config))
-
-
-MODELS: dict[str, Any] = {
-    "plain": lambda: nullcontext(make_model(layers=LAYERS)),
-    "megatron": megatron,
-    "gpt2": gpt2,
-}
-
-
 def placed(model: nn.Module, policy: object, **arguments: Any) -> list[str]:
     with tba.attach(model, policy, measure_memory=False, **arguments) as session:  # type: ignore[arg-type]
         return [placement.value for placement in session.plan.placements]
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("kind", MODELS)
-def test_the_example_policies_fit_every_model(kind: str, tmp_path: Path) -> None:
-    paths = sorted(path for path in POLICIES.glob("*.yaml") if path.stem != TWO_STACKS)
-    assert len(paths) == 9
-    with MODELS[kind]() as model:
-        for path in paths:
-            config = load_config(path)
-            directories = [tmp_path / path.stem / str(n) for n in range(len(config.store.directories))]
-            for directory in directories:
-                directory.mkdir(parents=True)
-            found = placed(model, path, directories=directories or None)
-            assert len(found) == LAYERS
-            assert set(found) == {rule.placement.value for rule in config.layers} | {config.default.value}
-
-
-def test_the_example_for_two_stacks_fits_a_t5(tmp_path: Path) -> None:
-    with t5() as model:
-        found = placed(model, POLICIES / f"{TWO_STACKS}.yaml", directories=tmp_path)
-    assert found == ["recompute"] * 2 + ["offload"] * 4 + ["keep"] * 2
 
 
 @pytest.mark.parametrize("kind", ["word", "path", "list", "variable"])
@@ -240,34 +185,6 @@ def test_a_file_of_an_attached_model_loads_weights_only(model: Model) -> None:
             twin = torch.load(io.BytesIO(saved(model)), weights_only=True)
         with torch.no_grad():
             assert same_bits(loss_of(twin, make_tokens(0)), loss_of(model, make_tokens(0)))
-
-
-class Halved(torch.nn.Linear):
-    """Has a forward on the instance, as some libraries set it, and attributes that it saves by itself."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "scale": 0.5}
-
-
-def test_a_forward_on_the_instance_and_hooks_of_the_program_are_copied() -> None:
-    model = torch.nn.Sequential(Halved(8, 8), Halved(8, 8))
-    for layer in model:
-        layer.forward = torch.nn.functional.relu  # type: ignore[method-assign, assignment]
-    model.register_forward_hook(plus_one)
-    with session_for(model, layers=list(model)):
-        twin, shallow = copy.deepcopy(model), copy.copy(model)
-        file = pickle.dumps(model)
-        assert file == pickle.dumps(shallow)
-    assert file == pickle.dumps(model)
-    assert twin[0].forward is torch.nn.functional.relu
-    assert twin[0].scale == 0.5
-    x = torch.linspace(-1, 1, 8)
-    for each in (twin, shallow, pickle.loads(file)):
-        assert same_bits(each(x), torch.relu(x) + 1)
-
-
-def plus_one(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
-    return output + 1
 
 
 def test_a_copy_of_an_attached_model_is_a_model_of_its_own(model: Model) -> None:

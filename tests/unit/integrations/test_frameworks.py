@@ -218,45 +218,6 @@ def test_a_trainer_whose_optimizer_states_are_offloaded(tmp_path: Path) -> None:
             assert states.records[-1].written_bytes > 0
 
 
-def failing() -> Any:
-    class Failing(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                raise ValueError("a drive fell out of the window")
-
-    return Failing()
-
-
-@pytest.mark.full
-def test_a_training_after_one_that_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log = tmp_path / "run.jsonl"
-    callback = OffloadCallback(config(), run_log=log)
-    trainer = trainer_of(tmp_path / "out", tiny_llama(), [callback, broken := failing()])
-    with pytest.raises(ValueError, match="out of the window"):
-        trainer.train()
-    first = callback.session
-    trainer.remove_callback(broken)
-    trainer.train()
-    assert callback.session is not first
-    assert is_given_back(trainer.model)
-    assert [len(read_run_log(path).steps) for path in (log, tmp_path / "run.2.jsonl")] == [2, 4]
-    assert [message for message in caplog.messages if "holds an earlier run" in message] != []
-
-
-@pytest.mark.parametrize("use_reentrant", of_which([False, True], False))
-def test_checkpointing_that_the_trainer_switches_on_is_told(use_reentrant: bool, tmp_path: Path) -> None:
-    settings = {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant},
-    }
-    plain = trainer_of(tmp_path, tiny_llama(), [])
-    plain.train()
-    trainer = trainer_of(tmp_path, tiny_llama(), [OffloadCallback(config())], settings=settings)
-    with pytest.warns(UserWarning, match="gradient checkpointing is switched on in 3 of the 3 layers"):
-        trainer.train()
-    assert_same_history(history_of(trainer), history_of(plain))
-
-
 # Loops of accelerate
 
 

@@ -302,20 +302,3 @@ def test_an_error_of_the_planner_ends_no_step_and_is_told_once() -> None:
     with pytest.warns(RuntimeWarning, match="no plan could be made after step 3: .*please report") as told:
         assert [controller.observe(seen) for _ in range(2)] == [before] * 2
     assert len(told) == 1
-
-
-def test_the_reason_of_a_plan_is_told_in_numbers() -> None:
-    profile, needed = drawn(random.Random(10), layers=12, passes=(1, 1))
-    controller = Controller(task_of(12, Limits(int(0.4 * peak_of_keep(profile)), 512 * MIB)))
-    machine = Machine(controller, profile, Bandwidth(0.25 * needed, 0.25 * needed))
-    machine.run(3)
-    news = controller.news(machine.plan)
-    assert news is not None
-    said = str(news["summary"])
-    for part in (
-        "keeping all takes ",
-        "there is ",
-        "the store takes ",
-        "offloading all without waits needs ",
-    ):
-        assert part in said

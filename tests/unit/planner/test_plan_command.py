@@ -145,50 +145,12 @@ def test_the_tables_say_what_there_is_to_say(run_log: Path, tmp_path: Path) -> N
     assert picture.read_bytes().startswith(b"<?xml")
 
 
-@pytest.mark.parametrize(
-    ("options", "layers", "runs"),
-    [
-        ((), 8, 32),
-        (("--layers", "3"), 3, 12),
-    ],
-)
-def test_what_if_there_were_more(run_log: Path, options: tuple[str, ...], layers: int, runs: int) -> None:
-    found = json.loads(run_plan(run_log, "--json", *options).output)
-    assert found["names"] == [f"layers.{layer}" for layer in range(layers)]
-    assert len(found["plan"]["placements"]) == layers
-    assert len(Situation.of(run_log).changed(layers=layers).profile.slots) == runs
-
-
 def test_what_if_the_drives_were_faster(run_log: Path, tmp_path: Path) -> None:
     slow = with_rates(run_log, tmp_path / "slow.jsonl", 1e5)
     plans = [run_plan(slow, "--budget", "3MiB", "--json", "--drives", drives) for drives in (1, 100, 1e6)]
     times = [json.loads(plan.output)["plan"]["prediction"]["seconds"] for plan in plans]
     assert times[0] > times[2]
     assert all(slow >= (1 - 1e-9) * fast for slow, fast in pairwise(times))
-
-
-def test_where_a_layer_was_kept_keeps_time_is_known(tmp_path: Path) -> None:
-    path, model = tmp_path / "run.jsonl", make_model(layers=LAYERS)
-    config = config_for(in_flight=MIB, default=OFFLOAD, rules=(tba.Rule("6-7", KEEP),))
-    with tba.attach(model, config, run_log=path, measure_memory=False) as session:
-        train(model, session, steps=4)
-    assert json.loads(run_plan(path, "--json").output)["keep_seconds"] > 0
-    slow = run_plan(with_rates(path, tmp_path / "slow.jsonl", 1e3)).output  # there is only one thing to do
-    assert re.search(r"\bx keep \|", slow)
-    assert slow.splitlines()[-1].startswith("Keep every layer (peak ")
-
-
-def test_what_failed_a_second_run_is_not_recomputed_in_what_ifs(run_log: Path, tmp_path: Path) -> None:
-    """Nor those of their kind, here all."""
-    lines = list(map(json.loads, run_log.read_text().splitlines()))
-    for event in lines:
-        if event.get("event") == "plan":
-            event["not_recomputed"] = [2]
-    changed = tmp_path / "run.jsonl"
-    changed.write_text("".join(json.dumps(event) + "\n" for event in lines))
-    assert Situation.of(changed).not_recomputed == set(range(LAYERS))
-    found = json.loads(run_plan(with_rates(changed, changed, 1e5), "--budget", "3MiB", "--json").output)
-    assert not any("recompute" in placement for placement in found["plan"]["placements"])
 
 
 @pytest.mark.parametrize(

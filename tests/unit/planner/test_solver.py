@@ -34,14 +34,13 @@ from pydantic import TypeAdapter
 
 from tba_offload.config.policy import Objective, Placement
 from tba_offload.planner.measure import Rates
-from tba_offload.planner.model import Bandwidth, Beside, Limits, Plan, Saved, StepProfile, Timing
+from tba_offload.planner.model import Bandwidth, Limits, Plan, StepProfile, Timing
 from tba_offload.planner.play import play
 from tba_offload.planner.solve import Case, solve
 from tba_offload.store.base import DriveLoad, Load
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Sequence
 
 quick = settings(max_examples=60 if EVERYTHING else 10, deadline=None)
 SPARED = Placement.RECOMPUTE_EXCEPT_ATTENTION
@@ -101,53 +100,6 @@ def test_a_drive_at_half_the_needed_rate_takes_twice_the_forward() -> None:
     assert outcome.stall_seconds == pytest.approx(40 * 0.03, rel=0.05)
     outcome = play(profile, all_of(profile, OFFLOAD, 8 * MIB), Bandwidth(100e9, rate / 2))
     assert outcome.stall_seconds == pytest.approx(40 * 0.06, rel=0.05)
-
-
-def test_what_others_are_rebuilt_from_is_written_too() -> None:
-    profile = rebuilding(make_profile(4), seconds=0.001)
-    before = play(profile, all_of(profile, OFFLOAD_REMAT, WINDOW), FAST)
-    kind = dataclasses.replace(profile.kinds[0], sources=(Saved(MIB, 0.4, 0.5, rebuilt=False),))
-    profile = dataclasses.replace(profile, kinds=(kind,))
-    found = play(profile, all_of(profile, OFFLOAD_REMAT, WINDOW), FAST)
-    assert found.sent_bytes == before.sent_bytes + 4 * MIB
-    plain = play(profile, all_of(profile, OFFLOAD, WINDOW), FAST)
-    assert plain.sent_bytes == 4 * kind.nbytes
-
-
-def test_what_a_second_forward_works_with_lies_beside_the_gradient_of_the_output() -> None:
-    profile = make_profile(4)
-    kind = dataclasses.replace(profile.kinds[0], beside=Beside(forward=20 * MIB, backward=MIB, whole=4 * MIB))
-    profile = dataclasses.replace(profile, kinds=(kind,), headroom=0)
-    again, kept = (play(profile, all_of(profile, way), FAST).peak_bytes for way in (RECOMPUTE, KEEP))
-    inputs = 3 * kind.input_bytes  # of the other layers
-    assert again == inputs + kind.whole_bytes + 20 * MIB + kind.input_bytes
-    assert kept == 4 * kind.whole_bytes + 20 * MIB
-
-
-@pytest.mark.parametrize(
-    ("gradients", "taken"),
-    [
-        ((0, 0, 5, 10), 24 - 5),  # half of them come with each layer
-        ((0, 0, 10, 10), 24),  # all with the last layer, or before it as those of a head
-        ((10, 10, 0, 10), 24),  # those of the step before are there in forward
-        ((0, 0, 0, 0), 24),  # nothing is known of them
-        ((0, 0, 0, 60), 12),  # more than there are activations: what is left when they come
-    ],
-)
-def test_activations_may_lie_where_gradients_come_later(gradients: Sequence[int], taken: int) -> None:
-    """MiB: two layers keep 12 each."""
-    profile = dataclasses.replace(make_profile(2), headroom=0)
-    kind = dataclasses.replace(profile.kinds[0], small_bytes=0)
-    slots = [
-        slot._replace(gradients=nbytes * MIB) for slot, nbytes in zip(profile.slots, gradients, strict=True)
-    ]
-    profile = dataclasses.replace(profile, kinds=(kind,), slots=tuple(slots))
-    outcome = play(profile, all_of(profile, KEEP), FAST)
-    assert (outcome.activation_peak, outcome.peak_bytes) == (24 * MIB, taken * MIB)
-    assert profile.gradient_bytes == max(gradients) * MIB
-    assert logged(profile) == profile
-    alone = play(profile.without_gradients(), all_of(profile, KEEP), FAST)
-    assert alone.peak_bytes == alone.activation_peak == 24 * MIB
 
 
 @given(all_profiles, drives, windows, st.randoms(use_true_random=False))

@@ -3,25 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from harness import MIB
 
 from tba_offload.planner.window import Window
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "held_back", "batch", "spills_above"),
-    [
-        (None, 0, 4 * MIB, 64 * MIB),
-        (64 * MIB, 16 * MIB, 4 * MIB, 32 * MIB),
-        (16 * MIB, 4 * MIB, 4 * MIB, 8 * MIB),
-        (8 * MIB, 2 * MIB, 2 * MIB, 4 * MIB),
-        (1, 0, 0, 0),
-        (0, 0, 0, 0),
-    ],
-)
-def test_sizes(nbytes: int | None, held_back: int, batch: int, spills_above: int) -> None:
-    window = Window(nbytes)
-    assert (window.held_back, window.batch, window.spills_above) == (held_back, batch, spills_above)
 
 
 @pytest.mark.parametrize(

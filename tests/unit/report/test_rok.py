@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
 from tba_offload.report import rok
@@ -122,19 +120,6 @@ def test_the_pareto_set_is_sorted_and_free_of_what_is_beaten() -> None:
 WINNERS = [("offload", 1), ("recompute", 2), ("offload", 2), ("offload", 4)]
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), min_size=1, max_size=12))
-def test_the_pareto_set_covers_every_run(pairs: list[tuple[int, int]]) -> None:
-    points = [make("keep", index, peak, float(speed)) for index, (peak, speed) in enumerate(pairs)]
-
-    def as_good(one: RokPoint, other: RokPoint) -> bool:
-        return one.peak_bytes <= other.peak_bytes and one.throughput >= other.throughput
-
-    best = rok.pareto(points)
-    for point in points:
-        assert any(as_good(winner, point) for winner in best)
-        assert (point in best) != any(as_good(other, point) and not as_good(point, other) for other in points)
-
-
 # Words
 
 
@@ -158,12 +143,6 @@ def test_advice_compares_strategies_at_equal_batch_size() -> None:
     quartiles = {"lower_quartile_seconds": 1, "upper_quartile_seconds": 2}
     near = [make(*each, **quartiles) for each in (("keep", 2, 20, 10), ("offload", 2, 9, 9))]
     assert "which may be noise" in rok.advice(near)[0]
-
-
-def test_advice_doubts_a_short_run() -> None:
-    said = "Fewer than 3 steps counted for offload at batch size 1"
-    assert any(said in sentence for sentence in rok.advice([CURVES[0], replace(CURVES[2], steps=2)]))
-    assert not any(said in sentence for sentence in rok.advice([CURVES[0], CURVES[2]]))
 
 
 # Picture

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from models import Model
-    from warm import Warm
 
 
 @pytest.fixture
@@ -115,44 +114,6 @@ def test_nothing_is_left_attached_when_the_store_cannot_be_opened(model: Model, 
     with pytest.raises(tba.RunLogError, match="its directory does not exist"):
         tba.attach(model, config_for(), run_log=tmp_path / "none" / "log")
     assert threading.active_count() == threads
-
-
-TWO_RANKS = """
-import os, sys, tempfile
-import torch
-import torch.distributed as dist
-import tba_offload as tba
-
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-torch.set_num_threads(1)
-meeting = tempfile.mktemp(dir=sys.argv[1])
-rank = 1 if os.fork() else 0
-dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2)]
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-policy = {"default": "offload", "min_tensor_bytes": 0, "store": {"kind": "host"}}
-with tba.attach(model, policy, run_log=f"{sys.argv[1]}/run.jsonl", measure_memory=False):
-    model(torch.ones(4, 8)).sum().backward()
-    optimizer.step()
-dist.barrier()
-dist.destroy_process_group()
-if rank == 1:
-    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
-"""
-
-
-def test_each_rank_writes_a_log_of_its_own_and_so_it_does_when_the_job_starts_again(
-    tmp_path: Path, python_with_torch: Warm
-) -> None:
-    logs = {"run.rank0.jsonl", "run.rank1.jsonl"}
-    for _ in range(2):
-        done = python_with_torch.run("-c", TWO_RANKS, str(tmp_path))
-        assert done.returncode == 0, done.stderr
-        assert {path.name for path in tmp_path.glob("*.jsonl")} == logs
-        logs |= {"run.2.rank0.jsonl", "run.2.rank1.jsonl"}
-    for name in logs:
-        assert [step.scopes for step in read_run_log(tmp_path / name).steps] == [2]
 
 
 def test_apply_changes_placements_between_steps(model: Model) -> None:

@@ -267,29 +267,6 @@ def test_gradients_that_hooks_add_up_elsewhere_end_no_step(model: Model, through
         assert same_bits(a, b)
 
 
-def test_gradients_that_hooks_replace_are_followed(model: Model) -> None:
-    """As by views of the buckets of DistributedDataParallel."""
-    optimizer = adam(model)
-
-    def replace(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad = parameter.grad.clone()
-
-    with session_for(model) as session:
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(replace)
-        for skipped in (False, True, False):
-            micro_batch(model)
-            micro_batch(model, 1)
-            if not skipped:
-                optimizer.step()
-            optimizer.zero_grad()
-        found = session.report()
-    assert [(record.scopes, record.skipped) for record in found] == [
-        (2 * LAYERS, skipped) for skipped in (False, True, False)
-    ]
-
-
 @pytest.mark.parametrize("taken_by", ["hooks", "autograd.grad"])
 def test_where_no_update_is_ever_seen_steps_have_to_be_told(model: Model, taken_by: str) -> None:
     """Hooks as of ZeRO, which takes gradients away as soon as they are made and updates copies."""
@@ -451,17 +428,6 @@ def test_a_step_of_another_thread_is_left_to_it(model: Model) -> None:
 # Tokens
 
 
-class TakesIds(nn.Module):
-    """A model whose forward has the name that Hugging Face's models have; others give ids by position."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor, input_ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        return self.model(input_ids) * x
-
-
 @pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "many"])
 def test_tokens_that_cannot_be(model: Model, tokens: Any) -> None:
     with pytest.raises(tba.ConfigError, match=r"tokens is .* give the tokens of one micro-batch"):
@@ -547,34 +513,3 @@ def test_a_session_that_is_never_closed_has_a_whole_run_log(tmp_path: Path, pyth
     assert not read.truncated
     assert [step.scopes for step in read.steps] == [3, 3, 3]
     assert [step.tokens for step in read.steps] == [32, 32, 32]
-
-
-class Wrapper(nn.Module):
-    """Has a forward of its own, and trains by that of the model in it, as modules of Lightning do."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.inner = model
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.inner(torch.ones(()), input_ids=batch)
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        return self.inner(torch.ones(()), batch, batch[:1])
-
-
-@pytest.mark.parametrize("through", ["forward", "training_step"])
-def test_a_model_inside_of_what_was_attached_opens_steps_and_counts_tokens(
-    model: Model, through: str
-) -> None:
-    wrapped = Wrapper(TakesIds(model))
-    optimizer = adam(wrapped)
-    ids = make_tokens(0)[:, :-1]
-    with session_for(wrapped) as session:
-        for _ in range(2):
-            for _ in range(2):
-                getattr(wrapped, through)(ids).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert [record.tokens for record in session.report()] == [2 * ids.numel()] * 2
-        assert scopes_of(session) == [2 * LAYERS] * 2

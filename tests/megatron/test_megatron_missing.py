@@ -1,4 +1,4 @@
-"""megatron-core in one process without a GPU."""
+"""What is said where megatron-core, or a training script of Megatron-LM, is missing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tba_offload.errors import MissingDependencyError
 from tba_offload.megatron import require_core
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from warm import Warm
 
 pytestmark = pytest.mark.megatron
@@ -33,3 +35,20 @@ class TestWithoutMegatron:
             require_core("building a GPT model")
         assert "building a GPT model needs megatron-core" in str(caught.value)
         assert "pip install 'tba-offload[megatron]'" in str(caught.value)
+
+
+def test_what_is_no_script_of_megatron_is_one_line(tmp_path: Path, python_with_torch: Warm) -> None:
+    run = python_with_torch.run
+    finished = run("-m", "tba_offload", "launch", str(tmp_path / "none.py"))
+    assert finished.returncode == 1
+    assert finished.stderr.startswith("Error: there is no script")
+    alone = tmp_path / "alone.py"
+    alone.write_text("raise SystemExit(7)\n")
+    inner = tmp_path / "megatron" / "training"
+    inner.mkdir(parents=True)
+    (tmp_path / "megatron" / "__init__.py").touch()
+    (inner / "__init__.py").write_text("raise ModuleNotFoundError('gone', name='six')\n")
+    finished = run("-m", "tba_offload", "launch", str(alone))
+    assert finished.returncode == 1
+    said = "megatron.training needs the module six, which is missing; pip install 'tba-offload[scripts]'"
+    assert finished.stderr == f"Error: alone.py: {said}\n"
