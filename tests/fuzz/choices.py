@@ -56,7 +56,6 @@ class Program:
     around: str = among("nothing", "checkpoint", "reentrant checkpoint")
     again: str = among("nothing", "first layer", "all layers")
     skip: bool = among(False, True)
-    gathers: bool = among(False, True)  # what all layers put out
     # The loop.
     steps: int = among(1, 2, 3, 4, 5, often=0.99)
     micro_batches: tuple[int, ...] = among((1,), (2,), (3,), (1, 2), (2, 1), (1, 3, 2), often=0.5)
@@ -73,7 +72,7 @@ class Program:
     zero: str = among("to none", "to zero", "by model", "never")
     scaler: str = among("none", "steady", "overflows", often=0.1)
     autocast: bool = among(False, True, often=0.1)
-    scheduler: str = among("none", "step", "one cycle", "plateau")
+    scheduler: str = among("none", "step", "one cycle")
     ema: str = among("none", "averaged", "deep copy", often=0.1)
     model_round_trip: str = among("none", "same", "to the first", often=0.1)
     optimizer_round_trip: bool = among(False, True, often=0.1)
@@ -85,14 +84,10 @@ class Program:
     gradient_hook: bool = among(False, True, often=0.08)
     accumulate_hook: bool = among(False, True, often=0.05)
     noise_in_weights: bool = among(False, True, often=0.08)
-    functional: bool = among(False, True, often=0.05)
-    anomaly: bool = among(False, True, often=0.03)
     # The optimizer.
     optimizer: str = among(*OPTIMIZERS, often=0.95)
     implementation: str = among("default", "foreach", "fused", "loop", often=0.6)
     groups: str = among("one", "two", "two optimizers", often=0.3)
-    maximize: bool = among(False, True, often=0.05)
-    tensor_rate: bool = among(False, True, often=0.05)
     # The policy.
     attached: str = among("session", "optimizer alone", often=0.08)
     found: bool = among(False, True, often=0.1)
@@ -101,7 +96,6 @@ class Program:
     budget: str | None = among(
         None, "activation 16KiB", "activation 256KiB", "device 1MiB", "device 64MiB", often=0.4
     )
-    objective: str | None = among(None, "time", "memory", often=0.3)
     store: str = among("host", "file", "tiered", "striped", "small file", "small host", often=0.7)
     checksum: bool = among(True, False)
     drive: str = among("healthy", "slow", "slow writes", "fails to write", "cuts short", often=0.2)
@@ -113,7 +107,6 @@ class Program:
     frozen_weights: str = among("keep", "offload", "offload-50%", often=0.4)
     measures_memory: bool = among(False, True, often=0.3)
     run_log: bool = among(False, True, often=0.1)
-    traced: bool = among(False, True, often=0.05)
 
     @property
     def frees_gradients(self) -> bool:
@@ -151,14 +144,8 @@ DENIED: dict[str, Callable[[Program], bool]] = {
         p.frees_gradients
         and (p.skipped or p.mishap == "update" or (p.mishap != "none" and max(p.micro_batches) > 1))
     ),
-    "PyTorch: a tensor as learning rate is not for all implementations": lambda p: (
-        p.tensor_rate and p.implementation == "foreach"
-    ),
     "PyTorch: a graph of gradients stays where its backward fails": lambda p: (
         p.penalty in {"input", "parameters"} and any(layer.kind == "distances" for layer in p.layers)
-    ),
-    "PyTorch: anomaly mode keeps a graph whose checkpoint stops early in a backward of its own": lambda p: (
-        p.anomaly and any(layer.kind in {"gradient inside", "backward inside"} for layer in p.layers)
     ),
     "PyTorch: a checkpoint stops before the noise of rrelu is filled in": lambda p: any(
         layer.kind.startswith("rrelu") and (layer.inside == "checkpoint" or p.around == "checkpoint")
@@ -178,7 +165,6 @@ DENIED: dict[str, Callable[[Program], bool]] = {
             not p.has_frozen
             or p.penalty in {"input", "parameters"}
             or p.ema != "none"
-            or p.functional
             or p.freezes
             or p.noise_in_weights
             or p.penalty == "weights"
@@ -189,11 +175,7 @@ DENIED: dict[str, Callable[[Program], bool]] = {
         and (p.states is not None or p.frozen_weights != "keep")
     ),
     "states need an optimizer": lambda p: p.attached == "optimizer alone" and p.states in {None, "auto"},
-    "auto needs a budget": lambda p: (
-        (p.states == "auto" and not (p.budget or "").startswith("device"))
-        or (p.objective == "time" and p.budget is None)
-        or (p.objective is not None and "auto" not in p.placements)
-    ),
+    "auto needs a budget": lambda p: p.states == "auto" and not (p.budget or "").startswith("device"),
     "a scaler, a closure and gradients by hand do not go together": lambda p: (
         (p.closure and (p.scaler != "none" or p.accumulate_hook))
         or (p.accumulate_hook and p.scaler != "none")

@@ -67,31 +67,3 @@ class SavesNone(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         x, _, again, turned, part = ctx.saved_tensors
         return gradient * (x + again) + 0 * turned.transpose(0, 1) + 0 * part.sum()
-
-
-class SavesSparse(torch.autograd.Function):
-    """Saves a sparse tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward((x * (x > 0.5)).to_sparse())
-        return x * (x > 0.5)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return gradient * (x.to_dense() != 0)
-
-
-class ChangesItsGradient(torch.autograd.Function):
-    """Its backward works in place on a copy of what was saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.exp())
-        return x.exp()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return y.clone().mul_(gradient)

@@ -102,7 +102,6 @@ class Training:
                 optimizer=optimizers,
                 measure_memory=program.measures_memory,
                 run_log=self.directory / f"{random.Random().random()}.jsonl" if program.run_log else None,
-                trace_steps=(2,) if program.traced else (),
             )
         )
 
@@ -136,11 +135,10 @@ class Training:
             for each in self.trained():
                 each.data.add_(torch.randn(each.shape).to(each), alpha=1e-3)
         try:
-            with torch.autograd.set_detect_anomaly(program.anomaly):
-                if program.closure:
-                    self.with_closure(number)
-                else:
-                    self.passes_and_update(number)
+            if program.closure:
+                self.with_closure(number)
+            else:
+                self.passes_and_update(number)
         except Mishap:
             self.history.note(f"step {number}", "mishap")
             self.model.zero_grad()
@@ -216,10 +214,7 @@ class Training:
         if program.penalty == "input" and given.is_floating_point():
             given.requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=program.autocast):
-            if program.functional:
-                out = torch.func.functional_call(self.model, dict(self.model.named_parameters()), (given,))
-            else:
-                out = self.model(given)
+            out = self.model(given)
             loss = network.loss_of(out, targets)
         if fails == "between":
             raise Mishap
@@ -283,8 +278,7 @@ class Training:
         if scaled:
             self.scaler.update()
         for scheduler in self.schedulers:
-            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-            scheduler.step(1.0) if plateau else scheduler.step()
+            scheduler.step()
         if self.average is not None:
             self.average.update_parameters(self.model)
 
@@ -362,7 +356,7 @@ class Training:
             return [kinds.StepLR(optimizer, 1, 0.5)]
         if kind == "one cycle":
             return [kinds.OneCycleLR(optimizer, 0.1, total_steps=10, cycle_momentum=False)]
-        return [kinds.ReduceLROnPlateau(optimizer, patience=0)] if kind == "plateau" else []
+        return []
 
 
 def halve(parameter: Tensor) -> None:

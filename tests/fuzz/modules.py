@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from .operations import OPERATIONS
 
@@ -82,26 +81,6 @@ class Experts(nn.Module):
         return out.view_as(x)
 
 
-class Codebook(nn.Module):
-    """Nearest entries of a buffer that follows what it sees, as in VQ-VAE."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.register_buffer("codes", torch.randn(5, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        nearest = torch.cdist(x.detach().float(), self.codes.float()).argmin(-1)
-        found = self.codes[nearest]
-        if self.training and torch.is_grad_enabled():
-            with torch.no_grad():
-                for code in range(5):
-                    if (nearest == code).any():
-                        self.codes[code].lerp_(x[nearest == code].mean(0).to(self.codes), 0.1)
-        return x * found + (x - found).detach()
-
-
 class Counts(nn.Module):
     """Its numbers depend on how often it was called."""
 
@@ -172,28 +151,6 @@ class Adapter(nn.Module):
         return F.gelu(self.base(x)) + self.up(self.down(x))
 
 
-class Dropped(nn.Module):
-    """LayerDrop, by Python's generator."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if random.random() < 0.3 else self.linear(x).relu()
-
-
-class TiedInside(nn.Module):
-    """Uses a weight and its transpose."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) * 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.weight).tanh() @ self.weight.t()
-
-
 class Casts(nn.Module):
     """Parameters of several kinds: a scalar, an unused one, one with a view, one of another data type."""
 
@@ -207,32 +164,6 @@ class Casts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = self.rows[::2].to(x.dtype)
         return (x @ rows * self.scale.to(x.dtype)).tanh() * self.low.to(x.dtype)
-
-
-class Nested(nn.Module):
-    """Modules in containers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict(
-            {"a": nn.Sequential(nn.Linear(width, 2 * width), nn.GELU()), "b": nn.Linear(2 * width, width)}
-        )
-        self.weights = nn.ParameterList([nn.Parameter(torch.ones(width))])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.parts["b"](self.parts["a"](x)) * self.weights[0].to(x.dtype)
-
-
-class Reuses(nn.Module):
-    """A weight that is parametrized, cached during the forward."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = parametrizations.weight_norm(nn.Linear(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with parametrize.cached():
-            return self.linear(self.linear(x).tanh())
 
 
 MODULES: dict[str, Callable[[int], nn.Module]] = {
@@ -249,33 +180,16 @@ MODULES: dict[str, Callable[[int], nn.Module]] = {
     "encoder layer": lambda width: nn.TransformerEncoderLayer(width, 2, 2 * width, 0.1, batch_first=True),
     "multihead attention": Attends,
     "experts": Experts,
-    "codebook": Codebook,
     "counts": Counts,
     "remembers": Remembers,
     "holds what it saves": HoldsWhatItSaves,
     "running mean": RunningMean,
     "adapter": Adapter,
-    "dropped": Dropped,
-    "tied inside": TiedInside,
     "odd parameters": Casts,
-    "nested modules": Nested,
     "weight norm": lambda width: parametrizations.weight_norm(nn.Linear(width, width)),
     "spectral norm": lambda width: parametrizations.spectral_norm(nn.Linear(width, width)),
     "orthogonal": lambda width: parametrizations.orthogonal(nn.Linear(width, width)),
-    "cached parametrization": Reuses,
     "alpha dropout": lambda width: nn.Sequential(nn.Linear(width, width), nn.SELU(), nn.AlphaDropout(0.2)),
     "rrelu module": lambda width: nn.Sequential(nn.Linear(width, width), nn.RReLU(inplace=True)),
-    "bilinear": lambda width: Twofold(nn.Bilinear(width, width, width)),
 }
 """Makes a layer of a width."""
-
-
-class Twofold(nn.Module):
-    """A module of two inputs."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x.contiguous(), x.contiguous())

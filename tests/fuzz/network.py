@@ -73,14 +73,10 @@ class Network(nn.Module):
 
     def forward(self, given: Tensor) -> Tensor:
         x = begun = self.embed(given)
-        every = []
         for layer in self.order():
             x = self.call(layer, x)
-            every.append(x)
         if self.program.skip:
             x = x + begun
-        if self.program.gathers:
-            x = x + torch.stack(every).sum(0)
         return self.head(x.to(self.head.weight.dtype))
 
     def order(self) -> list[nn.Module]:

@@ -184,6 +184,4 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "function: in place": lambda x: functions.ChangesItsInput.apply(x * 1),
     "function: on context": lambda x: functions.KeepsOnItsContext.apply(x)[0],
     "function: none and twice": functions.SavesNone.apply,
-    "function: sparse": functions.SavesSparse.apply,
-    "function: changes a copy": functions.ChangesItsGradient.apply,
 }

@@ -18,8 +18,6 @@ def policy_of(program: Program, directory: Path) -> dict[str, Any]:
     if program.budget is not None:
         which, size = program.budget.split()
         budget[f"{which}_bytes"] = size
-    if program.objective is not None:
-        budget["objective"] = program.objective
     made: dict[str, Any] = {
         "default": program.layers[0].placement,
         "layers": rules(program, shifted=0),

@@ -11,7 +11,7 @@ from covering import of_which
 from faults import inject
 
 import tba_offload as tba
-from fuzz.choices import DENIED, Layer, Program, choices_of, draw, simpler
+from fuzz.choices import Layer, Program, choices_of, draw
 from fuzz.comparing import judge
 from fuzz.shrinking import shrunk
 
@@ -51,17 +51,6 @@ def test_all_choices_are_drawn() -> None:
         assert found == set(each.metadata["values"]), each.name
 
 
-def test_what_is_known_is_not_drawn() -> None:
-    programs = [draw(seed) for seed in range(100)]
-    smaller = [other for program in programs[:10] for other in simpler(program)]
-    for why, denies in DENIED.items():
-        assert not any(map(denies, programs + smaller)), why
-
-
-def test_a_healthy_program_has_no_fault() -> None:
-    assert judge(MOVED).kind == "same"
-
-
 @pytest.mark.parametrize("fault", ["flip-read", "zeros-write"])
 def test_a_drive_that_changes_bytes_is_found(fault: str) -> None:
     with inject(fault) as faults:
@@ -73,20 +62,6 @@ def test_a_drive_that_changes_bytes_is_found(fault: str) -> None:
 def test_a_refusal_is_no_fault() -> None:
     program = replace(MOVED, layers=(Layer("counts", placement="recompute"),), states="auto")
     assert judge(program).kind == "refused"
-
-
-def test_the_same_error_is_no_fault() -> None:
-    program = replace(MOVED, layers=(Layer("changes what was saved", placement="offload"),))
-    assert judge(program).kind == "same error"
-
-
-def test_shrinking_leaves_what_the_fault_needs() -> None:
-    def fails(program: Program) -> bool:
-        kinds = [layer.kind for layer in program.layers]
-        return program.width == 32 and "mlp" in kinds and program.clip != "none"
-
-    smallest = shrunk(MOVED, fails)
-    assert smallest == Program(layers=(Layer("mlp"),), width=32, clip="norm")
 
 
 def test_a_planted_fault_is_shrunk() -> None:

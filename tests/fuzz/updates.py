@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn, optim
 
 if TYPE_CHECKING:
@@ -40,10 +39,6 @@ def make(name: str, parameters: Iterable[Any], program: Program) -> optim.Optimi
         flag = program.implementation.replace("loop", "foreach")
         if flag in known:
             settings[flag] = program.implementation != "loop"
-    if program.maximize and "maximize" in known:
-        settings["maximize"] = True
-    if program.tensor_rate:
-        settings["lr"] = torch.tensor(settings["lr"])
     return kind(parameters, **settings)
 
 

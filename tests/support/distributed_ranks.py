@@ -49,7 +49,6 @@ STEPS, STEPS_OF_A_PLAN = 3, 4
 """The fourth is the first under a plan."""
 MICRO_BATCHES = 3
 IN_STAGES = "in stages"
-VIEWS = "views of distributed tensors"
 ROWS, LENGTH, WIDTH, INNER = 4, 32, 64, 256
 CPU = torch.device("cpu")
 
@@ -275,54 +274,6 @@ def compare(spread: str, rank: int, default: str) -> dict[str, Any]:
     return {"different": sum(not same_bits(a, b) for a, b in pairs), "steps": steps}
 
 
-class Views(nn.Module):
-    """A layer that saves views of one distributed tensor, and a small view of a large one.
-
-    Args:
-        is_changed: Whether what was saved is changed before backward.
-    """
-
-    def __init__(self, *, is_changed: bool) -> None:
-        super().__init__()
-        self.scale, self.is_changed = nn.Parameter(torch.ones(WIDTH)), is_changed
-        self.mesh = init_device_mesh("cpu", (RANKS,))
-
-    def forward(self, x: Tensor) -> Tensor:
-        whole = DTensor.from_local(x * self.scale, self.mesh, [Shard(0)], run_check=False)
-        h = whole + 1
-        wide = torch.cat((h, h, h, h), dim=-1)
-        found = h.sin() + h.view(-1, WIDTH).cos().view_as(h) + wide[..., 3 : WIDTH + 3].cos()
-        if self.is_changed:
-            with torch.no_grad():
-                h.mul_(2)
-        return found.to_local() + x  # type: ignore[attr-defined,no-any-return]
-
-
-def train_views(default: str | None, *, is_changed: bool = False) -> tuple[list[Tensor], int]:
-    """Losses and gradients of some steps of two such layers, and the bytes that travelled."""
-    net, found = nn.Sequential(Views(is_changed=is_changed), Views(is_changed=False)), []
-    attaching = nullcontext() if default is None else session_for(net, layers=list(net), default=default)
-    with attaching as session:
-        for step in range(STEPS):
-            x = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))
-            loss = net(x).pow(2).mean()
-            loss.backward()
-            found += [loss.detach(), *(parameter.grad.clone() for parameter in net.parameters())]  # type: ignore[union-attr]
-            net.zero_grad()
-    steps = session.report() if session is not None else []
-    return found, sum(step.offloaded_bytes + step.forwarded_bytes for step in steps)
-
-
-def compare_views(_: int, default: str) -> dict[str, Any]:
-    (expected, _), (found, moved_bytes) = train_views(None), train_views(default)
-    result = {"different": sum(not same_bits(a, b) for a, b in zip(found, expected, strict=True))}
-    try:
-        train_views(default, is_changed=True)
-    except tba.TbaError as error:
-        return {**result, "moved": moved_bytes, "error": type(error).__name__}
-    return {**result, "moved": moved_bytes, "error": ""}
-
-
 COMPARED = {
     "offload": [*SPREAD, *NESTED, IN_STAGES],
     "offload-remat": [*SPREAD, IN_STAGES],
@@ -340,7 +291,6 @@ def cases() -> dict[str, Callable[[int], dict[str, Any]]]:
     for default, spreads in COMPARED.items():
         for spread in spreads:
             found[f"{default}, {spread}"] = partial(compare, spread, default=default)
-    found[f"offload, {VIEWS}"] = partial(compare_views, default="offload")
     return found
 
 
