@@ -6,10 +6,8 @@ import copy
 import pickle
 
 import pytest
-from harness import assert_all_given_back, session_for
 from hypothesis import given
 from hypothesis import strategies as st
-from models import assert_same_history, make_model, train
 
 import tba_offload as tba
 from tba_offload import Placement
@@ -52,13 +50,3 @@ def test_other_words_are_errors_that_list_the_names(word: str) -> None:
         Placement(word)
     with pytest.raises(tba.ConfigError, match=r"offload-N%"):
         tba.OffloadConfig.from_yaml(f"default: {word}")
-
-
-@pytest.mark.parametrize("percent", [25, 75])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_training_keeps_its_bits(percent: int, micro_batches: int) -> None:
-    expected = train(make_model(layers=4), micro_batches=micro_batches)
-    model = make_model(layers=4)
-    with session_for(model, default=Placement(f"offload-{percent}%")) as session:
-        assert_same_history(train(model, session, micro_batches=micro_batches), expected)
-        assert_all_given_back(session)

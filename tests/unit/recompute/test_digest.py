@@ -39,32 +39,14 @@ def test_round_numbers_in_64_bits_count(count: int) -> None:
         assert digest(one) != digest(other)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "count", "places"),
-    [
-        (torch.float32, 2045, (2042, 2044)),
-        (torch.float32, 50257, (49008, 50256)),
-        (torch.bfloat16, 4091, (4084, 4088)),
-        (torch.uint8, 8183, (8168, 8176)),
-    ],
-    ids=str,
-)
-def test_words_that_fill_no_row_and_elements_that_fill_no_word(
-    dtype: torch.dtype, count: int, places: tuple[int, int]
-) -> None:
-    """A change of one does not hide that of another, though both may be the first of their kind."""
-    tensor = torch.zeros(count, dtype=dtype)
-    changed = tensor.clone()
-    changed[list(places)] = 5 if dtype is torch.uint8 else 0.5
-    assert digest(tensor) != digest(changed)
-
-
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "all signs": torch.neg,
     "signs of the odd ones": lambda flat: flat.index_fill(0, _odd(flat), 0) - flat * _is_odd(flat),
     "two signs": lambda flat: torch.cat((flat[:3], -flat[3:5], flat[5:])),
     "two that change places": lambda flat: torch.cat((flat[:3], flat[5:6], flat[4:5], flat[3:4], flat[6:])),
     "one bit": lambda flat: torch.cat((flat[:9], flat[9:10].abs() + 1, flat[10:])),
+    "two at the end": lambda flat: torch.cat((flat[:-4], flat[-4:-3] + 8, flat[-3:-1], flat[-1:] + 8)),
+    "the order": lambda flat: flat.flip(0),
 }
 
 
@@ -77,9 +59,11 @@ def _odd(flat: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("change", list(CHANGES))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("count", [16, 2304, 50_001])
+@pytest.mark.parametrize(
+    ("dtype", "count"), [(torch.float32, 50_257), (torch.float64, 16), (torch.bfloat16, 4091)]
+)
 def test_other_bits_give_another_digest(change: str, dtype: torch.dtype, count: int) -> None:
+    """Also in words that fill no row, and elements that fill no word."""
     torch.manual_seed(count)
     flat = torch.randn(count).to(dtype)
     flat[:16] = torch.arange(1, 17)
@@ -87,17 +71,7 @@ def test_other_bits_give_another_digest(change: str, dtype: torch.dtype, count: 
     assert digest(CHANGES[change](flat)) != digest(flat)
 
 
-def test_rows_that_change_places_give_another_digest() -> None:
-    table = torch.randn(300, 64)
-    assert digest(table[torch.randperm(300)]) != digest(table)
-
-
 def test_views_of_any_stride_can_be_read() -> None:
     table = torch.ones(100)
     for view in (table[::5][:1], table[3:4], table[:0], table[0]):
         assert digest(view) == digest(view.clone())
-
-
-def test_conjugates_give_another_digest() -> None:
-    value = torch.randn(64, 64, dtype=torch.complex64)
-    assert digest(value.conj()) != digest(value)
