@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
-import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
-import models
 import pytest
 import torch
 from torch import Tensor, nn
 
-import tba_offload as tba
-from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
-from tba_lab.megatron_cpu import seed_all, single_process, training_device
-from tba_offload.config.policy import LayerId, Placement, Rule
+from tba_lab.gpt import GptShape, build_gpt
+from tba_lab.megatron_cpu import single_process, training_device
+from tba_offload.config.policy import LayerId
 from tba_offload.errors import UnsupportedError
 from tba_offload.megatron.layers import find_layers, is_megatron, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
 SHAPE = GptShape(layers=3, hidden=32, heads=4, sequence=16, vocab=64, dropout=0.1)
-SHAPES = [
-    dataclasses.replace(SHAPE, style=style, dtype=dtype)
-    for style in ("gpt", "llama")
-    for dtype in ("fp32", "bf16")
-]
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.style}-{shape.dtype}")
 
 
 @pytest.fixture
 def megatron() -> Iterator[None]:
     with single_process(seed=1):
         yield
-
-
-def same_bits(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(
-        models.same_bits(one.detach(), other.detach()) for one, other in zip(first, second, strict=True)
-    )
-
-
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert len(gradients) == len(list(model.parameters()))
-    return gradients
 
 
 class TestFindLayers:
@@ -112,58 +90,6 @@ def build_mamba() -> nn.Module:
     return model
 
 
-class TestInputsThatTravel:
-    """Layers placed recompute-offload, which Megatron's checkpoint recomputes."""
-
-    @every_shape
-    def test_the_hidden_states_travel_and_what_layers_share(self, shape: GptShape) -> None:
-        """The mask and the table of positions are written once, and kept once they are found to be held."""
-        batch = random_batch(shape, batch_size=2, seed=2)
-        model = build_gpt(shape, seed=0)
-        given: list[weakref.ref[torch.UntypedStorage]] = []
-        for layer in find_layers(model):
-            layer.module.register_forward_pre_hook(
-                lambda _, args, kwargs: given.append(weakref.ref(kwargs["hidden_states"].untyped_storage())),
-                with_kwargs=True,
-            )
-        nbytes = 2 * shape.sequence * shape.hidden * (4 if shape.dtype == "fp32" else 2)
-        shared = shape.sequence**2 + (shape.sequence * 8 * 4 if shape.style == "llama" else 0)
-        with tba.attach(model, INPUTS) as session:
-            for number in range(2):
-                given.clear()
-                with session.step() as step:
-                    loss = gpt_loss(model, batch)
-                    session.offloader.quiesce()
-                    assert [storage() for storage in given] == [None] * 3
-                    torch.autograd.backward(loss)
-                assert step.record is not None
-                assert step.record.recomputed_scopes == 3
-                assert step.record.read_bytes == 3 * nbytes  # what layers share is in memory all the while
-                assert step.record.offloaded_bytes == 3 * nbytes + (0 if number else shared)
-                assert (step.record.kept_bytes, step.record.held_bytes) == ((shared, 0), (0, shared))[
-                    not number
-                ]
-
-
-INPUTS = tba.OffloadConfig(
-    default=Placement.RECOMPUTE_OFFLOAD, store=tba.StoreConfig(kind="host"), min_tensor_bytes=64
-)
-
-
-def run_mamba(model: Any) -> Tensor:
-    output = torch.ones(8, 2, 32, requires_grad=True) * 1
-    for layer in model.decoder.layers:
-        output = layer(output, None)
-    return output.square().sum()
-
-
-def run_mtp(model: Any) -> Tensor:
-    tokens, mask = torch.arange(32).view(2, 16), torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
-    positions = torch.arange(16).expand(2, -1)
-    losses: Tensor = model(tokens, positions, mask, labels=tokens, loss_mask=torch.ones(2, 16))
-    return losses.mean()
-
-
 def build_mtp() -> nn.Module:
     """A GPT with two layers that predict further tokens."""
     with warnings.catch_warnings():
@@ -193,32 +119,6 @@ class TestOtherLayers:
         assert [id_.name for id_ in ids[:3]] == [f"decoder.layers.{number}" for number in range(3)]
         assert [id_.name.rpartition(".")[0] for id_ in ids[3:]] == ["mtp.layers.0", "mtp.layers.1"]
         assert len({(id_.stack, id_.number) for id_ in ids}) == 5
-
-    @pytest.mark.parametrize(
-        ("build", "run", "recomputed", "layers"),
-        [(build_mamba, run_mamba, "0", 3), (build_mtp, run_mtp, "mtp.layers.0.*", 5)],
-    )
-    def test_every_placement_gives_the_same_bits(
-        self, build: Callable[[], nn.Module], run: Callable[[nn.Module], Tensor], recomputed: str, layers: int
-    ) -> None:
-        def train(config: tba.OffloadConfig | None) -> list[Tensor]:
-            model = build()
-            with tba.attach(model, config) if config else contextlib.nullcontext() as session:
-                seed_all(3)
-                with session.step() if session else contextlib.nullcontext():
-                    loss = run(model)
-                    loss.backward()
-                if session:
-                    record = session.report()[-1]
-                    assert (record.scopes, record.recomputed_scopes) == (layers, 1)
-                    assert record.offloaded_bytes + record.forwarded_bytes > 0
-            return [loss, *gradients_of(model)]
-
-        expected = train(None)
-        for placement in (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD):
-            rules = (Rule(recomputed, placement), Rule("*.layers.1", Placement.KEEP))
-            config = tba.OffloadConfig(layers=rules, store=tba.StoreConfig(kind="host"), min_tensor_bytes=64)
-            assert same_bits(train(config), expected)
 
 
 class TestShorten:

@@ -696,26 +696,6 @@ def test_11e_the_collector_may_run_finalizers_anywhere() -> None:
         gc.set_threshold(*thresholds)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, SystemExit])
-def test_11e_an_interrupted_layer_leaves_no_hook(error: type[BaseException]) -> None:
-    def mix(h: Tensor) -> Tensor:
-        h = h.tanh() * h[..., ::2].repeat_interleave(2, -1)
-        if strikes:
-            raise error
-        return h
-
-    strikes: list[int] = []
-    expected = plain(block=lambda: Block(mix))
-    with attached(lambda: Block(mix)) as (net, session):
-        strikes.append(1)
-        with pytest.raises(error), session.step():
-            net(make_input())
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        strikes.clear()
-        assert_same(run(net, forward_backward, session, 1), expected)
-        assert_all_given_back(session)
-
-
 # 12. Hooks in hooks
 
 

@@ -34,16 +34,6 @@ def check(*arguments: object) -> Result:
     return CliRunner().invoke(cli.main, ["check", *map(str, arguments)])
 
 
-def test_every_layer_is_told_with_its_rule(policy: Path) -> None:
-    result = check(policy, "--layers", 24)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert [line.split(maxsplit=2) for line in result.stdout.splitlines()] == [
-        ["0-3", "recompute", "rule '0-3' (line 3)"],
-        ["4-21", "offload", "default"],
-        ["22-23", "keep", "rule 'last 2' (line 5)"],
-    ]
-
-
 def test_json_is_one_object_and_nothing_else(policy: Path) -> None:
     policy.write_text(f"{POLICY}states:\n  when: backward\nweights:\n  frozen: offload-25%\n")
     result = check(policy, "--layers", "6", "--json")
@@ -77,16 +67,6 @@ def test_everything_wrong_is_told_by_line(policy: Path) -> None:
     assert [(problem["line"], f"Error: {problem['message']}") for problem in problems] == [
         *zip((5, 7, 8), messages, strict=True)
     ]
-
-
-def test_what_has_no_effect_is_a_warning(policy: Path) -> None:
-    policy.write_text(POLICY.replace("0-3", "0-3,50") + "budget: {activation_bytes: 2GiB}\n")
-    result = check(policy, "--layers", 24)
-    assert result.exit_code == 0
-    rule, budget = result.stderr.splitlines()
-    assert rule.startswith(f"Warning: {policy}:3: the rule '0-3,50' (line 3) names layers that there are not")
-    assert budget.startswith(f"Warning: {policy}:7: budget.activation_bytes: has no effect: no layer is auto")
-    assert len(json.loads(check(policy, "--layers", 24, "--json").stdout)["warnings"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -52,18 +52,6 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(cli.main, arguments)
 
 
-def test_rok_prints_table_pareto_set_and_advice(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    result = call("rok", *runs)
-    assert (result.exit_code, result.stderr) == (0, "")
-    heading, _, keep, offload, *rest = result.stdout.splitlines()
-    assert heading.startswith("| Strategy ")
-    assert keep.split()[1:10:2] == ["keep", "2", "1000", "2.00", "0.500"]
-    assert offload.split()[1:10:2] == ["offload", "2", "200", "1.92", "0.520"]
-    assert "Pareto set: offload at batch size 2; keep at batch size 2." in rest
-    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich take the output for a terminal
-    assert "───" in call("rok", *runs).stdout
-
-
 def test_json_and_csv_are_alone_on_the_standard_output(runs: list[str]) -> None:
     document = json.loads(call("rok", "--json", *runs).stdout)
     assert [point["strategy"] for point in document["points"]] == ["keep", "offload"]

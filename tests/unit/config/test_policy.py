@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tba_offload import ConfigError, LayerId, Placement, Policy, Rule
 from tba_offload.config.policy import with_depths
@@ -47,13 +45,6 @@ def test_numbers_within_a_stack() -> None:
     assert matched("decoder:0,last 2", two_stacks(4)) == [4, 6, 7]
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), min_size=1, max_size=5))
-def test_ranges_match_the_numbers_they_span(ranges: list[tuple[int, int]]) -> None:
-    text = ",".join(f"{first}-{first + more}" if more else str(first) for first, more in ranges)
-    expected = {number for first, more in ranges for number in range(first, first + more + 1)}
-    assert set(matched(text, decoder(60))) == expected
-
-
 @pytest.mark.parametrize(
     ("match", "complaint"),
     [
@@ -76,12 +67,6 @@ def test_a_malformed_match_is_refused_when_the_rule_is_built(match: str, complai
         Rule(match, KEEP)
     assert str(caught.value).startswith("match: malformed match ")
     assert complaint in str(caught.value)
-
-
-def test_words_and_numbers_will_do() -> None:
-    assert Rule(0, "recompute") == Rule("0", RECOMPUTE, line=3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"placement: must be one of keep, .*, offload-N%, not 'drop'"):
-        Rule("0", "drop")  # type: ignore[arg-type]
 
 
 def test_the_first_match_wins_and_the_default_gets_the_rest() -> None:
@@ -111,16 +96,6 @@ def test_numbers_of_layers_that_there_are_not(match: str, exceeds: bool) -> None
     )
     assert policy(Rule(match, KEEP, 3)).doubts(decoder(24)) == [said] * exceeds
     assert policy(Rule("99", KEEP)).doubts(decoder(2)) == []  # an error, not a doubt
-
-
-def test_without_a_model_rules_by_name_are_not_judged() -> None:
-    layers = [LayerId(number, "") for number in range(4)]
-    by_name = Rule("decoder.layers.?", AUTO, 3)
-    rules = policy(by_name, Rule("*", KEEP), Rule("9", RECOMPUTE, 5))
-    assert rules.unjudged(layers) == [by_name]
-    assert rules.placements(layers) == {AUTO, KEEP}
-    (problem,) = rules.problems(layers)
-    assert str(problem).endswith("'9' (line 5) matches no layer; the layers are 0-3")
 
 
 def test_all_rules_that_take_no_effect_are_told_at_once() -> None:
