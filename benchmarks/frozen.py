@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import tba_offload as tba
 from tba_lab.race import paired_ratio
-from tba_offload.device.memory import MallocMeter
+from tba_offload.device.meters import MallocMeter
 from tba_offload.formatting import readable_size
 
 RANK = 8

@@ -50,9 +50,9 @@ from tba_lab.gpt import DTYPES, GptShape, choose_dtype
 from tba_lab.race import Spread, measures_memory, paired_ratio, timed_rounds, turns
 from tba_offload.config import parse_size
 from tba_offload.device import ByteRange, device_of
-from tba_offload.device.checksum import sums
-from tba_offload.device.malloc import keep_freed_pages
-from tba_offload.device.memory import meter_of
+from tba_offload.device.digest import sums
+from tba_offload.device.host_memory import keep_freed_pages
+from tba_offload.device.meters import meter_of
 from tba_offload.errors import StoreError, UnsupportedError
 from tba_offload.layers.find import explicit_layers
 from tba_offload.session import Session

@@ -36,7 +36,7 @@ import torch
 
 from tba_offload.config import parse_size
 from tba_offload.device import READY, device_of
-from tba_offload.device.ranges import CACHE_LINE, ByteRange
+from tba_offload.device.device import CACHE_LINE, ByteRange
 from tba_offload.store.file import JOINED_BYTES, FileStore
 from tba_offload.store.options import threads_per_direction
 

@@ -41,7 +41,7 @@ import tba_offload as tba
 from tba_lab.gpt import DTYPES, GptShape, random_batch
 from tba_lab.race import MEASURE_EVERY, Entrant, measures_memory, paired_ratio, timed_rounds
 from tba_offload.config import parse_size
-from tba_offload.device.malloc import keep_freed_pages
+from tba_offload.device.host_memory import keep_freed_pages
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 

@@ -50,14 +50,14 @@ import tba_offload as tba
 from tba_lab.race import Spread, paired_ratio
 from tba_offload.config import format_size, parse_size
 from tba_offload.device import device_of
-from tba_offload.device.memory import meter_of
+from tba_offload.device.meters import meter_of
 from tba_offload.store import open_store
 from tba_offload.store.bench import measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from tba_offload.device.memory import MemoryMeter
+    from tba_offload.device.meters import MemoryMeter
     from tba_offload.states import OptimizerStates
 
 MIB = 2**20

@@ -24,8 +24,8 @@ from tba_lab.gpt import DTYPES, Batch, GptShape, batch_of, build_gpt, choose_dty
 from tba_lab.megatron_cpu import single_process, training_device
 from tba_lab.race import MEASURE_EVERY, Entrant, Spread, measures_memory, paired_ratio, race, timed_rounds
 from tba_offload.config import format_size, load_config, parse_size
-from tba_offload.device.available import available_bytes
-from tba_offload.device.malloc import keep_freed_pages
+from tba_offload.device.host_memory import keep_freed_pages
+from tba_offload.device.meters import available_bytes
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.megatron import require_core
 from tba_offload.report.log import StepRecord, counted_steps, read_run_log

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
-from tba_offload.device.malloc import FAST_ALLOCATOR
+from tba_offload.device.host_memory import FAST_ALLOCATOR
 from tba_offload.errors import TbaError
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tba_offload.config.policy import LayerId as LayerId
     from tba_offload.config.policy import Policy as Policy
     from tba_offload.config.policy import Rule as Rule
-    from tba_offload.device.malloc import keep_freed_pages as keep_freed_pages
+    from tba_offload.device.host_memory import keep_freed_pages as keep_freed_pages
     from tba_offload.errors import ChecksumError as ChecksumError
     from tba_offload.errors import ConfigError as ConfigError
     from tba_offload.errors import HangingError as HangingError
@@ -68,7 +68,7 @@ _HOMES = {
         "attachment": "attach",
         "config": "BudgetConfig OffloadConfig StatesConfig StoreConfig WeightsConfig load_config",
         "config.policy": "LayerId Policy Rule",
-        "device.malloc": "keep_freed_pages",
+        "device.host_memory": "keep_freed_pages",
         "errors": (
             "ChecksumError ConfigError HangingError MissingDependencyError NoEffectWarning "
             "NothingSavedWarning PatchError RecomputationError RunLogError "

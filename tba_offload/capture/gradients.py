@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from tba_offload.device.live_bytes import LiveBytes
+from tba_offload.device.meters import LiveBytes
 from tba_offload.layers.nested import parameters_in
 
 if TYPE_CHECKING:

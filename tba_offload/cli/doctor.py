@@ -34,7 +34,7 @@ def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None
     """
     import tempfile
 
-    from tba_offload.device import streams
+    from tba_offload.device import device as streams
     from tba_offload.store.doctor import examine, lines
 
     places = [*dict.fromkeys(map(str, directories))] or [tempfile.gettempdir()]

@@ -1,18 +1,19 @@
-"""The machine under the stores: streams, events and memory of a device, each with a CPU twin."""
+"""The machine under the stores: streams, events and memory of a device, and what measures that memory."""
 
 from __future__ import annotations
 
-from tba_offload.device.ranges import ByteRange
-from tba_offload.device.streams import (
+from tba_offload.device.device import (
     READY,
     Accelerator,
-    CpuDevice,
+    ByteRange,
     Device,
     Event,
     Mark,
     device_of,
     is_device_failure,
 )
+
+CpuDevice = Device
 
 __all__ = [
     "READY",

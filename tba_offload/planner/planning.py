@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tba_offload.capture.hooks import Capture
-    from tba_offload.device.live_bytes import LiveBytes
+    from tba_offload.device.meters import LiveBytes
     from tba_offload.planner.auto import Controller
     from tba_offload.planner.measure import RunSize, StepObservation
     from tba_offload.planner.model import Limits, Plan

@@ -65,7 +65,7 @@ _SLOTS, _LARGEST_SUB_GROUP = 3, 64
 _OF_THE_MODEL = ("one large gradient", "gradients", "optimizer states", "frozen weights", "one layer")
 """Causes that are no activations: without them backward can take less than gradients and one layer."""
 
-_CPU = ("mallinfo2", "jemalloc", "tcmalloc")
+_CPU = ("mallinfo2",)
 """Beginnings of the sources of figures where activations lie in host memory."""
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from tba_offload.device.memory import MemoryMeter
+    from tba_offload.device.meters import MemoryMeter
     from tba_offload.session.session import Session
 
 Tokens = int | Callable[..., int | None]

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.device.live_bytes import LiveBytes, plain_storage
-from tba_offload.device.memory import MemoryMeter, ResidentPeak, meter_of
+from tba_offload.device.meters import LiveBytes, MemoryMeter, ResidentPeak, meter_of, plain_storage
 from tba_offload.errors import UnsupportedError
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.placements import Placement
@@ -98,7 +97,7 @@ class Memory:
         if self._meter is None:
             try:
                 self._meter = meter_of(self._device, lambda: self._gradients.nbytes + self._state_bytes)
-                self._meter.tell(self._saw)
+                self._meter.seen = self._saw
             except UnsupportedError as error:
                 self._notices.warn_once("meter", f"the activation peak is not measured: {error}")
         return self._meter

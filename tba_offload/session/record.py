@@ -19,7 +19,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from tba_offload.capture.trace import DeviceTimes
-from tba_offload.device.streams import device_of
+from tba_offload.device.device import device_of
 from tba_offload.placements import Placement
 from tba_offload.planner.measure import StepObservation
 from tba_offload.planner.model import Plan
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tba_offload.capture.trace import StepMarks
     from tba_offload.config.policy import LayerId, Policy
-    from tba_offload.device.streams import Event
+    from tba_offload.device.device import Event
     from tba_offload.session.loop import Step
     from tba_offload.session.session import Session
     from tba_offload.states import StatesRecord

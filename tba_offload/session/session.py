@@ -26,9 +26,8 @@ from tba_offload.capture.hooks import Capture
 from tba_offload.capture.site import Site, check_unattached
 from tba_offload.config import ConfigLike, OffloadConfig, read_config
 from tba_offload.config.policy import LayerId, Objective, Placement
-from tba_offload.device.available import fitting_bytes
-from tba_offload.device.peers import has_peers
-from tba_offload.device.streams import device_of_model
+from tba_offload.device.device import device_of_model, has_peers
+from tba_offload.device.meters import fitting_bytes
 from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
 from tba_offload.layers.find import LayerStack, check_disjoint, chunks_of
 from tba_offload.planner.auto import Agree, Controller, Task

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tba_offload.device import device_of
-from tba_offload.device.peers import has_peers
+from tba_offload.device.device import has_peers
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import AwayMaster
 from tba_offload.states.twin import is_taken

@@ -17,8 +17,8 @@ import torch
 from compiled import library_of
 from places import SUPPORT
 
-from tba_offload.device.memory import AllocatorMeter, MemoryMeter
-from tba_offload.device.ranges import new_storage
+from tba_offload.device.device import new_storage
+from tba_offload.device.meters import AllocatorMeter, MemoryMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ def exact_memory(*, slots_too: bool = False) -> Iterator[None]:
         with (
             mock.patch.multiple(torch.cpu, create=True, **statistics),
             mock.patch("tba_offload.session.memory.meter_of", meter_of),
-            mock.patch("tba_offload.device.ranges.new_storage", counted if slots_too else new_storage),
+            mock.patch("tba_offload.device.device.new_storage", counted if slots_too else new_storage),
         ):
             yield
     finally:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import tba_offload as tba
-from tba_offload.device.memory import MallocMeter
+from tba_offload.device.meters import MallocMeter
 from tba_offload.report.log import StepRecord
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.device import READY, Accelerator, ByteRange, device_of
-from tba_offload.device.ranges import aligned_range
+from tba_offload.device.device import aligned_range
 from tba_offload.errors import DeviceError, TransferError, UnsupportedError
 from tba_offload.megatron.training import report_loss
 from tba_offload.report.log import read_run_log

@@ -18,7 +18,7 @@ from store_contract import CPU, descriptors
 
 from tba_offload import cli
 from tba_offload.config import OffloadConfig
-from tba_offload.device import streams
+from tba_offload.device import device as streams
 from tba_offload.store import bench, gds
 
 if TYPE_CHECKING:

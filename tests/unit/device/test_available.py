@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tba_offload.device.available import available_bytes, fitting_bytes
+from tba_offload.device.meters import available_bytes, fitting_bytes
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from harness import MIB, PATIENCE, session_for
 from models import loss_of, make_model, make_tokens
 
 import tba_offload as tba
-from tba_offload.device.live_bytes import LiveBytes
-from tba_offload.device.memory import MallocMeter, ResidentPeak
+from tba_offload.device.meters import LiveBytes, MallocMeter, ResidentPeak
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def test_a_meter_can_be_closed_at_any_time_and_twice(watching: bool) -> None:
 FREED = """
 import sys
 import torch
-from tba_offload.device.malloc import keep_freed_pages
+from tba_offload.device.host_memory import keep_freed_pages
 
 def resident():
     with open("/proc/self/status") as lines:
@@ -217,7 +216,7 @@ def test_a_storage_that_only_autograd_holds_still_counts() -> None:
 
 COUNTED = """
 import torch
-from tba_offload.device.memory import MallocMeter
+from tba_offload.device.meters import MallocMeter
 from tba_offload.errors import UnsupportedError
 try:
     meter = MallocMeter(period=3600)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tba_offload.device import Accelerator
-from tba_offload.device.pinned import PORTABLE, pinned_memory
+from tba_offload.device.host_memory import PORTABLE, mapped_memory
 from tba_offload.store.file import SLAB_BYTES
 
 SIZES = [1, 4096, 10_000, SLAB_BYTES]
@@ -65,7 +65,7 @@ def test_memory_is_exactly_that_size_on_pages_and_pinned(nbytes: int, runtime: R
 
 
 def test_it_is_given_back_with_the_last_tensor_on_it(runtime: Runtime) -> None:
-    memory = pinned_memory(SLAB_BYTES)
+    memory = mapped_memory(SLAB_BYTES, pinned=True)
     part, address = memory[100:200], memory.data_ptr()
     del memory
     gc.collect()
@@ -78,7 +78,7 @@ def test_it_is_given_back_with_the_last_tensor_on_it(runtime: Runtime) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_neither_has_it_nor_calls_cuda(runtime: Runtime) -> None:
-    memory = pinned_memory(SLAB_BYTES)
+    memory = mapped_memory(SLAB_BYTES, pinned=True)
     address = memory.data_ptr()
     child = os.fork()
     if child == 0:

@@ -17,7 +17,7 @@ from places import ROOT
 from store_contract import CPU, PATIENCE, at_lead, pattern
 
 from tba_offload.device import Accelerator, ByteRange
-from tba_offload.device.checksum import sums
+from tba_offload.device.digest import sums
 from tba_offload.errors import MissingDependencyError, UnsupportedError
 from tba_offload.store import gds, open_store
 from tba_offload.store.gds import GdsStore

@@ -1,0 +1,575 @@
+"""How many bytes of a device are live, how many were at most, and how many a process may still take.
+
+Two meters with one interface measure the activation peak of a step. On an accelerator the peak comes from the
+statistics of the caching allocator. On a CPU a meter samples glibc's own count of live bytes, because malloc
+keeps no peak. Neither looks at our own ledger.
+
+Gradients and optimizer states that are allocated in the middle of a step are no activations. They are counted
+where they come into being (:class:`LiveBytes`), and the meters leave them out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import torch
+
+from tba_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tba_offload.device.device import Device
+
+
+def _nothing() -> int:
+    return 0
+
+
+class MemoryMeter(ABC):
+    """The most bytes that were live on the device since the last :meth:`reset`.
+
+    Args:
+        static: Returns how many of the live bytes are not to be counted at the moment.
+
+    Attributes:
+        source: Source of the figure, for the run log.
+        samples: Whether the meter knows only the moments at which it looks.
+        seen: Called, on whatever thread, with the live bytes that the meter sees: those that count, and those
+            that did not at that moment.
+    """
+
+    source: str
+    samples = False
+
+    def __init__(self, static: Callable[[], int] = _nothing) -> None:
+        self._static = static
+        self.seen: Callable[[int, int], object] = lambda _live, _aside: None
+
+    @abstractmethod
+    def live(self) -> int:
+        """Return the bytes that are live now and count."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget the peak and start to watch."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Leave what is live until :meth:`resume` out of the peak; ``seen`` is still called."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+
+    @abstractmethod
+    def sample(self, grows_by: int = 0) -> None:
+        """Look at a moment that may be high, or before ``grows_by`` bytes more are left out."""
+
+    @abstractmethod
+    def cut(self) -> int:
+        """Begin a new section of the peak; return the live bytes.
+
+        What was seen before does not count for the new section, however coarsely the meter looks.
+        """
+
+    @abstractmethod
+    def peak(self) -> int:
+        """Return the most live bytes since :meth:`reset`, and stop watching."""
+
+    def reserved(self) -> int | None:
+        """Return the most bytes that the allocator held until :meth:`peak`; ``None`` if it does not say."""
+        return None
+
+    @abstractmethod
+    def whole_peak(self) -> int:
+        """Return the most live bytes until :meth:`peak`, those that do not count included."""
+
+    def close(self) -> None:  # noqa: B027 - most start nothing
+        """End what the meter started."""
+
+
+class AllocatorMeter(MemoryMeter):
+    """Peak by the statistics of PyTorch's caching allocator, on an accelerator.
+
+    The allocator reports the peak of a stretch, not when in the stretch it was. So a stretch ends where bytes
+    are born that do not count. Where such bytes are freed inside a stretch its peak is an upper bound.
+    """
+
+    _COARSE = 1 / 64
+    """A stretch ends before more than this share of the peak is born in it: reading the statistics takes the
+    host about 100 us, too much for every single parameter."""
+
+    def __init__(self, device: torch.device, static: Callable[[], int] = _nothing) -> None:
+        super().__init__(static)
+        self.source = f"{device.type} allocator"
+        self._module, self._device = torch.get_device_module(device), device
+        self._peak = self._whole = self._reserved = self._static_before = 0
+        self._is_paused = False
+
+    def live(self) -> int:
+        """Return the bytes of live tensors that count."""
+        return int(self._module.memory_allocated(self._device)) - self._static()
+
+    def reset(self) -> None:
+        """Set the allocator's peak to what is live now."""
+        self._peak = self._whole = self._reserved = 0
+        self._is_paused = False
+        self._begin_stretch()
+
+    def pause(self) -> None:
+        """End a stretch; the next one, until :meth:`resume`, is in no peak."""
+        self.cut()
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Begin a stretch that counts."""
+        self._end_stretch()
+        self._is_paused = False
+        self._begin_stretch()
+
+    def sample(self, grows_by: int = 0) -> None:
+        """End a stretch before too much is born in it."""
+        born = self._static() + grows_by - self._static_before
+        if not self._is_paused and born > self._COARSE * self._peak:
+            self._end_stretch()
+            self._begin_stretch(grows_by)
+
+    def cut(self) -> int:
+        """End a stretch, and begin the next; return live bytes."""
+        self._end_stretch()
+        self._begin_stretch()
+        return self.live()
+
+    def peak(self) -> int:
+        """Return the highest peak of a stretch."""
+        self._end_stretch()
+        return self._peak
+
+    def reserved(self) -> int:
+        """Return what the allocator had taken from the device, cached blocks included."""
+        return self._reserved
+
+    def whole_peak(self) -> int:
+        """Return the highest peak of the allocator in a stretch."""
+        return self._whole
+
+    def _begin_stretch(self, grows_by: int = 0) -> None:
+        self._static_before = self._static() + grows_by
+        self._module.reset_peak_memory_stats(self._device)
+
+    def _end_stretch(self) -> None:
+        static = min(self._static_before, self._static())
+        whole = self._module.max_memory_allocated(self._device)
+        self.seen(whole - static, static)
+        if not self._is_paused:
+            self._whole = max(self._whole, whole)
+            self._peak = max(self._peak, whole - static)
+            self._reserved = max(self._reserved, self._module.max_memory_reserved(self._device))
+
+
+REST = 49
+"""Rest after a sample that may be skipped, in samples: all of them take a fiftieth of a core at most.
+
+The processor time of a sample counts, not its time by the clock: that has waits for the GIL, which reading
+the count lets go of. Beside a thread that is busy in Python there would be seconds without a sample.
+"""
+
+
+class MallocMeter(MemoryMeter):
+    """Peak of malloc's live bytes, sampled by a thread and by :meth:`sample`.
+
+    A sample takes 4 us in a small process, and 100 to 700 us in one whose heap has a thousand free blocks,
+    since glibc walks them all. So all threads together rest after each sample: what comes sooner is skipped,
+    but for :meth:`cut`. A peak that lasts for less than the rest can be missed.
+
+    Args:
+        period: Seconds between two samples of the thread, or more.
+        static: Returns how many of the live bytes are not to be counted at the moment.
+
+    Raises:
+        UnsupportedError: malloc does not count what PyTorch allocates here.
+    """
+
+    samples = True
+    source = "mallinfo2, sampled"
+
+    def __init__(self, period: float = 0.002, static: Callable[[], int] = _nothing) -> None:
+        super().__init__(static)
+        self._count = malloc_count()
+        self._period = period
+        self._lock = threading.Lock()
+        self._peak = self._whole = self._latest = 0
+        self._rests_until = 0.0
+        self._is_paused = False
+        self._watching, self._closed = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, _end, self._watching, self._closed).atexit = False
+
+    def live(self) -> int:
+        """Return the bytes that malloc has given out and that count.
+
+        Reading the count lets go of the GIL. A gradient that is put in place or freed meanwhile is left out
+        either way: one sample that is too low does no harm to a maximum, one that is too high does.
+        """
+        before, began = self._static(), time.thread_time()
+        self._latest = count = self._count()
+        self._rests_until = time.perf_counter() + REST * (time.thread_time() - began)
+        return count - max(before, self._static())
+
+    def reset(self) -> None:
+        """Take a first sample and let the thread, and :meth:`sample`, take the others."""
+        with self._lock:
+            self._is_paused = False
+            self._peak = self.live()
+            self._whole = self._latest
+        if self._thread is None:
+            watched = weakref.ref(self), self._watching, self._closed, self._period
+            self._thread = threading.Thread(target=_watch, args=watched, name="tba-memory", daemon=True)
+            self._thread.start()
+        self._watching.set()
+
+    def pause(self) -> None:
+        """Take a last sample that counts."""
+        if not self._is_paused and self._watching.is_set():
+            self.cut()
+            self._is_paused = True
+
+    def resume(self) -> None:
+        """Count samples again."""
+        self._is_paused = False
+        self._watching.set()
+
+    def sample(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample is of a moment
+        """Take a sample if one is due: on a busy machine the thread may get no turn for long."""
+        if self._rests_until <= time.perf_counter():
+            self.cut()
+
+    def cut(self) -> int:
+        """Take a sample, and return it."""
+        with self._lock:  # or a sample from before a reset could come after it
+            live = self.live()
+            if self._watching.is_set():
+                if not self._is_paused:
+                    self._peak = max(self._peak, live)
+                    self._whole = max(self._whole, self._latest)
+                self.seen(live, self._latest - live)
+            return live
+
+    def peak(self) -> int:
+        """Return the largest sample; take a last one unless the meter is paused."""
+        self.pause()
+        self._watching.clear()
+        with self._lock:
+            return self._peak
+
+    def whole_peak(self) -> int:
+        """Return the largest count of a sample."""
+        return self._whole
+
+    def close(self) -> None:
+        """End the thread."""
+        _end(self._watching, self._closed)
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def rest(self) -> float:
+        """Return seconds until the next sample may be taken."""
+        return self._rests_until - time.perf_counter()
+
+
+def _watch(
+    meter: weakref.ref[MallocMeter], watching: threading.Event, closed: threading.Event, period: float
+) -> None:
+    """Sample for a meter until it is closed; keep no meter alive that is forgotten."""
+    while not closed.is_set():
+        watching.wait()
+        rest = period
+        alive = meter()
+        if alive is not None:
+            alive.sample()
+            rest = max(period, alive.rest())
+        del alive
+        closed.wait(rest)
+
+
+def _end(watching: threading.Event, closed: threading.Event) -> None:
+    closed.set()
+    watching.set()
+
+
+_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class _MallInfo2(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS.split())
+
+
+_PROBE_BYTES = 8 * 2**20
+
+
+def malloc_count() -> Callable[[], int]:
+    """Return a function that counts the live bytes of this process.
+
+    A process has glibc's functions whatever allocator was preloaded, and there they count next to nothing. So
+    the count is tried: it has to follow an allocation of PyTorch's, to a sixteenth, as other threads allocate
+    meanwhile.
+
+    Raises:
+        UnsupportedError: The count does not follow, as with musl, glibc before 2.33, or another allocator.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallinfo2"):
+        function = libc.mallinfo2
+        function.restype = _MallInfo2
+
+        def count() -> int:
+            info = function()
+            return int(info.uordblks + info.hblkhd)
+
+        before = count()
+        tensor = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
+        during = count()
+        del tensor
+        slack = _PROBE_BYTES // 16
+        if abs(during - before - _PROBE_BYTES) < slack and abs(count() - before) < slack:
+            return count
+    raise UnsupportedError(
+        "the activation peak on a CPU is malloc's, and mallinfo2 of glibc (2.33 or later) does not count "
+        "what PyTorch allocates here. Preload no other allocator, or switch it off with measure_memory=False"
+    )
+
+
+def meter_of(device: Device, static: Callable[[], int] = _nothing) -> MemoryMeter:
+    """Return the meter for a device.
+
+    Args:
+        device: Where the model is.
+        static: Returns how many of the live bytes are not to be counted at the moment.
+
+    Raises:
+        UnsupportedError: malloc does not count live bytes on this CPU.
+    """
+    where = device.torch_device
+    return MallocMeter(static=static) if where.type == "cpu" else AllocatorMeter(where, static)
+
+
+class ResidentPeak:
+    """The operating system's peak of this process's resident memory, reset at will (Linux)."""
+
+    def reset(self) -> None:
+        """Set VmHWM to what is resident now; where that is not allowed the peak is of the whole run."""
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return
+
+    def read(self) -> int | None:
+        """Return VmHWM in bytes, or ``None`` where the kernel does not say it."""
+        lines = _read(Path("/proc/self/status")).splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+
+
+# Bytes that do not count
+
+
+class LiveBytes:
+    """Bytes of storages that autograd or an optimizer owns, each counted once, from :meth:`add` until freed.
+
+    A gradient counts from the moment at which autograd has put it in place. While backward still computes it,
+    it is a temporary like any other, and as it is where gradients exist beforehand and are added to.
+
+    Args:
+        device: Storages elsewhere do not count.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._known: dict[int, tuple[weakref.KeyedRef[int, torch.UntypedStorage], int]] = {}
+        self._nbytes = self._shifted = self._added = self._most = 0
+        # A finalizer may run inside any lock, so it only appends.
+        self._freed: SimpleQueue[weakref.KeyedRef[int, torch.UntypedStorage]] = SimpleQueue()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated now."""
+        with self._lock:
+            self._take_freed()
+            return self._nbytes
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Bytes of storages, and those of :meth:`shift`, at one moment."""
+        with self._lock:
+            self._take_freed()
+            return self._nbytes - self._shifted, self._shifted
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count the storage of a tensor; of a sparse or a distributed one those that it is made of."""
+        for plain in _plain_tensors(tensor):
+            self.add_storage(plain.untyped_storage())
+
+    def add_storage(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage of the device."""
+        if storage.device != self._device:
+            return
+        with self._lock:
+            self._take_freed()
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key not in self._known or self._known[key][0]() is not storage:
+                self._known[key] = weakref.KeyedRef(storage, self._freed.put, key), nbytes
+                self._added += nbytes
+                self._grow(nbytes)
+
+    def shift(self, nbytes: int) -> None:
+        """Count bytes that come and go without their storage, as those of weights do; negative ones go."""
+        with self._lock:
+            self._take_freed()
+            self._shifted += nbytes
+            self._grow(nbytes)
+
+    def take_added(self) -> int:
+        """Return the bytes that were added since the last call, freed ones included."""
+        with self._lock:
+            added, self._added = self._added, 0
+            return added
+
+    def take_most(self) -> int:
+        """Return the most bytes that were allocated at one time since the last call."""
+        with self._lock:
+            self._take_freed()
+            most, self._most = self._most, self._nbytes
+            return most
+
+    def _grow(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        self._most = max(self._most, self._nbytes)
+
+    def _take_freed(self) -> None:
+        while not self._freed.empty():  # under the lock nothing else takes any out
+            gone = self._freed.get_nowait()
+            known, nbytes = self._known.get(gone.key, (None, 0))
+            if known is gone:
+                del self._known[gone.key]
+                self._nbytes -= nbytes
+
+
+def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with storages of their own that a tensor is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        parts = (getattr(tensor, name) for name in flatten()[0])
+        tensors = (part for part in parts if isinstance(part, torch.Tensor))  # a device mesh may be one too
+        return [plain for part in tensors for plain in _plain_tensors(part)]
+    return [tensor] if tensor.layout is torch.strided else []
+
+
+def plain_storage(tensor: object) -> torch.UntypedStorage | None:
+    """Return the storage of a plain tensor; ``None`` for one that is made of several or stands for one."""
+    if not isinstance(tensor, torch.Tensor) or type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
+        return None
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    return tensor.untyped_storage()
+
+
+# Memory that is left
+
+FITTING = 0.9
+"""Share of a device that layers placed ``auto`` may fill where no budget is given."""
+
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
+    """Return the memory of a device that is free or can be freed at once.
+
+    Args:
+        device: An accelerator, or the CPU, whose memory is that of the host within the limits of the control
+            groups of this process.
+        root: Where ``/proc`` and ``/sys`` are found.
+
+    Raises:
+        UnsupportedError: The kernel does not say it.
+    """
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    host = _statistic(root / "proc/meminfo", "MemAvailable:")  # the page cache counts as free
+    if host is None:
+        raise UnsupportedError("/proc/meminfo has no MemAvailable, which Linux reports since 3.14")
+    return min([1024 * host, *_group_bytes(root)])
+
+
+def fitting_bytes(device: torch.device) -> int:
+    """Return nine tenths of the memory that this process may have on a device, bytes.
+
+    Of an accelerator that is its size less what other processes hold, of a CPU the memory that this process
+    has and may still take.
+
+    Raises:
+        UnsupportedError: The kernel, or PyTorch's module of the accelerator, does not say it.
+    """
+    if device.type == "cpu":
+        resident = int(_read(Path("/proc/self/statm")).split()[1]) * resource.getpagesize()
+        return int(FITTING * (available_bytes(device) + resident))
+    module = torch.get_device_module(device)
+    if not (hasattr(module, "mem_get_info") and hasattr(module, "memory_reserved")):
+        raise UnsupportedError(
+            f"layers placed auto cannot fit this device: torch.{device.type} does not tell how much "
+            "memory is free. Set budget.activation_bytes."
+        )
+    return int(FITTING * (available_bytes(device) + module.memory_reserved(device)))
+
+
+def _group_bytes(root: Path) -> Iterator[int]:
+    """Yield what each control group that this process is in, or under, has left; versions 1 and 2."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _left_along(root / "sys/fs/cgroup", path, _V2)
+        elif "memory" in controllers.split(","):
+            yield from _left_along(root / "sys/fs/cgroup/memory", path, _V1)
+
+
+def _left_along(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
+    """Yield a group and those above it: each may have a limit.
+
+    Inside a container the path may be that of the host, which does not exist there; the mount is then the
+    container's own group.
+    """
+    limit_name, usage_name, cache_name = names
+    group = mount / path.lstrip("/")
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(mount):
+            return
+        limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
+        if limit.isdecimal() and usage.isdecimal():
+            # The kernel gives up page cache first when the group reaches its limit.
+            yield int(limit) - int(usage) + (_statistic(folder / "memory.stat", cache_name) or 0)
+
+
+def _statistic(file: Path, name: str) -> int | None:
+    """Return the number after a name in a file of the kernel."""
+    found = (line.split() for line in _read(file).splitlines())
+    return next((int(words[1]) for words in found if words[:1] == [name]), None)
+
+
+def _read(file: Path) -> str:
+    """Return a file of the kernel, or nothing where there is none."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
