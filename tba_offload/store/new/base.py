@@ -58,6 +58,11 @@ class Extent:
         return f"the extent of {self.nbytes} bytes at offset {self.offset}"
 
 
+def round_up(nbytes: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``nbytes``."""
+    return -(-nbytes // multiple) * multiple
+
+
 class Store(ABC):
     """One place for bytes outside device memory: the file on one drive, host memory, or one of yours.
 

@@ -1,0 +1,313 @@
+"""A store in one unlinked file that GPUDirect Storage writes and reads.
+
+This is the only module that names kvikio. What cuFile does with a transfer depends on the machine: through
+the nvidia-fs driver or PCIe peer-to-peer the bytes never touch the host; without them they pass through host
+memory. :attr:`GdsStore.path` says which. Where cuFile does not take a file at all, opening the store is an
+error: :class:`tba_offload.store.file.FileStore` moves bytes through the host better than kvikio does.
+
+The bytes go by cuFile's own calls, which wait for no stream of CUDA; the I/O thread has waited for the
+producer. kvikio's ``pread``, ``pwrite``, ``raw_read`` and ``raw_write`` let each transfer wait for all work
+of CUDA's default stream, which is PyTorch's stream unless told otherwise. Its calls for a stream of the
+caller, ``raw_read_async`` and ``raw_write_async``, do so too unless cuFile has a configuration file, and have
+kernels copy, which take multiprocessors from training. kvikio finds the library and its driver, and knows
+whether the machine has what cuFile needs.
+
+No memory is registered with cuFile: that pays for a buffer that one owner uses again and again, and tensors
+come from PyTorch's caching allocator and go back to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tba_offload.device.checksum import sums
+from tba_offload.errors import MissingDependencyError, StoreError
+from tba_offload.store.new import posix
+from tba_offload.store.new.base import BLOCK
+from tba_offload.store.new.file import UnlinkedFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tba_offload.device import ByteRange, Device
+    from tba_offload.store.new.base import Extent
+
+NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
+"""File that is there if the nvidia-fs driver is loaded."""
+
+UDEV = Path("/run/udev")
+"""Directory that cuFile looks for drives in; kvikio asks no cuFile where it is missing."""
+
+
+class GdsStore(UnlinkedFile):
+    """A store in one unlinked file that cuFile writes and reads.
+
+    One block is written and read back first: a file may be taken and its transfers refused, and cuFile shall
+    not allocate what its first transfer needs inside a step. Checksums are computed on the device.
+
+    Args:
+        directory: Where to create the file.
+        device: The device that activations are on.
+        capacity: The most bytes that the file grows to.
+        checksum: Whether to compute checksums.
+
+    Raises:
+        StoreError: The directory cannot be used, or cuFile does not take files there.
+        MissingDependencyError: kvikio, or a library that it needs, is missing.
+    """
+
+    kind = "gds"
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        device: Device,
+        capacity: int | None = None,
+        checksum: bool = True,
+    ) -> None:
+        self._kvikio = import_kvikio()
+        self._cufile: CuFile | None = None
+        super().__init__(directory, device=device, capacity=capacity, checksum=checksum)
+        try:
+            self._try_one_block()
+            self.path, self.reason = _path_of(self._kvikio)
+        except BaseException:
+            self.close()
+            raise
+
+    def taken(self, fd: int) -> None:
+        """Have cuFile take the file, which it opens by its name.
+
+        Raises:
+            StoreError: It does not.
+        """
+        if why := _refusal(self._kvikio, fd):
+            raise self._refused(why)
+        try:
+            self._cufile = CuFile(fd)
+        except OSError as error:
+            raise self._refused(str(error.strerror or error) + _missing_in_udev(fd)) from error
+
+    @property
+    def description(self) -> dict[str, object]:
+        """Those of :class:`UnlinkedFile`, and the version of kvikio."""
+        return {**super().description, "kvikio": str(getattr(self._kvikio, "__version__", "unknown"))}
+
+    def write(self, extent: Extent, source: ByteRange) -> int | None:
+        """Write the bytes of an extent from the device's memory; see :meth:`Store.write`."""
+        data = source.tensor()
+        checksum = self._checksum_of(data)
+        self._transfer("write", data, extent.offset)
+        return checksum
+
+    def read(self, extent: Extent, target: ByteRange) -> int | None:
+        """Read the bytes of an extent into the device's memory; see :meth:`Store.read`."""
+        data = target.tensor()
+        self._transfer("read", data, extent.offset)
+        return self._checksum_of(data)
+
+    def _checksum_of(self, data: torch.Tensor) -> int | None:
+        hasher = self.checksum.begin()
+        if hasher is None:
+            return None
+        with self.device.on_side_stream():
+            hasher.update(sums(data))
+        return hasher.intdigest()
+
+    def _transfer(self, verb: str, data: torch.Tensor, offset: int) -> None:
+        move: Callable[[int, int, int], int] = getattr(self._cufile, verb)
+        try:
+            moved = move(data.data_ptr(), data.numel(), offset)
+        except OSError as error:
+            what = f"{verb} of {data.numel()} bytes at offset {offset} failed in cuFile"
+            raise self.failure(what, error) from error
+        self.check_moved(verb, data.numel(), offset, moved)
+
+    def _try_one_block(self) -> None:
+        self.grow(BLOCK)
+        block = torch.arange(BLOCK, device=self.device.torch_device).to(torch.uint8)
+        back = torch.zeros_like(block)
+        self.device.event().synchronize()  # until they are made
+        self._transfer("write", block, 0)
+        self._transfer("read", back, 0)
+        if not torch.equal(block, back):
+            raise self._refused("a block that was written comes back changed")
+
+    def _refused(self, why: str) -> StoreError:
+        text = f"GPUDirect Storage cannot be had there: {why}. Use store.kind: file, or auto"
+        return StoreError(errno.EOPNOTSUPP, text, self.name)
+
+    def close(self) -> None:
+        """Give the file back to cuFile and free the blocks."""
+        if self._cufile is not None:
+            self._cufile.close()
+        super().close()
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child, cuFile's own too; cuFile must not be called there."""
+        status = os.fstat(self.fd)
+        for path in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # the listing's own
+                other = path.stat()
+                if (other.st_dev, other.st_ino) == (status.st_dev, status.st_ino):
+                    os.close(int(path.name))
+
+
+# ---- kvikio --------------------------------------------------------------------------------------
+
+
+def import_kvikio() -> Any:
+    """Return the module; the cuFile library is loaded afterwards.
+
+    Raises:
+        MissingDependencyError: It is not installed, or a library that it needs is missing.
+    """
+    try:
+        import kvikio
+        import kvikio.cufile_driver
+        import kvikio.defaults
+    except (ImportError, RuntimeError) as error:  # kvikio raises RuntimeError where a library is missing
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "kvikio"
+        package = "kvikio" if is_missing else f"a part of kvikio ({error})"
+        extra = "gds-cu13" if (torch.version.cuda or "").startswith("13.") else "gds-cu12"
+        raise MissingDependencyError(package, "store kind 'gds'", extra=extra) from error
+    return kvikio
+
+
+def driver_versions() -> dict[str, str | None]:
+    """Return the versions of kvikio, cuFile and the nvidia-fs driver; ``None`` for a missing one."""
+    found: dict[str, str | None] = {"kvikio": None, "cufile": None, "nvidia_fs": None}
+    with suppress(OSError):
+        found["nvidia_fs"] = NVIDIA_FS.with_name("version").read_text().strip().removeprefix("version: ")
+    with suppress(MissingDependencyError, RuntimeError, AttributeError):  # a kvikio that does not tell
+        kvikio = import_kvikio()
+        found["kvikio"] = str(kvikio.__version__)
+        found["cufile"] = ".".join(map(str, kvikio.cufile_driver.libcufile_version()))
+    return found
+
+
+def _refusal(kvikio: Any, fd: int) -> str | None:
+    """Return why cuFile does not take a file, as far as it can be known beforehand."""
+    if posix.mount_of(fd).place == "memory" or posix.direct_alignment(fd) == 0:
+        return "the file system does not offer direct I/O, which cuFile needs"
+    if not kvikio.defaults.is_compat_mode_preferred():
+        return None
+    if not UDEV.is_dir():
+        return f"cuFile looks for drives in {UDEV}, which is not there: in a container, mount it or make it"
+    return "kvikio is in compatibility mode: KVIKIO_COMPAT_MODE is ON, or libcufile is not found"
+
+
+def _missing_in_udev(fd: int) -> str:
+    """Return what to do where udev, which cuFile asks, does not know the drive of a file; else nothing."""
+    device = os.fstat(fd).st_dev
+    entry = UDEV / "data" / f"b{os.major(device)}:{os.minor(device)}"
+    if not os.major(device) or entry.exists():
+        return ""
+    return f": it asks udev for the drive, and there is no {entry}; in a container, mount the host's {UDEV}"
+
+
+def _path_of(kvikio: Any) -> tuple[str, str | None]:
+    """Return the way of the bytes of a file that cuFile has taken, and why not the direct one."""
+    try:
+        through_driver = bool(kvikio.cufile_driver.get("is_gds_available"))
+    except (RuntimeError, KeyError) as error:
+        return "cuFile", f"cuFile does not say how it works: {error}"
+    if through_driver and NVIDIA_FS.exists():
+        return "GDS", None
+    if through_driver:
+        return "GDS without nvidia-fs", "cuFile moves bytes by PCIe peer-to-peer"
+    return "cuFile compatibility", "the nvidia-fs driver is not loaded, so bytes pass through host memory"
+
+
+# ---- cuFile's own calls --------------------------------------------------------------------------
+
+
+class _Status(ctypes.Structure):
+    _fields_ = (("error", ctypes.c_int), ("driver_error", ctypes.c_int))
+
+
+class _File(ctypes.Union):
+    _fields_ = (("fd", ctypes.c_int), ("handle", ctypes.c_void_p))
+
+
+class _Description(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("file", _File), ("operations", ctypes.c_void_p))
+
+
+@cache
+def _calls() -> tuple[Any, Any, Any, Any]:
+    """Return the library's functions to register a file, to give it back, to read and to write."""
+    library, address, number = ctypes.CDLL("libcufile.so.0"), ctypes.c_void_p, ctypes.c_int64
+    move = ctypes.CFUNCTYPE(
+        ctypes.c_ssize_t, address, address, ctypes.c_size_t, number, number, use_errno=True
+    )
+    return (
+        ctypes.CFUNCTYPE(_Status, address, address)(("cuFileHandleRegister", library)),
+        ctypes.CFUNCTYPE(None, address)(("cuFileHandleDeregister", library)),
+        move(("cuFileRead", library)),
+        move(("cuFileWrite", library)),
+    )
+
+
+class CuFile:
+    """A file that cuFile has taken. A transfer is over when its call returns; other threads run meanwhile.
+
+    Args:
+        fd: A descriptor of the file, which still has its name: cuFile opens it by that once more.
+
+    Raises:
+        OSError: There is no cuFile, or it does not take the file.
+    """
+
+    def __init__(self, fd: int) -> None:
+        register, self._deregister, self._read, self._write = _calls()
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        self._handle = ctypes.c_void_p()
+        description = _Description(1, _File(fd=self._fd), None)  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
+        status = register(ctypes.addressof(self._handle), ctypes.addressof(description))
+        if status.error:
+            os.close(self._fd)
+            raise _failure(status.error)
+
+    def write(self, address: int, nbytes: int, offset: int) -> int:
+        """Write bytes of the device's memory; return how many went.
+
+        Raises:
+            OSError: It failed.
+        """
+        return _moved(self._write(self._handle, address, nbytes, offset, 0))
+
+    def read(self, address: int, nbytes: int, offset: int) -> int:
+        """Fill memory of the device; return how many bytes came.
+
+        Raises:
+            OSError: It failed.
+        """
+        return _moved(self._read(self._handle, address, nbytes, offset, 0))
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._deregister(self._handle)
+        os.close(self._fd)
+
+
+def _moved(result: int) -> int:
+    if result < 0:
+        # -1 stands for errno, which the system may not have set.
+        raise _failure((ctypes.get_errno() or errno.EIO) if result == -1 else -result)
+    return result
+
+
+def _failure(number: int) -> OSError:
+    if number > 5000:  # CUFILEOP_BASE_ERR: beyond are cuFile's errors, below the system's
+        return OSError(errno.EIO, f"error {number} of cuFile, which cufile.h explains")
+    return OSError(number, os.strerror(number))
