@@ -138,8 +138,10 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     import fake_kvikio
 
     from tba_offload.store import gds
+    from tba_offload.store.new import gds as new_gds
 
     monkeypatch.setattr(gds, "CuFile", fake_kvikio.CuFile)
+    monkeypatch.setattr(new_gds, "CuFile", fake_kvikio.CuFile)
 
     for name in fake_kvikio.MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)

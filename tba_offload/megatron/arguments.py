@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +15,7 @@ from tba_offload.config import OffloadConfig, StatesConfig, load_config
 from tba_offload.config.document import Source
 from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, StoreError
-from tba_offload.store.hanging import ask
-from tba_offload.store.run_file import check_directory
+from tba_offload.store.new.file import check_directory
 
 _FILE, _SIZE = {"metavar": "FILE"}, {"metavar": "SIZE"}
 _DIRECTORIES = {"metavar": "DIR", "nargs": "+"}
@@ -197,7 +195,7 @@ def _check(arguments: argparse.Namespace, config: OffloadConfig) -> None:
         StoreError: A directory is missing or cannot be reached.
     """
     for directory in map(str, config.store.directories):
-        ask(partial(check_directory, directory), directory, config.store.stall_seconds)
+        check_directory(directory)
     refuse_conflicts(arguments, config)
 
 

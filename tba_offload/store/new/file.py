@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tba_offload.device.streams import READY, never_freed
+from tba_offload.device import READY
+from tba_offload.device.host_memory import never_freed
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store.new import posix
 from tba_offload.store.new.base import BLOCK, Checksum, Store

@@ -19,7 +19,7 @@ from store_contract import CPU, descriptors
 from tba_offload import cli
 from tba_offload.config import OffloadConfig
 from tba_offload.device import device as streams
-from tba_offload.store import bench, gds
+from tba_offload.store.new import doctor, gds
 
 if TYPE_CHECKING:
     import types
@@ -134,15 +134,15 @@ def test_a_directory_that_cannot_be_used_is_status_1(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cpu")
 def test_bench_ends_with_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "BLOCKS", (4096, 1 << 20))
+    monkeypatch.setattr(doctor, "BLOCKS", (4096, 1 << 20))
     said = call("--bench", str(tmp_path)).stdout
     assert re.search(
         r"^  1\.00 MiB +4 +[\d.]+ [KMG]B/s +[\d.]+ [KMG]B/s +[\d.]+ [KMG]B/s$", said, re.MULTILINE
     )
     config = OffloadConfig.from_yaml(said[said.index("store:") :])
     assert config.store.directories == (tmp_path,)
-    assert config.store.writers in bench.THREADS
+    assert config.store.writers in doctor.THREADS
     found = findings_of("--bench", str(tmp_path))
-    assert len(found["bench"][str(tmp_path)]) == 2 * len(bench.THREADS)
+    assert len(found["bench"][str(tmp_path)]) == 2 * len(doctor.THREADS)
     OffloadConfig.from_yaml(yaml.safe_dump(found["policy"]))
     assert list(tmp_path.iterdir()) == []
