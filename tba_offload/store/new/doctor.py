@@ -15,7 +15,7 @@ from tba_offload.errors import MissingDependencyError, StoreError, StoreFullErro
 from tba_offload.formatting import readable_rate, readable_size, visible
 from tba_offload.store.new import gds, posix
 from tba_offload.store.new.base import Checksum
-from tba_offload.store.new.file import left_to_others, open_directory
+from tba_offload.store.new.file import explained, left_to_others, open_directory
 from tba_offload.store.new.open import kind_of_auto, open_store, threads_per_direction
 from tba_offload.store.new.pool import Transfer
 
@@ -287,10 +287,8 @@ def location_of(directory: str) -> Location:
     Raises:
         StoreError: It cannot be reached.
     """
-    try:
+    with explained(directory):
         fd = open_directory(directory)
-    except OSError as error:
-        raise StoreError(error.errno, error.strerror, directory) from error
     try:
         mount, room, device = posix.mount_of(fd), os.fstatvfs(fd), os.fstat(fd).st_dev
     finally:

@@ -20,9 +20,9 @@ import secrets
 import shlex
 import stat
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,7 +46,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _IN_USE = (errno.ENOTEMPTY, errno.EBUSY)  # where the name of an open file keeps its directory from going
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)  # a container may forbid unknown calls
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 20, 1 << 30  # a twentieth of the file system, at least 1 GiB
-_GROWTH, _SHARE = 64 << 20, 8  # a file grows ahead of need by so much, or an eighth of the room
+_GROWTH = 64 << 20  # a file grows ahead of need by so much
 _MOST_LINKS = 40
 
 
@@ -81,18 +81,13 @@ class UnlinkedFile(Store):
     chosen: str | None = None
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        device: Device,
-        capacity: int | None = None,
-        checksum: bool = True,
+        self, directory: str | Path, *, device: Device, capacity: int | None = None, checksum: bool = True
     ) -> None:
         self.name, self.device, self.checksum = os.fspath(directory), device, Checksum(on=checksum)
         self.capacity = None if capacity is None else capacity // BLOCK * BLOCK
         self.size = 0
         self._left_behind: Path | None = None
-        with _explained(self.name):
+        with explained(self.name):
             self.fd = self._create()
         self.mount = posix.mount_of(self.fd)
         if self.mount.kind == "btrfs":
@@ -126,15 +121,14 @@ class UnlinkedFile(Store):
         """
         if end <= self.size:
             return
-        free, spared = self._free_bytes()
-        room = max(free - spared, 0)
-        ahead = min(end + min(_GROWTH, room // _SHARE // BLOCK * BLOCK), self.size + room)
-        if self.capacity is not None:
-            ahead = min(ahead, self.capacity)
-        may_grow = self.capacity is not None or end <= self.size + room
-        if not may_grow or not ((ahead > end and self._extend(ahead)) or self._extend(end)):
-            others = f", of which {spared} are left to others" if spared else ""
-            raise self._full(f"the file cannot grow from {self.size} to {end} bytes: {free} are free{others}")
+        system = os.fstatvfs(self.fd)
+        free, spared = system.f_bavail * system.f_frsize, left_to_others(system)
+        limit = self.size + max(free - spared, 0) if self.capacity is None else self.capacity
+        ahead = min(end + _GROWTH, limit)
+        if end > limit or not ((ahead > end and self._extend(ahead)) or self._extend(end)):
+            others = f", of which {spared} are left to others" if self.capacity is None else ""
+            what = f"the file cannot grow from {self.size} to {end} bytes: {free} are free{others}"
+            raise self.failure(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     def shrink(self, end: int) -> None:
         """Free the blocks beyond ``end``, a multiple of 4096.
@@ -168,10 +162,7 @@ class UnlinkedFile(Store):
 
     def failure(self, what: str, error: OSError) -> StoreError:
         """Return the error of a system call with the directory and a remedy."""
-        if error.errno in _FULL:
-            return self._full(f"{what}: {error.strerror}")
-        remedy = "check the drive and the system log, or name another directory"
-        return StoreError(error.errno, f"{what}: {error.strerror}; {remedy}", self.name)
+        return _store_error(what, error, self.name)
 
     def check_moved(self, verb: str, nbytes: int, offset: int, moved: int) -> None:
         """Check that a transfer moved all of its bytes.
@@ -187,19 +178,6 @@ class UnlinkedFile(Store):
     def taken(self, fd: int) -> None:
         """Do what needs the file's name; called once, while the file has it."""
 
-    def _full(self, what: str) -> StoreFullError:
-        remedy = "free some space, name another directory or set store.capacity"
-        return StoreFullError(errno.ENOSPC, f"{what}, and a quota may allow less; {remedy}", self.name)
-
-    def _free_bytes(self) -> tuple[int, int]:
-        """Return the bytes that are free for this user, and how many of them are left to others."""
-        try:
-            room = os.fstatvfs(self.fd)
-        except OSError:  # one in user space, such as mergerfs, may know only what has a name
-            room = os.statvfs(self.name)
-        spared = left_to_others(room) if self.capacity is None else 0
-        return room.f_bavail * room.f_frsize, spared
-
     def _extend(self, size: int) -> bool:
         """Try one size; return False if there is no room for it."""
         try:
@@ -210,8 +188,7 @@ class UnlinkedFile(Store):
                     raise
                 os.ftruncate(self.fd, size)
         except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self.fd, self.size)  # gives back what a failed attempt did get
+            os.ftruncate(self.fd, self.size)  # gives back what a failed attempt did get
             if error.errno in _FULL:
                 return False
             raise self.failure("the file cannot grow", error) from error
@@ -220,31 +197,23 @@ class UnlinkedFile(Store):
 
     def _create(self) -> int:
         """Create the file in a new directory, where nobody can touch its name, and remove both names."""
-        parent, name = open_directory(self.name), f"tba-{secrets.token_hex(8)}"
-        try:
+        directory = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with ExitStack() as stack:
+            parent, name = open_directory(self.name), f"tba-{secrets.token_hex(8)}"
+            stack.callback(os.close, parent)
             os.mkdir(name, 0o700, dir_fd=parent)
+            stack.callback(self._remove, name, parent)
+            run = os.open(name, directory, dir_fd=parent)
+            stack.callback(os.close, run)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open("extents", flags, 0o600, dir_fd=run)
+            stack.callback(os.unlink, "extents", dir_fd=run)
             try:
-                run = os.open(name, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-                try:
-                    return self._create_in(run)
-                finally:
-                    os.close(run)
-            finally:
-                self._remove(name, parent)
-        finally:
-            os.close(parent)
-
-    def _create_in(self, run: int) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open("extents", flags, 0o600, dir_fd=run)
-        try:
-            self._check_own(os.fstat(run), os.fstat(fd))
-            self.taken(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        finally:
-            os.unlink("extents", dir_fd=run)
+                self._check_own(os.fstat(run), os.fstat(fd))
+                self.taken(fd)
+            except BaseException:
+                os.close(fd)
+                raise
         return fd
 
     def _check_own(self, run: os.stat_result, file: os.stat_result) -> None:
@@ -253,18 +222,17 @@ class UnlinkedFile(Store):
         A server may give all files another owner than this process. The new file shows which: a directory of
         the same owner is our own.
         """
-        what = None
+        mode = (run.st_mode | file.st_mode) & 0o777
         if run.st_uid != file.st_uid:
+            what = f"user {run.st_uid} replaced a new directory there; name one that only you may write to"
+        elif mode & 0o077:
             what = (
-                f"another process, of user {run.st_uid}, replaced a new directory there. Name one that only "
+                f"the file system keeps no modes, so that others may read a new file ({mode:04o}); mount it "
             )
-            what += "you may write to"
-        elif (run.st_mode | file.st_mode) & 0o077:
-            mode = f"{stat.S_IMODE(run.st_mode | file.st_mode):04o}"
-            what = f"the file system keeps no modes: others may read a new file, which has {mode}. Mount it "
             what += f"with umask=077 and uid={os.geteuid()}, or name another directory"
-        if what is not None:
-            raise StoreError(errno.EPERM, what, self.name)
+        else:
+            return
+        raise StoreError(errno.EPERM, what, self.name)
 
     def _remove(self, name: str, parent: int) -> None:
         try:
@@ -283,12 +251,11 @@ class FileStore(UnlinkedFile):
     """A store in one unlinked file that system calls write and read.
 
     Args:
-        directory: As of :class:`UnlinkedFile`.
-        device: Likewise.
-        capacity: Likewise.
-        checksum: Likewise.
+        directory: Where to create the file: a directory that exists.
+        device: The device that activations are on.
         slabs: Pinned staging slabs to make at once for a GPU, one for each I/O thread: pinning memory inside
             a step would block the device.
+        settings: ``capacity`` and ``checksum``, as of :class:`UnlinkedFile`.
 
     Raises:
         StoreError: The directory cannot be used.
@@ -296,22 +263,15 @@ class FileStore(UnlinkedFile):
 
     kind = "file"
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        device: Device,
-        capacity: int | None = None,
-        checksum: bool = True,
-        slabs: int = 0,
-    ) -> None:
-        super().__init__(directory, device=device, capacity=capacity, checksum=checksum)
+    def __init__(self, directory: str | Path, *, device: Device, slabs: int = 0, **settings: Any) -> None:
+        super().__init__(directory, device=device, **settings)
+        self._slabs: list[torch.Tensor] = []
         try:
             self._turn_on_direct_io()
             self._stable_pages = posix.needs_stable_pages(self.fd)
-            self._slabs = [device.host_memory(SLAB_BYTES) for _ in range(slabs if device.pins_memory else 0)]
+            self._slabs += [device.host_memory(SLAB_BYTES) for _ in range(slabs if device.pins_memory else 0)]
         except BaseException:
-            super().close()
+            self.close()
             raise
         self.alignment = 1 if device.pins_memory else self.block  # what passes through slabs may be anywhere
 
@@ -445,7 +405,7 @@ def check_directory(path: str) -> None:
     Raises:
         StoreError: It could not; the message says what to do.
     """
-    with _explained(path):
+    with explained(path):
         os.close(open_directory(path))
 
 
@@ -480,17 +440,24 @@ def open_directory(path: str) -> int:
 
 
 @contextmanager
-def _explained(directory: str) -> Iterator[None]:
+def explained(directory: str) -> Iterator[None]:
     """Give an error of the system the directory's name and a remedy."""
     try:
         yield
     except StoreError:
         raise
     except OSError as error:
-        remedy = "name a directory that you may write to"
-        if error.errno in {errno.EMFILE, errno.ENFILE}:
-            remedy = "raise `ulimit -n`"
-        elif error.errno in _FULL:
-            remedy = "free some space or inodes there, or name another directory"
-        what = f"cannot create a file there: {error.strerror}; {remedy}"
-        raise StoreError(error.errno, what, directory) from error
+        raise _store_error("cannot create a file there", error, directory) from error
+
+
+_REMEDIES = {
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name a directory that you may write to"),
+    **dict.fromkeys(_FULL, "free some space, name another directory or set store.capacity"),
+}
+
+
+def _store_error(what: str, error: OSError, directory: str) -> StoreError:
+    remedy = _REMEDIES.get(error.errno or 0, "check the drive and the system log, or name another directory")
+    kind = StoreFullError if error.errno in _FULL else StoreError
+    return kind(error.errno, f"{what}: {error.strerror}; {remedy}", directory)

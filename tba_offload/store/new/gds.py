@@ -68,7 +68,7 @@ class GdsStore(UnlinkedFile):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | Path,
         *,
         device: Device,
         capacity: int | None = None,
