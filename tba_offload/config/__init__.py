@@ -74,12 +74,13 @@ class StoreConfig:
     :func:`tba_offload.store.register_kind`."""
 
     directories: values.Directories = ()
-    """One per drive, or the path of the only one; extents are spread over them. ``~`` and environment
+    """One per drive, or the path of the only one; tensors are spread over them. ``~`` and environment
     variables (``$SCRATCH``, ``${SCRATCH}``) are expanded, relative ones start at the working directory. If
     empty, the system's directory for temporary files."""
 
     capacity: values.Capacity = None
-    """Bytes that the store of one process may hold at most; 0 and None mean as much as there is room for."""
+    """Bytes that the store of one process may hold at most; 0 and None mean what is free, but for a twentieth
+    of the disk and 1 GiB at least, which is left to others."""
 
     host_capacity: values.Capacity = None
     """Bytes of host memory that take what the drives have no time for, with any kind but ``host``; 0 and None
