@@ -23,32 +23,35 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tba_offload.config import parse_size
 from tba_offload.device import READY, device_of
-from tba_offload.device.device import CACHE_LINE, ByteRange
-from tba_offload.store.file import JOINED_BYTES, FileStore
-from tba_offload.store.options import threads_per_direction
+from tba_offload.device.device import CACHE_LINE, aligned_range
+from tba_offload.store.new.file import FileStore
+from tba_offload.store.new.multi import MultiStore
+from tba_offload.store.new.open import threads_per_direction
+from tba_offload.store.new.pool import Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tba_offload.device import Device
-    from tba_offload.store.base import Extent, IoFuture
+    from tba_offload.device.device import ByteRange
+    from tba_offload.store.new.base import Extent
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PAGE = 4096
 STORE, AGAIN = "store", "store again"
+BATCH_BYTES = 4 * MIB
 IN_FLIGHT = 64 * MIB
 """Bytes queued in each direction, but at least two transfers a thread."""
 
@@ -65,49 +68,50 @@ class Run(NamedTuple):
 
 
 class Lane:
-    """Transfers of one direction. Batches are queued, up to a bounded number of transfers.
+    """Transfers of one direction, queued in batches up to a number of them.
 
-    When half of them have moved, the lane calls the main thread, which queues more.
+    Args:
+        store: The store.
+        transfers: Makes the next transfers, at most so many; none when all are made.
+        depth: Transfers that are queued at most.
+        batch: Transfers that are queued at a time.
     """
 
     def __init__(
-        self, transfers: Callable[[int], list[IoFuture]], depth: int, batch: int, calls: SimpleQueue[Lane]
+        self, store: MultiStore, transfers: Callable[[int], list[Transfer]], depth: int, batch: int
     ) -> None:
-        self._transfers, self._depth, self._batch, self._calls = transfers, depth, batch, calls
-        self._lock = threading.Lock()
-        self._asked, self._low = 0, depth // 2
-        self._order: list[int] = []
-        self._error: BaseException | None = None
+        self._store, self._transfers, self._depth, self._batch = store, transfers, depth, batch
+        self._queued: deque[Transfer] = deque()
+        self._all: dict[Transfer, int] = {}
+        self._is_filled = False
 
-    def refill(self) -> bool:
-        """Queue transfers; return whether more of them will end."""
-        while self._in_flight() + self._batch <= self._depth and self._low:
-            futures = self._transfers(self._batch)
-            with self._lock:
-                if not futures:
-                    self._low = 0  # call at the end only
-                first, self._asked = self._asked, self._asked + len(futures)
-            for number, future in enumerate(futures, first):
-                future.add_done_callback(partial(self._ended, number))
-        if self._error is not None:
-            raise self._error
-        return self._in_flight() > 0
+    def refill(self) -> None:
+        """Queue transfers, as many as may be."""
+        while not self._is_filled and len(self._queued) + self._batch <= self._depth:
+            transfers = self._transfers(self._batch)
+            self._is_filled = not transfers
+            for transfer in transfers:
+                self._all[transfer] = len(self._all)
+            self._queued += transfers
+            ways = self._store.write, self._store.read
+            if transfers:
+                ways[transfers[0].extent is not None](transfers)
 
-    def places(self) -> int:
+    def wait(self) -> bool:
+        """Wait until half of the transfers have ended, at the end all; return True if more are to come."""
+        left = 0 if self._is_filled else self._depth // 2
+        while len(self._queued) > left:
+            self._store.wait(self._queued.popleft())
+        return not self._is_filled
+
+    def places(self, ended: Sequence[Transfer]) -> int:
         """Return the most transfers that ended before one that was asked for earlier."""
-        order = self._order
+        order = [self._all[transfer] for transfer in ended if transfer in self._all]
         return max((sum(later > own for later in order[:at]) for at, own in enumerate(order)), default=0)
 
-    def _in_flight(self) -> int:
-        return self._asked - len(self._order)
-
-    def _ended(self, number: int, future: IoFuture) -> None:
-        with self._lock:
-            self._order.append(number)
-            self._error = self._error or future.error
-            is_low = self._in_flight() == self._low
-        if is_low:
-            self._calls.put(self)
+    def extents(self) -> list[Extent]:
+        """Return the extents of all transfers, in their order."""
+        return [transfer.extent for transfer in self._all if transfer.extent is not None]
 
 
 class Driver:
@@ -117,9 +121,10 @@ class Driver:
     round: one that is used again stays in the processor's cache, and its physical pages matter as much.
     """
 
-    def __init__(self, store: FileStore, device: Device, size: int, amount: int) -> None:
+    def __init__(
+        self, store: MultiStore, threads: dict[str, int], device: Device, size: int, amount: int
+    ) -> None:
         self._store, self._device, self._size, self._count = store, device, size, amount // size
-        threads = threads_of(store)
         self._batch = batch_of(size)
         self._depths = {
             name: max(2 * count * self._batch, IN_FLIGHT // size) for name, count in threads.items()
@@ -129,66 +134,58 @@ class Driver:
         }
         self._full: list[Extent] = []
 
-    def _buffer(self) -> torch.Tensor:
-        room = torch.empty(self._size + 2 * PAGE, dtype=torch.uint8, device=self._device.torch_device)
+    def _buffer(self) -> ByteRange:
+        buffer = aligned_range(self._size, CACHE_LINE, PAGE, self._device)  # aligned as PyTorch aligns memory
         block = min(self._size, MIB)
         values = torch.randint(0, 256, (block,), dtype=torch.uint8)  # nothing that compresses
-        room[: self._size].view(-1, block).copy_(values)
-        start = -room.data_ptr() % PAGE + CACHE_LINE  # aligned as PyTorch aligns memory
-        return room[start : start + self._size]
+        buffer.tensor().view(-1, block).copy_(values)
+        return buffer
 
     def run(self, direction: str) -> Run:
         """Write the whole amount, read what was written last, or both at once."""
-        written: list[Extent] = []
-        ways = {"write": partial(self._writes, written), "read": partial(self._reads, list(self._full))}
+        ways = {"write": self._writes(), "read": self._reads()}
         wanted = ways if direction == "mixed" else {direction: ways[direction]}
         self._device.event().synchronize()  # all buffers are full
+        self._store.completed = ended = deque()
         start, cpu = time.perf_counter(), time.process_time()
-        calls: SimpleQueue[Lane] = SimpleQueue()
-        lanes = [Lane(way, self._depths[name], self._batch, calls) for name, way in wanted.items()]
-        active = {lane for lane in lanes if lane.refill()}
+        lanes = {
+            name: Lane(self._store, way, self._depths[name], self._batch) for name, way in wanted.items()
+        }
+        active = list(lanes.values())
         while active:
-            lane = calls.get()
-            if not lane.refill():
-                active.discard(lane)
+            for lane in active:
+                lane.refill()
+            active = [lane for lane in active if lane.wait()]
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-        self._full = written
+        if "read" in lanes:
+            for extent in lanes["read"].extents():
+                self._store.release(extent)
+        self._full = lanes["write"].extents() if "write" in lanes else []
         moved = len(lanes) * self._count * self._size
-        return Run(moved / seconds, cpu / moved * GIB, max(lane.places() for lane in lanes))
+        return Run(moved / seconds, cpu / moved * GIB, max(lane.places(ended) for lane in lanes.values()))
 
-    def _writes(self, written: list[Extent], count: int) -> list[IoFuture]:
-        first, count = len(written), min(count, self._count - len(written))
-        if not count:
-            return []
+    def _writes(self) -> Callable[[int], list[Transfer]]:
+        numbers = iter(range(self._count))
         buffers = self._buffers["write"]
-        sources = [buffers[number % len(buffers)] for number in range(first, first + count)]
-        extents = self._store.reserve_many([(self._size, source.data_ptr()) for source in sources])
-        written += extents
-        pairs = zip(extents, sources, strict=False)
-        return self._store.write_many(
-            [(extent, ByteRange.of(source), READY, None) for extent, source in pairs]
-        )
+        return lambda most: [
+            Transfer(buffers[number % len(buffers)], READY) for number in islice(numbers, most)
+        ]
 
-    def _reads(self, extents: list[Extent], count: int) -> list[IoFuture]:
-        wanted, extents[:count] = extents[:count], []
-        if not wanted:
-            return []
+    def _reads(self) -> Callable[[int], list[Transfer]]:
+        extents = iter(enumerate(self._full))
         buffers = self._buffers["read"]
-        targets = (ByteRange.of(buffers[number % len(buffers)]) for number in range(len(wanted)))
-        orders = [(extent, target, READY) for extent, target in zip(wanted, targets, strict=True)]
-        futures = self._store.read_many(orders, padded=not self._device.pins_memory)
-        for extent, future in zip(wanted, futures, strict=True):
-            future.add_done_callback(lambda _, extent=extent: self._store.release(extent))
-        return futures
+        return lambda most: [
+            Transfer(buffers[number % len(buffers)], READY, extent=extent)
+            for number, extent in islice(extents, most)
+        ]
 
 
 class Fio:
     """The same transfers by fio, in the file of the store: elsewhere on the drive may be faster or slower."""
 
-    def __init__(self, store: FileStore, amount: int) -> None:
+    def __init__(self, store: MultiStore, fd: int, threads: dict[str, int], amount: int) -> None:
         store.prepare(2 * amount)
-        self._file, self._amount = f"/proc/{os.getpid()}/fd/{store.fileno()}", amount
-        self._jobs = threads_of(store)
+        self._file, self._amount, self._jobs = f"/proc/{os.getpid()}/fd/{fd}", amount, threads
         self._direct = store.description["path"] == "O_DIRECT"
         fill = ["--name=fill", "--rw=write", "--bs=4M", f"--size={2 * amount}"]
         self._run("psync", fill)
@@ -230,25 +227,24 @@ class Fio:
 
 
 def batch_of(size: int) -> int:
-    """Return how many extents the offloader hands over at a time, at least; one call moves them."""
-    return max(1, JOINED_BYTES // size)
-
-
-def threads_of(store: FileStore) -> dict[str, int]:
-    """Return how many threads serve each direction."""
-    return {
-        name: int(str(store.description[key])) for name, key in (("write", "writers"), ("read", "readers"))
-    }
+    """Return how many transfers the offloader queues at a time, at least."""
+    return max(1, BATCH_BYTES // size)
 
 
 def measure(
-    store: FileStore, device: Device, fio: Fio | None, size: int, amount: int, rounds: int
+    store: MultiStore,
+    threads: dict[str, int],
+    device: Device,
+    fio: Fio | None,
+    size: int,
+    amount: int,
+    rounds: int,
 ) -> list[dict[str, Any]]:
     """Run all directions of one size, store and fio in turn; the first round, which allocates, counts not."""
     runs: dict[str, dict[str, list[Run]]] = {name: defaultdict(list) for name in DIRECTIONS}
     for turn in range(rounds + 1):
         for who in (STORE, AGAIN):
-            driver = Driver(store, device, size, amount)
+            driver = Driver(store, threads, device, size, amount)
             for direction in DIRECTIONS:
                 lanes: dict[str, Callable[[], Run]] = {who: partial(driver.run, direction)}
                 if fio is not None and who == STORE:
@@ -315,21 +311,18 @@ def main(given: Sequence[str] | None = None) -> int:
         if options.require:
             return 2
     amount, device, results = options.amount * MIB, device_of(options.device), []
-    with FileStore(
-        options.directory,
-        device=device,
-        writers=options.writers,
-        readers=options.readers,
-        checksum=False,  # fio checks nothing either
-    ) as store:
-        fio = Fio(store, amount) if shutil.which("fio") else None
+    threads = {"write": options.writers, "read": options.readers}
+    # fio checks nothing, so neither does the store.
+    file = FileStore(options.directory, device=device, checksum=False, slabs=sum(threads.values()))
+    with MultiStore([file], readers=options.readers, writers=options.writers) as store:
+        fio = Fio(store, file.fileno(), threads, amount) if shutil.which("fio") else None
         path = store.description
-        print(f"{store.directory}: {path['path']}, {path['writers']} writers, {path['readers']} readers")
+        print(f"{file.name}: {path['path']}, {options.writers} writers, {options.readers} readers")
         print(
             "medians; ms of processor time for each GiB; rates of the store over the others', and their range"
         )
         for size in options.sizes:
-            for result in measure(store, device, fio, size, amount, options.rounds):
+            for result in measure(store, threads, device, fio, size, amount, options.rounds):
                 results.append(result)
                 print(line_of(result), flush=True)
     if options.json is not None:

@@ -298,8 +298,8 @@ def location_of(directory: str) -> Location:
     if mount.place in _DOUBTS:
         findings.append(_finding(_DOUBTS[mount.place].format(mount.kind), _LOCAL))
     if free - spared < max(_LITTLE_ROOM, total // 10):
-        what = f"only {readable_size(free)} of {readable_size(total)} are free, and a store leaves "
-        findings.append(_finding(f"{what}{readable_size(spared)} of them to others", _ROOM))
+        what = f"only {readable_size(free)} of {readable_size(total)} are free"
+        findings.append(_finding(f"{what}, and a store leaves {readable_size(spared)} to others", _ROOM))
     return Location(mount.kind, mount.source, device, free, total, findings)
 
 

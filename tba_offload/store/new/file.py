@@ -126,7 +126,7 @@ class UnlinkedFile(Store):
         limit = self.size + max(free - spared, 0) if self.capacity is None else self.capacity
         ahead = min(end + _GROWTH, limit)
         if end > limit or not ((ahead > end and self._extend(ahead)) or self._extend(end)):
-            others = f", of which {spared} are left to others" if self.capacity is None else ""
+            others = f", and {spared} are left to others" if self.capacity is None else ""
             what = f"the file cannot grow from {self.size} to {end} bytes: {free} are free{others}"
             raise self.failure(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
