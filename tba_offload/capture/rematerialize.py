@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tba_offload.capture.hooks import LayerHooks
-from tba_offload.capture.identity import View, is_understood, restore, version_witness, viewed
+from tba_offload.capture.hooks import LayerHooks, Packed
 from tba_offload.capture.trace import Treatment
+from tba_offload.capture.views import View, is_understood, restore, version_probe, view_of, viewed
 from tba_offload.layers.graph import check_version, untraced
 from tba_offload.recompute.digest import fold, mix
 
@@ -121,7 +121,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         """Save an argument; it is no activation of the layer's own unless autograd saves it as well."""
         count, activations = self._count, self.capture.trace.activations
         packed = super().pack(tensor)
-        if self._count > count and activations[-1] is getattr(packed, "trace", None):
+        if self._count > count and isinstance(packed, Packed) and activations[-1] is packed.saved.trace:
             self.capture.trace.sources.append(activations.pop())
         return packed
 
@@ -150,7 +150,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         if not isinstance(value, Tensor):
             return value
         cost = 0 if self._is_saved(value) else value.untyped_storage().nbytes()
-        return _Argument(value, self._call_of(value), View.of(value), cost)
+        return _Argument(value, self._call_of(value), view_of(value), cost)
 
     def _call_of(self, tensor: Tensor) -> _Call | None:
         """Return the call that has made what a tensor looks at, unless that is saved anyway."""
@@ -171,7 +171,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         """Whether it costs nothing to save a tensor: it stays, or it is saved already."""
         capture, storage = self.capture, tensor.untyped_storage()
         static = storage in capture.static or any(isinstance(x, nn.Parameter) for x in (tensor, tensor._base))
-        is_known = capture.registry.is_kept(storage) or capture.registry.find(storage, tensor) is not None
+        is_known = capture.is_kept(storage) or capture.find(storage, tensor) is not None
         return static or is_known or tensor.nbytes < capture.min_tensor_bytes
 
 
@@ -213,14 +213,14 @@ class _Call:
         self.digest: Tensor | None = None
         self.waiting: weakref.WeakSet[_Remade] = weakref.WeakSet()
         self._held: torch.UntypedStorage | None = None
-        self._witness, self.view = version_witness(output), View.of(output)
+        self._probe, self.view = version_probe(output), view_of(output)
         self._alive, self._stream = weakref.ref(output.untyped_storage()), hooks.stream()
         kind = output.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether a tensor looks at the output, and that has not changed."""
-        return self._alive() is tensor.untyped_storage() and tensor._version == self._witness._version == 0
+        return self._alive() is tensor.untyped_storage() and tensor._version == self._probe._version == 0
 
     def save_arguments(self, pack: Callable[[Tensor], object]) -> bool:
         """Save what the output is made from; return False if some of that has changed since the call."""
@@ -230,7 +230,7 @@ class _Call:
         """Return the storage of the output: the one that is still in use, or a new one."""
         found, stream = self._alive(), capture.offloader.device.stream()
         # One that its owner has emptied is alive too; one of another stream may not be ready.
-        if found is None or not found.nbytes() or self._witness._version or stream != self._stream:
+        if found is None or not found.nbytes() or self._probe._version or stream != self._stream:
             made = self._make(capture, verifier)
             if self.digest is not None:
                 verifier.add(self.name, mix(fold(made)) != self.digest)
@@ -270,7 +270,7 @@ class _Argument:
         if self._maker is not None:
             return viewed(self._maker.storage(capture, verifier), self._view)
         check_version(
-            self._packed.witness, self._packed.version, f"{call.name} needs it: place the layer offload"
+            self._packed.probe, self._packed.version, f"{call.name} needs it: place the layer offload"
         )
         # Compiled functions ask whether arguments need a gradient, and may compute otherwise if they do not.
         return capture.unpack(self._packed).detach().requires_grad_(self._needs_grad)
@@ -280,7 +280,7 @@ class _Remade:
     """A saved tensor that is made again: a view of the output of a call."""
 
     def __init__(self, call: _Call, tensor: Tensor) -> None:
-        self.call, self.view, self.witness = call, View.of(tensor), version_witness(tensor)
+        self.call, self.view, self.probe = call, view_of(tensor), version_probe(tensor)
         call.waiting.add(self)
 
 
@@ -288,9 +288,9 @@ def _unpack(capture: Capture, verifier: Verifier, packed: Any) -> Tensor:
     """Return a saved tensor as :meth:`Capture.unpack` does, or make it again."""
     if not isinstance(packed, _Remade):
         return capture.unpack(packed)
-    check_version(packed.witness, 0, packed.call.name)
+    check_version(packed.probe, 0, packed.call.name)
     packed.call.waiting.discard(packed)
-    return restore(packed.call.storage(capture, verifier), packed.view, packed.witness)
+    return restore(packed.call.storage(capture, verifier), packed.view, packed.probe)
 
 
 def _wrap_classes() -> None:

@@ -148,7 +148,7 @@ class Planning:
         # What a layer saves may be kept elsewhere because of how it, or the one before it, was placed.
         changed = [old is not new for old, new in zip(self.plan.placements, plan.placements, strict=True)]
         near = (index for index, is_new in enumerate(changed) if is_new or (index and changed[index - 1]))
-        self._capture.registry.forget_learned({self._layers[index] for index in near})
+        self._capture.forget_learned({self._layers[index] for index in near})
         self.plan = plan
         self._offloader.resize_window(plan.window)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.capture.hooks import LayerHooks, SharingHooks
+from tba_offload.capture.hooks import LayerHooks
 from tba_offload.capture.rematerialize import RematerializingHooks
 from tba_offload.errors import UnsupportedError
 from tba_offload.layers import graph
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.capture.saved import Kept, Packed
+    from tba_offload.capture.hooks import Kept, Packed
     from tba_offload.capture.site import Site
     from tba_offload.capture.trace import ScopeTrace, StepTrace
     from tba_offload.recompute.arguments import Arguments
@@ -142,9 +142,8 @@ class LayerRuns:
         capture, key, slow = self._session.capture, scope.key, self._keeps_when_slow(placement)
         if placement.rebuilds and not site.is_compiled:  # modes do not see into a compiled graph
             return RematerializingHooks(capture, key, self._session.verifier, when_slow=slow)
-        if placement.percent < 100:
-            return SharingHooks(capture, key, Staying(placement.percent).stays, when_slow=slow)
-        return LayerHooks(capture, key, when_slow=slow)
+        stays = Staying(placement.percent).stays if placement.percent < 100 else None
+        return LayerHooks(capture, key, when_slow=slow, stays=stays)
 
     def _keeps_when_slow(self, placement: Placement) -> bool:
         """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
@@ -272,7 +271,7 @@ class BackwardWatch:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._pass_ended, trace))
             if not is_current and not loop.is_inert:
                 self._notices.warn_once("backward outside")
-        self._capture.lookahead.reached()
+        self._capture.schedule.reached()
 
     def _pass_ended(self, trace: StepTrace) -> None:
         trace.backward_ended()

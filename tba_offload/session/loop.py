@@ -10,8 +10,7 @@ micro-batches until the optimizers that hold the model's parameters have made th
   backward, to add them up elsewhere, or that ``torch.autograd.grad`` returns, end no step;
 * its graph is gone and backward never came: it was an evaluation, and is forgotten.
 
-A step never ends inside a backward pass, where optimizers that update in hooks make theirs. An interrupt
-waits until a function of this file has returned.
+A step never ends inside a backward pass, where optimizers that update in hooks make theirs.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from tba_offload.report.log import StepRecord, read_event
 from tba_offload.report.timeline import TimelineEvent
 from tba_offload.session.notices import MOST_UNSEEN
 from tba_offload.states.parameters import parameters_of
-from tba_offload.store import interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -208,25 +206,25 @@ class Loop:
             self.finish()
         if self.step is not None:
             raise SessionError("another step of this session is still open")
-        try:
-            interrupts.put_up(step)
-            self.session.begin_step(step)
-        except BaseException:
-            interrupts.take_down(step)
-            raise
+        self.session.begin_step(step)
         step.seconds_before, self._seconds_between = self._seconds_between, 0.0
         self.step = step
 
-    def end(self, step: Step, *, failed: bool) -> None:
-        """End a step, and record it unless it failed."""
+    def end(self, step: Step, *, failed: bool, is_broken: bool = True) -> None:
+        """End a step, and record it unless it failed.
+
+        Args:
+            step: The step.
+            failed: Whether it comes to nothing.
+            is_broken: Whether a step that failed is thrown away whole, with the graphs that it has left.
+        """
         if self.is_inert:
             return
         self._updating = None  # a whole step within a closure: its optimizer's time is no step's
         try:
-            self.session.end_step(step, failed=failed)
+            self.session.end_step(step, failed=failed, is_broken=failed and is_broken)
         finally:
             self.step = None
-            interrupts.take_down(step)
         if not failed:
             step.record = self.session.record_step(step)
 
@@ -298,13 +296,14 @@ class Loop:
     def _conclude(self, step: Step) -> None:
         """End a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""
         trace, gradients = self.session.capture.trace, self.session.gradients
-        is_whole = not (step.has_failed or trace.in_backward) and bool(trace.backward_ends)
+        is_broken = step.has_failed or trace.in_backward
+        is_whole = not is_broken and bool(trace.backward_ends)
         if not is_whole and step.updates and not step.has_failed and not trace.left_alone:
             self.session.notices.no_layer_trained(self.session, step.number)
         if is_whole and not step.updates:
             is_gone = gradients.are_cleared or not gradients.are_there
             step.is_skipped = gradients.was_dropped or (is_gone and not gradients.updated)
-        self.end(step, failed=not is_whole)
+        self.end(step, failed=not is_whole, is_broken=is_broken)
 
     # ---- the model -------------------------------------------------------------------------------
 

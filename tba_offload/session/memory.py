@@ -1,6 +1,6 @@
 """The memory of steps: how much there is at the peak, what holds it then, and how it goes over time.
 
-A meter tells live bytes. Of them the offloader knows its own by its ledger; what a layer leaves in memory
+A meter tells live bytes. Of them the offloader knows its own by its window; what a layer leaves in memory
 beside that shows when the next one begins. The rest is of what runs at the time.
 
 Looking costs a reading of the allocator before each run of a layer. Where that takes long, on an
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from tba_offload.capture.scope import ScopeKey
     from tba_offload.session.loop import Step
     from tba_offload.session.session import Session
-    from tba_offload.store.base import Moved
-    from tba_offload.transfer.ledger import Ledger
+    from tba_offload.store.new.base import Moved
+    from tba_offload.transfer.window import InFlightWindow
 
 FORWARD, LOSS, BACKWARD, EMBEDDINGS = "forward", "loss", "backward", "embeddings"
 BETWEEN, UPDATE = "between", "update"
@@ -126,7 +126,7 @@ class Memory:
         if step.is_traced or (self.is_due and number >= 3):
             movers = [("", self._store), ("frozen weights", self._traffic)]
             movers += [("optimizer states", states) for states in self._states]
-            self.curve = StepCurve(self._offloader.ledger, movers)
+            self.curve = StepCurve(self._offloader.window, movers)
         if meter is None:
             return
         self.meter = meter
@@ -247,7 +247,7 @@ class Memory:
             seen = Beside(now.unplanned) if now.phase == FORWARD else Beside(0, now.unplanned, now.whole)
             self._beside[now.layer] = self._beside[now.layer].at_least(seen)
         index = now.layer if index is None else index
-        beside, uses = max(live - self._base - sum(self._held()), 0), self._capture.lookahead.uses
+        beside, uses = max(live - self._base - sum(self._held()), 0), self._capture.schedule.uses
         runs = self._waiting[index] if scope is not None else []
         left = runs.pop() if runs else None
         self._now = _Section(phase, index, scope, left, uses, beside, live - own, trace.kept_bytes)
@@ -264,7 +264,7 @@ class Memory:
 
     def _note(self, live: int) -> None:
         """Of several moments of a phase the fullest stays."""
-        now, lookahead = self._now, self._capture.lookahead
+        now, schedule = self._now, self._capture.schedule
         nbytes, held = max(live - self._base, 0), self._held()
         # A meter of stretches tells the most of one, in which layers may have had more than now.
         at_once = self.meter is None or self.meter.samples
@@ -272,7 +272,7 @@ class Memory:
         now.planned = held.planned
         used = 0
         if now.scope is not None and at_once:
-            used = lookahead.used_bytes(now.scope, now.uses, lookahead.uses)
+            used = schedule.used_bytes(now.scope, now.uses, schedule.uses)
         now.unplanned = max(now.unplanned, nbytes - known)
         now.whole = max(now.whole, nbytes - known - used)
         peak = PhasePeak(nbytes, now.layer, held, now.beside, *self._gradients.parts)
@@ -281,8 +281,8 @@ class Memory:
             self.peaks[now.phase] = peak
 
     def _held(self) -> HeldBytes:
-        ledger = self._offloader.ledger
-        return HeldBytes(ledger.in_flight, ledger.settled, **self.left, put_out=self._outputs.nbytes)
+        window = self._offloader.window
+        return HeldBytes(window.in_flight, window.settled, **self.left, put_out=self._outputs.nbytes)
 
 
 @dataclass(slots=True)
@@ -325,12 +325,12 @@ class StepCurve:
     """Memory and traffic of a step over time: of those that are looked at from the third on, or asked for.
 
     Args:
-        ledger: Tells what the offloader holds.
+        window: Tells what the offloader holds.
         movers: Tell what they move, each with what that is besides activations.
     """
 
-    def __init__(self, ledger: Ledger, movers: Sequence[tuple[str, Any]]) -> None:
-        self._ledger, self._movers = ledger, movers
+    def __init__(self, window: InFlightWindow, movers: Sequence[tuple[str, Any]]) -> None:
+        self._window, self._movers = window, movers
         self._points: list[tuple[float, int, int, int, int, int]] = []  # as ``Moment`` of the log
         self._moves: dict[str, list[Moved]] = {what: [] for what, _ in movers}
         for what, each in movers:
@@ -343,8 +343,8 @@ class StepCurve:
 
     def seen(self, live: int, left: int) -> None:
         """Record that ``live`` bytes are in use, of which layers have ``left`` so many for backward."""
-        ledger = self._ledger
-        held = ledger.in_flight, ledger.read_ahead, ledger.settled, left
+        window = self._window
+        held = window.in_flight, window.read_ahead, window.settled, left
         self._points.append((time.perf_counter(), live, *held))
 
     def figures(

@@ -43,9 +43,9 @@ from tba_offload.session.memory import Memory
 from tba_offload.session.notices import OTHER_RANKS, Notices, tell, warn_after
 from tba_offload.session.record import Records, explained, header_of, learn, memory_event, record_of
 from tba_offload.states import OptimizerStates, offload_optimizer
-from tba_offload.store import interrupts, open_store
-from tba_offload.store.base import close_after
-from tba_offload.store.bench import measure
+from tba_offload.store.new.base import close_after
+from tba_offload.store.new.doctor import measure
+from tba_offload.store.new.open import open_store
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.weights import FrozenWeights, WeightsTraffic
 
@@ -157,17 +157,16 @@ class Session:
         self._states_beside: StatesBeside | None = None
         self._traced, self._is_measured = frozenset(trace_steps), measure_memory
         self._closers: list[Callable[[], object]] = []  # in the order of opening; close() goes backwards
-        with interrupts.put_off(self):
-            try:
-                self._open_engine()
-                header = header_of(self, strategy, model_info, has_states=bool(optimizers))
-                self.records = Records(run_log, header, on_step)
-                self._closers.append(self.records.close)
-                self._open_control(None if steps_by_hand else count_tokens)
-                self._open_states(optimizers, masters)
-            except BaseException:  # also of an interrupt
-                self._close()
-                raise
+        try:
+            self._open_engine()
+            header = header_of(self, strategy, model_info, has_states=bool(optimizers))
+            self.records = Records(run_log, header, on_step)
+            self._closers.append(self.records.close)
+            self._open_control(None if steps_by_hand else count_tokens)
+            self._open_states(optimizers, masters)
+        except BaseException:  # also of an interrupt
+            self._close()
+            raise
 
     # ---- open: store, engine, observers, control; each thing that is opened tells how it is closed ------
 
@@ -181,7 +180,6 @@ class Session:
             device,
             window=config.budget.window,
             keep_when_full=config.on_full == "keep",
-            stall_limit=config.store.stall_seconds,
             budget_bytes=config.budget.activation_bytes,
         )
         self.capture = Capture(self.offloader, min_tensor_bytes=config.min_tensor_bytes)
@@ -239,9 +237,8 @@ class Session:
         """
         gradients, memory, offloader = self.gradients, self.memory, self.offloader
         # What came after the last step belongs to none: dropped handles, failures, loads of an evaluation.
-        offloader.drain()
         self.raise_failures()
-        offloader.reset_stats()
+        offloader.begin_step()
         self.store.take_loads()
         # A compiled model has read the frozen weights of its first layers by now.
         self.weights_traffic.begin_step(gradients.live.parts[1])
@@ -260,7 +257,7 @@ class Session:
         # The planner asks for times of a device that does its work later than the host gives it out, and
         # under a budget of all that lies on the device for when gradients come.
         has_marks = self.planning.controller is not None and self.device.runs_behind
-        offloader.mark_stalls(wanted=has_marks)
+        offloader.marks_stalls = has_marks
         if has_marks:
             self.capture.trace.mark_times(self.device)
         if self.budget.limits.nets_gradients:
@@ -271,8 +268,13 @@ class Session:
         # What lies on the device by now may leave less to activations than the plan was made for.
         self.budget.begin_step(memory.base_bytes)
 
-    def end_step(self, step: Step, *, failed: bool) -> None:
+    def end_step(self, step: Step, *, failed: bool, is_broken: bool) -> None:
         """Take everything back from a step.
+
+        Args:
+            step: The step.
+            failed: Whether it comes to nothing.
+            is_broken: Whether something went wrong in it, so that it is thrown away whole.
 
         Raises:
             TransferError: One of its transfers failed.
@@ -284,11 +286,11 @@ class Session:
                 trace.end_step()
             memory.end()
         except BaseException:
-            failed = True
+            failed = is_broken = True
             raise
         finally:
             memory.stop()
-            self.capture.end_step(failed=failed)
+            self.capture.end_step(failed=failed, is_broken=is_broken)
         if not failed:
             self.verifier.end_step()
             self.raise_failures()
@@ -300,7 +302,7 @@ class Session:
             TransferError: A transfer failed.
         """
         try:
-            self.offloader.writer.flush()  # a graph that outlives its step shall not keep memory
+            self.offloader.flush()  # a graph that outlives its step shall not keep memory
             self.offloader.raise_failures()
         except TransferError:
             self.offloader.abandon()
@@ -390,8 +392,8 @@ class Session:
             raise ConfigError(f"{' and '.join(others)} {how}", file=wanted.file)
         self._start_planning(wanted)
         self.config = wanted
-        self.capture.configure(min_tensor_bytes=wanted.min_tensor_bytes)
-        self.offloader.failures.resolve(keep_when_full=wanted.on_full == "keep")
+        self.capture.min_tensor_bytes = wanted.min_tensor_bytes
+        self.offloader.keep_when_full = wanted.on_full == "keep"
         applied = {"policy": wanted.to_yaml(), "plan": explained(wanted.policy, self.world.layers)}
         self.records.note("policy", {"step": self.records.last_step, **applied})
 

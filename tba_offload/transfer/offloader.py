@@ -1,183 +1,649 @@
-"""Moves records out and back: writes as soon as they are known, prefetch inside a window of bytes.
+"""The life of a saved storage: save, flush, written, fetch. The page to read first.
 
-The training thread calls :meth:`Writer.save` when a tensor is saved, :meth:`Reader.fetch` when backward asks
-for it, and :meth:`ReadAhead.start` in between. The store's I/O threads call back when a write has ended. One
-lock protects all records and sums; nothing waits for I/O while it is held.
+Training threads own all state, under one lock. They may wait while they hold the lock, because I/O threads
+never take it: those move bytes, drop the memory of a finished write, and append to ``completed``. The
+training thread takes note of the rest when it comes here next.
+
+A step that fails or is interrupted is thrown away whole, by :meth:`Offloader.abandon`. So no method here has
+to mend what an interrupt cuts short.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+import weakref
+from collections import deque
+from contextlib import contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
-from tba_offload.planner.window import Window
-from tba_offload.transfer.ahead import ReadAhead
-from tba_offload.transfer.failures import Failures
-from tba_offload.transfer.reader import Reader
-from tba_offload.transfer.reads import Reads
-from tba_offload.transfer.shared import Shared
-from tba_offload.transfer.storage import Drops, Handle, State
-from tba_offload.transfer.watchdog import Watchdog
-from tba_offload.transfer.writer import Writer
+import torch
+
+from tba_offload.device.device import ByteRange, aligned_range, check_not_captured
+from tba_offload.errors import DeviceError, HangingError, StoreError, TransferError, is_of_drive, warn
+from tba_offload.layers.graph import keeps_graph
+from tba_offload.store.new.pool import Transfer
+from tba_offload.transfer.errors import is_full, outage, transfer_error, unusable
+from tba_offload.transfer.saved import Handle, SavedRef, SavedStorage, State
+from tba_offload.transfer.window import InFlightWindow
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Hashable, Iterable, Iterator
 
-    from tba_offload.device.streams import Device
-    from tba_offload.store.base import ActivationStore
-    from tba_offload.transfer.ledger import TransferStats
-    from tba_offload.transfer.storage import Record
+    from tba_offload.device import Device
+    from tba_offload.store.new.multi import MultiStore
+    from tba_offload.transfer.window import TransferStats
+
+READ_AGAIN = (0.01, 0.1, 1.0)
+"""Seconds before the second, third and fourth attempt to read bytes that backward waits for."""
 
 
 class Offloader:
-    """The queues between the saved-tensor hooks and a store.
+    """Moves saved storages between memory and a store.
 
     Args:
-        store: Where the bytes go. Nothing else reserves extents there; the offloader does not close it.
-        device: The device that holds the activations.
+        store: Where bytes go. Nothing else has extents there; the offloader does not close it.
+        device: The device that activations lie on.
         window: Most bytes in flight; ``None`` for no limit.
-        keep_when_full: Whether what cannot be written is kept in memory (counted in :attr:`stats`) instead of
+        keep_when_full: Whether bytes that cannot be written stay in memory, which is counted, instead of
             raising a :class:`~tba_offload.errors.TransferError`.
-        stall_limit: Seconds after which a wait during which nothing moved is an error; ``None`` for never.
-        budget_bytes: What resident activations may come to, for warnings; ``None`` for no budget.
+        budget_bytes: The budget of activations, for warnings; ``None`` for none.
 
     Attributes:
         store: As given.
         device: As given.
-        failures: What went wrong, and whether that is an error.
-        watchdog: Waits, within the stall limit.
-        ledger: What is in memory, and what moved.
-        writer: The way out.
-        reader: The way back.
-        ahead: The way back before backward asks.
-        drops: Where the ends of handles are noted.
+        window: What is in memory.
+        keep_when_full: As given; may be set between steps.
+        marks_stalls: Whether waits are marked in the work of the device as well.
     """
 
     def __init__(
         self,
-        store: ActivationStore,
+        store: MultiStore,
         device: Device,
         *,
         window: int | None = None,
         keep_when_full: bool = True,
-        stall_limit: float | None = None,
         budget_bytes: int | None = None,
     ) -> None:
-        self.store = store
-        self.device = device
-        self.failures = Failures(store, keep_when_full=keep_when_full, budget_bytes=budget_bytes)
-        self.watchdog = Watchdog(stall_limit)
-        allowed = Window(window)
-        self._shared = Shared(store, device, allowed, self.failures, self.watchdog)
-        self.ledger = self._shared.ledger
-        self.writer = Writer(self._shared, store, device, allowed)
-        reads = Reads(self._shared, store, device)
-        self.reader = Reader(self._shared, store, device, reads)
-        self.ahead = ReadAhead(self._shared, reads, self.writer)
-        self.drops: Drops = self._shared.drops
+        self.store, self.device, self.keep_when_full = store, device, keep_when_full
+        self.window = InFlightWindow(window)
+        self.marks_stalls = False
+        self._budget_bytes, self._told = budget_bytes, set[str]()
+        self._epoch, self._is_inert, self._is_open = 0, False, False
+        self._lock = Lock()
+        store.completed = self._completed = deque[Transfer]()
+        self._dead = deque[SavedRef]()  # filled by finalizers
+        self._refs = set[SavedRef]()  # keeps the weak handles alive: their callbacks would not run
+        self._pending = deque[SavedRef]()  # oldest first
+        self._pending_bytes = 0
+        self._writes: dict[Transfer, SavedRef] = {}  # queued and running, oldest first
+        self._ahead: dict[SavedRef, None] = {}  # read ahead and not used yet
+        self._read_ahead_up_to = float("inf")  # bytes in flight that the device has had memory for
+        self._failures = deque[TransferError]()
 
-    def resize_window(self, window: int | None) -> None:
-        """Set the most bytes in flight; between steps."""
-        self.writer.resize(Window(window))
+    # ---- forward: save and flush -----------------------------------------------------------------
 
-    # ---- what is counted -------------------------------------------------------------------------
+    def save(
+        self, storage: torch.UntypedStorage, key: Hashable, *, at_once: bool = False, is_filling: bool = False
+    ) -> SavedStorage:
+        """Take charge of a storage; its bytes are written later, from the queue of pending writes.
 
-    @property
-    def stats(self) -> TransferStats:
-        """What moved since :meth:`reset_stats`."""
-        return self.ledger.stats
+        Args:
+            storage: The storage.
+            key: Names it.
+            at_once: Hold nothing back. A drive must not be taken for slow that was given nothing.
+            is_filling: Whether the operation that saves it may still write to it. Nothing is read from it
+                before the caller resets this attribute.
 
-    @property
-    def in_flight(self) -> int:
-        """Bytes in flight now."""
-        return self.ledger.in_flight
+        Raises:
+            TransferError: The window is full, and a drive does not answer.
+        """
+        nbytes, window = storage.nbytes(), self.window
+        with self._lock:
+            if self._completed or self._dead:
+                self._drain()
+            if window.nbytes is not None and window.in_flight and window.in_flight + nbytes > window.nbytes:
+                self._make_room(nbytes)
+            saved = SavedStorage(storage, key, self._dead.append)
+            saved.is_filling, ref = is_filling, saved.ref
+            if self.device.runs_behind:
+                saved.stream = self.device.stream()
+            ref.key, ref.nbytes, ref.charged, ref.settled, ref.epoch = key, nbytes, nbytes, 0, self._epoch
+            ref.extent = ref.write = ref.read = None
+            ref.is_pending = True
+            self._refs.add(ref)
+            self._pending.append(ref)
+            self._pending_bytes += nbytes
+            window.add(nbytes)
+            if window.in_flight > window.tight_above or (at_once and self._pending_bytes >= window.batch):
+                self._flush(0)
+            elif self._pending_bytes >= window.due:
+                self._flush(window.held_back)
+        return saved
 
-    @property
-    def own_bytes(self) -> int:
-        """Bytes that the offloader itself keeps in memory now: in flight, restored, kept."""
-        return self.ledger.in_flight + self.ledger.settled
+    def make_room(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` may be copied for a saved storage of their own.
 
-    def reset_stats(self) -> TransferStats:
-        """Start new :attr:`stats` and return the old ones."""
-        with self._shared.lock:
-            return self.ledger.reset_stats()
+        Raises:
+            TransferError: A drive does not answer.
+        """
+        with self._lock:
+            self._drain()
+            if self.window.rules.is_crowded(self.window.in_flight, nbytes):
+                self._make_room(nbytes)
 
-    def mark_stalls(self, *, wanted: bool) -> None:
-        """Whether waits are marked in the work of the device, where times are asked of it."""
-        self._shared.marks_stalls = wanted
+    def flush(self) -> None:
+        """Queue the writes of all that is pending."""
+        if self._pending and not self._is_inert:
+            with self._lock:
+                self._flush(0)
 
-    # ---- handles ---------------------------------------------------------------------------------
+    def _flush(self, held_back: int) -> None:
+        """Queue the oldest pending writes, until ``held_back`` bytes are left.
 
-    def owns(self, handle: Handle) -> bool:
-        """Whether a handle is of a record of this offloader."""
-        return handle.is_told(self.drops)
+        They go in batches: a hook finds caches full of the model's data, and the first of a batch pays for
+        fetching the code.
+        """
+        pending, batch, events = self._pending, list[Transfer](), dict[Any, Any]()
+        while pending and (not held_back or self._pending_bytes > held_back):
+            ref = pending[0]
+            saved = ref()
+            if saved is not None and saved.state is State.PENDING and saved.memory is not None:
+                if saved.is_filling:
+                    break
+                if (after := events.get(saved.stream)) is None:
+                    check_not_captured(self.device)
+                    after = events[saved.stream] = self.device.event(saved.stream)
+                memory = ByteRange(saved.memory, 0, ref.nbytes)
+                saved.address, saved.memory, saved.state = memory.address, None, State.WRITING
+                ref.write = transfer = Transfer(memory, after)
+                self._writes[transfer] = ref
+                self._pending_bytes -= ref.nbytes
+                ref.is_pending = False
+                batch.append(transfer)
+            pending.popleft()
+        if batch:
+            self.store.write(batch)
 
-    def drain(self) -> None:
-        """Take note of the handles that autograd has dropped."""
-        self._shared.drain()
+    def _make_room(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` fit the window, but only for I/O that runs; else admit them."""
+        window = self.window
+        with self._stall():
+            while window.rules.is_crowded(window.in_flight, nbytes):
+                self._flush(0)
+                self._drain()
+                if not window.rules.is_crowded(window.in_flight, nbytes):
+                    break
+                if self._writes:
+                    self._wait_for_oldest_write()
+                elif not self._give_up_farthest():
+                    break  # memory is in use, or waits for this very thread: waiting would be a deadlock
+        self.raise_failures()
 
-    # ---- ends ------------------------------------------------------------------------------------
+    # ---- backward: fetch -------------------------------------------------------------------------
 
-    def protect(self, storage: torch.UntypedStorage, record: Record) -> None:
-        """Take the call before the owner of ``storage`` resizes it: no write may read its memory any more.
+    def fetch(self, handle: Handle) -> tuple[torch.UntypedStorage, int]:
+        """Return the bytes of a saved storage: from memory, else by a read.
 
-        The record keeps the same storage object, whose owner is going to fill it again.
+        Args:
+            handle: Asks for them; perhaps not for the first time.
+
+        Returns:
+            A storage, and the first byte of the payload in it.
+
+        Raises:
+            SessionError: The step of the saved storage was thrown away, or this is a forked child.
+            TransferError: The bytes could not be read.
+        """
+        saved = handle.saved
+        if self._is_inert:  # a thread of the parent may have held the lock
+            raise unusable(saved.key, is_inert=True)
+        with self._lock:
+            if self._completed or self._dead:
+                self._drain()
+            ref = saved.ref
+            if ref.epoch != self._epoch:
+                raise unusable(saved.key, is_inert=False)
+            memory = saved.alive()  # as in_memory(), but for a call on the hot path
+            if memory is not None and memory.nbytes() < saved.nbytes:
+                memory = None
+            handle.unread = None  # not before: it may be all that keeps restored memory
+            if ref.read is not None:
+                memory = self._arrived(saved)
+            elif memory is None:
+                memory = self._read_now(saved)
+            elif not saved.is_restored:
+                self._forward(saved, memory)
+            if saved.is_restored and self.device.runs_behind and self.device.stream() != saved.stream:
+                self.device.use(ByteRange(memory, 0, memory.nbytes()).tensor(), self.device.stream())
+            return memory, saved.start
+
+    def _forward(self, saved: SavedStorage, memory: torch.UntypedStorage) -> None:
+        """Hand over memory that is still there; once no other handle waits for it, it is not written."""
+        stats = self.window.stats
+        if not saved.was_used:
+            saved.was_used = True
+            stats.forwarded += saved.nbytes
+            if saved.state is State.STORED:
+                saved.was_held = True
+                stats.held += saved.nbytes
+        # A graph that is kept may be asked again much later.
+        if saved.state is not State.STORED and saved.unread() is None and not keeps_graph():
+            if saved.state is not State.KEPT:
+                self._stay(saved, memory)
+            self.window.settle(saved.ref)
+
+    def _stay(self, saved: SavedStorage, memory: torch.UntypedStorage) -> None:
+        """Leave the memory of a saved storage in place until its last handle is gone."""
+        ref = saved.ref
+        if ref.is_pending:
+            self._pending_bytes -= ref.nbytes
+            ref.is_pending = False
+        elif ref.write is not None:
+            self._cancel_write(ref)
+        saved.memory, saved.state = memory, State.KEPT
+
+    def _read_now(self, saved: SavedStorage) -> torch.UntypedStorage:
+        """Read bytes that were not read ahead; the window does not limit that.
+
+        Raises:
+            TransferError: The bytes are nowhere, or could not be read.
+        """
+        ref = saved.ref
+        if ref.write is not None:  # it has just ended
+            self._wait(ref.write, ref)
+            self._drain()
+        if ref.extent is None:
+            raise transfer_error("keep", ref.key, ref.nbytes, "its memory was freed or resized by its owner")
+        while True:
+            try:
+                room = aligned_range(ref.nbytes, saved.address, self.store.alignment, self.device)
+                break
+            except torch.OutOfMemoryError:
+                if not self._give_up_farthest():
+                    if not self._writes:
+                        raise
+                    self._wait_for_oldest_write()
+                    self._drain()
+        self._start_reads([(saved, room)])
+        return self._arrived(saved)
+
+    def _start_reads(self, rooms: list[tuple[SavedStorage, ByteRange]]) -> None:
+        """Queue reads of stored bytes, each into memory that was allocated for it."""
+        device, reads = self.device, list[Transfer]()
+        # Not before: other work with the memory that the allocator gave may have been queued meanwhile.
+        after = device.event()
+        for saved, room in rooms:
+            ref = saved.ref
+            if device.runs_behind:
+                saved.stream = device.stream()
+            ref.read = read = Transfer(room, after, extent=ref.extent)
+            self.window.stats.read += ref.nbytes
+            reads.append(read)
+        check_not_captured(device)
+        self.store.read(reads)
+
+    def _arrived(self, saved: SavedStorage) -> torch.UntypedStorage:
+        """Wait for the read of a saved storage, and read again where that may help.
+
+        Raises:
+            TransferError: The bytes cannot be read.
+        """
+        ref = saved.ref
+        read: Any = ref.read
+        if not read.is_done or read.error is not None:
+            with self._stall(is_marked=not read.is_done):
+                read = self._read_to_end(ref, read)
+        room: ByteRange = read.memory
+        self._end_ahead(ref)
+        memory, saved.start = room.storage, room.start
+        saved.alive, saved.is_restored, saved.was_used = weakref.ref(memory), True, True
+        if (unread := saved.unread()) is not None:
+            unread.memory = memory
+        return memory
+
+    def _read_to_end(self, ref: SavedRef, read: Transfer) -> Transfer:
+        for pause in (*READ_AGAIN, None):
+            self._wait(read, ref)
+            error = read.error
+            if error is None:
+                break
+            if pause is None or not isinstance(error, StoreError) or isinstance(error, DeviceError):
+                self._end_ahead(ref)
+                if ref.extent is not None and is_of_drive(error):
+                    self.store.suspend(ref.extent, error)
+                raise transfer_error("read", ref.key, ref.nbytes, error, self._where(ref)) from error
+            time.sleep(pause)
+            room: Any = read.memory
+            ref.read = read = Transfer(room, self.device.event(), extent=ref.extent)
+            self.store.read([read])
+            self.window.stats.reread += ref.nbytes
+        return read
+
+    # ---- reading ahead ---------------------------------------------------------------------------
+
+    def prefetch(self, upcoming: Iterable[tuple[SavedRef, bool]]) -> None:
+        """Start to read what backward uses next, until the window is full.
+
+        What is still in memory stays there: its write is taken back, unless that runs already.
+
+        Args:
+            upcoming: Saved storages in the order of their use, each with whether a forward pass comes before
+                that. That pass needs most of the window, so only a part of it is filled. The one that is
+                taken last has found no room, and is to come again.
+        """
+        rooms = list[tuple[SavedStorage, ByteRange]]()
+        if self._is_inert:
+            return
+        with self._lock:
+            if self._completed or self._dead:
+                self._drain()
+            for ref, across_forward in upcoming:
+                saved = ref()
+                if saved is None or saved.state is State.KEPT or ref.epoch != self._epoch:
+                    continue
+                memory = saved.alive()
+                if memory is not None and memory.nbytes() < ref.nbytes:
+                    memory = None
+                if saved.state is not State.STORED:
+                    if across_forward:
+                        break  # it may have to be read after all
+                    if memory is not None and not keeps_graph():
+                        self._stay(saved, memory)
+                elif memory is None and ref.read is None and not ref.charged and saved.unread() is not None:
+                    found_room = self._find_room(saved, rooms, across_forward=across_forward)
+                    if not found_room:
+                        break
+            if rooms:
+                self.window.add(0)  # its peaks
+                self._start_reads(rooms)
+
+    def _find_room(
+        self, saved: SavedStorage, rooms: list[tuple[SavedStorage, ByteRange]], *, across_forward: bool
+    ) -> bool:
+        """Allocate memory for a read, if window and device have room for it; return whether they have."""
+        window, ref, nbytes = self.window, saved.ref, saved.nbytes
+        if window.in_flight + nbytes > self._read_ahead_up_to or not window.rules.may_read_ahead(
+            window.in_flight, window.read_ahead, nbytes, across_forward=across_forward
+        ):
+            if not across_forward:
+                self._flush(0)  # what is pending is needed later than this
+            return False
+        try:
+            rooms.append((saved, aligned_range(nbytes, saved.address, self.store.alignment, self.device)))
+        except torch.OutOfMemoryError:
+            for given_up, _ in rooms[len(rooms) // 4 :]:  # compute needs memory as well
+                self._end_ahead(given_up.ref)
+                window.stats.given_up += given_up.nbytes
+            del rooms[len(rooms) // 4 :]
+            self._read_ahead_up_to = window.in_flight
+            return False
+        ref.charged = nbytes
+        self._ahead[ref] = None
+        window.read_ahead += nbytes
+        window.in_flight += nbytes
+        return True
+
+    def _end_ahead(self, ref: SavedRef) -> None:
+        """Forget the read of a saved storage: the bytes are used, or will not be."""
+        if ref.read is not None and ref.read.is_done:
+            ref.read.memory = None  # it is still in the queue of what has ended
+        ref.read = None
+        if ref in self._ahead:
+            del self._ahead[ref]
+            self.window.read_ahead -= ref.charged
+            self.window.in_flight -= ref.charged
+            ref.charged = 0
+
+    def _give_up_farthest(self) -> bool:
+        """Drop what was read ahead for the latest use; return False if there is nothing."""
+        farthest: SavedRef | None = None
+        for ref in reversed(self._ahead):
+            farthest = farthest or ref
+            if ref.read is None or ref.read.is_done or self.store.cancel(ref.read):
+                break
+        else:
+            if farthest is None or farthest.read is None:
+                return False
+            ref = farthest
+            self._wait(farthest.read, ref)
+        self._end_ahead(ref)
+        self.window.stats.given_up += ref.nbytes
+        return True
+
+    # ---- the ends of I/O and of handles ----------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Take note of the transfers that have ended and of the saved storages that have died."""
+        completed, dead, window = self._completed, self._dead, self.window
+        while completed:
+            transfer = completed.popleft()
+            ref = self._writes.pop(transfer, None)
+            if ref is None:
+                continue  # a read, or a write of a step that was thrown away
+            ref.write = None
+            saved = ref()
+            if transfer.error is not None:
+                self._not_written(transfer, transfer.error, ref, saved)
+                continue
+            window.stats.offloaded += ref.nbytes
+            if saved is not None and saved.state is State.WRITING:
+                saved.state, ref.extent = State.STORED, transfer.extent
+                window.free(ref)
+                continue
+            if transfer.extent is not None:
+                self.store.release(transfer.extent)
+            if saved is None:
+                window.free(ref)
+        while dead:
+            ref = dead.popleft()
+            self._refs.discard(ref)
+            if ref.epoch != self._epoch:
+                continue
+            if ref.charged or ref.settled or ref.write is not None or ref.read is not None:
+                self._let_go(ref)
+            elif ref.extent is not None:
+                self.store.release(ref.extent)
+
+    def _let_go(self, ref: SavedRef) -> None:
+        """Give back what a saved storage that has died has in memory, and its extent."""
+        if ref.is_pending:
+            self._pending_bytes -= ref.nbytes
+            ref.is_pending = False
+        if ref.write is not None and not self._cancel_write(ref):
+            return  # it has the memory until it ends
+        if ref.read is not None:
+            self.store.cancel(ref.read)
+            self._end_ahead(ref)
+        self.window.free(ref)
+        if ref.extent is not None:
+            self.store.release(ref.extent)
+
+    def _cancel_write(self, ref: SavedRef) -> bool:
+        """Take a queued write back; return False if it runs, or has ended."""
+        write = ref.write
+        if write is None or not self.store.cancel(write):
+            return False
+        ref.write = None
+        self._writes.pop(write, None)
+        return True
+
+    def _not_written(
+        self, transfer: Transfer, error: BaseException, ref: SavedRef, saved: SavedStorage | None
+    ) -> None:
+        """Keep in memory what could not be written; the policy says whether that is an error."""
+        memory, transfer.memory = transfer.memory, None
+        if saved is None:
+            self.window.free(ref)
+            return
+        is_new, saved.state = saved.state is State.WRITING, State.KEPT
+        if memory is not None:
+            saved.memory = memory.storage
+        self.window.settle(ref)
+        if self.keep_when_full and is_of_drive(error):
+            self.window.stats.fallback_kept += ref.nbytes if is_new else 0
+            self.window.stats.full |= is_full(error)
+        elif is_new:
+            self._failures.append(transfer_error("write", ref.key, ref.nbytes, error))
+
+    def release_memory(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
+        """Take the call before the owner of a storage resizes it: no write may read its memory any more.
+
+        The owner fills the same storage again before backward.
 
         Raises:
             TransferError: A write that reads the memory does not end.
         """
-        shared = self._shared
-        with shared.lock:
-            if record.state is State.RELEASED or record.memory() is None:
+        with self._lock:
+            self._drain()
+            ref = saved.ref
+            if (
+                self._is_inert
+                or saved.state is State.STORED
+                or ref.epoch != self._epoch
+                or saved.in_memory() is None
+            ):
                 return
-            shared.cancel_writes(record)
-            record.keep(storage)
-            shared.ledger.note(record)
-            running = [piece for piece in record.pieces() if piece.write is not None]
-        for piece in running:
-            shared.wait_for_write(record, piece)
+            self._stay(saved, storage)
+            if ref.write is not None:
+                self._wait(ref.write, ref)
+                self._drain()
+            self.window.settle(ref)
+
+    # ---- waiting ---------------------------------------------------------------------------------
+
+    def _wait(self, transfer: Transfer, ref: SavedRef) -> None:
+        """Wait until a transfer has ended, failed or not.
+
+        Raises:
+            TransferError: It does not end within the limit of the store.
+        """
+        if transfer.is_done:
+            return
+        try:
+            self.store.wait(transfer)
+        except HangingError as error:
+            verb = "read" if transfer is ref.read else "write"
+            raise transfer_error(verb, ref.key, ref.nbytes, error) from error
+        except StoreError:
+            pass  # an error of the transfer itself, at which the caller looks
+
+    def _wait_for_oldest_write(self) -> None:
+        transfer, ref = next(iter(self._writes.items()))
+        self._wait(transfer, ref)
+
+    def _where(self, ref: SavedRef) -> str:
+        extent = ref.extent
+        return "" if extent is None else f" from {self.store.place(extent)}, offset {extent.offset}"
+
+    @contextmanager
+    def _stall(self, *, is_marked: bool = True) -> Iterator[None]:
+        """Around a wait of the training thread for I/O: it is counted, and marked in the device's work."""
+        mark = self.device.mark() if self.marks_stalls and is_marked else None
+        began, stats = time.perf_counter(), self.window.stats
+        try:
+            yield
+        finally:
+            stats.stalled(began, time.perf_counter())
+            if mark is not None:
+                stats.marked_stalls.append((mark, self.device.mark()))
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Begin a step; one before that was left in whatever way, an interrupt included, is thrown away.
+
+        Raises:
+            TransferError: A transfer has failed since the last step.
+        """
+        if self._is_open:
+            self.abandon()
+        self._is_open = True
+        if not self.keep_when_full:
+            self.store.resume()  # the policy wants errors, and only the drive can tell whether there is one
+        self.drain()
+        self.raise_failures()
+        self.window.reset_stats()
+
+    def end_step(self) -> None:
+        """End a step: what was read ahead in vain is dropped; saved storages that autograd holds live on."""
+        with self._lock:
+            self._drain()
+            self._read_ahead_up_to = float("inf")
+            while self._give_up_farthest():
+                pass
+        self.store.trim()
+        self._is_open = False
+
+    def abandon(self) -> None:
+        """Throw a step away whole: cancel, wait for what runs, forget. Its graphs cannot be used any more."""
+        with self._lock:
+            self._is_open = True
+            self.store.reset()
+            self._epoch += 1
+            for each in (self._completed, self._refs, self._pending, self._writes, self._ahead):
+                each.clear()
+            self._failures.clear()
+            self._pending_bytes = 0
+            self._read_ahead_up_to = float("inf")
+            self.window.reset()
+            self._is_open = False
+
+    def drain(self) -> None:
+        """Take note of what has ended since the last call."""
+        if not self._is_inert:
+            with self._lock:
+                self._drain()
 
     def quiesce(self) -> None:
-        """Wait until every write has ended or was taken back, and accounts for dropped handles.
+        """Wait until every write has ended, and account for dropped handles.
 
         Raises:
             TransferError: A transfer failed.
         """
-        self.drain()
-        while self._is_departing():
-            pass
+        with self._lock:
+            self._drain()
+            self._flush(0)
+            while self._writes:
+                self._wait_for_oldest_write()
+                self._drain()
+                self._flush(0)
         self.raise_failures()
 
-    def _is_departing(self) -> bool:
-        """Wait for one change if anything is to be written; whether there was."""
-        self.writer.flush()  # also what another thread saved meanwhile
-        shared = self._shared
-        with shared.lock:
-            if shared.outbox.items or not shared.ledger.departing:
-                return bool(shared.outbox.items)
-            change = shared.watchdog.next_change()
-        shared.wait(change)
-        return True
-
-    def abandon(self) -> None:
-        """Give a step up that failed: drops what was read ahead, and its other failures with it."""
-        with self._shared.lock:
-            self.failures.forget()
-        self.repair()
-        self.drain()
-        self.ahead.give_up()
-
-    def repair(self) -> None:
-        """After an interrupt, which may have struck between any two operations of the training thread."""
-        self._shared.repair()
-
     def raise_failures(self) -> None:
-        """Raise the error of a transfer that failed on an I/O thread, if there is one.
+        """Raise the error of a transfer that failed, if there is one; name drives that failed, once each.
 
         Raises:
             TransferError: Names the layer, the cause and the remedy.
         """
-        self.failures.raise_first()
+        for place, cause in self.store.take_outages():
+            if self.keep_when_full and place not in self._told:
+                self._told.add(place)
+                warn(outage(place, cause, self._budget_bytes), RuntimeWarning)
+        if self._failures:
+            raise self._failures.popleft()
+
+    def resize_window(self, window: int | None) -> None:
+        """Set the most bytes in flight; between steps."""
+        self.window.resize(window)
+        self.store.resize_window(window)
 
     def become_inert(self) -> None:
-        """In a forked child: the lock may be held for ever, and threads and descriptors are the parent's."""
-        self._shared.inert = True
+        """Leave everything to the parent: this is a forked child."""
+        self._is_inert = True
+
+    @property
+    def stats(self) -> TransferStats:
+        """Figures since the step began."""
+        return self.window.stats
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes in flight now."""
+        return self.window.in_flight
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that the offloader itself keeps in memory now."""
+        return self.window.in_flight + self.window.settled

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from tba_offload.device import ByteRange, Event
-    from tba_offload.store.backend import Backend
-    from tba_offload.store.base import Extent
-    from tba_offload.store.engine import QueuedStore
+    from tba_offload.device import ByteRange
+    from tba_offload.store.new.base import Extent, Store
+    from tba_offload.store.new.multi import MultiStore
 
     Around = Callable[[str, Extent], AbstractContextManager[object]]
 
 
-def put_around(store: QueuedStore, around: Around) -> None:
+def put_around(store: MultiStore, around: Around) -> None:
     """Has every transfer of a store run inside a context, on its I/O thread.
 
     Args:
@@ -24,27 +23,19 @@ def put_around(store: QueuedStore, around: Around) -> None:
         around: Makes the context, from "write" or "read" and the extent. It should not refer to the store,
             which could not be collected then.
     """
-    store._mover.backend = _Surrounded(store._mover.backend, around)
+    for place in store._places:
+        _surround(place.store, around)
 
 
-class _Surrounded:
-    """A backend with something around its moves, each of which goes by itself."""
+def _surround(store: Store, around: Around) -> None:
+    write, read = store.write, store.read
 
-    joined_bytes = 0
+    def surrounded_write(extent: Extent, source: ByteRange) -> int | None:
+        with around("write", extent):
+            return write(extent, source)
 
-    def __init__(self, backend: Backend, around: Around) -> None:
-        self._backend = backend
-        self._around = around
+    def surrounded_read(extent: Extent, target: ByteRange) -> int | None:
+        with around("read", extent):
+            return read(extent, target)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
-        """Write."""
-        with self._around("write", extent):
-            return self._backend.move_out(extent, source, after)
-
-    def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
-        """Read."""
-        with self._around("read", extent):
-            return self._backend.move_in(extent, target, after, padded=padded)
+    store.write, store.read = surrounded_write, surrounded_read  # type: ignore[method-assign]

@@ -6,29 +6,27 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
 import pytest
-from around import put_around
 
 import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.device import CpuDevice
-from tba_offload.errors import StoreError
-from tba_offload.store.file import FileStore
-from tba_offload.store.host import HostStore
+from tba_offload.store.new.host import HostStore
+from tba_offload.store.new.multi import MultiStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import nn
 
     from tba_offload.config.policy import Rule
+    from tba_offload.device import ByteRange
     from tba_offload.session import Session
-    from tba_offload.store.base import Extent
-    from tba_offload.store.engine import QueuedStore
+    from tba_offload.store.new.base import Extent
 
 Result = TypeVar("Result")
 
@@ -134,52 +132,39 @@ class Drive:
         self.reads.release()
 
 
-class _Driven:
-    """Put before the class of a store: it then obeys a drive."""
+class DrivenHostStore(HostStore):
+    """Host memory that obeys a drive; small slabs, because tests are small.
 
-    drive: Drive
+    One thread writes and one reads, so that what is behind a held transfer is queued for certain.
+    """
 
-    def __init__(self, drive: Drive, *arguments: Any, **options: Any) -> None:
+    def __init__(self, drive: Drive, **options: Any) -> None:
         self.drive = drive
-        super().__init__(*arguments, **options)
-        directions = {"write": drive.writes, "read": drive.reads}
-        put_around(cast("QueuedStore", self), lambda verb, extent: directions[verb].under_way(extent.nbytes))
+        super().__init__(device=CPU, slab_bytes=MIB, **options)
 
-    def reserve(self, nbytes: int, address: int) -> Extent:
-        with self.drive.reservations.under_way(nbytes):
-            extent: Extent = super().reserve(nbytes, address)  # type: ignore[misc]
-            return extent
+    def grow(self, end: int) -> None:
+        with self.drive.reservations.under_way(end):
+            super().grow(end)
 
-    def reserve_many(self, ranges: Sequence[tuple[int, int]]) -> list[Extent]:
-        """Those before the first that fails, if that is not the first of all."""
-        allowed = 0
-        for nbytes, _ in ranges:
-            try:
-                with self.drive.reservations.under_way(nbytes):
-                    allowed += 1
-            except StoreError:
-                if not allowed:
-                    raise
-                break
-        extents: list[Extent] = super().reserve_many(ranges[:allowed])  # type: ignore[misc]
-        return extents
+    def write(self, extent: Extent, source: ByteRange) -> None:
+        with self.drive.writes.under_way(extent.nbytes):
+            super().write(extent, source)
+
+    def read(self, extent: Extent, target: ByteRange) -> None:
+        with self.drive.reads.under_way(extent.nbytes):
+            super().read(extent, target)
+
+
+class DrivenStore(MultiStore):
+    """A store that lets go on what its drive holds before it closes."""
+
+    def __init__(self, drive: Drive, *, capacity: int | None = None) -> None:
+        self.drive = drive
+        super().__init__([DrivenHostStore(drive, capacity=capacity)])
 
     def close(self) -> None:
         self.drive.release()
-        super().close()  # type: ignore[misc]
-
-
-class DrivenHostStore(_Driven, HostStore):
-    """One writer and one reader, so that what is behind a held transfer is queued for certain."""
-
-
-class DrivenFileStore(_Driven, FileStore):
-    """The same with a file."""
-
-
-def host_store(drive: Drive, *, capacity: int | None = None) -> DrivenHostStore:
-    """A store in memory that obeys ``drive``; small slabs, because tests are small."""
-    return DrivenHostStore(drive, capacity, device=CPU, slab_bytes=MIB)
+        super().close()
 
 
 def config_for(
@@ -209,15 +194,17 @@ def session_for(
     model: nn.Module | list[nn.Module],
     *,
     drive: Drive | None = None,
+    store: MultiStore | None = None,
     layers: list[nn.Module] | None = None,
     measure_memory: bool = False,
     **settings: Any,
 ) -> Session:
-    """Attaches ``model`` with the settings of :func:`config_for`; to a store of ``drive`` if there is one."""
+    """Attaches ``model`` with the settings of :func:`config_for`; to a store, or one that obeys a drive."""
     config = config_for(**settings)
-    if drive is None:
+    if drive is not None:
+        store = DrivenStore(drive, capacity=config.store.capacity)
+    if store is None:
         return tba.attach(model, config, layers=layers, measure_memory=measure_memory)
-    store = host_store(drive, capacity=config.store.capacity)
     with mock.patch("tba_offload.session.session.open_store", return_value=store):
         return tba.attach(model, config, layers=layers, measure_memory=measure_memory)
 

@@ -150,10 +150,10 @@ def trial(model: nn.Module, session: Session, at: int, expected: list[Tensor]) -
         assert_all_given_back(session)
     except AssertionError as error:
         return f"{aim.struck}: {error}"
-    ledger = session.offloader.ledger
-    left = (ledger.in_flight, ledger.departing, ledger.read_ahead, ledger.settled)
+    window = session.offloader.window
+    left = (window.in_flight, window.read_ahead, window.settled)
     if any(left):
-        return f"{aim.struck}: in flight, departing, read ahead, settled are {left}"
+        return f"{aim.struck}: in flight, read ahead, settled are {left}"
     return None
 
 

@@ -29,7 +29,7 @@ class LiveBytes(TorchDispatchMode):
         self._patches = ExitStack()
 
     def __enter__(self) -> Self:
-        for place in ("transfer.reads", "capture.hooks", "states.home"):
+        for place in ("transfer.offloader", "capture.views", "states.home"):
             self._patches.enter_context(mock.patch(f"tba_offload.{place}.aligned_range", self._allocate))
         super().__enter__()
         return self

@@ -90,8 +90,7 @@ def written_at_once(mix: Callable[[Tensor], Tensor], **settings: Any) -> Iterato
 
             return wait
 
-        offloader.writer.save = waiting(offloader.writer.save)  # type: ignore[method-assign]
-        offloader.writer.collect = waiting(offloader.writer.collect)  # type: ignore[method-assign]
+        offloader.save = waiting(offloader.save)  # type: ignore[method-assign]
         yield net, session
 
 

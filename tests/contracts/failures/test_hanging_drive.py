@@ -154,7 +154,7 @@ policy["budget"]["in_flight_bytes"] = "64MiB"
 session = tba.attach(model, policy)
 faults = hang()
 loss = model(torch.randn(256, 256)).square().mean()
-session.offloader.writer.flush()
+session.offloader.flush()
 while not faults.fired:  # what no thread has taken up yet is dropped at the end, and hangs nowhere
     time.sleep(0.01)
 """

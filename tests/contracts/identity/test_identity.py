@@ -13,12 +13,7 @@ from models import same_bits
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tba_offload.capture.identity import (
-    StaticStorages,
-    View,
-    is_understood,
-    viewed,
-)
+from tba_offload.capture.views import StaticStorages, is_understood, view_of, viewed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +60,7 @@ def same_elements(a: Tensor, b: Tensor) -> bool:
 
 @given(strided_views())
 def test_a_view_is_rebuilt_from_its_storage(tensor: Tensor) -> None:
-    rebuilt = viewed(tensor.untyped_storage(), View.of(tensor))
+    rebuilt = viewed(tensor.untyped_storage(), view_of(tensor))
     assert rebuilt.untyped_storage() is tensor.untyped_storage()
     assert (rebuilt.stride(), rebuilt.storage_offset()) == (tensor.stride(), tensor.storage_offset())
     assert same_elements(rebuilt, tensor)

@@ -27,6 +27,7 @@ from harness import KIB, MIB, PLACEMENTS, config_for
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from optimizers import MAKERS, policy
 from store_contract import StoreContract
+from tba_offload.transfer.storage import Handle, Record
 from torch import Tensor, nn
 
 import tba_offload as tba
@@ -41,7 +42,6 @@ from tba_offload.store.file import FileStore
 from tba_offload.store.host import HostStore
 from tba_offload.transfer import reads
 from tba_offload.transfer.offloader import Offloader
-from tba_offload.transfer.storage import Handle, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from around import put_around
+from harness import CPU, session_for
 from torch import Tensor, nn
 
-import tba_offload as tba
+from tba_offload.store.new.host import HostStore
+from tba_offload.store.new.multi import MultiStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
-    from tba_offload.store.base import Extent
+    from tba_offload.store.new.base import Extent
 
 LAYERS, EACH = 12, 2
 """Layers, and activations that each of them saves."""
@@ -70,18 +71,14 @@ class Transfers:
             self.late.append(layer)
 
 
-def test_backward_finds_the_reads_of_the_layer_before_begun(tmp_path: Path) -> None:
+def test_backward_finds_the_reads_of_the_layer_before_begun() -> None:
     """In the first step, whose order nothing was seen of, and in one that repeats it."""
     transfers = Transfers()
     model = nn.Sequential(*(Layer(partial(transfers.wait_for, number - 1)) for number in range(LAYERS)))
-    document = {
-        "default": "offload",
-        "budget": {"in_flight_bytes": WINDOW},
-        "store": {"kind": "file", "directories": [str(tmp_path)], "writers": 1, "readers": 1},
-    }
+    store = MultiStore([HostStore(device=CPU)])
+    put_around(store, transfers)
     batch = torch.linspace(0, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
-    with tba.attach(model, document, layers=list(model), measure_memory=False) as session:
-        put_around(session.store, transfers)
+    with session_for(model, layers=list(model), store=store, in_flight=WINDOW) as session:
         for _ in range(2):
             transfers.begin_step()
             with session.step():

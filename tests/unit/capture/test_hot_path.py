@@ -58,7 +58,7 @@ def step(model: nn.Module, session: Session, *, written: bool) -> Calls:
         with calls:
             loss = model(x).sum()
             if written:
-                session.offloader.writer.flush()
+                session.offloader.flush()
         if written:
             session.offloader.quiesce()
         with calls:

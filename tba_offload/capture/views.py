@@ -1,7 +1,7 @@
-"""What a saved tensor is: a storage, and a view of it.
+"""Saved tensors as views of storages.
 
-An activation is identified by its storage object, never by an address or an ``id()``, because addresses
-are reused. PyTorch hands out the same Python object for a storage as long as the storage lives, and a weak
+An activation is identified by its storage object, never by an address or an ``id()``, because addresses are
+reused. PyTorch hands out the same Python object for a storage as long as the storage lives, and a weak
 reference to it stays alive while only C++ holds the storage.
 
 A distributed tensor (``DTensor``) is identified by the storage of its local tensor, which has its bytes on
@@ -15,128 +15,132 @@ import weakref
 from functools import partial
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from tba_offload.device.ranges import blank
+from tba_offload.device.device import aligned_range, blank
 from tba_offload.layers.nested import modules_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+    from tba_offload.device import Device
+
+View = tuple[torch.dtype, "Sequence[int]", "Sequence[int]", int]
+"""How a tensor looks at its storage: dtype, shape, strides and offset, the latter two in elements."""
 
 
-class View(NamedTuple):
-    """How a tensor looks at its storage; ``offset`` and ``stride`` count elements, as in PyTorch."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
-        """Return the view that ``tensor`` is."""
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())  # type: ignore[arg-type]
-
-    def footprint(self) -> tuple[int, int, int]:
-        """Return the bytes of the storage that the view needs.
-
-        Returns:
-            Offset of its first element, end of its last one, and bytes of its elements, those that ``expand``
-            repeats counted once.
-        """
-        dtype, shape, stride, offset = self
-        reach, count, itemsize = 0, 1, dtype.itemsize
-        for size, step in zip(shape, stride, strict=True):
-            if not size:
-                return offset * itemsize, offset * itemsize, 0
-            if step:
-                reach += (size - 1) * step
-                count *= size
-        return offset * itemsize, (offset + reach + 1) * itemsize, count * itemsize
-
-    def distinct(self) -> View:
-        """Return the same view without the repetitions of ``expand``."""
-        if 0 not in self.stride:
-            return self
-        sizes = zip(self.shape, self.stride, strict=True)
-        return self._replace(shape=tuple(size if stride else 1 for size, stride in sizes))
-
-    def moved(self, nbytes: int) -> View:
-        """Return the same view of a storage in which everything lies ``nbytes`` further on."""
-        return View(self.dtype, self.shape, self.stride, self.offset + nbytes // self.dtype.itemsize)
+def view_of(tensor: torch.Tensor) -> View:
+    """Return how a tensor looks at its storage."""
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
-def viewed(storage: torch.UntypedStorage, view: View, shift: int = 0) -> torch.Tensor:
-    """Return the tensor that ``view`` makes of ``storage``, sharing its memory.
+def viewed(storage: torch.UntypedStorage, view: View, start: int = 0) -> torch.Tensor:
+    """Return the tensor that ``view`` makes of a storage, with a version counter of its own.
 
     Args:
         storage: The bytes.
         view: How to look at them.
-        shift: Everything lies this many bytes further on than the view says.
+        start: The payload begins at this byte.
     """
-    # A new tensor with a version counter of its own, made without a way through the dispatcher.
-    tensor = blank(view.dtype, storage.device).data
-    offset = view.offset + shift // view.dtype.itemsize if shift else view.offset
-    return tensor.set_(storage, offset, view.shape, view.stride)
+    dtype, shape, stride, offset = view
+    return blank(dtype, storage.device).data.set_(storage, offset + start // dtype.itemsize, shape, stride)
 
 
-def version_witness(tensor: torch.Tensor) -> torch.Tensor:
+# Sparse views
+
+
+def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of the elements of a tensor; those that ``expand`` repeats come once."""
+    dtype, _, stride, offset = view_of(tensor)
+    few = viewed(tensor.untyped_storage(), (dtype, _distinct(tensor.shape, stride), stride, offset))
+    return few.clone(memory_format=torch.contiguous_format)
+
+
+def spread_out(
+    dense: torch.Tensor, view: View, address: int, device: Device
+) -> tuple[torch.UntypedStorage, View, int]:
+    """Put copied elements back to the strides of their view; what lies between them is undefined.
+
+    Kernels choose their way by strides, and by the address of the first element modulo a cache line.
+
+    Args:
+        dense: The elements, as :func:`dense_copy` returned them.
+        view: How the saved tensor looked at its storage.
+        address: Where its first element lay.
+        device: Of the memory.
+
+    Returns:
+        A new storage, how the tensor looks at it, and where it begins in it.
+    """
+    dtype, shape, stride, _ = view
+    sizes = _distinct(shape, stride)
+    reach = 0 if 0 in sizes else 1 + sum((n - 1) * step for n, step in zip(sizes, stride, strict=True))
+    room = aligned_range(reach * dtype.itemsize, address, 1, device)
+    viewed(room.storage, (dtype, sizes, stride, 0), room.start).copy_(dense.view(sizes))
+    return room.storage, (dtype, shape, stride, 0), room.start
+
+
+def _distinct(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    return [size if step else min(size, 1) for size, step in zip(shape, stride, strict=True)]
+
+
+# Versions
+
+
+def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that shares the version counter of ``tensor`` but not its memory.
 
     Saved-tensor hooks switch off autograd's own check for changes in place, so we compare versions
     ourselves at unpack. The counter must be kept until then, the memory must not.
     """
-    witness = tensor.detach()
-    empty = blank(tensor.dtype, tensor.device)
-    if type(witness) is torch.Tensor:
-        witness.data = empty
+    probe, empty = tensor.detach(), blank(tensor.dtype, tensor.device)
+    if type(probe) is torch.Tensor:
+        probe.data = empty
     else:
-        _put(witness, empty)
-    return witness
+        _put(probe, empty)
+    return probe
 
 
-def restore(storage: torch.UntypedStorage, view: View, witness: torch.Tensor, shift: int = 0) -> torch.Tensor:
-    """As :func:`viewed`, for backward: a change of the tensor in place counts at ``witness`` too.
+def restore(storage: torch.UntypedStorage, view: View, probe: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """As :func:`viewed`, for backward: a change of the tensor in place counts at ``probe`` too.
 
     So the next one that is given the same saved tensor is told, as with autograd's own check.
     """
-    tensor = witness.detach()
+    tensor = probe.detach()
     if type(tensor) is not torch.Tensor:
-        _put(tensor, viewed(storage, view, shift))
+        _put(tensor, viewed(storage, view, start))
         return tensor
     dtype, shape, stride, offset = view
-    if shift:
-        offset += shift // dtype.itemsize
-    tensor.data = witness.data.set_(storage, offset, shape, stride)
+    tensor.data = probe.data.set_(storage, offset + start // dtype.itemsize, shape, stride)
     return tensor
 
 
 def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Give a detached tensor other bytes; its version counter, and how it is distributed, stay."""
-    if type(tensor) is torch.Tensor or not _is_distributed(tensor):
-        tensor.data = data
-    else:
+    if _is_distributed(tensor):
         tensor._local_tensor = data  # type: ignore[attr-defined]
+    else:
+        tensor.data = data
 
 
-def shares_version(witness: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether two tensors have one version counter, so that a change of one is seen at the other.
+def shares_version(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return True if two tensors have one version counter, so that a change of one is seen at the other.
 
     Tensors that share a storage need not share the counter: ``.data`` and ``from_numpy`` give a new one.
     PyTorch offers no question for that, so the counter is moved and moved back. No line of Python is run in
     between, where another thread might take the tensor for one that was changed.
     """
-    version = witness._version
+    version = probe._version
     if tensor._version != version:
         return False
     move = torch._C._autograd._unsafe_set_version_counter
     _, found, _ = map(_call, (
-        partial(move, (witness,), (version + 1,)),
+        partial(move, (probe,), (version + 1,)),
         partial(_version_of, tensor),
-        partial(move, (witness,), (version,)),
+        partial(move, (probe,), (version,)),
     ))  # fmt: skip
     return bool(found != version)
 
@@ -146,12 +150,15 @@ _call = methodcaller("__call__")
 _version_of = attrgetter("_version")
 
 
-def _is_distributed(tensor: torch.Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # no object is of a class that is not imported
-    return module is not None and type(tensor) is module.DTensor
+# What can be rebuilt from its bytes
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # no object is of a class that is not imported
+    return module is not None and type(tensor) is module.DTensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,22 +173,16 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a saved tensor is a plain strided one on ``device`` that can be rebuilt from its bytes.
+    """Return True if a saved tensor is a plain strided one on ``device`` that its bytes can rebuild.
 
     Subclasses, sparse, quantized and functorch tensors, lazy conjugates, empty tensors, implicit zeros and
     elements that straddle their alignment are not.
     """
-    kind = type(tensor)
-    if (
-        (kind is not torch.Tensor and kind is not torch.nn.Parameter)
-        or tensor.layout is not torch.strided
-        or tensor.device != device
-        or tensor.numel() == 0
-        or tensor.is_quantized
-        or tensor.is_nested
-        or tensor.is_conj()
-        or tensor.is_neg()
-    ):
+    if type(tensor) not in _PLAIN or tensor.device != device or not tensor.numel():
+        return False
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return False
+    if tensor.is_conj() or tensor.is_neg():
         return False
     try:
         address = tensor.data_ptr()
@@ -192,13 +193,13 @@ def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def is_nothing(tensor: torch.Tensor) -> bool:
-    """Whether a saved tensor is a plain one without elements; it may be a view of a large storage."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and tensor.numel() == 0
-    )
+    """Return True if a saved tensor is a plain one without elements; it may view a large storage."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return tensor.numel() == 0 and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+# Storages of the model
 
 
 class StaticStorages:
@@ -244,7 +245,7 @@ def _static_tensors(module: torch.nn.Module) -> list[Any]:
 
 
 def _has_storage(tensor: object) -> bool:
-    """Whether it is a tensor with bytes of its own; a transform of the whole model gives it wrappers."""
+    """Return True for tensors with bytes of their own; a transform of the model gives it wrappers."""
     return (
         isinstance(tensor, torch.Tensor)
         and not is_lazy(tensor)

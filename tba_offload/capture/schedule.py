@@ -1,0 +1,185 @@
+"""The order in which backward uses activations, and what to read ahead.
+
+A step repeats its order: whatever the schedule is (gradient accumulation, 1F1B, interleaved), the
+activations that backward asked for in one step it asks for in the next, in the same order. So prefetch
+follows the order recorded in the last step. Where there is none yet, or the step departs from it, the
+activations saved last are expected first. What was not saved in the last step, because its layer had another
+placement, is expected after what was saved later.
+
+With several micro-batches under way backward passes take turns with forward passes. What is used after the
+next forward pass is read ahead with restraint, because that pass needs the window for what it saves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tba_offload.capture.scope import ActivationKey, ScopeKey
+    from tba_offload.transfer.offloader import Offloader
+    from tba_offload.transfer.saved import SavedRef
+
+
+class PrefetchSchedule:
+    """The expected order, and the position of backward in it.
+
+    Args:
+        offloader: Starts the reads; its window says when to stop.
+
+    Attributes:
+        saved: Takes each storage that was saved; a function without a frame, for the hot path.
+    """
+
+    def __init__(self, offloader: Offloader) -> None:
+        self._offloader, self._window = offloader, offloader.window
+        self._new: list[SavedRef] = []
+        self.saved = self._new.append
+        self._recorded: list[tuple[ActivationKey, int]] = []
+        self._expected: list[tuple[ActivationKey, int]] = []
+        self._position: dict[ActivationKey, int] = {}
+        self._next, self._last, self._pass = 0, -1, 0
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Expect the order that was recorded in the step before."""
+        self._refs: dict[ActivationKey, SavedRef] = {}
+        self._new.clear()
+        self._expect(self._recorded)
+        self._recorded = []
+        self._passes = 0  # how often forward came after backward in this step
+        self._given_up = 0
+        self._has_new = self._in_backward = False
+
+    def abandon_step(self) -> None:
+        """Forget a step that did not end; the order before it stands."""
+        self._refs.clear()
+        self._new.clear()
+        self._recorded = self._expected
+
+    def used(self, key: ActivationKey) -> None:
+        """Backward used an activation for the first time: read ahead from the one after it."""
+        if self._new:
+            self._note_saved()
+        begins, self._in_backward = not self._in_backward, True
+        self._recorded.append((key, self._passes))
+        if key not in self._position and self._is_lost():
+            self._has_new = False
+            self._expect([(saved, self._passes) for saved in reversed(list(self._refs))])
+        elif self._has_new:
+            self._insert_new()
+        position = self._position.get(key)
+        if position is not None:
+            self._follow(position)
+        # When backward begins, what is still in memory is looked at, however full the window is.
+        if self._next < len(self._expected) and (
+            begins or self._window.in_flight <= self._window.fills_below
+        ):
+            self._offloader.prefetch(self._upcoming())
+
+    def reached(self) -> None:
+        """Backward has come to a layer, perhaps one that saved nothing: reads start all the same."""
+        if self._new:
+            self._note_saved()
+        if self._has_new and not self._is_lost():  # or there is nothing yet to go by
+            self._insert_new()
+        is_worth_it = not self._in_backward or self._window.in_flight <= self._window.fills_below
+        if self._next < len(self._expected) and is_worth_it:
+            self._offloader.prefetch(self._upcoming())
+
+    def _upcoming(self) -> Iterator[tuple[SavedRef, bool]]:
+        """Yield what is expected next, and whether a forward pass comes before.
+
+        What is taken last comes again.
+        """
+        while self._next < len(self._expected):
+            key, passes = self._expected[self._next]
+            ref = self._refs.get(key)
+            if ref is not None:
+                yield ref, passes > self._pass
+            self._next += 1
+
+    def _note_saved(self) -> None:
+        """Look at what was saved since backward used something.
+
+        With several micro-batches the order runs ahead of what exists: come back for what appears.
+        """
+        if self._in_backward:
+            self._in_backward = False
+            self._passes += 1
+        new = self._new[:]
+        for ref in new:
+            key: Any = ref.key
+            self._refs[key] = ref
+            position = self._position.get(key)
+            if position is None:
+                self._has_new = True
+            elif position < self._next:
+                self._next = position
+        del self._new[: len(new)]  # another thread may be saving
+
+    def _follow(self, position: int) -> None:
+        """Backward is at a position of the order: what comes after it is read next.
+
+        A single activation that comes before its turn, such as a mask that the last layer shares with the
+        first, does not mean that all between are left out.
+        """
+        self._pass = self._expected[position][1]
+        given_up = self._window.stats.given_up
+        is_next = position <= self._next or position == self._last + 1 or self._last < 0
+        self._last = position
+        if (position >= self._next and is_next) or given_up != self._given_up:
+            self._given_up = given_up
+            self._next = position + 1
+
+    def _is_lost(self) -> bool:
+        """Return True if the expected order says little about what was saved in this step."""
+        saved = list(self._refs)  # another thread may be saving
+        return 2 * sum(key in self._position for key in saved) <= len(saved)
+
+    def _insert_new(self) -> None:
+        """Expect what is new: of each micro-batch after what was saved later."""
+        self._has_new = False
+        followers: dict[ActivationKey, ActivationKey] = {}
+        order: list[tuple[ActivationKey, int]] = []
+        later: dict[int, ActivationKey] = {}
+        for key in reversed(list(self._refs)):
+            if key not in self._position:
+                after = later.get(key.scope.micro_batch)
+                if after is None:
+                    order.append((key, self._passes))
+                else:
+                    followers[after] = key
+            later[key.scope.micro_batch] = key
+        last = self._expected[self._last][0] if self._last >= 0 else None
+        now, merged = self._pass, list[tuple["ActivationKey", int]]()
+        for first, passes in order + self._expected:
+            following: ActivationKey | None = first
+            while following is not None:
+                merged.append((following, passes))
+                following = followers.get(following)
+        self._expect(merged)
+        self._pass = now
+        self._last = self._position[last] if last is not None else -1
+
+    def _expect(self, order: list[tuple[ActivationKey, int]]) -> None:
+        """Expect activations in this order; each with the number of the backward pass that uses it."""
+        self._expected = order
+        self._position = {key: position for position, (key, _) in enumerate(order)}
+        self._next, self._last, self._pass = 0, -1, 0
+
+    # ---- what was used, for the meter of memory ---------------------------------------------------
+
+    @property
+    def uses(self) -> int:
+        """How many activations backward has used in this step."""
+        return len(self._recorded)
+
+    def used_bytes(self, scope: ScopeKey, since: int, until: int) -> int:
+        """Return bytes of a scope that backward has used from one number of :attr:`uses` to another.
+
+        Bytes that were found in memory do not count: the offloader still has them.
+        """
+        used = (self._refs.get(key) for key, _ in self._recorded[since:until] if key.scope == scope)
+        return sum(ref.nbytes for ref in used if ref is not None and not (ref.charged or ref.settled))

@@ -1,0 +1,94 @@
+"""What the offloader says when a transfer fails."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tba_offload.errors import (
+    DeviceError,
+    HangingError,
+    OutOfServiceError,
+    SessionError,
+    StoreFullError,
+    TransferError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+_FULL = "free space or choose another directory under store.directories, or set on_full: keep"
+_REMEDIES = {
+    "write": "check the drive and the system log, choose another directory under store.directories, or set "
+    "on_full: keep",
+    "read": "check the drive with its own tools; training cannot go on without these bytes",
+    "keep": "change a copy in place of it, or place the layer keep",
+}
+_HANGS = "check the drive and the system log. store.stall_seconds sets the limit"
+_DEVICE = (
+    "no drive is at fault: an operation of the training program failed on the device, and this transfer was "
+    "the first to wait for it. with CUDA_LAUNCH_BLOCKING=1 the operation itself raises the error"
+)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return True if there was no room; a drive that is out of service may have some."""
+    return isinstance(error, StoreFullError) and not isinstance(error, OutOfServiceError)
+
+
+def transfer_error(
+    verb: str, key: Hashable, nbytes: int, cause: BaseException | str, where: str = ""
+) -> TransferError:
+    """Return the error of a transfer; its text names the layer, the cause and the remedy.
+
+    Args:
+        verb: "write", "read" or "keep".
+        key: Names the activation.
+        nbytes: Its size.
+        cause: Why it failed.
+        where: The place, where the cause does not name it.
+    """
+    remedy = _FULL if is_full(cause if isinstance(cause, BaseException) else None) else _REMEDIES[verb]
+    if isinstance(cause, HangingError):
+        remedy = _HANGS
+    if isinstance(cause, DeviceError):
+        remedy = _DEVICE
+    error = TransferError(f"could not {verb} {nbytes} bytes of {key}{where}: {cause}; {remedy}")
+    error.__cause__ = cause if isinstance(cause, BaseException) else None
+    return error
+
+
+def unusable(key: Hashable, *, is_inert: bool) -> SessionError:
+    """Return the error of a graph whose bytes are gone.
+
+    Args:
+        key: Names the activation.
+        is_inert: Whether this is a forked child.
+    """
+    if is_inert:
+        return SessionError(
+            f"{key} was saved before this process was forked; only the parent can go "
+            "backward through that graph, not a forked child"
+        )
+    return SessionError(
+        f"{key} belongs to a step that failed or was interrupted, and whose bytes were thrown away; "
+        "run the forward of this graph again"
+    )
+
+
+def outage(place: str, cause: str, budget_bytes: int | None) -> str:
+    """Return the warning of a drive that failed.
+
+    Args:
+        place: The drive.
+        cause: Why.
+        budget_bytes: The budget of activations; ``None`` for none.
+    """
+    beyond = (
+        "" if budget_bytes is None else f", beyond budget.activation_bytes ({budget_bytes} bytes) if it must"
+    )
+    return (
+        f"a drive failed and is left alone: {place}: {cause}. what was meant for it goes to other drives "
+        f"or stays in memory{beyond}; it is tried again after 1 s, 2 s, 4 s and so on. check the drive "
+        "and the system log, or choose another directory under store.directories; on_full: error makes "
+        "this an error. the run log counts drives_out_of_service and fallback_kept_bytes"
+    )
