@@ -24,7 +24,6 @@ from tba_offload.states.entries import have_moved
 from tba_offload.states.groups import MASTER
 from tba_offload.states.parameters import is_dense
 from tba_offload.states.twin import Twin
-from tba_offload.store.host import HostStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,7 +64,7 @@ class HostLane:
         self._entries, self._groups, self._device = updates.entries, updates.groups, updates.homes.device
         self._states = self._entries.in_host_memory
         self._is_on = update != "device" and self._device.runs_behind  # a CPU's memory is the host's
-        if self._is_on and updates.homes.store.kind != HostStore.kind:
+        if self._is_on and updates.homes.store.kind != "host":
             raise UnsupportedError(
                 f"states.update: {update} needs states in host memory, and they live in a store of kind "
                 f"{updates.homes.store.kind}; set store.kind to host, or states.update to device"

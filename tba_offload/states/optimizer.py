@@ -16,10 +16,9 @@ from tba_offload.states.backward import BackwardUpdates
 from tba_offload.states.groups import MASTER, held_back
 from tba_offload.states.parameters import check, device_of_parameters, innermost, parameters_of
 from tba_offload.states.twin import Takeover
-from tba_offload.states.updates import StatesRecord, Updates
-from tba_offload.store import open_store
-from tba_offload.store.base import close_after
-from tba_offload.store.interrupts import put_off
+from tba_offload.states.updates import StatesRecord, Updates, interrupts_put_off
+from tba_offload.store.new.base import close_after
+from tba_offload.store.new.open import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from tba_offload.store.base import ActivationStore, Moved
+    from tba_offload.store.new.base import Moved
+    from tba_offload.store.new.multi import MultiStore
 
     StateDict = dict[str, Any]
 
@@ -48,7 +48,7 @@ class OptimizerStates:
         self,
         optimizer: torch.optim.Optimizer,
         config: OffloadConfig,
-        store: ActivationStore,
+        store: MultiStore,
         updated: Callable[[StatesRecord], object] | None = None,
         modules: Sequence[nn.Module] = (),
         masters: Mapping[torch.Tensor, torch.Tensor] | None = None,
@@ -169,13 +169,13 @@ class OptimizerStates:
             TransferError: One of them cannot be read or written; those that are not arranged go on as before.
         """
         slots = self._updates.entries.slots
-        with put_off(self):
+        with interrupts_put_off():
             for number, group in enumerate(self._updates.groups.spread):
                 if slots.stays(group) != (number >= travelling):
                     (slots.stay if number >= travelling else slots.leave)(group)
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
-        """Have a function told of each call that moves bytes; see :meth:`ActivationStore.watch_moves`."""
+        """Have a function told of each call that moves bytes; see :meth:`MultiStore.watch_moves`."""
         self._store.watch_moves(seen)
 
     # ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tba_offload.device import ByteRange
     from tba_offload.states.groups import Groups, SubGroup
     from tba_offload.states.home import Homes
-    from tba_offload.store.base import IoFuture
+    from tba_offload.store.new.pool import Transfer
 
 SLOTS = 3
 """More would not shorten a step whose drive is busy all the time."""
@@ -46,8 +46,8 @@ class Slot:
         self.stays = stays
         self._homes = homes
         self._is_newer = False
-        self._reads: list[IoFuture] = []
-        self._writes: list[IoFuture] = []
+        self._reads: list[Transfer] = []
+        self._writes: list[Transfer] = []
         self._allocate(nbytes)
 
     @torch.inference_mode(mode=False)  # or the memory could be changed in an evaluation only
@@ -105,7 +105,7 @@ class Slot:
         Raises:
             TransferError: They cannot be read.
         """
-        self.holder.home.settle_reads(self._reads, self._part(self.holder))
+        self.holder.home.settle_reads(self._reads)
         self._reads = []
 
     def give_up(self) -> None:

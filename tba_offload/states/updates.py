@@ -5,6 +5,8 @@ An update goes through the sub-groups of the optimizer. :meth:`Updates.update` i
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,15 +21,15 @@ from tba_offload.states.host import HostLane
 from tba_offload.states.parameters import device_of_parameters, is_known, is_of_torch
 from tba_offload.states.slots import SLOTS, Order
 from tba_offload.states.twin import Twin
-from tba_offload.store.interrupts import put_off
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from types import FrameType
 
     import torch
 
     from tba_offload.states.groups import SubGroup
-    from tba_offload.store.base import ActivationStore
+    from tba_offload.store.new.multi import MultiStore
 
 
 class Updates:
@@ -50,13 +52,13 @@ class Updates:
         optimizer: torch.optim.Optimizer,
         kind: type[torch.optim.Optimizer],
         config: OffloadConfig,
-        store: ActivationStore,
+        store: MultiStore,
         names: Mapping[torch.Tensor, str],
         masters: Mapping[torch.Tensor, torch.Tensor],
     ) -> None:
         states, device = config.states or StatesConfig(), device_of_parameters(optimizer)
         self.optimizer = optimizer
-        self.homes = Homes(store, device, config.store.stall_seconds)
+        self.homes = Homes(store, device)
         travelling = masters if states.masters == "offload" else {}
         most = states.sub_group_on(device.torch_device.type)
         self.groups = Groups(optimizer, self.homes, travelling, names, most)
@@ -158,7 +160,7 @@ class Updates:
         homes, record, began = self.homes, self._record, time.perf_counter()
         waited, read, written = homes.waited, homes.read_bytes, homes.written_bytes
         try:
-            with put_off(self):
+            with interrupts_put_off():
                 yield
         except TransferError as error:
             self._failure = error
@@ -199,7 +201,7 @@ class Updates:
     def loaded(self) -> None:
         """Take a checkpoint that was loaded, and forget that an update failed."""
         self._failure = None
-        with put_off(self):
+        with interrupts_put_off():
             for group in self.groups:
                 if not (self.entries.shows_any(group) or self.entries.slots.stays(group)):
                     self.entries.slots.drop(group)
@@ -211,6 +213,33 @@ class Updates:
     def close(self) -> None:
         """End what runs beside the training thread, and have nothing called by hooks any more."""
         self._host.close()
+
+
+@contextmanager
+def interrupts_put_off() -> Iterator[None]:
+    """Put a first Ctrl-C off to the end of the block, where states are whole; a second one comes at once.
+
+    Not on other threads, nor where the program has a handler of its own.
+    """
+    handler, came = signal.default_int_handler, False
+
+    def put_off(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            handler(number, frame)
+        came = True
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, put_off)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 @dataclass(slots=True)

@@ -26,8 +26,8 @@ from tba_offload.layers.graph import untraced
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.placements import Staying
 from tba_offload.states.home import Home, Homes
-from tba_offload.store import open_store
-from tba_offload.store.base import close_after
+from tba_offload.store.new.base import close_after
+from tba_offload.store.new.open import open_store
 from tba_offload.weights.pieces import FrozenWeight, left_out, own_weights
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from tba_offload.store.base import Moved
+    from tba_offload.store.new.base import Moved
 
     Modules = Sequence[nn.Module]
     Tell = Callable[[str], object]
@@ -127,7 +127,7 @@ class FrozenWeights:
         self._traffic = traffic or WeightsTraffic()
         device = device_of_model(chunks)
         self._store = open_store(config.store, device=device)
-        homes = Homes(self._store, device, config.store.stall_seconds)
+        homes = Homes(self._store, device)
         try:
             self._take_over(chunks, layers, config, homes, tell)
             self._traffic.begin(homes)
@@ -392,6 +392,6 @@ class WeightsTraffic:
         return WeightsMoved(self._before[0] - read, self._before[1] - waited, tuple(waits))
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
-        """Call a function after each call that moves bytes; see :meth:`ActivationStore.watch_moves`."""
+        """Call a function after each call that moves bytes; see :meth:`MultiStore.watch_moves`."""
         if self._homes is not None:
             self._homes.store.watch_moves(seen)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tba_offload.states.home import Home
-    from tba_offload.store.base import IoFuture
+    from tba_offload.store.new.pool import Transfer
 
     Modules = Sequence[nn.Module]
     Count = Callable[[int], object]
@@ -106,7 +106,7 @@ class FrozenWeight:
         self._storage = new_storage(self.nbytes, parameter.device)
         self._here, self._away = _over(self._storage, parameter), _nan_like(parameter)
         self._stream: Any = None  # that its memory was allocated on
-        self._reads: list[IoFuture] | None = None
+        self._reads: list[Transfer] | None = None
         self._version = -1
 
     @property
@@ -205,7 +205,7 @@ class FrozenWeight:
         self._is_here = True
 
     def _settle_reads(self) -> None:
-        self._home.settle_reads(self._reads or [], self._bytes)
+        self._home.settle_reads(self._reads or [])
         self._reads = None
 
     def _free(self) -> None:

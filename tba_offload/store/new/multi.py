@@ -247,7 +247,7 @@ class MultiStore:
             what = f"{transfer.nbytes} bytes {'to' if transfer.is_write else 'from'} {place.store.name}"
             warn(f"nothing has moved for {limit * WARN_AFTER:g} s: {what}", RuntimeWarning)
             if not transfer.wait(limit * (1 - WARN_AFTER)):
-                hanging = _hanging(f"{what} have not moved for {limit:g} s")
+                hanging = _hanging(f"nothing has moved for {limit:g} s: {what}")
                 with self._lock:
                     place.fail(hanging)
                 raise hanging
@@ -442,7 +442,7 @@ class MultiStore:
             for place in self._places:
                 stack.callback(place.close)
         if hanging:
-            raise _hanging(f"transfers of {hanging} are given up; their memory stays until the process ends")
+            raise _hanging(f"{hanging}: no answer; its threads, memory and file stay until the process ends")
 
     def abandon(self) -> None:
         """Make the store inert in a forked child, and close its descriptors there."""
@@ -491,7 +491,7 @@ def _check_still_there(memory: ByteRange) -> None:
 
 def _hanging(what: str) -> HangingError:
     remedy = "Check the drive and the system log; store.stall_seconds sets the limit"
-    return HangingError(errno.ETIMEDOUT, f"a drive does not answer: {what}. {remedy}")
+    return HangingError(errno.ETIMEDOUT, f"{what}. {remedy}")
 
 
 def _store_error(failure: BaseException, what: str) -> StoreError:

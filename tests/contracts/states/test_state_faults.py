@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from covering import of_which
-from faults import inject
 from models import same_bits
+from new_faults import inject
 from optimizers import (
     Training,
     assert_same,
@@ -115,6 +115,7 @@ def load(found: Training, expected: Training) -> None:
     found.optimizer.load_state_dict(plain_copy(expected.optimizer.state_dict()))
 
 
+@pytest.mark.filterwarnings("ignore:nothing has moved")
 @pytest.mark.parametrize("then", ["a checkpoint", "close"])
 def test_what_comes_after_a_write_that_hangs(then: str, tmp_path: Path) -> None:
     found, expected = pair("adamw")
