@@ -348,7 +348,7 @@ def summarize(
 
 
 def _times(ours: Sequence[StepRecord], others: Sequence[StepRecord]) -> Spread:
-    rounds = timed_rounds(ours, others, measured=lambda step: step.activation_peak_bytes is not None)
+    rounds = timed_rounds(ours, others, measured=lambda step: step.peak_source is not None)
     return paired_ratio(*([step[lane].seconds_with_update for step in rounds] for lane in range(2)))
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tba_offload.device.host_memory import return_freed_pages
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -59,8 +60,12 @@ class MemoryMeter(ABC):
         """Return the bytes that are live now and count."""
 
     @abstractmethod
-    def reset(self) -> None:
-        """Forget the peak and start to watch."""
+    def reset(self, *, closely: bool = False) -> None:
+        """Forget the peak and start to watch.
+
+        Args:
+            closely: Whether a meter that samples looks more often, to learn where in a step the peak is.
+        """
 
     @abstractmethod
     def pause(self) -> None:
@@ -84,6 +89,14 @@ class MemoryMeter(ABC):
     @abstractmethod
     def peak(self) -> int:
         """Return the most live bytes since :meth:`reset`, and stop watching."""
+
+    def samples_taken(self) -> int | None:
+        """Return how many samples :meth:`peak` is of; ``None`` if it is exact."""
+        return None
+
+    def is_thin(self) -> bool:
+        """Return whether samples may have missed the peak by more than a twentieth."""
+        return False
 
     def reserved(self) -> int | None:
         """Return the most bytes that the allocator held until :meth:`peak`; ``None`` if it does not say."""
@@ -119,7 +132,7 @@ class AllocatorMeter(MemoryMeter):
         """Return the bytes of live tensors that count."""
         return int(self._module.memory_allocated(self._device)) - self._static()
 
-    def reset(self) -> None:
+    def reset(self, *, closely: bool = False) -> None:  # noqa: ARG002 - it misses nothing
         """Set the allocator's peak to what is live now."""
         self._peak = self._whole = self._reserved = 0
         self._is_paused = False
@@ -176,20 +189,30 @@ class AllocatorMeter(MemoryMeter):
             self._reserved = max(self._reserved, self._module.max_memory_reserved(self._device))
 
 
-REST = 49
+REST, REST_CLOSELY = 49, 9
 """Rest after a sample that may be skipped, in samples: all of them take a fiftieth of a core at most.
 
-The processor time of a sample counts, not its time by the clock: that has waits for the GIL, which reading
-the count lets go of. Beside a thread that is busy in Python there would be seconds without a sample.
+In steps that are watched closely the thread takes a tenth. The processor time of a sample counts, not its
+time by the clock: that has waits for the GIL, which reading the count lets go of.
 """
+
+HIGHEST = 16
+"""Looks of a step that was watched closely, its highest ones, that no later step skips."""
+
+THIN = 0.25, 0.02
+"""Samples are thin if none was taken for this share of the time, and for so many seconds."""
+
+WASTED = 1.1, 4 * 2**20
+"""malloc is told to return freed memory when its memory grows by more than so much beside the live bytes."""
 
 
 class MallocMeter(MemoryMeter):
-    """Peak of malloc's live bytes, sampled by a thread and by :meth:`sample`.
+    """Peak of malloc's live bytes, sampled by a thread, and by the training thread where memory changes.
 
     A sample takes 4 us in a small process, and 100 to 700 us in one whose heap has a thousand free blocks,
     since glibc walks them all. So all threads together rest after each sample: what comes sooner is skipped,
-    but for :meth:`cut`. A peak that lasts for less than the rest can be missed.
+    but for :meth:`cut`. On a busy machine the sampling thread gets few turns. But the training thread looks
+    at the same moments in each step, so the meter learns at which of them memory is highest.
 
     Args:
         period: Seconds between two samples of the thread, or more.
@@ -207,9 +230,13 @@ class MallocMeter(MemoryMeter):
         self._count = malloc_count()
         self._period = period
         self._lock = threading.Lock()
-        self._peak = self._whole = self._latest = 0
-        self._rests_until = 0.0
-        self._is_paused = False
+        self._latest, self._held = self._first = self._count()
+        self._peak = self._whole = self._most = self._samples = self._looks = 0
+        self._began = self._sampled_at = self._longest_gap = self._rests_until = 0.0
+        self._is_paused = self._is_close = self._has_changed = False
+        self._heights: list[tuple[int, int]] = []  # live bytes and number of looks in a step watched closely
+        self._highest: set[int] = set()  # numbers of the looks that no step skips
+        self._expected = -1  # looks of a step
         self._watching, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, _end, self._watching, self._closed).atexit = False
@@ -221,16 +248,20 @@ class MallocMeter(MemoryMeter):
         either way: one sample that is too low does no harm to a maximum, one that is too high does.
         """
         before, began = self._static(), time.thread_time()
-        self._latest = count = self._count()
-        self._rests_until = time.perf_counter() + REST * (time.thread_time() - began)
-        return count - max(before, self._static())
+        self._latest, self._held = self._count()
+        rest = REST_CLOSELY if self._is_close else REST
+        self._rests_until = time.perf_counter() + rest * (time.thread_time() - began)
+        return self._latest - max(before, self._static())
 
-    def reset(self) -> None:
+    def reset(self, *, closely: bool = False) -> None:
         """Take a first sample and let the thread, and :meth:`sample`, take the others."""
         with self._lock:
-            self._is_paused = False
+            self._is_paused, self._is_close = False, closely or self._has_changed
             self._peak = self.live()
             self._whole = self._latest
+            self._began = self._sampled_at = time.perf_counter()
+            self._longest_gap, self._samples, self._looks = 0.0, 1, 0
+            self._heights.clear()
         if self._thread is None:
             watched = weakref.ref(self), self._watching, self._closed, self._period
             self._thread = threading.Thread(target=_watch, args=watched, name="tba-memory", daemon=True)
@@ -245,13 +276,22 @@ class MallocMeter(MemoryMeter):
 
     def resume(self) -> None:
         """Count samples again."""
-        self._is_paused = False
+        self._is_paused, self._sampled_at = False, time.perf_counter()
         self._watching.set()
 
     def sample(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample is of a moment
-        """Take a sample if one is due: on a busy machine the thread may get no turn for long."""
+        """Take a sample if one is due, or if this moment was among the highest of a step before."""
+        self._looks += 1
+        if self._is_close:
+            self._heights.append((self.cut(), self._looks))
+        elif self._looks in self._highest or self._rests_until <= time.perf_counter():
+            self.cut()
+
+    def sample_or_rest(self) -> float:
+        """Take a sample if one is due; return seconds until the next may be taken."""
         if self._rests_until <= time.perf_counter():
             self.cut()
+        return self._rests_until - time.perf_counter()
 
     def cut(self) -> int:
         """Take a sample, and return it."""
@@ -261,7 +301,15 @@ class MallocMeter(MemoryMeter):
                 if not self._is_paused:
                     self._peak = max(self._peak, live)
                     self._whole = max(self._whole, self._latest)
+                    self._samples += 1
+                    now = time.perf_counter()
+                    self._longest_gap = max(self._longest_gap, now - self._sampled_at)
+                    self._sampled_at = now
                 self.seen(live, self._latest - live)
+            self._most = max(self._most, self._latest)
+            share, slack = WASTED
+            if self._held - self._first[1] > share * (self._most - self._first[0]) + slack:
+                return_freed_pages()
             return live
 
     def peak(self) -> int:
@@ -269,11 +317,25 @@ class MallocMeter(MemoryMeter):
         self.pause()
         self._watching.clear()
         with self._lock:
+            if self._is_close:
+                self._highest = {look for _, look in sorted(self._heights)[-HIGHEST:]}
+            self._has_changed, self._expected = self._looks != self._expected, self._looks
             return self._peak
 
     def whole_peak(self) -> int:
         """Return the largest count of a sample."""
         return self._whole
+
+    def samples_taken(self) -> int:
+        """Return how many samples were taken since :meth:`reset`."""
+        return self._samples
+
+    def is_thin(self) -> bool:
+        """Return whether the step looked at other moments than those learned, or long at none."""
+        if not self._is_close:
+            return self._has_changed
+        share, seconds = THIN
+        return self._longest_gap > max(seconds, share * (self._sampled_at - self._began))
 
     def close(self) -> None:
         """End the thread."""
@@ -281,10 +343,6 @@ class MallocMeter(MemoryMeter):
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def rest(self) -> float:
-        """Return seconds until the next sample may be taken."""
-        return self._rests_until - time.perf_counter()
 
 
 def _watch(
@@ -296,8 +354,7 @@ def _watch(
         rest = period
         alive = meter()
         if alive is not None:
-            alive.sample()
-            rest = max(period, alive.rest())
+            rest = max(period, alive.sample_or_rest())
         del alive
         closed.wait(rest)
 
@@ -317,8 +374,8 @@ class _MallInfo2(ctypes.Structure):
 _PROBE_BYTES = 8 * 2**20
 
 
-def malloc_count() -> Callable[[], int]:
-    """Return a function that counts the live bytes of this process.
+def malloc_count() -> Callable[[], tuple[int, int]]:
+    """Return a function that counts the live bytes of this process, and those that malloc has taken for them.
 
     A process has glibc's functions whatever allocator was preloaded, and there they count next to nothing. So
     the count is tried: it has to follow an allocation of PyTorch's, to a sixteenth, as other threads allocate
@@ -332,16 +389,17 @@ def malloc_count() -> Callable[[], int]:
         function = libc.mallinfo2
         function.restype = _MallInfo2
 
-        def count() -> int:
+        def count() -> tuple[int, int]:
             info = function()
-            return int(info.uordblks + info.hblkhd)
+            return info.uordblks + info.hblkhd, info.arena + info.hblkhd
 
-        before = count()
+        before, _ = count()
         tensor = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
-        during = count()
+        during, _ = count()
         del tensor
+        after, _ = count()
         slack = _PROBE_BYTES // 16
-        if abs(during - before - _PROBE_BYTES) < slack and abs(count() - before) < slack:
+        if abs(during - before - _PROBE_BYTES) < slack and abs(after - before) < slack:
             return count
     raise UnsupportedError(
         "the activation peak on a CPU is malloc's, and mallinfo2 of glibc (2.33 or later) does not count "

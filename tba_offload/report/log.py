@@ -127,6 +127,9 @@ class StepRecord:
             and of frozen weights that are offloaded.
         state_bytes: By how much optimizers let memory grow in the step, in bytes: their states, made in the
             first one.
+        sampled_peak_bytes: The highest sample, where samples were too thin to be taken for the peak, as they
+            may be on a busy CPU; then ``activation_peak_bytes`` and ``device_peak_bytes`` are None.
+        peak_samples: Samples of the peak on a CPU; None where the allocator keeps the peak itself.
         peak_source: How ``activation_peak_bytes`` was measured, such as ``"cuda allocator"``.
         base_bytes: Bytes that were live in the allocator when the step began, gradients and outputs of
             earlier steps left out: parameters, states of optimizers, and whatever else outlives steps. On a
@@ -191,6 +194,8 @@ class StepRecord:
     gradient_bytes: int | None = None
     gradient_peak_bytes: int | None = None
     state_bytes: int | None = None
+    sampled_peak_bytes: int | None = None
+    peak_samples: int | None = None
     peak_source: str | None = None
     base_bytes: int | None = None
     earlier_outputs_bytes: int | None = None
@@ -288,7 +293,7 @@ def counted_steps(log: RunLog, warm_up: int | None = None) -> list[StepRecord]:
 
 def timed_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
     """Return the steps whose times count: without those that measured memory, if others are left."""
-    return [step for step in steps if step.activation_peak_bytes is None] or list(steps)
+    return [step for step in steps if step.peak_source is None] or list(steps)
 
 
 # Reading

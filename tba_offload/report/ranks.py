@@ -128,6 +128,7 @@ _MOST = ("seconds", "peak", "gradient_bytes", "state_bytes", "base_bytes", "earl
 _SPECIAL: dict[str, Callable[[list[Any]], Any]] = {
     "step": min,
     "peak_source": min,
+    "peak_samples": min,
     "loss": lambda values: sum(values) / len(values),
     "skipped": any,
     "activation_budget_bytes": min,  # of the device that has least left

@@ -1,6 +1,6 @@
 """Runs the loop of the README on a Hugging Face model under the observer of ``observer.c``.
 
-    LD_PRELOAD=observer.so python observed_loop.py llama|gpt2 POLICY STEPS
+    LD_PRELOAD=observer.so python observed_loop.py gpt2|llama|qwen3|bert|t5|vit POLICY STEPS
 
 What the observer saw is told beside what the session reported, step by step, as JSON.
 """
@@ -17,36 +17,39 @@ import sys
 from typing import Any
 
 import torch
+import transformers
 from places import ROOT
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-BATCH, SEQUENCE, VOCABULARY = 8, 256, 2000
-"""So large that a peak inside one operation lasts longer than the time between two samples of the meter."""
+BATCH, SEQUENCE, VOCABULARY, IMAGE = 8, 256, 2000, 160
+
+_SIZES: dict[str, Any] = {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 256}
+_DECODER = _SIZES | {"intermediate_size": 688, "vocab_size": VOCABULARY, "use_cache": False}
+_T5 = {"d_model": 256, "d_ff": 1024, "num_layers": 3, "num_heads": 4, "d_kv": 64, "decoder_start_token_id": 0}
+_GPT2 = {"n_embd": 256, "n_layer": 6, "n_head": 4, "n_positions": SEQUENCE}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", "LMHeadModel", _GPT2 | {"vocab_size": VOCABULARY, "use_cache": False}),
+    "llama": ("Llama", "ForCausalLM", _DECODER),
+    "qwen3": ("Qwen3", "ForCausalLM", _DECODER | {"num_key_value_heads": 2, "head_dim": 64}),
+    "bert": ("Bert", "ForMaskedLM", _SIZES | {"intermediate_size": 1024, "vocab_size": VOCABULARY}),
+    "t5": ("T5", "ForConditionalGeneration", _T5 | {"vocab_size": VOCABULARY, "use_cache": False}),
+    "vit": ("ViT", "ForImageClassification", _SIZES | {"intermediate_size": 1024, "image_size": IMAGE}),
+}
 
 
 def make_model(kind: str) -> nn.Module:
     torch.manual_seed(1)
-    if kind == "llama":
-        return LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=256,
-                intermediate_size=688,
-                num_hidden_layers=6,
-                num_attention_heads=4,
-                vocab_size=VOCABULARY,
-                use_cache=False,
-            )
-        )
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_embd=256, n_layer=6, n_head=4, vocab_size=VOCABULARY, n_positions=SEQUENCE, use_cache=False
-        )
-    )
+    family, task, sizes = MODELS[kind]
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    return getattr(transformers, family + task)(config).train()
 
 
-def batches(steps: int) -> list[dict[str, torch.Tensor]]:
+def batches(kind: str, steps: int) -> list[dict[str, torch.Tensor]]:
     seeded = torch.Generator().manual_seed(2)
+    if kind == "vit":
+        labels = torch.zeros(BATCH, dtype=torch.long)
+        images = torch.randn(steps, BATCH, 3, IMAGE, IMAGE, generator=seeded)
+        return [{"pixel_values": each, "labels": labels} for each in images]
     tokens = torch.randint(0, VOCABULARY, (steps, BATCH, SEQUENCE), generator=seeded)
     return [{"input_ids": each, "labels": each} for each in tokens]
 
@@ -107,7 +110,7 @@ def main(kind: str, policy: str, steps: str) -> None:
     observer = Observer(model)
     optimizer = torch.optim.AdamW(model.parameters())
     observer.watch(optimizer)
-    names: dict[str, Any] = {"model": model, "data": batches(int(steps)), "optimizer": optimizer}
+    names: dict[str, Any] = {"model": model, "data": batches(kind, int(steps)), "optimizer": optimizer}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(loop_of_readme(policy), names)
     records = names["session"].report()

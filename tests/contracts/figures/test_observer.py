@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
     from warm import Warm
 
-MODELS = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
+KINDS = ["gpt2", "llama", "bert", "t5", "vit", "qwen3"]
+MODELS = [f"transformers.models.{kind}.modeling_{kind}" for kind in KINDS]
+BUSY = 4
+"""Processes that keep the processor busy meanwhile: threads that sample memory get few turns."""
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +47,32 @@ def run(observed: Warm, kind: str, policy: str, directory: Path, *, steps: int) 
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert len(found["reported"]) == len(found["observed"]) == len(found["printed"]) == steps
     assert found["gradients"] == [found["parameters"]] * steps
-    assert found["tokens"] == [2048] * steps
     assert "mallinfo2" in found["source"]
     return found
 
 
-@pytest.mark.parametrize("kind", of_which(["llama", "gpt2"], "llama"))
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """Four processes that never rest."""
+    forever = [sys.executable, "-S", "-c", "while True: pass"]
+    processes = [subprocess.Popen(forever) for _ in range(BUSY)]
+    yield
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.usefixtures("busy")
+@pytest.mark.parametrize("kind", of_which(KINDS, "gpt2"))
 def test_the_loop_of_the_readme_reports_the_peak_that_an_observer_sees(
     observed: Warm, tmp_path: Path, kind: str
 ) -> None:
     peaks = {}
-    for placement, window, steps in (("keep", "", 2), ("offload", "budget: {in_flight_bytes: 16MiB}\n", 4)):
+    for placement, window, steps in (("keep", "", 2), ("offload", "budget: {in_flight_bytes: 16MiB}\n", 6)):
         found = run(observed, kind, f"default: {placement}\n{window}", tmp_path, steps=steps)
         reported, seen = found["reported"], found["observed"]
-        assert all(ours < 1.05 * theirs for ours, theirs in zip(reported, seen, strict=True)), found
-        # Of several steps alike the highest: samples of a busy machine may miss a peak of less than 1 ms. The
-        # first one peaks higher, because what is kept elsewhere anyway is not yet known, and so travels.
-        assert max(reported[1:]) > 0.95 * max(seen[1:]), found
+        ratios = [ours / theirs for ours, theirs in zip(reported, seen, strict=True) if ours is not None]
+        assert len(ratios) > steps // 2, found
+        assert all(0.95 < ratio < 1.05 for ratio in ratios), ratios
         peaks[placement] = max(seen)
-    assert peaks["offload"] < 0.3 * peaks["keep"]
+    assert peaks["offload"] < 0.5 * peaks["keep"]
