@@ -56,8 +56,8 @@ from tba_offload.device.meters import meter_of
 from tba_offload.errors import StoreError, UnsupportedError
 from tba_offload.layers.find import explicit_layers
 from tba_offload.session import Session
-from tba_offload.store.new.doctor import Rates, measure
-from tba_offload.store.new.open import open_store
+from tba_offload.store.doctor import Rates, measure
+from tba_offload.store.open import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

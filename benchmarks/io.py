@@ -36,17 +36,17 @@ import torch
 from tba_offload.config import parse_size
 from tba_offload.device import READY, device_of
 from tba_offload.device.device import CACHE_LINE, aligned_range
-from tba_offload.store.new.file import FileStore
-from tba_offload.store.new.multi import MultiStore
-from tba_offload.store.new.open import threads_per_direction
-from tba_offload.store.new.pool import Transfer
+from tba_offload.store.file import FileStore
+from tba_offload.store.multi import MultiStore
+from tba_offload.store.open import threads_per_direction
+from tba_offload.store.pool import Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tba_offload.device import Device
     from tba_offload.device.device import ByteRange
-    from tba_offload.store.new.base import Extent
+    from tba_offload.store.base import Extent
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PAGE = 4096

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.store.new.base import Extent
+    from tba_offload.store.base import Extent
 
     Figures = dict[str, Any]
 

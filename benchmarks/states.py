@@ -51,8 +51,8 @@ from tba_lab.race import Spread, paired_ratio
 from tba_offload.config import format_size, parse_size
 from tba_offload.device import device_of
 from tba_offload.device.meters import meter_of
-from tba_offload.store.new.doctor import measure
-from tba_offload.store.new.open import open_store
+from tba_offload.store.doctor import measure
+from tba_offload.store.open import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

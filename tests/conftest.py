@@ -138,11 +138,8 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     import fake_kvikio
 
     from tba_offload.store import gds
-    from tba_offload.store.new import gds as new_gds
 
     monkeypatch.setattr(gds, "CuFile", fake_kvikio.CuFile)
-    monkeypatch.setattr(new_gds, "CuFile", fake_kvikio.CuFile)
-
     for name in fake_kvikio.MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield fake_kvikio.install()
@@ -159,9 +156,9 @@ def no_thread_is_left() -> Iterator[None]:
         gc.collect()
         time.sleep(0.01)
     if left := _own_threads():
-        from tba_offload.store import process
+        from tba_offload.store.multi import close_all
 
-        process.close_all()
+        close_all()
         pytest.fail(f"threads are left: {left}")
 
 

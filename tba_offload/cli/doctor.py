@@ -13,7 +13,7 @@ from tba_offload.cli.shared import DIRECTORIES, JSON
 from tba_offload.formatting import readable_rate, readable_size, visible
 
 if TYPE_CHECKING:
-    from tba_offload.store.new.doctor import Row
+    from tba_offload.store.doctor import Row
 
 
 @click.command()
@@ -33,8 +33,8 @@ def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None
     status 1 if one of them cannot be used.
     """
     from tba_offload.device import device as devices
-    from tba_offload.store.new.doctor import examine, lines
-    from tba_offload.store.new.open import temporary_directory
+    from tba_offload.store.doctor import examine, lines
+    from tba_offload.store.open import temporary_directory
 
     places = [*dict.fromkeys(map(str, directories))] or [temporary_directory()]
     device = devices.default_device()
@@ -55,7 +55,7 @@ def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None
 
 def _bench(found: dict[str, Any], device: Any, *, as_json: bool) -> list[Row]:
     """Measure one directory, and print each row as it comes."""
-    from tba_offload.store.new.doctor import bench
+    from tba_offload.store.doctor import bench
 
     def show(row: Row) -> None:
         rates = "".join(f"{readable_rate(rate):>11}" for rate in (row.write, row.read, row.both))
@@ -72,7 +72,7 @@ def _bench(found: dict[str, Any], device: Any, *, as_json: bool) -> list[Row]:
 def _policy(found: dict[str, list[Row]]) -> str:
     """Return the settings that follow as a policy: for several drives, the largest of each."""
     from tba_offload.config import format_size
-    from tba_offload.store.new.doctor import advised
+    from tba_offload.store.doctor import advised
 
     advice = [advised(rows) for rows in found.values()]
     most = {name: max(each[name] for each in advice) for name in advice[0]}

@@ -17,7 +17,7 @@ from tba_offload.formatting import readable_size, visible
 from tba_offload.writing import write_regular
 
 if TYPE_CHECKING:
-    from tba_offload.store.new.doctor import Location
+    from tba_offload.store.doctor import Location
 
 _POLICY = Path(__file__).with_name("policy.yaml")
 """The policy with its comments, and names in braces for what goes by the machine."""
@@ -68,7 +68,7 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: b
 
 def _drives() -> list[str]:
     """Return a directory on each NVMe drive that is mounted, by its mount point."""
-    from tba_offload.store.new.open import temporary_directory
+    from tba_offload.store.open import temporary_directory
 
     temporary = temporary_directory()
     first = {Path(temporary).stat().st_dev: temporary}  # of its drive, a better name than the mount point
@@ -83,7 +83,7 @@ def _drives() -> list[str]:
 
 def _look_at(path: str) -> Location:
     from tba_offload.errors import StoreError
-    from tba_offload.store.new.doctor import location_of
+    from tba_offload.store.doctor import location_of
 
     try:
         found = location_of(path)

@@ -15,7 +15,7 @@ from tba_offload.config import OffloadConfig, StatesConfig, load_config
 from tba_offload.config.document import Source
 from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, StoreError
-from tba_offload.store.new.file import check_directory
+from tba_offload.store.file import check_directory
 
 _FILE, _SIZE = {"metavar": "FILE"}, {"metavar": "SIZE"}
 _DIRECTORIES = {"metavar": "DIR", "nargs": "+"}

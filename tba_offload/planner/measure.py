@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.trace import ActivationTrace, DeviceTimes, ScopeTrace, StepTimes, StepTrace
     from tba_offload.planner.model import Plan, Timings
     from tba_offload.report.log import StepRecord
-    from tba_offload.store.new.base import DriveLoad
+    from tba_offload.store.base import DriveLoad
 
 LayerKey = tuple[int, str]
 """Model chunk and module name of a layer."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tba_offload.capture.scope import ScopeKey
     from tba_offload.session.loop import Step
     from tba_offload.session.session import Session
-    from tba_offload.store.new.base import Moved
+    from tba_offload.store.base import Moved
     from tba_offload.transfer.window import InFlightWindow
 
 FORWARD, LOSS, BACKWARD, EMBEDDINGS = "forward", "loss", "backward", "embeddings"

@@ -14,7 +14,7 @@ from tba_offload.config import format_size
 from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn
 from tba_offload.formatting import readable_size
 from tba_offload.placements import Placement
-from tba_offload.store.new.open import saves_nothing
+from tba_offload.store.open import saves_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

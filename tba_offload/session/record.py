@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tba_offload.session.loop import Step
     from tba_offload.session.session import Session
     from tba_offload.states import StatesRecord
-    from tba_offload.store.new.base import DriveLoad
+    from tba_offload.store.base import DriveLoad
     from tba_offload.weights import WeightsMoved
 
 _STEPS = 10_000

@@ -43,9 +43,9 @@ from tba_offload.session.memory import Memory
 from tba_offload.session.notices import OTHER_RANKS, Notices, tell, warn_after
 from tba_offload.session.record import Records, explained, header_of, learn, memory_event, record_of
 from tba_offload.states import OptimizerStates, offload_optimizer
-from tba_offload.store.new.base import close_after
-from tba_offload.store.new.doctor import measure
-from tba_offload.store.new.open import open_store
+from tba_offload.store.base import close_after
+from tba_offload.store.doctor import measure
+from tba_offload.store.open import open_store
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.weights import FrozenWeights, WeightsTraffic
 

@@ -23,7 +23,7 @@ from tba_offload.states.parameters import (
     spec_of,
     travels,
 )
-from tba_offload.store.new.base import BLOCK, round_up
+from tba_offload.store.base import BLOCK, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from tba_offload.device.ranges import aligned_range
 from tba_offload.device.streams import READY, CpuDevice
 from tba_offload.errors import HangingError, StoreError, StoreFullError, TransferError
-from tba_offload.store.new.base import BLOCK
-from tba_offload.store.new.pool import Transfer
+from tba_offload.store.base import BLOCK
+from tba_offload.store.pool import Transfer
 
 if TYPE_CHECKING:
     import torch
 
     from tba_offload.device import ByteRange, Device, Event
-    from tba_offload.store.new.multi import MultiStore
+    from tba_offload.store.multi import MultiStore
 
 PART = 8 * 2**20
 """Bytes that travel as one extent: a sub-group has some for each drive and each thread."""

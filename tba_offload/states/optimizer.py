@@ -17,8 +17,8 @@ from tba_offload.states.groups import MASTER, held_back
 from tba_offload.states.parameters import check, device_of_parameters, innermost, parameters_of
 from tba_offload.states.twin import Takeover
 from tba_offload.states.updates import StatesRecord, Updates, interrupts_put_off
-from tba_offload.store.new.base import close_after
-from tba_offload.store.new.open import open_store
+from tba_offload.store.base import close_after
+from tba_offload.store.open import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from tba_offload.store.new.base import Moved
-    from tba_offload.store.new.multi import MultiStore
+    from tba_offload.store.base import Moved
+    from tba_offload.store.multi import MultiStore
 
     StateDict = dict[str, Any]
 

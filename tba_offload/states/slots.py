@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tba_offload.device import ByteRange
     from tba_offload.states.groups import Groups, SubGroup
     from tba_offload.states.home import Homes
-    from tba_offload.store.new.pool import Transfer
+    from tba_offload.store.pool import Transfer
 
 SLOTS = 3
 """More would not shorten a step whose drive is busy all the time."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from tba_offload.states.groups import SubGroup
-    from tba_offload.store.new.multi import MultiStore
+    from tba_offload.store.multi import MultiStore
 
 
 class Updates:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tba_offload.store.base import ActivationStore, Extent, IoFuture
-from tba_offload.store.open import open_store
-from tba_offload.store.options import register_kind, unregister_kind
+from tba_offload.store.base import Extent, Store
+from tba_offload.store.multi import MultiStore
+from tba_offload.store.open import open_store, register_kind, unregister_kind
+from tba_offload.store.pool import Transfer
 
-__all__ = ["ActivationStore", "Extent", "IoFuture", "open_store", "register_kind", "unregister_kind"]
+__all__ = ["Extent", "MultiStore", "Store", "Transfer", "open_store", "register_kind", "unregister_kind"]

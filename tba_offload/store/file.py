@@ -1,14 +1,12 @@
-"""Extents in one file on one drive, past the page cache where the file system allows it.
+"""A store in one unlinked file on one drive, past the page cache where the file system allows it.
 
 How bytes travel without a copy: direct I/O wants addresses, offsets and lengths that are multiples of the
-drive's block, 512 bytes say, and PyTorch aligns memory on the CPU to 64 bytes only. But as long as the block
-is no larger than a page, a tensor's first and last block lie in pages that hold bytes of the tensor, so they
-are mapped. A write therefore starts at the address rounded down and ends at the end rounded up; what it takes
-along from the neighbours is padding in the file that is not used. The extent remembers how far the tensor's
-bytes lie after the start, its ``lead``. A read does the same in reverse, if the target has the same lead and
-the blocks at its ends belong to it (``padded``). Everything else goes through a staging slab: bytes on a GPU,
-targets without padding, and sources whose neighbours must not change meanwhile because others checksum the
-blocks.
+drive's block, and PyTorch aligns memory on the CPU to 64 bytes only. A block is no larger than a page, so the
+first and last block of a storage lie in pages that hold bytes of that storage, and they are mapped. A write
+starts at the address rounded down and ends at the end rounded up; ``lead`` of the extent says how far the
+payload begins after the start. A read does the same in reverse if its target has the same lead and owns both
+blocks. Everything else goes through a staging slab: bytes on a GPU, targets of another lead, and sources
+whose neighbours must not change meanwhile because somebody checksums the blocks.
 """
 
 from __future__ import annotations
@@ -18,198 +16,246 @@ import fcntl
 import logging
 import mmap
 import os
-from dataclasses import dataclass
+import secrets
+import shlex
+import stat
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.device.staging import StagingRing
+from tba_offload.device import READY
+from tba_offload.device.host_memory import never_freed
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
-from tba_offload.store.engine import QueuedStore
-from tba_offload.store.extents import BLOCK
-from tba_offload.store.file_systems import Place, file_system_of
-from tba_offload.store.options import StoreOptions
-from tba_offload.store.run_file import FULL, RunFile, short_transfer
-from tba_offload.store.run_file_backend import RunFileBackend
+from tba_offload.store.base import BLOCK, Checksum, Store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from tba_offload.device import ByteRange, Device, Event
-    from tba_offload.store.backend import Move
-    from tba_offload.store.base import DriveLoad, Extent
+    from tba_offload.device import ByteRange, Device
+    from tba_offload.store.base import Extent
 
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 8 << 20
-_UNKNOWN_ALIGNMENT = 4096  # no drive asks for more unless it says so
 
-# What lies between neighbours: a page that is written, and one that is read into. Nothing looks at either.
-_PAGES = torch.frombuffer(mmap.mmap(-1, 2 * BLOCK), dtype=torch.uint8)
-_NOTHING, _ANYTHING = _PAGES.data_ptr(), _PAGES.data_ptr() + BLOCK
-
-_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
-
-
-JOINED_BYTES = 4 << 20
-"""Bytes. Neighbouring extents go together up to this.
-
-Processor time of the I/O thread for each written extent, by itself and so joined (EPYC,
-O_DIRECT): 35 and 8 us at 64 KiB, 52 and 22 at 256 KiB, 115 and 83 at 1 MiB, no gain at 4 MiB.
-"""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_IN_USE = (errno.ENOTEMPTY, errno.EBUSY)  # where the name of an open file keeps its directory from going
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)  # a container may forbid unknown calls
+_LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 20, 1 << 30  # a twentieth of the file system, at least 1 GiB
+_GROWTH = 64 << 20  # a file grows ahead of need by so much
+_MOST_LINKS = 40
 
 
-class FileBackend(RunFileBackend):
-    """The bytes of one unlinked file.
+class UnlinkedFile(Store):
+    """A store in an open file without a name; its subclasses move the bytes.
+
+    The file and a directory of its own have names only while they are made. Afterwards the kernel frees the
+    blocks when the last descriptor is closed, however the process ends.
 
     Args:
-        directory: Where to create it.
-        options: Capacity, checksum and threads.
-        device: The device that activations lie on.
-        slab_bytes: Size of a staging slab.
+        directory: Where to create the file: a directory that exists.
+        device: The device that activations are on.
+        capacity: The most bytes that the file grows to. By default all that is free but a twentieth of the
+            file system, and at least 1 GiB: others, such as checkpoints, need room there too.
+        checksum: Whether to compute checksums.
 
     Attributes:
-        alignment: What addresses in the device's memory must match, bytes; 1 where all bytes take the way
-            through slabs: padding there would only keep a buffer from fitting where another one was.
-        joined_bytes: See :attr:`Joining.joined_bytes`; what passes through a slab goes one by one.
-        block: What direct I/O demands, bytes; 1 where it is buffered.
-        reason: Why it is buffered; ``None`` if it is direct.
-        late: Asks for errors that the file system tells late.
-        ring: The staging slabs.
+        fd: The descriptor.
+        size: Bytes that the file has been grown to.
+        mount: How its file system is mounted.
+        block: What addresses and lengths of transfers must be multiples of, bytes.
+        path: The I/O path, and in ``reason`` why it is not a better one.
+        chosen: Why ``kind: auto`` took this kind; ``None`` if the user named it.
 
     Raises:
-        StoreError: The directory cannot be used.
+        StoreError: The directory cannot be used, or others could tamper with the way to it.
     """
 
-    def __init__(self, directory: str, options: StoreOptions, device: Device, slab_bytes: int) -> None:
-        super().__init__(RunFile(directory, options.capacity), options, device)
-        try:
-            self.block, self.reason = _choose_path(self._file)
-            self.file_system = self._file.file_system().name
-            self.alignment, self.joined_bytes = (1, 0) if device.pins_memory else (self.block, JOINED_BYTES)
-            self._stable_pages = posix.needs_stable_pages(self._file.fd)
-            self.ring = StagingRing(slab_bytes, options.writers + options.readers, self.block, device)
-        except BaseException:
-            self._file.close()
-            raise
+    block = 1
+    path = "O_DIRECT"
+    reason: str | None = None
+    chosen: str | None = None
+
+    def __init__(
+        self, directory: str | Path, *, device: Device, capacity: int | None = None, checksum: bool = True
+    ) -> None:
+        self.name, self.device, self.checksum = os.fspath(directory), device, Checksum(on=checksum)
+        self.capacity = None if capacity is None else capacity // BLOCK * BLOCK
+        self.size = 0
+        self._left_behind: Path | None = None
+        with explained(self.name):
+            self.fd = self._create()
+        self.mount = posix.mount_of(self.fd)
+        if self.mount.kind == "btrfs":
+            posix.overwrite_in_place(self.fd)
+
+    @property
+    def description(self) -> dict[str, object]:
+        """Kind, directory, I/O path and why, file system, alignment, capacity, checksum and choice."""
+        return {
+            "kind": self.kind,
+            "directory": self.name,
+            "path": self.path,
+            "reason": self.reason,
+            "file_system": self.mount.kind,
+            "alignment": self.block,
+            "capacity": self.capacity,
+            "checksum": self.checksum.on,
+            **({} if self.chosen is None else {"chosen": {"why": self.chosen}}),
+        }
+
+    def fileno(self) -> int:
+        """Return the descriptor of the file, for tools that look at it or measure its drive."""
+        return self.fd
+
+    def grow(self, end: int) -> None:
+        """Make the file at least ``end`` bytes long, with blocks allocated where the file system can.
+
+        Raises:
+            StoreFullError: There is no room; the file is as long as before.
+            StoreError: The drive failed.
+        """
+        if end <= self.size:
+            return
+        system = os.fstatvfs(self.fd)
+        free, spared = system.f_bavail * system.f_frsize, left_to_others(system)
+        limit = self.size + max(free - spared, 0) if self.capacity is None else self.capacity
+        ahead = min(end + _GROWTH, limit)
+        if end > limit or not ((ahead > end and self._extend(ahead)) or self._extend(end)):
+            others = f", and {spared} are left to others" if self.capacity is None else ""
+            what = f"the file cannot grow from {self.size} to {end} bytes: {free} are free{others}"
+            raise self.failure(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    def shrink(self, end: int) -> None:
+        """Free the blocks beyond ``end``, a multiple of 4096.
+
+        Raises:
+            StoreError: The drive failed.
+        """
+        if end < self.size:
+            try:
+                os.ftruncate(self.fd, end)
+            except OSError as error:
+                raise self.failure("the file cannot shrink", error) from error
+            self.size = end
+
+    def close(self) -> None:
+        """Close the descriptor, which frees the blocks.
+
+        An error that the file system has left to be told now is of bytes that are not needed any more.
+        """
+        with suppress(OSError):
+            os.close(self.fd)
+        for seconds in (0.0, 0.01, 0.1):  # file systems in user space hear of a close later
+            if self._left_behind is not None and self._left_behind.exists():
+                time.sleep(seconds)
+                with suppress(OSError):
+                    self._left_behind.rmdir()
 
     def abandon(self) -> None:
-        """In a forked child: closes the descriptors, and leaves the slabs to the parent."""
-        self.ring.abandon()
-        super().abandon()
+        """Close the descriptor in a forked child, which would keep the disk space; the parent goes on."""
+        os.close(self.fd)
 
-    def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
-        """See :meth:`Backend.move_out`."""
-        if not self._is_in_place(extent, source, padded=not self._stable_pages):
-            return self._out_staged(extent, source, after)
-        digest = self._checksums.of_range(source)
-        self._put(extent, source.address - extent.lead, 0, self._span(extent))
-        return digest
+    def failure(self, what: str, error: OSError) -> StoreError:
+        """Return the error of a system call with the directory and a remedy."""
+        return _store_error(what, error, self.name)
 
-    def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:
-        """See :meth:`Backend.move_in`."""
-        if not self._is_in_place(extent, target, padded=padded):
-            return self._in_staged(extent, target, after)
-        self._get(extent, target.address - extent.lead, 0, self._span(extent))
-        return self._checksums.of_range(target)
+    def check_moved(self, verb: str, nbytes: int, offset: int, moved: int) -> None:
+        """Check that a transfer moved all of its bytes.
 
-    def move_out_together(self, moves: Sequence[Move]) -> list[int | None] | None:
-        """See :meth:`Joining.move_out_together`."""
-        padded = not self._stable_pages
-        for extent, source in moves:
-            if not self._is_in_place(extent, source, padded=padded):
-                return None
-        digests = self._checksums.of_ranges(source for _, source in moves)
-        return digests if self._moved_together(posix.pwritev, moves, _NOTHING) else None
-
-    def move_in_together(self, moves: Sequence[Move], *, padded: bool) -> list[int | None] | None:
-        """See :meth:`Joining.move_in_together`."""
-        for extent, target in moves:
-            if not self._is_in_place(extent, target, padded=padded):
-                return None
-        if not self._moved_together(posix.preadv, moves, _ANYTHING):
-            return None
-        return self._checksums.of_ranges(target for _, target in moves)
-
-    def _moved_together(self, call: posix.Call, moves: Sequence[Move], filler: int) -> bool:
-        """Move neighbouring extents wholly, by one call; after the span of each comes the filler."""
-        parts: list[tuple[int, int]] = []
-        for extent, memory in moves:
-            span = self._span(extent)
-            parts.append((memory.address - extent.lead, span))
-            if span < extent.length:
-                parts.append((filler, extent.length - span))
-        try:
-            return posix.transfer_together(call, self._file.fd, parts, moves[0][0].offset)
-        except OSError:
-            return False
-
-    def _out_staged(self, extent: Extent, source: ByteRange, after: Event) -> int | None:
-        hasher, data = self._checksums.hasher(), source.tensor()
-        with self.ring.borrow() as slab:
-            for piece in _pieces(extent, self._span(extent), self.ring.slab_bytes):
-                payload = slab[piece.lo : piece.hi]
-                self.device.copy(payload, data[piece.at : piece.at + payload.numel()], after)
-                self._checksums.add(hasher, payload.data_ptr(), payload.numel())
-                self._put(extent, slab.data_ptr(), piece.start, piece.length)
-        return None if hasher is None else hasher.intdigest()
-
-    def _in_staged(self, extent: Extent, target: ByteRange, after: Event) -> int | None:
-        hasher, data = self._checksums.hasher(), target.tensor()
-        with self.ring.borrow() as slab:
-            for piece in _pieces(extent, self._span(extent), self.ring.slab_bytes):
-                self._get(extent, slab.data_ptr(), piece.start, piece.length)
-                payload = slab[piece.lo : piece.hi]
-                self._checksums.add(hasher, payload.data_ptr(), payload.numel())
-                self.device.copy(data[piece.at : piece.at + payload.numel()], payload, after)
-        return None if hasher is None else hasher.intdigest()
-
-    def _span(self, extent: Extent) -> int:
-        """Bytes of the extent that are moved: lead, payload and padding up to the alignment."""
-        return -(-(extent.lead + extent.nbytes) // self.block) * self.block
-
-    def _is_in_place(self, extent: Extent, memory: ByteRange, *, padded: bool) -> bool:
-        """Whether a system call can move the bytes of an extent from, or to, where they lie.
-
-        Args:
-            extent: The extent.
-            memory: The bytes.
-            padded: Whether the call may take the rest of their first and last block along.
+        Raises:
+            ShortTransferError: It moved fewer.
         """
-        if self.device.pins_memory or memory.address % self.alignment != extent.lead:
-            return False
-        return padded or self._span(extent) == extent.nbytes
-
-    def _put(self, extent: Extent, address: int, start: int, nbytes: int) -> None:
-        self._transfer("write", posix.pwrite, extent, address, start, nbytes)
-
-    def _get(self, extent: Extent, address: int, start: int, nbytes: int) -> None:
-        self._transfer("read", posix.pread, extent, address, start, nbytes)
-
-    def _transfer(
-        self, verb: str, call: posix.Call, extent: Extent, address: int, start: int, nbytes: int
-    ) -> None:
-        """Move ``nbytes`` between memory at ``address`` and the extent from ``start`` on."""
-        offset = extent.offset + start
-        try:
-            moved = posix.transfer(call, self._file.fd, address, nbytes, offset, self.block)
-        except OSError as error:
-            raise _failure(self._file, f"{verb} of {nbytes} bytes at offset {offset}", error) from None
         if moved != nbytes:
-            raise short_transfer(self.name, verb, nbytes, offset, moved)
+            what = f"{verb} of {nbytes} bytes at offset {offset} stopped after {moved}"
+            why = "the drive or the file system is failing, or another process truncated the file"
+            raise ShortTransferError(errno.EIO, f"{what}; {why}: check the system log", self.name)
+
+    def taken(self, fd: int) -> None:
+        """Do what needs the file's name; called once, while the file has it."""
+
+    def _extend(self, size: int) -> bool:
+        """Try one size; return False if there is no room for it."""
+        try:
+            try:
+                posix.fallocate(self.fd, self.size, size - self.size)
+            except OSError as error:
+                if error.errno not in _NO_FALLOCATE:
+                    raise
+                os.ftruncate(self.fd, size)
+        except OSError as error:
+            os.ftruncate(self.fd, self.size)  # gives back what a failed attempt did get
+            if error.errno in _FULL:
+                return False
+            raise self.failure("the file cannot grow", error) from error
+        self.size = size
+        return True
+
+    def _create(self) -> int:
+        """Create the file in a new directory, where nobody can touch its name, and remove both names."""
+        directory = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with ExitStack() as stack:
+            parent, name = open_directory(self.name), f"tba-{secrets.token_hex(8)}"
+            stack.callback(os.close, parent)
+            os.mkdir(name, 0o700, dir_fd=parent)
+            stack.callback(self._remove, name, parent)
+            run = os.open(name, directory, dir_fd=parent)
+            stack.callback(os.close, run)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open("extents", flags, 0o600, dir_fd=run)
+            stack.callback(os.unlink, "extents", dir_fd=run)
+            try:
+                self._check_own(os.fstat(run), os.fstat(fd))
+                self.taken(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+        return fd
+
+    def _check_own(self, run: os.stat_result, file: os.stat_result) -> None:
+        """Check that the directory is the one that was made, and that others cannot read the file.
+
+        A server may give all files another owner than this process. The new file shows which: a directory of
+        the same owner is our own.
+        """
+        mode = (run.st_mode | file.st_mode) & 0o777
+        if run.st_uid != file.st_uid:
+            what = f"user {run.st_uid} replaced a new directory there; name one that only you may write to"
+        elif mode & 0o077:
+            what = (
+                f"the file system keeps no modes, so that others may read a new file ({mode:04o}); mount it "
+            )
+            what += f"with umask=077 and uid={os.geteuid()}, or name another directory"
+        else:
+            return
+        raise StoreError(errno.EPERM, what, self.name)
+
+    def _remove(self, name: str, parent: int) -> None:
+        try:
+            os.rmdir(name, dir_fd=parent)
+        except OSError as error:
+            if error.errno not in _IN_USE:
+                raise
+            self._left_behind = Path(self.name).expanduser().absolute() / name
+            why = "the file system keeps the names of open files, as those of networks do"
+            logger.warning(
+                "%s stays until the store is closed, after a crash for good: %s", self._left_behind, why
+            )
 
 
-class FileStore(QueuedStore):
-    """A store in one unlinked file.
+class FileStore(UnlinkedFile):
+    """A store in one unlinked file that system calls write and read.
 
     Args:
-        directory: Where to create the file; made if it is missing.
-        device: The device that activations lie on.
-        drive: The ``drive`` of the extents.
-        slab_bytes: Size of a staging slab, a multiple of 4096; one a thread is allocated at first need.
-        options: Capacity, checksum, threads and the limit of waits.
-        settings: The same one by one, without options.
+        directory: Where to create the file: a directory that exists.
+        device: The device that activations are on.
+        slabs: Pinned staging slabs to make at once for a GPU, one for each I/O thread: pinning memory inside
+            a step would block the device.
+        settings: ``capacity`` and ``checksum``, as of :class:`UnlinkedFile`.
 
     Raises:
         StoreError: The directory cannot be used.
@@ -217,145 +263,201 @@ class FileStore(QueuedStore):
 
     kind = "file"
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        device: Device,
-        drive: int = 0,
-        slab_bytes: int = SLAB_BYTES,
-        options: StoreOptions | None = None,
-        **settings: Any,
-    ) -> None:
-        options = options or StoreOptions(**settings)
-        self.directory = os.fspath(directory)
-        self._options = options
-        self._file = FileBackend(self.directory, options, device, slab_bytes)
-        super().__init__(self._file, options, drive=drive)
+    def __init__(self, directory: str | Path, *, device: Device, slabs: int = 0, **settings: Any) -> None:
+        super().__init__(directory, device=device, **settings)
+        self._slabs: list[torch.Tensor] = []
+        try:
+            self._turn_on_direct_io()
+            self._stable_pages = posix.needs_stable_pages(self.fd)
+            self._slabs += [device.host_memory(SLAB_BYTES) for _ in range(slabs if device.pins_memory else 0)]
+        except BaseException:
+            self.close()
+            raise
+        self.alignment = 1 if device.pins_memory else self.block  # what passes through slabs may be anywhere
 
-    @property
-    def description(self) -> dict[str, object]:
-        """Kind, directory, "O_DIRECT" or "buffered" and why, file system, alignment, threads and so on."""
-        return {
-            "kind": self.kind,
-            "directory": self.directory,
-            "path": "O_DIRECT" if self._file.reason is None else "buffered",
-            "reason": self._file.reason,
-            "file_system": self._file.file_system,
-            "alignment": self._file.block,
-            "capacity": self.capacity_bytes,
-            "checksum": self._options.checksum,
-            "writers": self._options.writers,
-            "readers": self._options.readers,
-            **({} if self.chosen is None else {"chosen": self.chosen}),
-        }
+    def write(self, extent: Extent, source: ByteRange) -> int | None:
+        """Write the bytes of an extent, from where they are if that is possible; see :meth:`Store.write`."""
+        hasher, span = self.checksum.begin(), self._span(extent)
+        padded = span != extent.nbytes
+        if self._is_in_place(extent, source) and not (padded and self._stable_pages):
+            self.checksum.add(hasher, source.address, extent.nbytes)
+            self._move("write", posix.pwrite, source.address - extent.lead, span, extent.offset)
+        else:
+            data = source.tensor()
+            with self._slab() as slab:
+                for start, length, payload, at in _pieces(extent, span):
+                    staged = slab[payload]
+                    self.device.copy(staged, data[at : at + staged.numel()], READY)
+                    self.checksum.add(hasher, staged.data_ptr(), staged.numel())
+                    self._move("write", posix.pwrite, slab.data_ptr(), length, extent.offset + start)
+        return None if hasher is None else hasher.intdigest()
 
-    def take_loads(self) -> list[DriveLoad]:
-        """Return what the drive has moved; see :meth:`ActivationStore.take_loads`."""
-        (load,) = super().take_loads()
-        return [load._replace(checksum_seconds=self._file.take_checksum_seconds())]
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory that staging slabs take now."""
-        return self._file.ring.allocated_bytes
-
-    def fileno(self) -> int:
-        """Return the descriptor of the file, for tools that look at it or measure its drive."""
-        return self._file.fd
+    def read(self, extent: Extent, target: ByteRange) -> int | None:
+        """Read the bytes of an extent, to where they belong if that is possible; see :meth:`Store.read`."""
+        hasher, span = self.checksum.begin(), self._span(extent)
+        start = target.start - extent.lead
+        if self._is_in_place(extent, target) and 0 <= start <= target.storage.nbytes() - span:
+            self._move("read", posix.pread, target.address - extent.lead, span, extent.offset)
+            self.checksum.add(hasher, target.address, extent.nbytes)
+        else:
+            data = target.tensor()
+            with self._slab() as slab:
+                for start, length, payload, at in _pieces(extent, span):
+                    self._move("read", posix.pread, slab.data_ptr(), length, extent.offset + start)
+                    staged = slab[payload]
+                    self.checksum.add(hasher, staged.data_ptr(), staged.numel())
+                    self.device.copy(data[at : at + staged.numel()], staged, READY)
+        return None if hasher is None else hasher.intdigest()
 
     def close(self) -> None:
-        """End the store; see :meth:`ActivationStore.close`."""
+        """Free the file and the staging slabs."""
+        super().close()
+        self._slabs.clear()
+        self.device.give_back_host_memory()
+
+    def abandon(self) -> None:
+        """In a forked child: close the descriptor, and leave the slabs to the parent."""
+        never_freed(self._slabs)
+        super().abandon()
+
+    def _span(self, extent: Extent) -> int:
+        """Return the bytes that move: lead, payload and padding up to the block."""
+        return -(-(extent.lead + extent.nbytes) // self.block) * self.block
+
+    def _is_in_place(self, extent: Extent, memory: ByteRange) -> bool:
+        return not self.device.pins_memory and memory.address % self.block == extent.lead
+
+    def _move(self, verb: str, call: posix.Call, address: int, nbytes: int, offset: int) -> None:
         try:
-            super().close()
-        finally:
-            self._file.ring.close()
-            self._file.device.give_back_host_memory()
+            moved = posix.transfer(call, self.fd, address, nbytes, offset, self.block)
+        except OSError as error:
+            raise self.failure(f"{verb} of {nbytes} bytes at offset {offset} failed", error) from error
+        self.check_moved(verb, nbytes, offset, moved)
+
+    @contextmanager
+    def _slab(self) -> Iterator[torch.Tensor]:
+        """Lend a staging slab; no more are made than transfers run at once."""
+        try:
+            slab = self._slabs.pop()
+        except IndexError:
+            slab = self.device.host_memory(SLAB_BYTES)
+        yield slab
+        self._slabs.append(slab)
+
+    def _turn_on_direct_io(self) -> None:
+        """Find the block of direct I/O, or the reason why the I/O is buffered."""
+        block, flags = posix.direct_alignment(self.fd), fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        if self.mount.place == posix.MEMORY:
+            self.reason = f"{self.mount.kind} lies in memory"
+        elif block == 0 or BLOCK % block:
+            self.reason = "the file system does not offer direct I/O of 4096 bytes"
+        else:
+            try:
+                fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+                self._probe(block)
+            except OSError as error:
+                if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+                    raise self.failure("a probe of direct I/O failed", error) from error
+                self.reason = f"the file system refuses direct I/O ({error.strerror})"
+        if self.reason is None:
+            self.block = block
+            logger.info("%s: direct I/O, aligned to %d bytes", self.name, block)
+            return
+        self.path = "buffered"
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
+        what = "buffered I/O instead of direct I/O, so bytes pass through the page cache"
+        logger.warning("%s: %s: %s", self.name, what, self.reason)
+
+    def _probe(self, block: int) -> None:
+        """Move one block each way, because some systems accept the flag and refuse the transfer."""
+        page = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
+        for verb, call in (("write", posix.pwrite), ("read", posix.pread)):
+            moved = posix.transfer(call, self.fd, page.data_ptr(), block, 0, block)
+            self.check_moved(f"a probing {verb}", block, 0, moved)
+        os.ftruncate(self.fd, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of an extent that fits a slab.
+def _pieces(extent: Extent, span: int) -> Iterator[tuple[int, int, slice, int]]:
+    """Cut an extent into parts that fit a slab.
 
-    Bytes [start, start + length) of the extent travel; bytes [lo, hi) of the slab are the payload, which
-    starts at byte ``at`` of the tensor.
+    Yields:
+        First byte in the extent and length of what moves, where in the slab its payload is, and where the
+        payload begins in the tensor.
     """
-
-    start: int
-    length: int
-    lo: int
-    hi: int
-    at: int
-
-
-def _pieces(extent: Extent, span: int, slab_bytes: int) -> Iterator[_Piece]:
     end = extent.lead + extent.nbytes
-    for start in range(0, span, slab_bytes):
-        length = min(slab_bytes, span - start)
+    for start in range(0, span, SLAB_BYTES):
+        length = min(SLAB_BYTES, span - start)
         first = max(start, extent.lead)
-        yield _Piece(start, length, first - start, min(start + length, end) - start, first - extent.lead)
+        yield start, length, slice(first - start, min(start + length, end) - start), first - extent.lead
 
 
-def _failure(file: RunFile, what: str, error: OSError) -> StoreError:
-    """Return the error of a system call as a caller can use it."""
-    what = f"{what} failed: {error.strerror}"
-    if error.errno in FULL:
-        room = "a quota or `ulimit -f` allows no more"
-        if error.errno == errno.ENOSPC:
-            room = (
-                f"{file.free_bytes()} bytes are free, of which a full drive below or a quota may allow less"
-            )
-        remedy = f"{room}: free some, name another directory or set store.capacity"
-        return StoreFullError(error.errno, f"{what}; {remedy}", file.directory)
-    remedy = "check the drive and the system log, or name another directory"
-    return StoreError(error.errno, f"{what}; {remedy}", file.directory)
+def left_to_others(room: os.statvfs_result) -> int:
+    """Return the bytes of a file system that a store without a capacity never takes."""
+    return max(room.f_blocks * room.f_frsize // _LEFT_FREE_SHARE, _LEFT_FREE_BYTES)
 
 
-def _choose_path(file: RunFile) -> tuple[int, str | None]:
-    """Turn on direct I/O where it works.
+# ---- the way to a directory --------------------------------------------------------------------------------
 
-    Returns:
-        The alignment, and why the I/O is buffered; ``None`` if it is direct.
+
+def check_directory(path: str) -> None:
+    """Check that a store could be opened in a directory, as far as the way to it goes.
+
+    Raises:
+        StoreError: It could not; the message says what to do.
     """
-    alignment, reason = _direct_path(file)
-    if reason is not None:
-        flags = fcntl.fcntl(file.fd, fcntl.F_GETFL)
-        fcntl.fcntl(file.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        logger.warning(
-            "%s: buffered I/O instead of direct I/O, because %s; bytes pass through the page cache",
-            file.directory,
-            reason,
-        )
-        return 1, reason
-    logger.info("%s: direct I/O, aligned to %d bytes", file.directory, alignment)
-    return alignment, None
+    with explained(path):
+        os.close(open_directory(path))
 
 
-def _direct_path(file: RunFile) -> tuple[int, str | None]:
-    system = file_system_of(file.fd)
-    if system.place is Place.MEMORY:
-        return 1, f"{system.name} lies in memory"
-    told = posix.direct_alignment(file.fd)
-    alignment = _UNKNOWN_ALIGNMENT if told is None else told
-    if alignment == 0:
-        return 1, "the file system does not offer direct I/O"
-    if mmap.PAGESIZE % alignment or alignment > _UNKNOWN_ALIGNMENT:
-        return 1, f"direct I/O would need an alignment of {alignment} bytes"
+def open_directory(path: str) -> int:
+    """Open a directory, for use as ``dir_fd``.
+
+    Symbolic links are followed, except one that another user has put into a directory that everybody may
+    write to. A directory that is missing is not made: its path is likely mistyped, or on a drive that is not
+    mounted, and files would fill the disk of the system.
+
+    Raises:
+        StoreError: A part of the path does not exist, or a link on the way is not to be trusted.
+        OSError: The directory cannot be reached.
+    """
+    here = Path(path).expanduser().absolute()
+    for _ in range(_MOST_LINKS):
+        link = next((part for part in (*reversed(here.parents), here) if part.is_symlink()), None)
+        if link is None:
+            break
+        if link.parent.stat().st_mode & stat.S_IWOTH and link.lstat().st_uid not in {0, os.geteuid()}:
+            why = f"another user put the link {link.name!r} into a directory that everybody may write to"
+            raise StoreError(errno.ELOOP, f"{why}; name the directory that it points to", path)
+        here = link.parent / link.readlink() / here.relative_to(link)
     try:
-        flags = fcntl.fcntl(file.fd, fcntl.F_GETFL)
-        fcntl.fcntl(file.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        _probe(file, alignment)
+        return os.open(here, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        wrong = next(part for part in (*reversed(here.parents), here) if not part.is_dir())
+        if wrong.exists():
+            raise StoreError(error.errno, f"{wrong.name!r} is not a directory; name one", path) from None
+        remedy = f"mount its drive, or, if the path is right, make it: mkdir -p {shlex.quote(str(here))}"
+        raise StoreError(errno.ENOENT, f"{wrong.name!r} does not exist; {remedy}", path) from None
+
+
+@contextmanager
+def explained(directory: str) -> Iterator[None]:
+    """Give an error of the system the directory's name and a remedy."""
+    try:
+        yield
+    except StoreError:
+        raise
     except OSError as error:
-        if error.errno not in _NO_DIRECT_IO:
-            raise _failure(file, "a probe of direct I/O", error) from None
-        return 1, f"the file system refuses direct I/O ({error.strerror})"
-    return alignment, None
+        raise _store_error("cannot create a file there", error, directory) from error
 
 
-def _probe(file: RunFile, alignment: int) -> None:
-    """Move one block each way, because some systems accept the flag and refuse the transfer."""
-    file.grow(_UNKNOWN_ALIGNMENT)
-    block = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
-    for call in (posix.pwrite, posix.pread):
-        if posix.transfer(call, file.fd, block.data_ptr(), alignment, 0, alignment) != alignment:
-            raise ShortTransferError(errno.EIO, f"a probe of {alignment} bytes was cut short", file.directory)
+_REMEDIES = {
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name a directory that you may write to"),
+    **dict.fromkeys(_FULL, "free some space, name another directory or set store.capacity"),
+}
+
+
+def _store_error(what: str, error: OSError, directory: str) -> StoreError:
+    remedy = _REMEDIES.get(error.errno or 0, "check the drive and the system log, or name another directory")
+    kind = StoreFullError if error.errno in _FULL else StoreError
+    return kind(error.errno, f"{what}: {error.strerror}; {remedy}", directory)

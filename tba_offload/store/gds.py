@@ -1,53 +1,43 @@
-"""Extents in one file on one drive, moved between GPU memory and drive by GPUDirect Storage.
+"""A store in one unlinked file that GPUDirect Storage writes and reads.
 
 This is the only module that names kvikio. What cuFile does with a transfer depends on the machine: through
-the nvidia-fs driver or PCIe peer-to-peer the bytes never touch the host; without them it takes them through
-host memory. :attr:`GdsStore.description` says which it is in a directory. Where cuFile does not take a file
-at all, kvikio would move its bytes by system calls, through the page cache, with copies that kernels of
-training wait for. :mod:`tba_offload.store.file` does that better, so opening the store is an error there.
+the nvidia-fs driver or PCIe peer-to-peer the bytes never touch the host; without them they pass through host
+memory. :attr:`GdsStore.path` says which. Where cuFile does not take a file at all, opening the store is an
+error: :class:`tba_offload.store.file.FileStore` moves bytes through the host better than kvikio does.
 
-A transfer waits for its producer and for nothing else: an I/O thread waits for the event, and then calls
-cuFile, which copies on streams of its own that no other stream waits for. The bytes do not go through
-kvikio's calls: ``pread``, ``pwrite``, ``raw_read`` and ``raw_write`` let each transfer wait for all that
-CUDA's default stream was given before, which is PyTorch's stream unless told otherwise, and those for a
-stream of the caller, ``raw_read_async`` and ``raw_write_async``, do so too unless cuFile has a
-configuration file, and then have kernels copy, which take multiprocessors from training. kvikio finds the
-library and its driver, and says whether the machine has what cuFile needs.
+The bytes go by cuFile's own calls, which wait for no stream of CUDA; the I/O thread has waited for the
+producer. kvikio's ``pread``, ``pwrite``, ``raw_read`` and ``raw_write`` let each transfer wait for all work
+of CUDA's default stream, which is PyTorch's stream unless told otherwise. Its calls for a stream of the
+caller, ``raw_read_async`` and ``raw_write_async``, do so too unless cuFile has a configuration file, and have
+kernels copy, which take multiprocessors from training. kvikio finds the library and its driver, and knows
+whether the machine has what cuFile needs.
 
-No memory is registered with cuFile. That pays for a buffer that one owner uses again and again; here bytes
-travel from and into the very tensors of the model, which come from PyTorch's caching allocator and go back
-to it. Registering one would register the whole block of the allocator that it lies in, which would have to
-be undone before the allocator may give the block back, and would take address space of the GPU's PCIe
-window for memory of others. Unregistered memory passes through cuFile's own registered buffers on the GPU,
-a copy within its memory.
+No memory is registered with cuFile: that pays for a buffer that one owner uses again and again, and tensors
+come from PyTorch's caching allocator and go back to it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from contextlib import suppress
-from importlib.util import find_spec
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tba_offload.device.checksum import sums
-from tba_offload.errors import MissingDependencyError, StoreError, StoreFullError
+from tba_offload.errors import MissingDependencyError, StoreError
 from tba_offload.store import posix
-from tba_offload.store.cufile import CuFile
-from tba_offload.store.engine import QueuedStore
-from tba_offload.store.extents import BLOCK
-from tba_offload.store.file_systems import Place, file_system_of
-from tba_offload.store.options import StoreOptions
-from tba_offload.store.run_file import FULL, RunFile, short_transfer
-from tba_offload.store.run_file_backend import RunFileBackend
+from tba_offload.store.base import BLOCK
+from tba_offload.store.file import UnlinkedFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tba_offload.device import ByteRange, Device, Event
+    from tba_offload.device import ByteRange, Device
     from tba_offload.store.base import Extent
 
 NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
@@ -56,108 +46,18 @@ NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
 UDEV = Path("/run/udev")
 """Directory that cuFile looks for drives in; kvikio asks no cuFile where it is missing."""
 
-_REMEDY = "use store.kind: file, or auto"
 
+class GdsStore(UnlinkedFile):
+    """A store in one unlinked file that cuFile writes and reads.
 
-class GdsBackend(RunFileBackend):
-    """The bytes of one unlinked file that cuFile reads and writes.
-
-    One block is written and read back first: a file may be accepted and its transfers refused, and what
-    cuFile allocates for its first transfer shall not be allocated inside a step.
+    One block is written and read back first: a file may be taken and its transfers refused, and cuFile shall
+    not allocate what its first transfer needs inside a step. Checksums are computed on the device.
 
     Args:
-        directory: Where to create it.
-        options: Capacity and checksum.
-        device: The device that activations lie on.
-
-    Attributes:
-        alignment: cuFile takes any address.
-        path: Which way bytes take.
-        reason: Why not the direct one.
-        version: Of kvikio.
-
-    Raises:
-        StoreError: The directory cannot be used, or cuFile does not take files there.
-        MissingDependencyError: kvikio, or a library that it needs, is missing.
-    """
-
-    alignment = 1
-
-    def __init__(self, directory: str, options: StoreOptions, device: Device) -> None:
-        kvikio = import_kvikio()
-        file = _GdsFile(directory, options.capacity, kvikio)
-        super().__init__(file, options, device)
-        self._cufile = file.cufile
-        try:
-            self._try()
-            self.path, self.reason = _path_of(kvikio)
-        except BaseException:
-            self._file.close()
-            raise
-        self.version = str(getattr(kvikio, "__version__", "unknown"))
-
-    def move_out(self, extent: Extent, source: ByteRange, after: Event) -> int | None:  # noqa: ARG002
-        """See :meth:`Backend.move_out`."""
-        data = source.tensor()
-        self._transfer("write", self._cufile.write, data, extent.offset)
-        return self.digest(data)
-
-    def move_in(self, extent: Extent, target: ByteRange, after: Event, *, padded: bool) -> int | None:  # noqa: ARG002
-        """See :meth:`Backend.move_in`."""
-        data = target.tensor()
-        self._transfer("read", self._cufile.read, data, extent.offset)
-        return self.digest(data)
-
-    def digest(self, data: torch.Tensor) -> int | None:
-        """Return the checksum of bytes on the device, computed there."""
-        hasher = self._checksums.hasher()
-        if hasher is None:
-            return None
-        with self.device.on_side_stream():
-            hasher.update(sums(data))
-        return hasher.intdigest()
-
-    def _transfer(
-        self, verb: str, call: Callable[[int, int, int], int], data: torch.Tensor, offset: int
-    ) -> None:
-        nbytes = data.numel()
-        try:
-            moved = call(data.data_ptr(), nbytes, offset)
-        except OSError as error:
-            what = f"{verb} of {nbytes} bytes at offset {offset} failed in cuFile: {error.strerror}"
-            if error.errno in FULL:
-                remedy = "free some space, name another directory or set store.capacity"
-                raise StoreFullError(error.errno, f"{what}; {remedy}", self.name) from error
-            remedy = "check the drive and the system log, or use store.kind: file"
-            raise StoreError(errno.EIO, f"{what}; {remedy}", self.name) from error
-        if moved != nbytes:
-            raise short_transfer(self.name, verb, nbytes, offset, moved)
-
-    def _try(self) -> None:
-        """Move one block each way.
-
-        Raises:
-            StoreError: It cannot be moved, or comes back changed.
-        """
-        self.grow(BLOCK)
-        block = torch.arange(BLOCK, device=self.device.torch_device).to(torch.uint8)
-        back = torch.zeros_like(block)
-        self.device.event().synchronize()  # until they are made
-        self._transfer("write", self._cufile.write, block, 0)
-        self._transfer("read", self._cufile.read, back, 0)
-        if not torch.equal(block, back):
-            raise _refused("a block that was written comes back changed", self.name)
-
-
-class GdsStore(QueuedStore):
-    """A store in one unlinked file that cuFile reads and writes.
-
-    Args:
-        directory: Where to create the file; made if it is missing.
-        device: The device that activations lie on.
-        drive: The ``drive`` of the extents.
-        options: Capacity, checksum, threads and the limit of waits; checksums are computed on the device.
-        settings: The same one by one, without options.
+        directory: Where to create the file.
+        device: The device that activations are on.
+        capacity: The most bytes that the file grows to.
+        checksum: Whether to compute checksums.
 
     Raises:
         StoreError: The directory cannot be used, or cuFile does not take files there.
@@ -168,77 +68,101 @@ class GdsStore(QueuedStore):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | Path,
         *,
         device: Device,
-        drive: int = 0,
-        options: StoreOptions | None = None,
-        **settings: Any,
+        capacity: int | None = None,
+        checksum: bool = True,
     ) -> None:
-        options = options or StoreOptions(**settings)
-        self.directory = os.fspath(directory)
-        self._options = options
-        self._file = GdsBackend(self.directory, options, device)
-        super().__init__(self._file, options, drive=drive)
+        self._kvikio = import_kvikio()
+        self._cufile: CuFile | None = None
+        super().__init__(directory, device=device, capacity=capacity, checksum=checksum)
+        try:
+            self._try_one_block()
+            self.path, self.reason = _path_of(self._kvikio)
+        except BaseException:
+            self.close()
+            raise
 
-    def fileno(self) -> int:
-        """Return the descriptor of the file, for tools that look at it or measure its drive."""
-        return self._file.fd
+    def taken(self, fd: int) -> None:
+        """Have cuFile take the file, which it opens by its name.
+
+        Raises:
+            StoreError: It does not.
+        """
+        if why := _refusal(self._kvikio, fd):
+            raise self._refused(why)
+        try:
+            self._cufile = CuFile(fd)
+        except OSError as error:
+            raise self._refused(str(error.strerror or error) + _missing_in_udev(fd)) from error
 
     @property
     def description(self) -> dict[str, object]:
-        """Kind, directory, I/O path and why, capacity, checksum, threads, choice, version of kvikio."""
-        return {
-            "kind": self.kind,
-            "directory": self.directory,
-            "path": self._file.path,
-            "reason": self._file.reason,
-            "alignment": self.alignment,
-            "capacity": self.capacity_bytes,
-            "checksum": self._options.checksum,
-            "kvikio": self._file.version,
-            "writers": self._options.writers,
-            "readers": self._options.readers,
-            **({} if self.chosen is None else {"chosen": self.chosen}),
-        }
+        """Those of :class:`UnlinkedFile`, and the version of kvikio."""
+        return {**super().description, "kvikio": str(getattr(self._kvikio, "__version__", "unknown"))}
 
+    def write(self, extent: Extent, source: ByteRange) -> int | None:
+        """Write the bytes of an extent from the device's memory; see :meth:`Store.write`."""
+        data = source.tensor()
+        checksum = self._checksum_of(data)
+        self._transfer("write", data, extent.offset)
+        return checksum
 
-class _GdsFile(RunFile):
-    """A run file that cuFile has taken, which it does while the file has a name."""
+    def read(self, extent: Extent, target: ByteRange) -> int | None:
+        """Read the bytes of an extent into the device's memory; see :meth:`Store.read`."""
+        data = target.tensor()
+        self._transfer("read", data, extent.offset)
+        return self._checksum_of(data)
 
-    def __init__(self, directory: str, capacity: int | None, kvikio: Any) -> None:
-        self._kvikio = kvikio
-        self._taken: list[CuFile] = []
+    def _checksum_of(self, data: torch.Tensor) -> int | None:
+        hasher = self.checksum.begin()
+        if hasher is None:
+            return None
+        with self.device.on_side_stream():
+            hasher.update(sums(data))
+        return hasher.intdigest()
+
+    def _transfer(self, verb: str, data: torch.Tensor, offset: int) -> None:
+        move: Callable[[int, int, int], int] = getattr(self._cufile, verb)
         try:
-            super().__init__(directory, capacity, self._take)
-        except BaseException:
-            for taken in self._taken:
-                taken.close()
-            raise
-        self.cufile = self._taken.pop()
-
-    def _take(self, fd: int) -> None:
-        """Have cuFile take the file of a descriptor."""
-        if refusal := _refusal(self._kvikio, fd):
-            raise _refused(refusal, self.directory)
-        before = _descriptors_of(fd)
-        try:
-            self._taken.append(CuFile(fd))
+            moved = move(data.data_ptr(), data.numel(), offset)
         except OSError as error:
-            why = str(error.strerror or error) + _missing_in_udev(fd)
-            raise _refused(why, self.directory, error.errno) from error
-        self._opened = _descriptors_of(fd) - before  # by cuFile, too
+            what = f"{verb} of {data.numel()} bytes at offset {offset} failed in cuFile"
+            raise self.failure(what, error) from error
+        self.check_moved(verb, data.numel(), offset, moved)
+
+    def _try_one_block(self) -> None:
+        self.grow(BLOCK)
+        block = torch.arange(BLOCK, device=self.device.torch_device).to(torch.uint8)
+        back = torch.zeros_like(block)
+        self.device.event().synchronize()  # until they are made
+        self._transfer("write", block, 0)
+        self._transfer("read", back, 0)
+        if not torch.equal(block, back):
+            raise self._refused("a block that was written comes back changed")
+
+    def _refused(self, why: str) -> StoreError:
+        text = f"GPUDirect Storage cannot be had there: {why}. Use store.kind: file, or auto"
+        return StoreError(errno.EOPNOTSUPP, text, self.name)
 
     def close(self) -> None:
         """Give the file back to cuFile and free the blocks."""
-        self.cufile.close()
+        if self._cufile is not None:
+            self._cufile.close()
         super().close()
 
     def abandon(self) -> None:
-        """In a forked child: closes descriptors and calls no cuFile, which must not be called there."""
-        for fd in self._opened:
-            os.close(fd)
-        super().abandon()
+        """Close the descriptors in a forked child, cuFile's own too; cuFile must not be called there."""
+        status = os.fstat(self.fd)
+        for path in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # the listing's own
+                other = path.stat()
+                if (other.st_dev, other.st_ino) == (status.st_dev, status.st_ino):
+                    os.close(int(path.name))
+
+
+# ---- kvikio --------------------------------------------------------------------------------------
 
 
 def import_kvikio() -> Any:
@@ -251,50 +175,29 @@ def import_kvikio() -> Any:
         import kvikio
         import kvikio.cufile_driver
         import kvikio.defaults
-    except ModuleNotFoundError as error:
-        package = (error.name or "kvikio").partition(".")[0]
-        raise MissingDependencyError(package, "store kind 'gds'", extra=_extra()) from error
-    except ImportError as error:  # a library that is not found
-        raise MissingDependencyError(_needed_by_kvikio(), "store kind 'gds'") from error
-    except RuntimeError as error:  # what kvikio raises where it does not find the library
-        raise MissingDependencyError("libcufile", "store kind 'gds'", extra=_extra()) from error
+    except (ImportError, RuntimeError) as error:  # kvikio raises RuntimeError where a library is missing
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "kvikio"
+        package = "kvikio" if is_missing else f"a part of kvikio ({error})"
+        extra = "gds-cu13" if (torch.version.cuda or "").startswith("13.") else "gds-cu12"
+        raise MissingDependencyError(package, "store kind 'gds'", extra=extra) from error
     return kvikio
 
 
-def _needed_by_kvikio() -> str:
-    """Return the package that kvikio does not find its library without."""
-    if find_spec("rapids_logger") is None:
-        return "rapids-logger"
-    try:
-        return "libkvikio" if find_spec("cuda.pathfinder") else "cuda-pathfinder"
-    except ModuleNotFoundError:  # nor any other package of that name
-        return "cuda-pathfinder"
-
-
-def _extra() -> str:
-    """Return the extra of tba-offload that brings kvikio for the CUDA of this PyTorch."""
-    return "gds-cu13" if (torch.version.cuda or "").startswith("13.") else "gds-cu12"
-
-
 def driver_versions() -> dict[str, str | None]:
-    """Versions of kvikio, of cuFile and of the nvidia-fs driver; ``None`` for what is not there."""
+    """Return the versions of kvikio, cuFile and the nvidia-fs driver; ``None`` for a missing one."""
     found: dict[str, str | None] = {"kvikio": None, "cufile": None, "nvidia_fs": None}
     with suppress(OSError):
         found["nvidia_fs"] = NVIDIA_FS.with_name("version").read_text().strip().removeprefix("version: ")
-    with suppress(MissingDependencyError):
+    with suppress(MissingDependencyError, RuntimeError, AttributeError):  # a kvikio that does not tell
         kvikio = import_kvikio()
-        found["kvikio"] = str(getattr(kvikio, "__version__", "unknown"))
-        with suppress(RuntimeError, AttributeError):  # no library, or a kvikio that does not tell
-            found["cufile"] = ".".join(map(str, kvikio.cufile_driver.libcufile_version()))
+        found["kvikio"] = str(kvikio.__version__)
+        found["cufile"] = ".".join(map(str, kvikio.cufile_driver.libcufile_version()))
     return found
 
 
 def _refusal(kvikio: Any, fd: int) -> str | None:
-    """Why cuFile does not take a file, as far as it can be known beforehand."""
-    system = file_system_of(fd)
-    if system.place is Place.MEMORY:
-        return f"{system.name} lies in memory and has no direct I/O, which cuFile needs"
-    if posix.direct_alignment(fd) == 0:
+    """Return why cuFile does not take a file, as far as it can be known beforehand."""
+    if posix.mount_of(fd).place == "memory" or posix.direct_alignment(fd) == 0:
         return "the file system does not offer direct I/O, which cuFile needs"
     if not kvikio.defaults.is_compat_mode_preferred():
         return None
@@ -304,10 +207,7 @@ def _refusal(kvikio: Any, fd: int) -> str | None:
 
 
 def _missing_in_udev(fd: int) -> str:
-    """Return what to do where udev does not know the drive of a file, for which cuFile asks it.
-
-    Or nothing.
-    """
+    """Return what to do where udev, which cuFile asks, does not know the drive of a file; else nothing."""
     device = os.fstat(fd).st_dev
     entry = UDEV / "data" / f"b{os.major(device)}:{os.minor(device)}"
     if not os.major(device) or entry.exists():
@@ -315,14 +215,8 @@ def _missing_in_udev(fd: int) -> str:
     return f": it asks udev for the drive, and there is no {entry}; in a container, mount the host's {UDEV}"
 
 
-def _refused(why: str, directory: str, number: int | None = None) -> StoreError:
-    return StoreError(
-        number or errno.EOPNOTSUPP, f"GPUDirect Storage cannot be had there: {why}; {_REMEDY}", directory
-    )
-
-
 def _path_of(kvikio: Any) -> tuple[str, str | None]:
-    """Which way the bytes of a file take that cuFile has taken, and why not the direct one."""
+    """Return the way of the bytes of a file that cuFile has taken, and why not the direct one."""
     try:
         through_driver = bool(kvikio.cufile_driver.get("is_gds_available"))
     except (RuntimeError, KeyError) as error:
@@ -334,15 +228,86 @@ def _path_of(kvikio: Any) -> tuple[str, str | None]:
     return "cuFile compatibility", "the nvidia-fs driver is not loaded, so bytes pass through host memory"
 
 
-def _descriptors_of(fd: int) -> set[int]:
-    """All descriptors of this process for the file that ``fd`` is open on."""
-    status = os.fstat(fd)
-    found = set()
-    for path in Path("/proc/self/fd").iterdir():
-        try:
-            other = path.stat()
-        except OSError:  # the listing's own
-            continue
-        if (other.st_dev, other.st_ino) == (status.st_dev, status.st_ino):
-            found.add(int(path.name))
-    return found
+# ---- cuFile's own calls --------------------------------------------------------------------------
+
+
+class _Status(ctypes.Structure):
+    _fields_ = (("error", ctypes.c_int), ("driver_error", ctypes.c_int))
+
+
+class _File(ctypes.Union):
+    _fields_ = (("fd", ctypes.c_int), ("handle", ctypes.c_void_p))
+
+
+class _Description(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("file", _File), ("operations", ctypes.c_void_p))
+
+
+@cache
+def _calls() -> tuple[Any, Any, Any, Any]:
+    """Return the library's functions to register a file, to give it back, to read and to write."""
+    library, address, number = ctypes.CDLL("libcufile.so.0"), ctypes.c_void_p, ctypes.c_int64
+    move = ctypes.CFUNCTYPE(
+        ctypes.c_ssize_t, address, address, ctypes.c_size_t, number, number, use_errno=True
+    )
+    return (
+        ctypes.CFUNCTYPE(_Status, address, address)(("cuFileHandleRegister", library)),
+        ctypes.CFUNCTYPE(None, address)(("cuFileHandleDeregister", library)),
+        move(("cuFileRead", library)),
+        move(("cuFileWrite", library)),
+    )
+
+
+class CuFile:
+    """A file that cuFile has taken. A transfer is over when its call returns; other threads run meanwhile.
+
+    Args:
+        fd: A descriptor of the file, which still has its name: cuFile opens it by that once more.
+
+    Raises:
+        OSError: There is no cuFile, or it does not take the file.
+    """
+
+    def __init__(self, fd: int) -> None:
+        register, self._deregister, self._read, self._write = _calls()
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        self._handle = ctypes.c_void_p()
+        description = _Description(1, _File(fd=self._fd), None)  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
+        status = register(ctypes.addressof(self._handle), ctypes.addressof(description))
+        if status.error:
+            os.close(self._fd)
+            raise _failure(status.error)
+
+    def write(self, address: int, nbytes: int, offset: int) -> int:
+        """Write bytes of the device's memory; return how many went.
+
+        Raises:
+            OSError: It failed.
+        """
+        return _moved(self._write(self._handle, address, nbytes, offset, 0))
+
+    def read(self, address: int, nbytes: int, offset: int) -> int:
+        """Fill memory of the device; return how many bytes came.
+
+        Raises:
+            OSError: It failed.
+        """
+        return _moved(self._read(self._handle, address, nbytes, offset, 0))
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._deregister(self._handle)
+        os.close(self._fd)
+
+
+def _moved(result: int) -> int:
+    if result < 0:
+        # -1 stands for errno, which the system may not have set.
+        raise _failure((ctypes.get_errno() or errno.EIO) if result == -1 else -result)
+    return result
+
+
+def _failure(number: int) -> OSError:
+    if number > 5000:  # CUFILEOP_BASE_ERR: beyond are cuFile's errors, below the system's
+        return OSError(errno.EIO, f"error {number} of cuFile, which cufile.h explains")
+    return OSError(number, os.strerror(number))

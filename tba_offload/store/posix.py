@@ -1,91 +1,50 @@
-"""The system calls of the file store, with raw addresses.
+"""The system calls of stores in files, with raw addresses, and where a file system keeps its bytes.
 
-Python's own ``os.pwrite`` takes buffers, not addresses, and offers neither ``fallocate`` nor ``statx``. Each
-function here is one call through the C library, with the GIL released while it runs.
+Python's own ``os.pwrite`` takes buffers, not addresses, and there is neither ``fallocate`` nor ``statx``.
+Each call goes through the C library, with the GIL released while it runs.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import os
+import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-MAX_TRANSFER = 0x7FFFF000
-"""Linux moves at most this many bytes in one call."""
-
-MOST_PARTS = 1024
-"""Linux takes at most this many pieces of memory in one call, its ``IOV_MAX``."""
+from tba_offload.config.values import BLOCK
 
 Call = Callable[[int, int, int, int], int]
-"""Type of :func:`pwrite` and :func:`pread`: descriptor, address, bytes, offset to bytes moved.
+"""Type of :func:`pwrite` and :func:`pread`: descriptor, address, bytes, offset to bytes moved."""
 
-Of :func:`pwritev` and :func:`preadv` too, with the pieces of a vector in place of bytes.
-"""
-
-BTRFS = 0x9123683E
-"""Magic number of Btrfs."""
-
+_MOST = 0x7FFFF000  # Linux moves at most this many bytes in one call
 _GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602  # FS_IOC_GETFLAGS and FS_IOC_SETFLAGS of most architectures
 _NO_COPY_ON_WRITE = 0x00800000  # FS_NOCOW_FL
-_AT_EMPTY_PATH = 0x1000
-_STATX_DIOALIGN = 0x2000
-_DIO_MEM_ALIGN = 0x98  # byte offsets in struct statx
-_DIO_OFFSET_ALIGN = 0x9C
-_PY_BUF_READ = 0x100
+_AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000
+_DIO_MEM_ALIGN, _DIO_OFFSET_ALIGN = 0x98 // 4, 0x9C // 4  # words in struct statx
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _function(*names: str, result: Any, arguments: list[Any]) -> Any:
-    """Return the first of these functions that the C library has, or ``None``."""
-    for name in names:
-        function = getattr(_libc, name, None)
-        if function is not None:
-            function.restype = result
-            function.argtypes = arguments
-            return function
-    return None
-
-
-_transfer_arguments = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
-_pwrite = _function("pwrite64", "pwrite", result=ctypes.c_ssize_t, arguments=_transfer_arguments)
-_pread = _function("pread64", "pread", result=ctypes.c_ssize_t, arguments=_transfer_arguments)
-_vector_arguments = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
-_pwritev = _function("pwritev64", "pwritev", result=ctypes.c_ssize_t, arguments=_vector_arguments)
-_preadv = _function("preadv64", "preadv", result=ctypes.c_ssize_t, arguments=_vector_arguments)
-_fallocate = _function(
-    "fallocate64",
-    "fallocate",
-    result=ctypes.c_int,
-    arguments=[ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64],
-)
-_fstatfs = _function("fstatfs64", "fstatfs", result=ctypes.c_int, arguments=[ctypes.c_int, ctypes.c_void_p])
-_statx = _function(
-    "statx",
-    result=ctypes.c_int,
-    arguments=[ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p],
-)
+_libc.pwrite.restype = _libc.pread.restype = ctypes.c_ssize_t
+_libc.pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
+_libc.pread.argtypes = _libc.pwrite.argtypes
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_libc.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
 # Takes an address instead of building an array type for each length, which ctypes would never forget.
 _memoryview_at = ctypes.pythonapi.PyMemoryView_FromMemory
 _memoryview_at.restype = ctypes.py_object
 _memoryview_at.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_READ_ONLY = 0x100
 
 
-def _last_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
-
-
-def _checked(moved: int) -> int:
-    if moved < 0:
-        raise _last_error()
-    return moved
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
 
 
 def pwrite(fd: int, address: int, nbytes: int, offset: int) -> int:
@@ -94,7 +53,7 @@ def pwrite(fd: int, address: int, nbytes: int, offset: int) -> int:
     Raises:
         OSError: The call failed; ``InterruptedError`` for a signal.
     """
-    return _checked(_pwrite(fd, address, nbytes, offset))
+    return _checked(_libc.pwrite(fd, address, nbytes, offset))
 
 
 def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
@@ -103,57 +62,13 @@ def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
     Raises:
         OSError: The call failed; ``InterruptedError`` for a signal.
     """
-    return _checked(_pread(fd, address, nbytes, offset))
-
-
-def pwritev(fd: int, address: int, parts: int, offset: int) -> int:
-    """As :func:`pwrite`, of pieces of memory that go next to each other.
-
-    Args:
-        fd: The file.
-        address: Of a C array with address and length of each piece.
-        parts: Their number.
-        offset: Where in the file the first one goes.
-
-    Raises:
-        OSError: The call failed.
-    """
-    return _checked(_pwritev(fd, address, parts, offset))
-
-
-def preadv(fd: int, address: int, parts: int, offset: int) -> int:
-    """As :func:`pread`, to pieces of memory; see :func:`pwritev`.
-
-    Raises:
-        OSError: The call failed.
-    """
-    return _checked(_preadv(fd, address, parts, offset))
-
-
-def transfer_together(call: Call, fd: int, parts: Sequence[tuple[int, int]], offset: int) -> bool:
-    """Move pieces of memory and neighbouring bytes of a file by one :func:`pwritev` or :func:`preadv`.
-
-    Args:
-        call: Which of the two.
-        fd: The file.
-        parts: Address and length of each piece, at most :data:`MOST_PARTS`.
-        offset: Where in the file the first one belongs.
-
-    Returns:
-        Whether all bytes have moved. If not, any of them may have.
-
-    Raises:
-        OSError: The call failed.
-    """
-    vector = array("L", [word for part in parts for word in part])  # struct iovec: two words each
-    nbytes = sum([length for _, length in parts])  # a list: a generator is a call for each part
-    return call(fd, vector.buffer_info()[0], len(parts), offset) == nbytes
+    return _checked(_libc.pread(fd, address, nbytes, offset))
 
 
 def transfer(call: Call, fd: int, address: int, nbytes: int, offset: int, alignment: int) -> int:
-    """Repeats :func:`pwrite` or :func:`pread` until all bytes have moved or nothing moves any more.
+    """Repeat :func:`pwrite` or :func:`pread` until all bytes have moved or nothing moves any more.
 
-    A short transfer goes on from the last multiple of the alignment, as direct I/O demands.
+    A short transfer goes on from the last multiple of ``alignment``, as direct I/O demands.
 
     Returns:
         Bytes moved; less than ``nbytes`` only where the file ended or the drive took nothing more.
@@ -164,7 +79,7 @@ def transfer(call: Call, fd: int, address: int, nbytes: int, offset: int, alignm
     done = 0
     while done < nbytes:
         try:
-            moved = call(fd, address + done, min(nbytes - done, MAX_TRANSFER), offset + done)
+            moved = call(fd, address + done, min(nbytes - done, _MOST), offset + done)
         except InterruptedError:
             continue
         if done + moved < nbytes:
@@ -183,30 +98,52 @@ def fallocate(fd: int, offset: int, nbytes: int) -> None:
     Raises:
         OSError: The call failed; ``EOPNOTSUPP`` where the file system has no such call.
     """
-    if _fallocate is None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-    while _fallocate(fd, 0, offset, nbytes) != 0:
-        error = _last_error()
-        if error.errno != errno.EINTR:
-            raise error
+    while True:
+        with suppress(InterruptedError):
+            _checked(_libc.fallocate(fd, 0, offset, nbytes))
+            return
 
 
-def file_system_magic(fd: int) -> int:
-    """Return the magic number of the file system that a file lies on; 0 if the system does not tell."""
-    buffer = (ctypes.c_ulong * 64)()
-    if _fstatfs is None or _fstatfs(fd, ctypes.addressof(buffer)) != 0:
-        return 0
-    return int(buffer[0]) & 0xFFFFFFFF
+def view(address: int, nbytes: int) -> memoryview:
+    """Return the bytes at an address, read-only; the caller keeps the memory alive."""
+    window: memoryview = _memoryview_at(address, nbytes, _READ_ONLY)
+    return window
+
+
+def direct_alignment(fd: int) -> int:
+    """Return the number that addresses, offsets and lengths of direct I/O must be multiples of.
+
+    Returns:
+        Bytes; 0 where the file allows no direct I/O; 4096 where kernel or file system do not tell.
+    """
+    buffer = (ctypes.c_uint32 * 64)()
+    if _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, ctypes.addressof(buffer)) != 0:
+        return BLOCK
+    if not buffer[0] & _STATX_DIOALIGN:
+        return BLOCK
+    memory, offset = int(buffer[_DIO_MEM_ALIGN]), int(buffer[_DIO_OFFSET_ALIGN])
+    return max(memory, offset) if offset else 0
+
+
+def needs_stable_pages(fd: int) -> bool:
+    """Return True if memory must not change while the file is written from it.
+
+    The drive says so if it checksums blocks. Where no drive can be asked, the file system may checksum data.
+    """
+    device = os.fstat(fd).st_dev
+    node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for queue in (node / "queue", node / ".." / "queue"):  # a partition has its disk's queue
+        with suppress(OSError):
+            return (queue / "stable_writes").read_text().strip() != "0"
+    return True
 
 
 def overwrite_in_place(fd: int) -> None:
     """Have an empty file overwritten in place on Btrfs, which else writes each block to a new place.
 
     That takes up to twice the room, and the blocks that were allocated are of use once only. The file system
-    then has no checksums of it. Nothing happens elsewhere, or where it refuses.
+    then has no checksums of it.
     """
-    if file_system_magic(fd) != BTRFS:
-        return
     flags = array("i", [0])
     with suppress(OSError):
         fcntl.ioctl(fd, _GET_FLAGS, flags)
@@ -214,38 +151,76 @@ def overwrite_in_place(fd: int) -> None:
         fcntl.ioctl(fd, _SET_FLAGS, flags)
 
 
-def direct_alignment(fd: int) -> int | None:
-    """Return what addresses, offsets and lengths of direct I/O must be multiples of.
+# ---- file systems -----------------------------------------------------------------------------------------
 
-    Returns:
-        Bytes; 0 where the file allows no direct I/O; ``None`` where kernel or file system do not tell.
+DRIVE, MEMORY, NETWORK, PROCESS, LAYERS, UNKNOWN = (
+    "drive",
+    "memory",
+    "network",
+    "process",
+    "layers",
+    "unknown",
+)
+"""Where a file system keeps its bytes: the values of :attr:`Mount.place`."""
+
+_PLACES = {
+    **dict.fromkeys(("tmpfs", "ramfs", "rootfs", "hugetlbfs"), MEMORY),
+    **dict.fromkeys(("ext2", "ext3", "ext4", "xfs", "btrfs", "bcachefs", "f2fs", "zfs", "jfs"), DRIVE),
+    **dict.fromkeys(("exfat", "vfat", "ntfs3"), DRIVE),
+    **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "afs"), NETWORK),
+    **dict.fromkeys(("9p", "virtiofs", "orangefs", "gfs2", "ocfs2"), NETWORK),
+    "overlay": LAYERS,
+}
+
+
+class Mount(NamedTuple):
+    """Where a file system is mounted from.
+
+    Attributes:
+        kind: Its type by the kernel, such as ``"nfs4"`` or ``"fuse.sshfs"``.
+        source: What is mounted, such as ``"/dev/nvme0n1p1"`` or ``"server:/export"``; empty if unknown.
+        place: Where its bytes are: "drive", "memory", "network", "process" (a file system in user space),
+            "layers" (an overlay whose upper layer is not in memory, as far as can be seen) or "unknown".
     """
-    buffer = (ctypes.c_uint32 * 64)()
-    if _statx is None or _statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, ctypes.addressof(buffer)) != 0:
-        return None
-    if not buffer[0] & _STATX_DIOALIGN:
-        return None
-    memory, offset = int(buffer[_DIO_MEM_ALIGN // 4]), int(buffer[_DIO_OFFSET_ALIGN // 4])
-    return 0 if offset == 0 else max(memory, offset)
+
+    kind: str
+    source: str
+    place: str
 
 
-def needs_stable_pages(fd: int) -> bool:
-    """Whether memory must not change while the file is written from it.
+def mount_of(fd: int) -> Mount:
+    """Return how the file system of an open file or directory is mounted."""
+    try:
+        lines = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
+        number = next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
+        mounts = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
+    except (OSError, StopIteration):
+        return Mount("unknown", "", UNKNOWN)
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        words = [_unescaped(word) for word in after.split(" ")]
+        if before.split(maxsplit=1)[0] == number and len(words) >= 3:
+            kind, source, options = words[:3]
+            place = PROCESS if kind.startswith("fuse") else _PLACES.get(kind, UNKNOWN)
+            return Mount(kind, source, _place_of_upper_layer(options) if place == LAYERS else place)
+    return Mount("unknown", "", UNKNOWN)
 
-    True where the drive says so (it checksums blocks), and where no drive can be asked: a file system with no
-    block device of its own may checksum data itself, as Btrfs does.
-    """
-    device = os.fstat(fd).st_dev
-    node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    for queue in (node / "queue", node / ".." / "queue"):  # a partition has its disk's queue
-        try:
-            return (queue / "stable_writes").read_text().strip() != "0"
-        except OSError:
-            continue
-    return True
+
+def _place_of_upper_layer(options: str) -> str:
+    """Return ``MEMORY`` if the layer that an overlay writes to is seen to lie there, else ``LAYERS``."""
+    found = re.search(r"(?:^|,)upperdir=(/[^,]*)", options)
+    if found is None:
+        return LAYERS
+    try:
+        upper = os.open(found[1], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # the path of a container's host
+        return LAYERS
+    try:
+        return MEMORY if mount_of(upper).place == MEMORY else LAYERS
+    finally:
+        os.close(upper)
 
 
-def view(address: int, nbytes: int) -> memoryview:
-    """Return the bytes at an address, read-only; the caller keeps the memory alive."""
-    window: memoryview = _memoryview_at(address, nbytes, _PY_BUF_READ)
-    return window
+def _unescaped(text: str) -> str:
+    """Return a word of ``mountinfo``, in which white space and backslashes are octal."""
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text)

@@ -22,7 +22,7 @@ import torch
 from tba_offload.device.device import ByteRange, aligned_range, check_not_captured
 from tba_offload.errors import DeviceError, HangingError, StoreError, TransferError, is_of_drive, warn
 from tba_offload.layers.graph import keeps_graph
-from tba_offload.store.new.pool import Transfer
+from tba_offload.store.pool import Transfer
 from tba_offload.transfer.errors import is_full, outage, transfer_error, unusable
 from tba_offload.transfer.saved import Handle, SavedRef, SavedStorage, State
 from tba_offload.transfer.window import InFlightWindow
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
     from tba_offload.device import Device
-    from tba_offload.store.new.multi import MultiStore
+    from tba_offload.store.multi import MultiStore
     from tba_offload.transfer.window import TransferStats
 
 READ_AGAIN = (0.01, 0.1, 1.0)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tba_offload.store.new.base import Extent
-    from tba_offload.store.new.pool import Transfer
+    from tba_offload.store.base import Extent
+    from tba_offload.store.pool import Transfer
 
 
 class State(enum.Enum):

@@ -26,8 +26,8 @@ from tba_offload.layers.graph import untraced
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.placements import Staying
 from tba_offload.states.home import Home, Homes
-from tba_offload.store.new.base import close_after
-from tba_offload.store.new.open import open_store
+from tba_offload.store.base import close_after
+from tba_offload.store.open import open_store
 from tba_offload.weights.pieces import FrozenWeight, left_out, own_weights
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from tba_offload.store.new.base import Moved
+    from tba_offload.store.base import Moved
 
     Modules = Sequence[nn.Module]
     Tell = Callable[[str], object]

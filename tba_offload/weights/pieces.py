@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tba_offload.states.home import Home
-    from tba_offload.store.new.pool import Transfer
+    from tba_offload.store.pool import Transfer
 
     Modules = Sequence[nn.Module]
     Count = Callable[[int], object]

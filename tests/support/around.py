@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from tba_offload.device import ByteRange
-    from tba_offload.store.new.base import Extent, Store
-    from tba_offload.store.new.multi import MultiStore
+    from tba_offload.store.base import Extent, Store
+    from tba_offload.store.multi import MultiStore
 
     Around = Callable[[str, Extent], AbstractContextManager[object]]
 

@@ -27,7 +27,7 @@ HAS_KVIKIO = importlib.util.find_spec("kvikio") is not None
 
 
 class CuFile:
-    """In place of ``tba_offload.store.cufile.CuFile``."""
+    """In place of ``tba_offload.store.gds.CuFile``."""
 
     def __init__(self, fd: int) -> None:
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)

@@ -1,13 +1,11 @@
 """Drives that fail on demand: named faults, put below the product's own code.
 
-A fault strikes in the lowest calls of the file store: ``pwrite``, ``pread``, those that join several extents,
-``pwritev`` and ``preadv``, and ``fallocate``. All above them is what runs with a healthy drive too::
+A fault strikes in the lowest calls of the file store, ``pwrite``, ``pread`` and ``fallocate``: all above them
+is what runs with a healthy drive too::
 
     with inject("flip-read:n=3", "hang-write:after=5,drive=1") as faults:
         ...                       # train
     print(faults.fired)           # what was really injected
-
-Stores of kind ``gds`` go to the drive through cuFile, and host memory has no drive: neither is touched.
 """
 
 from __future__ import annotations
@@ -19,22 +17,18 @@ import os
 import random
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Self
+from unittest import mock
 
 from tba_offload.config import parse_size
 from tba_offload.store import posix
-from tba_offload.store.extents import BLOCK
 from tba_offload.store.file import FileStore
-from tba_offload.store.process import open_stores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
-WRITE, READ, GROW = "write", "read", "grow"
-CALLS = ("pwrite", "pread", "fallocate", "pwritev", "preadv")
 READERS: dict[str, Callable[[str], float]] = {
     **dict.fromkeys(("n", "after", "times", "drive", "seed"), int),
     **dict.fromkeys(("chance", "seconds"), float),
@@ -47,7 +41,7 @@ READERS: dict[str, Callable[[str], float]] = {
 class Fault:
     """One fault, and when it strikes: whenever all conditions that are given hold, or at every call.
 
-    Calls, bytes and strikes are counted for each drive alone; a call that joins several extents is one.
+    Calls, bytes and strikes are counted for each drive alone.
 
     Attributes:
         kind: ``fail`` raises an ``errno``; ``short`` moves half of the bytes, in whole pages; ``nothing``
@@ -60,7 +54,7 @@ class Fault:
         bytes: Every call with which more bytes than this would have moved.
         chance: Share of the calls, drawn by ``seed``.
         times: Most strikes.
-        drive: On this drive only, by its place among the store's directories, from 0.
+        drive: On this drive only, by its place among the store's directories, from 0; not for "grow".
         errno: The number that ``fail`` raises.
         seconds: How long ``delay`` takes.
         seed: What draws the calls and the bit that changes.
@@ -129,22 +123,24 @@ class Faults:
     def __init__(self, faults: Iterable[Fault]) -> None:
         self._faults = tuple(faults)
         self._lock = threading.Lock()
+        self._stack = ExitStack()
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Forgets calls, bytes and strikes; what still hangs of an earlier use was let go with that."""
         self.fired: list[Fault] = []
         self._released = threading.Event()
         self._triggers: dict[tuple[int, int], _Trigger] = {}
-        self._real: dict[str, Any] = {name: getattr(posix, name) for name in CALLS}
 
     def start(self) -> Self:
         """Put the faults below the stores of this process; for scripts that shall never be healthy again."""
         assert not isinstance(getattr(posix.pwrite, "__self__", None), Faults), "name all faults in one call"
         self._begin_anew()
-        ours = (self._write, self._read, self._grow, self._write_joined, self._read_joined)
-        for name, call in zip(CALLS, ours, strict=True):
-            setattr(posix, name, call)
+        self._pwrite, self._pread, self._fallocate = posix.pwrite, posix.pread, posix.fallocate
+        self._drive = threading.local()  # the one that a thread works for
+        for name, call in (("pwrite", self._write), ("pread", self._read), ("fallocate", self._grow)):
+            self._stack.enter_context(mock.patch.object(posix, name, call))
+        for name in ("write", "read"):
+            self._stack.enter_context(mock.patch.object(FileStore, name, self._on_drive(name)))
         return self
 
     def release(self) -> None:
@@ -155,30 +151,26 @@ class Faults:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        for name, call in self._real.items():
-            setattr(posix, name, call)
+        self._stack.close()
         self.release()
 
+    def _on_drive(self, name: str) -> Callable[..., int | None]:
+        real = getattr(FileStore, name)
+
+        def call(store: FileStore, extent: Any, memory: Any) -> int | None:
+            self._drive.number = extent.drive
+            try:
+                checksum: int | None = real(store, extent, memory)
+            finally:
+                del self._drive.number
+            return checksum
+
+        return call
+
     def _write(self, fd: int, address: int, nbytes: int, offset: int) -> int:
-        fault, bit = self._strike(WRITE, fd, nbytes)
+        fault, bit = self._strike("write", nbytes)
         if fault is None:
-            return int(self._real["pwrite"](fd, address, nbytes, offset))
-        return self._write_struck(fault, bit, fd, address, nbytes, offset)
-
-    def _write_joined(self, fd: int, address: int, parts: int, offset: int) -> int:
-        pieces = _pieces_at(address, parts)
-        nbytes = sum(length for _, length in pieces)
-        fault, bit = self._strike(WRITE, fd, nbytes, _extents_of(pieces))
-        if fault is None:
-            return int(self._real["pwritev"](fd, address, parts, offset))
-        with _pages(nbytes) as block:  # what lies next to each other in the file
-            done = block
-            for start, length in pieces:
-                ctypes.memmove(done, start, length)
-                done += length
-            return self._write_struck(fault, bit, fd, block, nbytes, offset)
-
-    def _write_struck(self, fault: Fault, bit: int, fd: int, address: int, nbytes: int, offset: int) -> int:
+            return self._pwrite(fd, address, nbytes, offset)
         if fault.kind == "lost":
             return nbytes
         if fault.kind in {"flip", "zeros"}:
@@ -186,31 +178,14 @@ class Faults:
                 if fault.kind == "flip":
                     ctypes.memmove(others, address, nbytes)
                     _flip(others, bit)
-                return int(self._real["pwrite"](fd, others, nbytes, offset))
-        return int(self._real["pwrite"](fd, address, self._begin(fault, nbytes), offset))
+                return self._pwrite(fd, others, nbytes, offset)
+        return self._pwrite(fd, address, self._begin(fault, nbytes), offset)
 
     def _read(self, fd: int, address: int, nbytes: int, offset: int) -> int:
-        fault, bit = self._strike(READ, fd, nbytes)
+        fault, bit = self._strike("read", nbytes)
         if fault is None:
-            return int(self._real["pread"](fd, address, nbytes, offset))
-        return self._read_struck(fault, bit, fd, address, nbytes, offset)
-
-    def _read_joined(self, fd: int, address: int, parts: int, offset: int) -> int:
-        pieces = _pieces_at(address, parts)
-        nbytes = sum(length for _, length in pieces)
-        fault, bit = self._strike(READ, fd, nbytes, _extents_of(pieces))
-        if fault is None:
-            return int(self._real["preadv"](fd, address, parts, offset))
-        with _pages(nbytes) as block:
-            moved = self._read_struck(fault, bit, fd, block, nbytes, offset)
-            done = 0
-            for start, length in pieces:
-                ctypes.memmove(start, block + done, max(min(length, moved - done), 0))
-                done += length
-        return moved
-
-    def _read_struck(self, fault: Fault, bit: int, fd: int, address: int, nbytes: int, offset: int) -> int:
-        moved = int(self._real["pread"](fd, address, self._begin(fault, nbytes), offset))
+            return self._pread(fd, address, nbytes, offset)
+        moved = self._pread(fd, address, self._begin(fault, nbytes), offset)
         if fault.kind == "zeros":
             ctypes.memset(address, 0, moved)
         elif fault.kind == "flip" and bit // 8 < moved:
@@ -218,10 +193,10 @@ class Faults:
         return moved
 
     def _grow(self, fd: int, offset: int, nbytes: int) -> None:
-        fault, _ = self._strike(GROW, fd, nbytes)
+        fault, _ = self._strike("grow", nbytes)
         if fault is not None:
             self._begin(fault, nbytes)
-        self._real["fallocate"](fd, offset, nbytes)
+        self._fallocate(fd, offset, nbytes)
 
     def _begin(self, fault: Fault, nbytes: int) -> int:
         """Do what comes before the call itself; return how many bytes it is to move."""
@@ -234,19 +209,10 @@ class Faults:
         half = nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE or nbytes
         return {"nothing": 0, "short": half}.get(fault.kind, nbytes)
 
-    def _strike(
-        self, verb: str, fd: int, nbytes: int, extents: Sequence[tuple[int, int]] = ()
-    ) -> tuple[Fault | None, int]:
-        """Return the fault that strikes this call, if any, and a bit of the bytes.
-
-        Args:
-            verb: What the call does.
-            fd: To the file of which drive.
-            nbytes: How much of it.
-            extents: First byte and bytes of each that the call joins.
-        """
-        drive = _drive_of(fd)
-        if drive is None:
+    def _strike(self, verb: str, nbytes: int) -> tuple[Fault | None, int]:
+        """Return the fault that strikes this call, if any, and a bit of the bytes."""
+        drive = getattr(self._drive, "number", 0 if verb == "grow" else None)
+        if drive is None:  # a store is opened
             return None, 0
         with self._lock:
             for index, fault in enumerate(self._faults):
@@ -254,26 +220,9 @@ class Faults:
                     continue
                 trigger = self._triggers.setdefault((index, drive), _Trigger(fault, drive))
                 if trigger.pulled(nbytes):
-                    start, length = max(extents, default=(0, nbytes), key=itemgetter(1))
                     self.fired.append(fault)
-                    return fault, 8 * start + trigger.bit(length)
+                    return fault, trigger.bit(nbytes)
         return None, 0
-
-
-def _pieces_at(address: int, parts: int) -> list[tuple[int, int]]:
-    """Address and length of the pieces of memory of a joined call."""
-    words = (ctypes.c_ulong * (2 * parts)).from_address(address)
-    return list(zip(words[::2], words[1::2], strict=True))
-
-
-def _extents_of(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """First byte and number of the bytes of each extent in a joined call; between them lies filling."""
-    found, start = [], 0
-    for _, length in pieces:
-        if start % BLOCK == 0:  # where extents begin; what fills the rest of one is less than that
-            found.append((start, length))
-        start += length
-    return found
 
 
 @contextmanager
@@ -291,14 +240,6 @@ def _flip(address: int, bit: int) -> None:
     """Flips a bit of memory, counted from an address."""
     byte = ctypes.c_ubyte.from_address(address + bit // 8)
     byte.value ^= 1 << bit % 8
-
-
-def _drive_of(fd: int) -> int | None:
-    """Return the number of the drive whose file this is; none while its store is still opening."""
-    for store in open_stores():
-        if isinstance(store, FileStore) and store.fileno() == fd:
-            return store.drive_index
-    return None
 
 
 def inject(*faults: str | Fault) -> Faults:

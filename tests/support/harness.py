@@ -14,8 +14,8 @@ import pytest
 import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
 from tba_offload.device import CpuDevice
-from tba_offload.store.new.host import HostStore
-from tba_offload.store.new.multi import MultiStore
+from tba_offload.store.host import HostStore
+from tba_offload.store.multi import MultiStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tba_offload.config.policy import Rule
     from tba_offload.device import ByteRange
     from tba_offload.session import Session
-    from tba_offload.store.new.base import Extent
+    from tba_offload.store.base import Extent
 
 Result = TypeVar("Result")
 

@@ -12,13 +12,13 @@ from around import put_around
 from harness import CPU, session_for
 from torch import Tensor, nn
 
-from tba_offload.store.new.host import HostStore
-from tba_offload.store.new.multi import MultiStore
+from tba_offload.store.host import HostStore
+from tba_offload.store.multi import MultiStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tba_offload.store.new.base import Extent
+    from tba_offload.store.base import Extent
 
 LAYERS, EACH = 12, 2
 """Layers, and activations that each of them saves."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from covering import combinations, product_with
+from faults import inject
 from live_bytes import LiveBytes
 from models import same_bits
-from new_faults import inject
 from optimizers import MAKERS, Training, assert_same, pair, plain_copy, policy
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint

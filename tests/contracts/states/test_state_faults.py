@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from covering import of_which
+from faults import inject
 from models import same_bits
-from new_faults import inject
 from optimizers import (
     Training,
     assert_same,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from covering import of_which
+from faults import inject
 from harness import PLACEMENTS
 from models import same_bits
-from new_faults import inject
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -14,7 +14,6 @@ import contextlib, os, subprocess, sys, time
 
 import torch
 
-from tba_offload.store.options import StoreOptions
 from tba_offload.device import ByteRange, CpuDevice, READY
 from tba_offload.store.file import FileStore
 from around import put_around

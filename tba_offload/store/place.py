@@ -10,15 +10,15 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from tba_offload.errors import OutOfServiceError, StoreFullError
-from tba_offload.store.new.base import DRIVE_TIER, DriveLoad, Load
-from tba_offload.store.new.extents import Extents
-from tba_offload.store.new.pool import WorkerPool
+from tba_offload.store.base import DRIVE_TIER, DriveLoad, Load
+from tba_offload.store.extents import Extents
+from tba_offload.store.pool import WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tba_offload.store.new.base import Store
-    from tba_offload.store.new.pool import Transfer
+    from tba_offload.store.base import Store
+    from tba_offload.store.pool import Transfer
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 600.0
 """Seconds that a place is left alone after its first failure, and at most.

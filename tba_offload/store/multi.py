@@ -31,16 +31,16 @@ from tba_offload.errors import (
     warn,
 )
 from tba_offload.planner.window import Window
-from tba_offload.store.new.base import BLOCK, DRIVE_TIER, Moved, close_after
-from tba_offload.store.new.place import Place
+from tba_offload.store.base import BLOCK, DRIVE_TIER, Moved, close_after
+from tba_offload.store.place import Place
 
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Sequence
 
     from tba_offload.device import ByteRange
-    from tba_offload.store.new.base import DriveLoad, Extent, Store
-    from tba_offload.store.new.pool import Transfer
+    from tba_offload.store.base import DriveLoad, Extent, Store
+    from tba_offload.store.pool import Transfer
 
 WARN_AFTER = 0.1
 """A wait for a drive is named in a warning after this share of its limit."""
@@ -522,7 +522,8 @@ _open_stores: weakref.WeakSet[MultiStore] = weakref.WeakSet()
 _held_at_fork: list[threading.Lock] = []
 
 
-def _close_all() -> None:
+def close_all() -> None:
+    """Close every store of this process, also if one of them raises."""
     with ExitStack() as stack:
         for store in list(_open_stores):
             stack.callback(store.close)
@@ -551,7 +552,7 @@ def _after_fork_in_child() -> None:
     _open_stores.clear()
 
 
-atexit.register(_close_all)
+atexit.register(close_all)
 os.register_at_fork(
     before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
 )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tba_offload.device import ByteRange, Event
-    from tba_offload.store.new.base import Extent
+    from tba_offload.store.base import Extent
 
 TICK = 1.0
 """Seconds that the clock is believed at a time.

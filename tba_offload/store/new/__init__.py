@@ -1,1 +1,0 @@
-"""Where the bytes of offloaded activations go: files, host memory, several drives at once."""
