@@ -75,22 +75,20 @@ class Run:
     def __init__(self, kind: Kind, store: Path | None) -> None:
         self.kind = kind
         self.chunk = make_chunk(kind)
+        self.parameters: list[nn.Parameter] = list(self.chunk.parameters())
         self.optimizer = make_optimizer(kind, self.chunk)
         self.states: tuple[OptimizerStates, ...] = ()
         if store is not None:
             self.states = tuple(offload(self.optimizer, store))
 
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.chunk.parameters())
-
     def masters(self) -> list[Tensor]:
-        return [parameter.main_param for parameter in self.parameters()]  # type: ignore[attr-defined]
+        return [parameter.main_param for parameter in self.parameters]  # type: ignore[attr-defined]
 
     def gradients(self, seed: int, *, is_infinite: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
-        for parameter in self.parameters():
+        for parameter in self.parameters:
             gradient: Any = parameter.main_grad  # type: ignore[attr-defined]
             gradient.copy_(torch.randn(parameter.shape, generator=generator))
             if self.optimizer.chained_optimizers[0].grad_scaler:
@@ -208,7 +206,7 @@ class Resident(TorchDispatchMode):
 
 def check_same(found: Run, expected: Run) -> None:
     """Parameters of the model are alike, and masters are away."""
-    pairs = zip(found.parameters(), expected.parameters(), strict=True)
+    pairs = zip(found.parameters, expected.parameters, strict=True)
     assert all(same_bits(a.detach(), b.detach()) for a, b in pairs)
     assert sum(map(nbytes_of, found.masters())) == 0
 
@@ -350,7 +348,7 @@ def reload(kind: Kind, store: Path, _: Path) -> dict[str, Any]:
     with ResizedBytes() as meter:
         for run in (plain, away):
             run.step(0)
-            for parameter in run.parameters():
+            for parameter in run.parameters:
                 parameter.data.mul_(3)
             before = meter.most = meter.now()
             run.optimizer.reload_model_params()
