@@ -22,16 +22,6 @@ TINY = (
     *("--layers", "2", "--hidden", "64", "--sequence", "32", "--steps", "8", "--threads", "1"),
     *("--batch-size", "2", "--dtype", "fp32", "--window", "64KiB"),
 )
-WITHOUT_WINDOW = TINY[:-2]
-POLICY = """\
-default: offload
-layers:
-  - match: 1
-    placement: keep
-store:
-  kind: host
-min_tensor_bytes: 1KiB
-"""
 
 
 def call(*arguments: str) -> Result:

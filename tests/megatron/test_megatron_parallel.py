@@ -60,7 +60,6 @@ LAYOUTS = {
     ),
     "bert in a pipeline": Layout(STAGES, model="bert"),
     "t5": Layout((ENCODER_AND_DECODER,), model="t5", tensor=2),
-    "pipeline and tensor": Layout(STAGES, tensor=2, micro_batches=(4, 4, 4)),
 }
 
 MIXED = ("recompute", "offload", "keep", "auto")
@@ -132,7 +131,7 @@ def run_ranks(python: Warm, job: Job) -> None:
         pytest.fail(f"the ranks ended with {statuses}\n" + "\n---\n".join(said))
 
 
-SHORT = {"one process, growing batch", "tensor and sequence", "bert in a pipeline"}
+SHORT = {"tensor and sequence", "bert in a pipeline"}
 """Layouts that run everywhere; the others beside Megatron's training loop only."""
 
 

@@ -31,7 +31,7 @@ def of_which(values: Iterable[Any], *always: Any) -> list[ParameterSet]:
 
 def each_once(*factors: Sequence[Any]) -> list[ParameterSet]:
     """The full product, of which only rows that cover each value are tested every time."""
-    return product_with(combinations(*factors, everything=False, together=1), *factors)
+    return product_with(combinations(*factors, together=1), *factors)
 
 
 def in_turn(*factors: Sequence[Any]) -> list[ParameterSet]:
@@ -46,7 +46,7 @@ def product_with(always: Iterable[Row], *factors: Iterable[Any]) -> list[Paramet
     return [pytest.param(*row, marks=() if row in always else full) for row in itertools.product(*factors)]
 
 
-def combinations(*factors: Sequence[Any], everything: bool = EVERYTHING, together: int = 2) -> list[Row]:
+def combinations(*factors: Sequence[Any], together: int = 2) -> list[Row]:
     """One value of each factor to a row, so that every two values of different factors meet in some row.
 
     Faults that take two settings are found by far fewer rows than the full product has: about as many as
@@ -55,12 +55,9 @@ def combinations(*factors: Sequence[Any], everything: bool = EVERYTHING, togethe
 
     Args:
         factors: The values of each setting.
-        everything: Whether the full product is wanted.
         together: How many values of different factors meet: 1 if it is enough that each value is in some row.
     """
     candidates = list(itertools.product(*factors))
-    if everything or len(factors) == 1:
-        return candidates
     missing = {part for row in candidates for part in parts_of(row, together)}
     met: Counter[Part] = Counter()
 

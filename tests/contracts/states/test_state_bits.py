@@ -74,15 +74,6 @@ def test_training(name: str, dtype: torch.dtype, threads: int, kind: str, tmp_pa
     assert type(found.optimizer) is type(expected.optimizer)
 
 
-@pytest.mark.parametrize("name", of_which(MAKERS, "adamw", "adagrad", "sgd-momentum"))
-def test_an_optimizer_that_has_trained_before(name: str, tmp_path: Path) -> None:
-    found, expected = pair(name)
-    train(found, expected, 0, 1)
-    with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        train(found, expected, 2, 3, 4)
-        assert_same(found, expected)
-
-
 @pytest.mark.parametrize("before", [False, True])
 def test_schedulers(before: bool, tmp_path: Path) -> None:
     """One that is made before has replaced the optimizer's step on the instance."""
@@ -244,21 +235,6 @@ def test_states_that_are_moved_to_another_parameter_are_not_lost_by_close(tmp_pa
     state[old] = state.pop(new)
     states.close()
     assert_same(found, expected)
-
-
-@pytest.mark.parametrize("more", [0, 1, 2])
-def test_a_slice_of_one_element(more: int, tmp_path: Path) -> None:
-    """What is left of a parameter after slices of as many elements as a sub-group has."""
-    weights = [nn.Parameter(torch.ones(4096 + more)) for _ in range(2)]
-    found, expected = [optim.Adadelta([weight]) for weight in weights]
-    with tba.offload_optimizer(found, policy(tmp_path)):
-        for seed in range(4):
-            for weight, optimizer in zip(weights, (found, expected), strict=True):
-                weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
-                optimizer.step()
-        assert same_bits(weights[0].detach(), weights[1].detach())
-        assert_same_state_dicts(found.state_dict(), expected.state_dict())
-    assert_same_state_dicts(found.state_dict(), expected.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")

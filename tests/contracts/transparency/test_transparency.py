@@ -63,7 +63,7 @@ def of_kinds(*factors: Sequence[Any]) -> list[ParameterSet]:
 
     The main lane takes those in which every two of the other settings meet, with each kind of model in turn.
     """
-    settings = combinations(*factors, everything=False)
+    settings = combinations(*factors)
     turns = range(max(len(KINDS), len(settings)))
     always = [(KINDS[turn % len(KINDS)], *settings[turn % len(settings)]) for turn in turns]
     rows = dict.fromkeys([*always, *combinations(KINDS, *factors)])

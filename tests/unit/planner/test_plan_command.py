@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -17,7 +16,6 @@ import tba_offload as tba
 from tba_offload.cli import main
 from tba_offload.config import load_config
 from tba_offload.config.policy import LayerId, Placement
-from tba_offload.errors import RunLogError
 from tba_offload.planner.model import Plan
 from tba_offload.planner.play import play
 from tba_offload.planner.what_if import FRONTIER, Situation
@@ -127,15 +125,6 @@ def test_the_policy_of_one_stage_leaves_the_others_as_they_were(run_log: Path, t
     assert Situation.of(stage).changed(layers=LAYERS + 1).elsewhere == ()
 
 
-def test_of_several_ranks_one_has_to_be_named(run_log: Path, tmp_path: Path) -> None:
-    for rank in range(2):
-        (tmp_path / f"run.rank{rank}.jsonl").write_text(run_log.read_text())
-    result = invoke_plan(tmp_path / "run.jsonl")
-    assert result.exit_code == 1
-    assert "each of the 2 ranks has a log of its own" in " ".join(result.output.split())
-    assert "run.rank0.jsonl" in result.output
-
-
 def test_the_tables_say_what_there_is_to_say(run_log: Path, tmp_path: Path) -> None:
     picture = tmp_path / "frontier.svg"
     output = run_plan(run_log, "--budget", "3MiB", "--picture", picture, "--rated", "600TB").output
@@ -143,28 +132,6 @@ def test_the_tables_say_what_there_is_to_say(run_log: Path, tmp_path: Path) -> N
     assert "8 layers; the store writes" in output
     assert "The best plan for each budget" in output
     assert picture.read_bytes().startswith(b"<?xml")
-
-
-def test_what_if_the_drives_were_faster(run_log: Path, tmp_path: Path) -> None:
-    slow = with_rates(run_log, tmp_path / "slow.jsonl", 1e5)
-    plans = [run_plan(slow, "--budget", "3MiB", "--json", "--drives", drives) for drives in (1, 100, 1e6)]
-    times = [json.loads(plan.output)["plan"]["prediction"]["seconds"] for plan in plans]
-    assert times[0] > times[2]
-    assert all(slow >= (1 - 1e-9) * fast for slow, fast in pairwise(times))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [config_for(default=KEEP), config_for(default=OFFLOAD, in_flight=256 * MIB)],
-    ids=["nothing is offloaded", "all stays in the window"],
-)
-def test_a_log_that_captured_nothing_is_told(tmp_path: Path, config: tba.OffloadConfig) -> None:
-    path = tmp_path / "run.jsonl"
-    model = make_model(layers=2)
-    with tba.attach(model, config, run_log=path, measure_memory=False) as session:
-        train(model, session, steps=4)
-    with pytest.raises(RunLogError, match=r"log at least three steps .* save more than budget.in_flight"):
-        Situation.of(path)
 
 
 def test_a_policy_that_was_not_planned_is_not_replaced(run_log: Path, tmp_path: Path) -> None:
