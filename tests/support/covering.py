@@ -30,20 +30,20 @@ def of_which(values: Iterable[Any], *always: Any) -> list[ParameterSet]:
 
 
 def each_once(*factors: Sequence[Any]) -> list[ParameterSet]:
-    """The full product, of which only rows that cover each value are tested every time."""
-    return product_with(combinations(*factors, together=1), *factors)
+    """Rows in which every two values meet, of which only some that cover each value are tested every time."""
+    always = combinations(*factors, together=1)
+    return sorted_out(always, dict.fromkeys([*always, *combinations(*factors)]))
 
 
 def in_turn(*factors: Sequence[Any]) -> list[ParameterSet]:
     """The full product, of which each value of the longest is always tested, beside others in turn."""
     count = max(map(len, factors))
     always = [tuple(factor[number % len(factor)] for factor in factors) for number in range(count)]
-    return product_with(always, *factors)
+    return sorted_out(always, itertools.product(*factors))
 
 
-def product_with(always: Iterable[Row], *factors: Iterable[Any]) -> list[ParameterSet]:
-    """The full product, of which only some rows are tested every time."""
-    return [pytest.param(*row, marks=() if row in always else full) for row in itertools.product(*factors)]
+def sorted_out(always: Iterable[Row], rows: Iterable[Row]) -> list[ParameterSet]:
+    return [pytest.param(*row, marks=() if row in always else full) for row in rows]
 
 
 def combinations(*factors: Sequence[Any], together: int = 2) -> list[Row]:
