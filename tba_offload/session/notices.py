@@ -44,7 +44,7 @@ _MESSAGES = {
     "update them: such steps count as skipped, and nothing is planned. put all micro-batches of a step and "
     "its update into one `with session.step():`",
     "full": "the store is full: {} of activations stayed in memory in step {}; make room where "
-    "store.directories are, or raise store.capacity",
+    "store.directories are, or set store.capacity: else a twentieth of a disk, at least 1 GiB, stays free",
     "nothing left": "budget.device_bytes of {} leaves nothing for activations: {} lie there beside them; "
     "offload the states of optimizers (states:) or frozen weights (weights:), or raise budget.device_bytes",
     "window": "offloading frees little here: the layers save {} in a step, and budget.in_flight_bytes lets "

@@ -157,10 +157,8 @@ class Place:
                 self.most = max(self.most, self.extents.high_water)
                 self.extents.high_water = self.extents.end
                 keep = max(self._needs)
-                if keep >= self._grown:
-                    return
-                self._grown = keep
-            self.store.shrink(keep)
+                self._grown = min(self._grown, keep)
+            self.store.shrink(keep)  # which may have grown ahead of need
         finally:
             self._growing.release()
 

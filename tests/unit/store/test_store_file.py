@@ -1,0 +1,267 @@
+"""The store in a file: who can reach the file, the path of its bytes, its size, and what it refuses."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import stat
+import tempfile
+import textwrap
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from faults import inject
+from store_contract import CPU, descriptors, pattern
+
+import tba_offload as tba
+from tba_offload.device import READY, Accelerator, ByteRange
+from tba_offload.device.device import aligned_range
+from tba_offload.errors import (
+    ChecksumError,
+    ConfigError,
+    MissingDependencyError,
+    ShortTransferError,
+    StoreError,
+    StoreFullError,
+)
+from tba_offload.store import open_store
+from tba_offload.store.base import Extent
+from tba_offload.store.file import FileStore, check_directory
+from tba_offload.store.pool import Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from warm import Warm
+
+    from tba_offload.store.multi import MultiStore
+
+
+def put(store: MultiStore, data: torch.Tensor) -> Extent:
+    write = Transfer(ByteRange.of(data), READY)
+    store.write([write])
+    store.wait(write)
+    assert write.extent is not None
+    return write.extent
+
+
+def get(store: MultiStore, extent: Extent, target: ByteRange | None = None) -> torch.Tensor:
+    target = target or ByteRange.of(torch.zeros(extent.nbytes, dtype=torch.uint8))
+    read = Transfer(target, READY, extent=extent)
+    store.read([read])
+    store.wait(read)
+    return target.tensor()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[MultiStore]:
+    with open_store(kind="file", directories=[tmp_path], device=CPU) as store:
+        yield store
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[FileStore]:
+    store = FileStore(tmp_path, device=CPU)
+    yield store
+    store.close()
+
+
+# Nothing is left behind, and nobody can interfere.
+
+
+def test_the_file_is_private_and_has_no_name(file: FileStore, tmp_path: Path) -> None:
+    status = os.fstat(file.fileno())
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_nlink == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path, python_with_torch: Warm) -> None:
+    (tmp_path / "neighbour").write_bytes(b"untouched")
+    program = f"""
+        import os, signal, torch
+        from tba_offload.device import ByteRange, CpuDevice, READY
+        from tba_offload.store import open_store
+        from tba_offload.store.pool import Transfer
+        store = open_store(kind="file", directories=[{str(tmp_path)!r}], device=CpuDevice())
+        data = torch.ones(4 << 20, dtype=torch.uint8)
+        store.write([Transfer(ByteRange.of(data), READY) for _ in range(20)])
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    ended = python_with_torch.run("-c", textwrap.dedent(program))
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["neighbour"]
+    assert (tmp_path / "neighbour").read_bytes() == b"untouched"
+
+
+@pytest.mark.parametrize("path", ["offload", "drive/offload"])
+def test_a_directory_that_is_missing_is_not_made(path: str, tmp_path: Path) -> None:
+    """It is mistyped, or its drive is not mounted, and bytes would go to another one."""
+    missing, where = path.split("/", maxsplit=1)[0], tmp_path / path
+    with pytest.raises(StoreError) as caught:
+        open_store(kind="file", directories=[where], device=CPU)
+    assert f"{missing!r} does not exist; mount its drive" in str(caught.value)
+    assert f"mkdir -p {where}" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one that a link of one's own leads to."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "shared" / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "own").symlink_to(link)
+    if os.geteuid() == 0:
+        os.lchown(link, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    check_directory(str(tmp_path / "own"))  # nobody else may write here, so the links are the owner's choice
+    link.parent.chmod(0o777)
+    before = descriptors()
+    for path in (link, tmp_path / "own"):
+        with pytest.raises(StoreError, match="another user put the link 'link'"):
+            open_store(kind="file", directories=[path], device=CPU)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert descriptors() == before
+
+
+def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    before = descriptors()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreError, match="'file' is not a directory"):
+            open_store(kind="file", directories=[path], device=CPU)
+    assert descriptors() == before
+
+
+# The path that bytes take.
+
+
+def test_the_path_is_told(store: MultiStore, tmp_path: Path) -> None:
+    description = store.description
+    assert description["kind"] == "file"
+    assert description["directory"] == str(tmp_path)
+    assert (description["path"], description["reason"] is None) in {("O_DIRECT", True), ("buffered", False)}
+    assert description["alignment"] == store.alignment
+    assert (description["alignment"] == 1) == (description["path"] == "buffered")
+
+
+def test_tmpfs_is_buffered_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    path = tempfile.mkdtemp(dir="/dev/shm")
+    try:
+        with open_store(kind="file", directories=[path], device=CPU) as store:
+            assert store.description["path"] == "buffered"
+            assert torch.equal(get(store, put(store, pattern(100_003))), pattern(100_003))
+    finally:
+        shutil.rmtree(path)
+    assert f"{path}: buffered I/O instead of direct I/O" in caplog.text
+    assert "tmpfs lies in memory" in caplog.text
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 100_003, (8 << 20) + 1])
+def test_bytes_come_back_whatever_their_place_in_memory(store: MultiStore, nbytes: int) -> None:
+    """With and without a copy, and next to bytes that are somebody else's."""
+    for shift in (0, 1, 64):
+        data = pattern(nbytes + shift)[shift:]
+        extent = put(store, data)
+        whole = torch.zeros(nbytes + 8192, dtype=torch.uint8)
+        assert torch.equal(get(store, extent), data)
+        assert torch.equal(get(store, extent, ByteRange.of(whole[4096:-4096])), data)
+        assert not whole[-4096 + extent.lead :].any()
+        same_lead = aligned_range(nbytes, data.data_ptr(), store.alignment, CPU)
+        assert torch.equal(get(store, extent, same_lead), data)
+        store.release(extent)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nbytes", [1, 4097, 20_000_001])
+def test_gpu_memory_goes_through_slabs(tmp_path: Path, nbytes: int) -> None:
+    device = Accelerator()
+    with open_store(kind="file", directories=[tmp_path], device=device) as store:
+        data = pattern(nbytes).cuda()
+        write = Transfer(ByteRange.of(data), device.event())
+        store.write([write])
+        store.wait(write)
+        target = torch.zeros_like(data)
+        read = Transfer(ByteRange.of(target), device.event(), extent=write.extent)
+        store.read([read])
+        store.wait(read)
+        assert torch.equal(target, data)
+
+
+# Integrity and faults.
+
+
+def test_what_is_read_is_checked_unless_told_otherwise(tmp_path: Path) -> None:
+    """A bit that the drive flips would otherwise become a number."""
+    with open_store(kind="file", directories=[tmp_path], device=CPU) as store:
+        assert store.description["checksum"] is True
+        extent = put(store, pattern(100_003))
+        with inject("flip-read:n=1"), pytest.raises(ChecksumError, match="reads back with") as caught:
+            get(store, extent)
+        assert caught.value.filename == str(tmp_path)
+        assert torch.equal(get(store, extent), pattern(100_003))
+    with open_store(kind="file", directories=[tmp_path], device=CPU, checksum=False) as store:
+        assert store.description["checksum"] is False
+        with inject("flip-read"):
+            assert not torch.equal(get(store, put(store, pattern(100_003))), pattern(100_003))
+
+
+def test_a_truncated_file_is_a_short_read(file: FileStore) -> None:
+    extent = Extent(0, 303_104, 300_001)
+    file.write(extent, ByteRange.of(pattern(300_001)))
+    os.ftruncate(file.fileno(), 8192)
+    with pytest.raises(ShortTransferError, match=r"read of .* stopped after"):
+        file.read(extent, ByteRange.of(pattern(300_001)))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_drive_without_room_is_full_and_the_file_is_as_long_as_before(file: FileStore, number: int) -> None:
+    file.grow(1 << 20)
+    size = os.fstat(file.fileno()).st_size
+    with inject(f"fail-grow:errno={errno.errorcode[number]}"):
+        with pytest.raises(StoreFullError, match=r"the file cannot grow from .* free some space"):
+            file.grow(1 << 30)
+    assert os.fstat(file.fileno()).st_size == size
+    file.grow(1 << 30)  # there is room again
+
+
+def test_room_is_given_back(file: FileStore) -> None:
+    file.grow(200 << 20)
+    assert os.fstat(file.fileno()).st_blocks * 512 >= 200 << 20
+    file.shrink(1 << 20)
+    assert os.fstat(file.fileno()).st_blocks * 512 <= 2 << 20
+
+
+# Arguments.
+
+
+def test_open_store_takes_the_same_directory_as_attach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That for temporary files, where none is named."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with (
+        open_store(device=CPU) as store,
+        tba.attach(model, {"default": "keep"}, layers=list(model), measure_memory=False) as session,
+    ):
+        assert store.description == session.store.description
+        assert store.description["directory"] == str(tmp_path)
+
+
+def test_open_store_explains_what_it_cannot_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kind"):
+        open_store(kind="tape", device=CPU)
+    with pytest.raises(ConfigError, match="color"):
+        open_store(color="red", device=CPU)
+    with pytest.raises(MissingDependencyError, match="needs kvikio"):
+        open_store(kind="gds", directories=[tmp_path], device=CPU)
+    with pytest.raises(ConfigError, match="a capacity of 6000 bytes holds no extent"):
+        (tmp_path / "other").mkdir()
+        open_store(directories=[tmp_path, tmp_path / "other"], capacity=6000, device=CPU)
