@@ -15,7 +15,6 @@ filling one again raises its version.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -33,24 +32,25 @@ from tba_offload.capture.views import (
     is_understood,
     local_of,
     restore,
-    shares_version,
     spread_out,
     version_probe,
     view_of,
     viewed,
 )
-from tba_offload.layers.graph import (
-    check_version,
+from tba_offload.layers.graph import check_version
+from tba_offload.torch_private import (
+    current_backward,
     hooks_on_top,
     latest_node,
     pop_hooks,
     push_hooks,
+    shares_version,
     untraced,
 )
 from tba_offload.transfer.saved import Handle, SavedRef, SavedStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator
+    from collections.abc import Callable, Container
 
     from tba_offload.transfer.offloader import Offloader
 
@@ -303,6 +303,7 @@ class LayerHooks:
         "_when_slow",
         "capture",
     )
+    is_of_tba_offload = True  # transforms of torch.func begin without these hooks
 
     def __init__(
         self,
@@ -326,7 +327,7 @@ class LayerHooks:
         unpack, asked = self._unpack, set[tuple[int, int]]()
 
         def watched(packed: Any) -> torch.Tensor:
-            question = torch._C._current_graph_task_id(), id(packed)
+            question = current_backward(), id(packed)
             if question in asked and question[0] != -1:
                 tell()
             asked.add(question)
@@ -352,7 +353,7 @@ class LayerHooks:
         capture = self.capture
         if self._filling and latest_node() != self._node:
             self._operation_ended()
-        if type(tensor) is torch.nn.Parameter or torch._C._current_graph_task_id() != -1:
+        if type(tensor) is torch.nn.Parameter or current_backward() != -1:
             return Kept(tensor)
         local = tensor if type(tensor) is torch.Tensor else local_of(tensor)
         if type(local) is not torch.Tensor and not is_understood(local, capture.device):
@@ -509,20 +510,3 @@ class LayerHooks:
         key = ActivationKey(self._key, self._count)
         self._count += 1
         return key
-
-
-@contextlib.contextmanager
-def set_aside() -> Iterator[None]:
-    """Take the hooks of a scope off the stack for as long as the block lasts, if they are on top of it."""
-    top = hooks_on_top()
-    if top is None or not isinstance(getattr(top[0], "__self__", None), LayerHooks):
-        yield
-        return
-    is_aside = False
-    try:
-        pop_hooks()
-        is_aside = True
-        yield
-    finally:
-        if is_aside:
-            push_hooks(*top)

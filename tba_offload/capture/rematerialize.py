@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, wrap_torch_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tba_offload.capture.hooks import LayerHooks, Packed
 from tba_offload.capture.trace import Treatment
 from tba_offload.capture.views import View, is_understood, restore, version_probe, view_of, viewed
-from tba_offload.layers.graph import check_version, untraced
+from tba_offload.layers.graph import check_version
 from tba_offload.recompute.digest import fold, mix
+from tba_offload.torch_private import TorchDispatchMode, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable

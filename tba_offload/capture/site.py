@@ -18,27 +18,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import nn
-from torch._C._dynamo import eval_frame
-
 from tba_offload.capture.scope import ScopeKey
 from tba_offload.errors import SessionError, warn
-from tba_offload.layers.graph import is_recomputation, not_traced
+from tba_offload.torch_private import CALLS, is_compiled, is_recomputation, not_traced, switch_tracer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from types import FrameType
 
+    from torch import nn
+
     from tba_offload.layers.find import Layer
 
 Tracer = Any
 """The compiler's hook into the interpreter, which is shown each call; ``None`` where nothing is compiled."""
-
-switch_tracer: Callable[[Tracer], Tracer] = eval_frame.set_eval_frame
-"""Sets the tracer of the calling thread; returns the one before. A frame of Python's would be shown to it."""
-
-_CALLS = nn.Module._call_impl.__code__.co_filename
-"""File of the function that calls the forward of a module."""
 
 _COPIES = (
     "copies of layers that share their attributes, as nn.DataParallel makes them, run as they are: nothing "
@@ -111,7 +104,7 @@ class Site:
     @property
     def is_compiled(self) -> bool:
         """Whether the layer runs as a graph of the compiler."""
-        return self.tracer is not None or hasattr(self.own, "_torchdynamo_orig_callable")
+        return self.tracer is not None or is_compiled(self.own)
 
     def called_by(self, tracer: Tracer) -> None:
         """Note that something else compiles the caller than before; in backward nothing does."""
@@ -266,7 +259,7 @@ class _AttachedForward(InstalledHook):
 
 def _copy_of(module: nn.Module, frame: FrameType) -> nn.Module | None:
     """Return the copy of a module whose forward is called from a frame; None if that is none, or unknown."""
-    if frame.f_code.co_filename != _CALLS:
+    if frame.f_code.co_filename != CALLS:
         return None
     called = frame.f_locals.get("self")
     return called if called is not module and type(called) is type(module) else None

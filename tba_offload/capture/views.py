@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from functools import partial
 from itertools import chain
-from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from tba_offload.device.device import aligned_range, blank
 from tba_offload.layers.nested import modules_in
+from tba_offload.torch_private import is_transform_wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -126,30 +125,6 @@ def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
         tensor.data = data
 
 
-def shares_version(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return True if two tensors have one version counter, so that a change of one is seen at the other.
-
-    Tensors that share a storage need not share the counter: ``.data`` and ``from_numpy`` give a new one.
-    PyTorch offers no question for that, so the counter is moved and moved back. No line of Python is run in
-    between, where another thread might take the tensor for one that was changed.
-    """
-    version = probe._version
-    if tensor._version != version:
-        return False
-    move = torch._C._autograd._unsafe_set_version_counter
-    _, found, _ = map(_call, (
-        partial(move, (probe,), (version + 1,)),
-        partial(_version_of, tensor),
-        partial(move, (probe,), (version,)),
-    ))  # fmt: skip
-    return bool(found != version)
-
-
-_call = methodcaller("__call__")
-
-_version_of = attrgetter("_version")
-
-
 # What can be rebuilt from its bytes
 
 
@@ -250,5 +225,5 @@ def _has_storage(tensor: object) -> bool:
         isinstance(tensor, torch.Tensor)
         and not is_lazy(tensor)
         and tensor.layout is torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_transform_wrapper(tensor)
     )

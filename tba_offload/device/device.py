@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
-import sys
 import threading
 import time
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from tba_offload.device.host_memory import mapped_memory
 from tba_offload.errors import UnsupportedError
+from tba_offload.torch_private import graph_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -293,13 +293,11 @@ class Accelerator(Device):
     def give_back_host_memory(self) -> None:
         """Empty PyTorch's cache of pinned memory, which only this process can use.
 
-        PyTorch up to 2.11 can do so on CUDA only; elsewhere such memory waits for the next store there.
+        Where it cannot, such memory waits for the next store there.
         """
-        empty_cache = getattr(torch.accelerator, "empty_host_cache", None)
+        empty_cache = getattr(torch.accelerator, "empty_host_cache", None)  # PyTorch 2.12
         if empty_cache is not None:
             empty_cache()
-        elif self.torch_device.type == "cuda":
-            torch._C._host_emptyCache()
 
     def is_capturing(self) -> bool:
         """Return whether a CUDA graph is captured on the current stream."""
@@ -308,14 +306,7 @@ class Accelerator(Device):
 
     def compiled_graph(self) -> object:
         """Return the node that Inductor's trees of CUDA graphs are at."""
-        trees = sys.modules.get("torch._inductor.cudagraph_trees")
-        if trees is None:
-            return None
-        try:
-            manager = trees.get_manager(self.torch_device.index, create_if_none_exists=False)
-        except AssertionError:  # up to PyTorch 2.11, on a thread that has none although others have
-            return None
-        return None if manager is None else manager.current_node
+        return graph_node(self.torch_device)
 
 
 _COMMON = (

@@ -24,6 +24,7 @@ import torch
 
 from tba_offload.device.host_memory import return_freed_pages
 from tba_offload.errors import UnsupportedError
+from tba_offload.torch_private import is_transform_wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -538,7 +539,7 @@ def plain_storage(tensor: object) -> torch.UntypedStorage | None:
     """Return the storage of a plain tensor; ``None`` for one that is made of several or stands for one."""
     if not isinstance(tensor, torch.Tensor) or type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
         return None
-    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.layout is not torch.strided or is_transform_wrapper(tensor):
         return None
     return tensor.untyped_storage()
 

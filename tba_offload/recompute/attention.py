@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.layers.graph import is_recomputation, untraced
+from tba_offload.torch_private import (
+    AFTER_BACKEND_SELECT,
+    KeySet,
+    is_recomputation,
+    sharing_versions,
+    untraced,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +44,6 @@ OPERATIONS = (
 )
 """Names of operations that take queries, keys and values, and put out what attention makes of them; those of
 packages that are not loaded are unknown to PyTorch."""
-
-_AFTER = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 class AttentionOnce:
@@ -82,7 +86,7 @@ class AttentionOnce:
 
         outputs = run()
         if not is_recomputation():  # forward itself may go backward through what it has done so far
-            with _sharing_versions():
+            with sharing_versions():
                 self._calls.append((operation, list(map(taken, outputs))))
         return outputs
 
@@ -91,7 +95,7 @@ class AttentionOnce:
         before, outputs = next(calls, (None, []))
         if before is not operation:
             return run()  # what the second run saves then differs from the first, which is noticed
-        with _sharing_versions():
+        with sharing_versions():
             return tuple(
                 self._unpack(output).detach() if is_packed else output for is_packed, output in outputs
             )
@@ -110,9 +114,6 @@ def _having(instead: Callable[[Any, Callable[[], Any]], Any] | None) -> Iterator
     finally:
         _here.instead = before
 
-
-_sharing_versions = partial(torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False)  # noqa: FBT003 - positional in C++
-"""Makes a block in which views share the version counter of their base, as they do above autograd."""
 
 _looking: dict[str, Any] = {}
 """The library that keeps a function in front of an operation, by the name of the operation."""
@@ -144,8 +145,8 @@ def _look_at(namespace: str, word: str, operation: Any) -> Any:
         return is_on and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
 
     @untraced
-    def attend(keys: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
-        run = partial(operation.redispatch, keys & _AFTER, *args, **kwargs)
+    def attend(keys: KeySet, /, *args: Any, **kwargs: Any) -> Any:
+        run = partial(operation.redispatch, keys & AFTER_BACKEND_SELECT, *args, **kwargs)
         instead = getattr(_here, "instead", None)
         if instead is None or any(args[drops : drops + 1]) or not saves_for_backward(args):
             return run()

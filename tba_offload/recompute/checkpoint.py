@@ -20,11 +20,12 @@ from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, che
 
 from tba_offload.device.device import has_peers
 from tba_offload.errors import TbaError, UnsupportedError, warn
-from tba_offload.layers.graph import first_differentiable, untraced
+from tba_offload.layers.graph import first_differentiable
 from tba_offload.layers.nested import modules_in
 from tba_offload.recompute.arguments import put_together, take_apart
 from tba_offload.recompute.purity import SMALL, Look, Mode, in_force, put_back, state_kept, values_of
 from tba_offload.recompute.verify import OTHER, SavedTensors, cannot, modified, other_numbers
+from tba_offload.torch_private import hooks_on_top, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 _turn = threading.RLock()
 """Held by the thread that runs a layer a second time: generators are set for that, for all threads."""
-
-_hooks_on_top: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class RecomputedLayer:
@@ -163,7 +162,8 @@ class _Execution:
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """Run the layer: the first time on the program's own arguments, then to repeat that."""
-        pack, unpack = _hooks_on_top(True)  # noqa: FBT003 - positional in C++
+        hooks: Any = hooks_on_top()
+        pack, unpack = hooks
         if not self._given:
             return self._again(inputs, pack, unpack)
         (args, kwargs), self.tensors, first = self._given.pop(), [], self._first

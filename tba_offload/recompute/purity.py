@@ -14,7 +14,6 @@ import pickle
 import random
 import sys
 from collections.abc import Mapping
-from functools import partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +25,7 @@ from tba_offload.layers.nested import modules_in
 from tba_offload.recompute.arguments import take_apart
 from tba_offload.recompute.digest import digest
 from tba_offload.recompute.verify import cannot
+from tba_offload.torch_private import fp32_precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -40,17 +40,13 @@ States = Mapping["State", Any]
 """Values by state. A ``State`` holds a function that reads the value and one that sets it."""
 
 _OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
-_C: Any = torch._C
 _cuda: Any = torch.backends.cuda
 _KERNELS: tuple[State, ...] = (
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    *(
-        (partial(_C._get_fp32_precision_getter, *kind), partial(_C._set_fp32_precision_setter, *kind))
-        for kind in itertools.product(("cuda", "mkldnn"), ("matmul", "conv"))
-    ),
+    *(fp32_precision(*kind) for kind in itertools.product(("cuda", "mkldnn"), ("matmul", "conv"))),
 )
 """Settings that choose kernels: a program may set them around forward only."""
 

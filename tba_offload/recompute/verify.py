@@ -19,8 +19,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tba_offload.errors import RecomputationError, SavedTensorModifiedError, TbaError, UnsupportedError, warn
-from tba_offload.layers.graph import latest_node
 from tba_offload.recompute import digest
+from tba_offload.torch_private import latest_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

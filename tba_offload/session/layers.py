@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tba_offload import torch_private
 from tba_offload.capture.hooks import LayerHooks
 from tba_offload.capture.rematerialize import RematerializingHooks
 from tba_offload.errors import UnsupportedError
@@ -68,9 +69,9 @@ class LayerRuns:
         if self._session is None:  # closed, and something that wraps the layer's forward calls this still
             return site.forward(*args, **kwargs)
         # Checks stand here and not in what they lead to: in cold caches a call costs as much as what it does.
-        if not torch.is_grad_enabled() or self._loop.is_inert or graph.is_recomputation():
+        if not torch.is_grad_enabled() or self._loop.is_inert or torch_private.is_recomputation():
             # In a reentrant checkpoint, or in a loss that caches gradients, for which no step opens either.
-            if site.runs == 0 and torch.is_grad_enabled() and graph.is_recomputation():
+            if site.runs == 0 and torch.is_grad_enabled() and torch_private.is_recomputation():
                 self._leave_alone(site)
             return site.forward(*args, **kwargs)
         if self._loop.step is None:  # a layer may be called without its model
@@ -240,7 +241,7 @@ class BackwardWatch:
         back = partial(self._came_back, site, scope, step, self._capture.trace)
         tensor.register_hook(back)  # type: ignore[no-untyped-call]
         if step is not None:
-            step.graph_end = tensor.grad_fn._sequence_nr()
+            step.graph_end = torch_private.number_of(tensor.grad_fn)
             step.graphs.append(weakref.ref(back))
 
     def watch_input(self, arguments: tuple[object, ...]) -> None:
@@ -268,7 +269,7 @@ class BackwardWatch:
         is_first = trace.backward_reached(scope)
         memory.enter(BACKWARD, site.index, scope.key)
         if is_first:
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._pass_ended, trace))
+            torch_private.call_after_backward(partial(self._pass_ended, trace))
             if not is_current and not loop.is_inert:
                 self._notices.warn_once("backward outside")
         self._capture.schedule.reached()
@@ -296,7 +297,7 @@ class _TriedHooks(LayerHooks):
 
     trial: Trial | None = None
 
-    @graph.untraced
+    @torch_private.untraced
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
         """Offload a saved tensor, and have the trial see it."""
         if self.trial is not None:
@@ -333,7 +334,5 @@ def _hooks_are_taken() -> bool:
     ours or those of a checkpoint. Under a ``torch.func`` transform pushing any is an error, or they are given
     wrappers without a storage.
     """
-    autograd: Any = torch._C._autograd
-    is_plain = torch._C._functorch.peek_interpreter_stack() is None
-    is_free = is_plain and autograd._saved_tensors_hooks_is_enabled() and graph.hooks_on_top() is None
-    return not is_free
+    is_plain = not torch_private.is_transformed() and torch_private.hooks_are_allowed()
+    return not is_plain or torch_private.hooks_on_top() is not None

@@ -27,11 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tba_offload.capture.site import HookFreeCopies, InstalledHook
 from tba_offload.errors import ConfigError, SessionError
-from tba_offload.layers.graph import is_recomputation
 from tba_offload.report.log import StepRecord, read_event
 from tba_offload.report.timeline import TimelineEvent
 from tba_offload.session.notices import MOST_UNSEEN
 from tba_offload.states.parameters import parameters_of
+from tba_offload.torch_private import is_recomputation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

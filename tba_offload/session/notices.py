@@ -15,6 +15,7 @@ from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn
 from tba_offload.formatting import readable_size
 from tba_offload.placements import Placement
 from tba_offload.store.open import saves_nothing
+from tba_offload.torch_private import is_checkpoint_wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -180,6 +181,4 @@ def is_checkpointed(layer: nn.Module) -> bool:
 
     Layers of Hugging Face models say so in an attribute; PyTorch wraps those that are recomputed.
     """
-    wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    is_wrapped = wrappers is not None and isinstance(layer, wrappers.CheckpointWrapper)
-    return is_wrapped or bool(getattr(layer, "gradient_checkpointing", False))
+    return is_checkpoint_wrapper(layer) or bool(getattr(layer, "gradient_checkpointing", False))

@@ -11,7 +11,6 @@ and has the next step planned.
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
 import time
 import weakref
@@ -20,9 +19,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
-from tba_offload.capture import torch_private
+from tba_offload import torch_private
 from tba_offload.capture.gradients import Gradients
 from tba_offload.capture.hooks import Capture
+from tba_offload.capture.rematerialize import unwrap_classes
 from tba_offload.capture.site import Site, check_unattached
 from tba_offload.config import ConfigLike, OffloadConfig, read_config
 from tba_offload.config.policy import LayerId, Objective, Placement
@@ -433,6 +433,7 @@ class Session:
         for site in self.sites:
             site.uninstall()
         torch_private.unwatch(self.capture)
+        unwrap_classes()
         self.capture.look_at_memory = None  # a cycle
         _open_sessions.discard(self)
         if not _open_sessions:
@@ -511,7 +512,7 @@ class Session:
         if may_choose and not self.world.may_plan_recomputation:
             tell(OTHER_RANKS)
         if may_choose or any(placement.recomputes for placement in plan.placements):
-            importlib.import_module("torch._dynamo")  # 70 MiB, which a first checkpoint would load in a step
+            torch_private.load_compiler()
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

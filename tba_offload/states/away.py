@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any, NoReturn, Self, TypeGuard
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from tba_offload.errors import StatesAwayError
+from tba_offload.torch_private import factories, tree_leaves, without_subclasses
 
 _TENSOR: Any = torch.Tensor  # attributes of which are descriptors, as the types do not know
-_FACTORIES: Any = torch._C._VariableFunctions  # not torch itself, whose names a program may have replaced
 _KNOWN = (
     *(name for name in dir(torch.Tensor) if name.startswith("is_")),
     *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "size", "stride", "numel", "dim"),
@@ -20,8 +19,8 @@ _KNOWN = (
 _HARMLESS = {
     *(getattr(torch.Tensor, name) for name in _KNOWN),  # methods
     *(getattr(torch.Tensor, name).__get__ for name in _KNOWN),  # attributes
-    *(_FACTORIES.is_floating_point, _FACTORIES.is_complex),
-    *(_FACTORIES.zeros_like, _FACTORIES.ones_like, _FACTORIES.empty_like),
+    *(factories.is_floating_point, factories.is_complex),
+    *(factories.zeros_like, factories.ones_like, factories.empty_like),
     *(_TENSOR.grad.__set__, _TENSOR.grad.__delete__),
 }
 """Functions that ask a tensor for what it knows without memory, or for its gradient, and give it one."""
@@ -53,7 +52,7 @@ class _Away(torch.Tensor):
         """Answer what needs no bytes, and raise for everything else."""
         if func not in cls._allowed:
             cls._refuse(func, types, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -145,7 +144,7 @@ class AwayMaster(_Away):
     @classmethod
     def allocate(cls, master: torch.Tensor) -> None:
         """Give it memory, whose contents are undefined, unless it has some again."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             storage = master.untyped_storage()
             if storage.nbytes() != master.nbytes:  # else it would be allocated anew, and copied
                 storage.resize_(master.nbytes)

@@ -15,11 +15,17 @@ from weakref import WeakMethod
 import torch
 
 from tba_offload.errors import SessionError
-from tba_offload.layers.graph import not_traced
 from tba_offload.recompute.digest import digest
 from tba_offload.states.away import FreedGradient
 from tba_offload.states.parameters import distributed, local, parameters_of, spec_of
 from tba_offload.states.updates import Updates
+from tba_offload.torch_private import (
+    call_after_backward,
+    current_backward,
+    keeps_graph,
+    not_traced,
+    users_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -93,7 +99,7 @@ class BackwardUpdates(Updates):
 
     def _gradient_came(self, parameter: torch.Tensor) -> None:
         self._wait()
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         if task != self._task:
             self._task = task
             self._begin_pass()
@@ -144,11 +150,10 @@ class BackwardUpdates(Updates):
             with self._guarded():
                 self._read_ahead()
             return
-        at_the_end = torch.autograd.Variable._execution_engine.queue_callback
-        at_the_end(partial(at_the_end, self._pass_ends))  # after what FSDP2 does there
+        call_after_backward(partial(call_after_backward, self._pass_ends))  # after what FSDP2 does there
         self._freed.clear()
         self._read_later: set[torch.Tensor] = set()
-        self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._keeps_graph = keeps_graph()
         if not self._keeps_graph:  # else it reads parameters again, so that all are updated at the end
             self.follow()
             self._open = {group: self._handles.keys() & set(group.parameters) for group in self.groups}
@@ -257,4 +262,4 @@ def _weakly(came: WeakMethod[Any]) -> Any:
 
 def _references_to(parameter: torch.Tensor) -> int:
     """Return how many tensors have the memory of a parameter."""
-    return int(torch._C._storage_Use_Count(local(parameter).untyped_storage()._cdata))
+    return users_of(local(parameter).untyped_storage())

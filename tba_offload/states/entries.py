@@ -11,6 +11,7 @@ from tba_offload.states.away import AwayMaster, AwayTensor, is_away, stands_for
 from tba_offload.states.groups import MASTER, Incoming
 from tba_offload.states.parameters import distributed, local, travels
 from tba_offload.states.slots import Slots
+from tba_offload.torch_private import without_subclasses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -235,7 +236,7 @@ class Entries:
                 entry = found.setdefault(place.parameter, {})
                 if place.key not in entry:
                     entry[place.key] = _memory(group, place, device)
-                with torch._C.DisableTorchFunctionSubclass():
+                with without_subclasses():
                     group.cut(local(entry[place.key])).copy_(place.view(flat))
         return found
 

@@ -6,13 +6,13 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from tba_offload.device import device_of
 from tba_offload.device.device import has_peers
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import AwayMaster
 from tba_offload.states.twin import is_taken
+from tba_offload.torch_private import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

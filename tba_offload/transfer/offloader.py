@@ -21,8 +21,8 @@ import torch
 
 from tba_offload.device.device import ByteRange, aligned_range, check_not_captured
 from tba_offload.errors import DeviceError, HangingError, StoreError, TransferError, is_of_drive, warn
-from tba_offload.layers.graph import keeps_graph
 from tba_offload.store.pool import Transfer
+from tba_offload.torch_private import keeps_graph
 from tba_offload.transfer.errors import is_full, outage, transfer_error, unusable
 from tba_offload.transfer.saved import Handle, SavedRef, SavedStorage, State
 from tba_offload.transfer.window import InFlightWindow

@@ -22,12 +22,18 @@ from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, wi
 from tba_offload.device.streams import device_of_model
 from tba_offload.errors import SessionError, UnsupportedError
 from tba_offload.layers.find import explicit_layers, find_layers
-from tba_offload.layers.graph import untraced
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.placements import Staying
 from tba_offload.states.home import Home, Homes
 from tba_offload.store.base import close_after
 from tba_offload.store.open import open_store
+from tba_offload.torch_private import (
+    call_after_backward,
+    current_backward,
+    is_recomputation,
+    is_transformed,
+    untraced,
+)
 from tba_offload.weights.pieces import FrozenWeight, left_out, own_weights
 
 if TYPE_CHECKING:
@@ -223,10 +229,10 @@ class FrozenWeights:
         with self._lock:
             if is_part and self._is_in_use(number):
                 return
-            if torch._C._functorch.peek_interpreter_stack() is not None:
+            if is_transformed():
                 raise SessionError(f"transforms of torch.func cannot run layers {_WITH}")
             # Without gradients it is an evaluation in a hook of backward.
-            if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
+            if is_recomputation() and torch.is_grad_enabled():
                 self._backward_came(number)
                 return
             if not is_part:
@@ -268,11 +274,11 @@ class FrozenWeights:
 
     def _backward_came(self, number: int) -> None:
         with self._lock:
-            this = torch._C._current_graph_task_id()
+            this = current_backward()
             found = self._passes.get(this)
             if found is None:
                 self._passes[this] = found = _Pass(self)
-                torch.autograd.Variable._execution_engine.queue_callback(found)
+                call_after_backward(found)
             found.layer = number
             del found  # or the traceback of an error below would keep the pass alive
             self._bring(number, self._next(number, by=-1))

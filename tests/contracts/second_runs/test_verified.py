@@ -42,7 +42,7 @@ from torch.nn.utils import parametrizations
 
 from tba_offload.config.policy import Placement
 from tba_offload.errors import RecomputationError, SavedTensorModifiedError, UnsupportedError
-from tba_offload.layers.graph import is_recomputation
+from tba_offload.torch_private import is_recomputation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
