@@ -1,5 +1,4 @@
 """Random trainings: a seed draws a model, a loop, an optimizer and a policy; offloading must change no bit.
 
-``choices.py`` lists all that a program may consist of, one line each. ``python -m tests.fuzz`` runs programs,
-tells of one, and shrinks one that fails.
+``choices.py`` lists all that a program may consist of, one line each. ``python -m tests.fuzz`` runs programs.
 """

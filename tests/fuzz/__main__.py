@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz run START COUNT [--seconds S]``, ``one SEED``, ``shrink SEED``."""
+"""``python -m tests.fuzz run START COUNT [--seconds S]``, ``one SEED``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch
 
 from .choices import Program, draw
 from .comparing import Verdict, judge
-from .shrinking import shrunk
 
 HANGS = 300
 """Seconds after which a program is taken to hang; a traceback of all threads is printed then."""
@@ -60,21 +59,6 @@ def one(seed: int) -> bool:
     return not verdict.is_fault
 
 
-def shrink(seed: int) -> bool:
-    program = draw(seed)
-    verdict = watched(program)
-    print(f"{program}\n  {verdict}\n")
-    if verdict.kind in {"same", "same error"}:
-        return True
-    smallest = shrunk(
-        program,
-        lambda other: watched(other).kind == verdict.kind,
-        tell=lambda other: print(".", end="", file=sys.stderr, flush=True),
-    )
-    print(f"\n{smallest}\n{smallest!r}\n  {watched(smallest)}")
-    return False
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -82,8 +66,7 @@ def main() -> int:
     several.add_argument("start", type=int)
     several.add_argument("count", type=int)
     several.add_argument("--seconds", type=float, default=float("inf"))
-    for name in ("one", "shrink"):
-        commands.add_parser(name).add_argument("seed", type=int)
+    commands.add_parser("one", help="judge the program of one seed").add_argument("seed", type=int)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     faulthandler.enable()
@@ -93,7 +76,7 @@ def main() -> int:
     gc.freeze()  # what was imported: each program is collected several times
     if arguments.command == "run":
         return not run(arguments.start, arguments.count, arguments.seconds)
-    return not {"one": one, "shrink": shrink}[arguments.command](arguments.seed)
+    return not one(arguments.seed)
 
 
 if __name__ == "__main__":

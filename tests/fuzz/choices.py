@@ -222,29 +222,3 @@ def told(thing: Program | Layer) -> Iterator[str]:
         value = getattr(thing, each.name)
         if value != each.default:
             yield f"{each.name}={value}"
-
-
-def simpler(program: Program) -> Iterator[Program]:
-    """Programs with one feature less, or a simpler one, that are allowed."""
-    for candidate in _simpler(program):
-        if not any(denies(candidate) for denies in DENIED.values()):
-            yield candidate
-
-
-def _simpler(program: Program) -> Iterator[Program]:
-    layers = program.layers
-    if len(layers) > 1:
-        for number in range(len(layers)):
-            yield replace(program, layers=layers[:number] + layers[number + 1 :])
-    yield from _with_less(program)
-    for number, layer in enumerate(layers):
-        for other in _with_less(layer):
-            yield replace(program, layers=(*layers[:number], other, *layers[number + 1 :]))
-
-
-def _with_less(thing: Any) -> Iterator[Any]:
-    for each in choices_of(thing):
-        values = each.metadata["values"]
-        here = values.index(getattr(thing, each.name))
-        steps = values[: min(here, 3)]  # of a long list of kinds not all
-        yield from (replace(thing, **{each.name: value}) for value in steps)

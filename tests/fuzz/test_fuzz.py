@@ -1,19 +1,15 @@
-"""Random trainings have the same bits with offloading; and what runs them finds a fault, and shrinks it."""
+"""Random trainings have the same bits with offloading; and what runs them finds a fault."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-from unittest import mock
 
 import pytest
 from covering import of_which
 from faults import inject
 
-import tba_offload as tba
 from fuzz.choices import Layer, Program, choices_of, draw
 from fuzz.comparing import judge
-from fuzz.shrinking import shrunk
 
 
 @pytest.mark.parametrize("seed", of_which(range(300), *range(8)))
@@ -62,22 +58,3 @@ def test_a_drive_that_changes_bytes_is_found(fault: str) -> None:
 def test_a_refusal_is_no_fault() -> None:
     program = replace(MOVED, layers=(Layer("counts", placement="recompute"),), states="auto")
     assert judge(program).kind == "refused"
-
-
-def test_a_planted_fault_is_shrunk() -> None:
-    program = replace(MOVED, checksum=True, window=0, width=8, length=4, steps=1)
-    with mock.patch.object(tba, "attach", spoiling(tba.attach)):
-        smallest = shrunk(program, lambda other: judge(other).kind == "differs")
-    assert smallest == Program(store="file")
-
-
-def spoiling(attach: Any) -> Any:
-    """A way to attach that changes a parameter where there is a file."""
-
-    def attached(model: Any, policy: Any, **options: Any) -> tba.Session:
-        if policy["store"]["kind"] == "file":
-            model.head.bias.data += 1
-        session: tba.Session = attach(model, policy, **options)
-        return session
-
-    return attached

@@ -96,18 +96,6 @@ def by_parameters(net: Net, **settings: Any) -> nn.Module:
     return fully_shard(net, **settings)
 
 
-def by_parameters_twice(net: Net) -> nn.Module:
-    """A part of each layer is gathered when its own turn comes."""
-    for layer in net.layers:
-        fully_shard(layer.up)
-    return by_parameters(net)
-
-
-def by_shards_twice(net: Net) -> nn.Module:
-    wrap = ModuleWrapPolicy({Block, nn.Linear})
-    return FullyShardedDataParallel(net, auto_wrap_policy=wrap, device_id=CPU, use_orig_params=True)
-
-
 def by_columns(net: Net) -> nn.Module:
     mesh = init_device_mesh("cpu", (RANKS,))
     column = ColwiseParallel(use_local_output=False)
@@ -141,11 +129,6 @@ SPREAD: dict[str, Callable[[Net], nn.Module]] = {
     "by parameters, in bf16": partial(by_parameters, mp_policy=BF16),
     "by columns": by_columns,
     "by sequence": by_sequence,
-}
-
-NESTED: dict[str, Callable[[Net], nn.Module]] = {
-    "by shards, twice": by_shards_twice,
-    "by parameters, twice": by_parameters_twice,
 }
 
 
@@ -191,7 +174,7 @@ def train(
 ) -> tuple[list[Tensor], list[dict[str, int]]]:
     """Losses and parameters of a new model, and what each step of its session moved."""
     torch.manual_seed(0)
-    model = (SPREAD | NESTED)[spread](Net())
+    model = SPREAD[spread](Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = attached(model, default)
     found = []
@@ -275,11 +258,11 @@ def compare(spread: str, rank: int, default: str) -> dict[str, Any]:
 
 
 COMPARED = {
-    "offload": [*SPREAD, *NESTED, IN_STAGES],
+    "offload": [*SPREAD, IN_STAGES],
     "offload-remat": [*SPREAD, IN_STAGES],
-    "recompute": [*SPREAD, *NESTED, IN_STAGES],
-    "recompute-offload": [*SPREAD, *NESTED, IN_STAGES],
-    "recompute-except-attention": [*SPREAD, *NESTED, IN_STAGES],
+    "recompute": [*SPREAD, IN_STAGES],
+    "recompute-offload": [*SPREAD, IN_STAGES],
+    "recompute-except-attention": [*SPREAD, IN_STAGES],
     "auto": ["by batch", "by shards", "by parameters", "by columns", IN_STAGES],
 }
 """Which placements are compared with plain training of models that are spread how."""

@@ -14,7 +14,7 @@ from optimizers import MAKERS, Training, assert_same_state_dicts, plain_copy, po
 from torch import Tensor, nn
 
 import tba_offload as tba
-from tba_offload.errors import ConfigError, StatesAwayError, UnsupportedError
+from tba_offload.errors import StatesAwayError, UnsupportedError
 from tba_offload.states.groups import MASTER
 
 if TYPE_CHECKING:
@@ -234,20 +234,6 @@ def test_masters_are_read_and_set_while_they_are_away(tmp_path: Path) -> None:
 
 
 # ---- settings ----------------------------------------------------------------------------------------
-
-
-def test_masters_can_be_kept(tmp_path: Path) -> None:
-    found, expected = Mixed("adam"), Mixed("adam")
-    settings = policy(tmp_path)
-    settings["states"] |= {"masters": "keep"}
-    with tba.offload_optimizer(found.optimizer, settings, masters=found.masters):
-        for seed in range(2):
-            found.step(seed)
-            expected.step(seed)
-            assert_same(found, expected)
-            assert all(map(same_bits, found.masters, expected.masters))
-    with pytest.raises(ConfigError):
-        tba.offload_optimizer(found.optimizer, {"states": {"masters": "away"}})
 
 
 def test_what_masters_do_not_go_together_with_is_refused(tmp_path: Path) -> None:

@@ -171,20 +171,3 @@ def test_what_stays_neither_travels_nor_is_forgotten(tmp_path: Path) -> None:
         none = states.records[-1]
         assert (none.read_bytes, none.written_bytes, none.slot_bytes) == (0, 0, 0)
         assert_same(found, expected)
-
-
-@pytest.mark.parametrize("travelling", [0, 4, 6])
-def test_memory_is_that_of_what_stays_and_of_three_slots(travelling: int, tmp_path: Path) -> None:
-    with LiveBytes() as meter:
-        model = chain(32)
-        optimizer = optim.AdamW(model.parameters(), fused=True)
-        with tba.offload_optimizer(optimizer, settings(tmp_path)) as states:
-            updated(model, optimizer, meter)
-            before = meter.live - states.device_bytes
-            assert len(states.sizes) > 6
-            states.arrange(travelling)
-            for _ in range(3):
-                updated(model, optimizer, meter)
-                staying = sum(states.sizes[travelling:])
-                assert staying <= states.device_bytes <= staying + bool(travelling) * 3 * SUB_GROUP
-                assert abs(meter.live - before - states.device_bytes) < 100_000

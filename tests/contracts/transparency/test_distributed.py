@@ -92,9 +92,7 @@ MAIN = {
     ("offload", "in stages"),
     ("offload-remat", "by sequence"),
     ("recompute", "by parameters, gathered once"),
-    ("recompute", "by shards, twice"),
     ("recompute-offload", "by shards, with the parameters"),
-    ("recompute-offload", "by parameters, twice"),
     ("recompute-except-attention", "by shards"),
     ("auto", "by columns"),
 }

@@ -194,21 +194,6 @@ def test_a_larger_step_keeps_to_the_budget(seed: int) -> None:
     assert max(peak for _, peak, _ in found) <= budget
 
 
-def test_steps_that_skip_layers_keep_to_the_budget_when_others_run() -> None:
-    chance = random.Random(4)
-    profile, needed = drawn(chance, layers=16, passes=(1, 1))
-    budget, skips = int(0.5 * peak_of_keep(profile)), random.Random(9)
-
-    def before(_: int, machine: Machine) -> None:
-        skipped = {layer for layer in range(16) if skips.random() < 0.2}
-        slots = tuple(slot for slot in profile.slots if slot.layer not in skipped)
-        machine.profile = dataclasses.replace(profile, slots=slots)
-
-    found = run(chance, profile, Bandwidth(0.6 * needed, 0.6 * needed), budget, 60, before)
-    assert max(peak for _, peak, _ in found) <= budget
-    assert any(way is KEEP for *_, plan in found[-20:] for way in plan.placements)
-
-
 def test_ranks_with_unlike_drives_recompute_the_same_layers() -> None:
     chance, size = random.Random(5), 4
     profile, needed = drawn(chance, layers=12, passes=(1, 1))
