@@ -40,50 +40,6 @@ def what_was_saved_is_changed(x: Tensor) -> Tensor:
     return z
 
 
-def as_strided(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    rows = x.as_strided((x.shape[0], x.shape[1], x.shape[2]), (x.stride(0), x.stride(1), 0))
-    return x * rows
-
-
-def scattered(x: Tensor) -> Tensor:
-    order = x.argsort(-1)
-    return torch.zeros_like(x).scatter_add(-1, order, x.square()) + x.gather(-1, order)
-
-
-def put(x: Tensor) -> Tensor:
-    y = x * 1
-    return y.index_put_((torch.tensor([0, 1]),), x[:2].sin(), accumulate=True)
-
-
-def rotated(x: Tensor) -> Tensor:
-    """Rotary embedding by complex numbers."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-    angle = torch.arange(x.shape[1]).view(-1, 1).expand(pairs.shape[1:])
-    return torch.view_as_real(pairs * torch.polar(torch.ones(angle.shape), angle.float())).flatten(2).to(x)
-
-
-def fourier(x: Tensor) -> Tensor:
-    found = torch.fft.rfft(x.float(), dim=1)
-    return torch.fft.irfft(found * found.abs().detach(), n=x.shape[1], dim=1).to(x)
-
-
-def sparse(x: Tensor) -> Tensor:
-    flat = x.flatten(0, 1).float()
-    links = (flat.detach() @ flat.detach().t() > 0.2).float().to_sparse()
-    return (torch.sparse.mm(links, flat) * 0.1).view_as(x).to(x)
-
-
-def empty_parts(x: Tensor) -> Tensor:
-    nothing = x[..., :0]
-    return torch.cat([nothing.exp(), x.sin(), nothing], -1) + nothing.sum()
-
-
-def scalars(x: Tensor) -> Tensor:
-    scale = x.mean().exp()
-    return x * scale / (scale + x.abs().amax()) + x.square().sum().sqrt()
-
-
 def without_gradient(x: Tensor) -> Tensor:
     with torch.no_grad():
         target = x.softmax(-1)
@@ -140,37 +96,16 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "fused attention with dropout": lambda x: attention(x, fused=True, dropout=0.2),
     "gated": lambda x: F.silu(x.chunk(2, -1)[0]).repeat(1, 1, 2) * x,
     "relu in place": lambda x: (x * 1).relu_() * x,
-    "silu in place": lambda x: F.silu(x.clone(), inplace=True),
     "sets a part": set_a_part,
     "changes what was saved": what_was_saved_is_changed,
-    "masked in place": lambda x: (x * 1).masked_fill_(x > 1, 0.0).exp(),
-    "unfold": lambda x: x.unfold(-1, 2, 2).prod(-1).repeat(1, 1, 2),
     "transposed": lambda x: (x.transpose(1, 2).sigmoid() @ x).transpose(1, 2).sum(1, keepdim=True) + x,
     "expanded": lambda x: x[:, :1].expand_as(x) * x.square(),
-    "as strided": as_strided,
-    "every other": lambda x: x[:, :, ::2].cos().repeat_interleave(2, -1),
-    "cumulative": lambda x: x.cumsum(1).tanh().cumprod(-1),
-    "sorted": lambda x: x.sort(-1).values * x,
-    "scattered": scattered,
-    "put": put,
-    "top": lambda x: x * (x >= x.topk(3, dim=-1).values[..., -1:]),
-    "where": lambda x: torch.where(x > 0, x.sin(), x.exp()),
-    "rotary, complex": rotated,
-    "fourier": fourier,
-    "sparse product": sparse,
-    "empty parts": empty_parts,
-    "scalars": scalars,
     "dropout": lambda x: F.dropout(x, 0.3),
     "dropout in place": lambda x: F.dropout(x * 1, 0.3, inplace=True),
     "rrelu": lambda x: F.rrelu(x, 0.1, 0.3, training=True),
     "noise": lambda x: x + torch.rand_like(x) * x,
-    "bernoulli": lambda x: x * torch.bernoulli(x.detach().sigmoid()),
-    "outer": lambda x: torch.einsum("bli,blj->bij", x, x).sum(1, keepdim=True) + x,
     "distances": lambda x: torch.cdist(x, x).sum(-1, keepdim=True) * x,
-    "log of sums": lambda x: x - x.logsumexp((1, 2), keepdim=True),
     "norm by hand": lambda x: x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt(),
-    "concatenated": lambda x: torch.cat(x.split(x.shape[-1] // 2, -1)[::-1], -1).tanh(),
-    "stacked": lambda x: torch.stack([x, x.sin(), x.cos()]).prod(0),
     "in another data type": lambda x: (x.double().exp() - 1).to(x) * x.bfloat16().to(x),
     "without gradient": without_gradient,
     "hooked": hooked,
@@ -178,8 +113,6 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "backward inside": backward_inside,
     "mapped by vmap": mapped,
     "routed": routed,
-    "pooled": lambda x: F.max_pool1d(x, 2).repeat_interleave(2, -1) + F.avg_pool1d(x, 3, 1, 1),
-    "padded": lambda x: F.pad(x, (1, 1), mode="replicate")[..., 1:-1] ** 2,
     "function: output": functions.SavesItsOutput.apply,
     "function: in place": lambda x: functions.ChangesItsInput.apply(x * 1),
     "function: on context": lambda x: functions.KeepsOnItsContext.apply(x)[0],

@@ -439,7 +439,10 @@ def test_09_changed_in_place_before_backward(when: str) -> None:
             wait_until(lambda: drive.writes.started == drive.writes.ended, "writes")
         with torch.no_grad():
             net.layers[1].saved[0].add_(1)  # type: ignore[union-attr]
-        loss.backward()
+        try:
+            loss.backward()
+        finally:
+            drive.release()  # a step that fails waits for the writes that run
 
     with attached(Exposed, drive=drive, min_tensor_bytes=threshold) as (net, session):
         if when == "before the write":
@@ -447,7 +450,6 @@ def test_09_changed_in_place_before_backward(when: str) -> None:
         with pytest.raises(SavedTensorModifiedError, match="in place") as caught, session.step():
             work(net)
         assert when == "kept" or "layer 1 (layers.1), micro-batch 0" in str(caught.value)
-        drive.release()
         net.zero_grad()
         assert_same(run(net, forward_backward, session, 1), plain(block=Exposed))
 
