@@ -33,30 +33,20 @@ class Kind:
     Attributes:
         dtype: Data type of the model.
         distributed: Whether it is a distributed one.
-        name: The optimizer inside.
-        fp32_gradients: Whether gradients are added up in fp32.
     """
 
     dtype: torch.dtype
     distributed: bool
-    name: str = "adam"
-    fp32_gradients: bool = True
 
     @property
     def formats(self) -> list[str | None]:
         """Formats of sharded checkpoints."""
-        if self.name == "sgd":
-            return []  # it makes no states before it is updated, which Megatron needs to load them
         return ["dp_reshardable", "fully_reshardable"] if self.distributed else [None]
 
 
 KINDS = {
-    "float16, bf16": Kind(torch.bfloat16, distributed=False),
     "float16, fp16": Kind(torch.float16, distributed=False),
-    "float16, bf16, sgd": Kind(torch.bfloat16, distributed=False, name="sgd"),
-    "float16, gradients in bf16": Kind(torch.bfloat16, distributed=False, fp32_gradients=False),
     "distributed, bf16": Kind(torch.bfloat16, distributed=True),
-    "distributed, fp16": Kind(torch.float16, distributed=True),
 }
 
 HIDDEN, LAYERS, SEQUENCE, VOCAB = 64, 6, 16, 256
@@ -130,7 +120,7 @@ def make_chunk(kind: Kind) -> nn.Module:
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
     model = GPTModel(config, spec, vocab_size=VOCAB, max_sequence_length=SEQUENCE)
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=kind.fp32_gradients, use_distributed_optimizer=kind.distributed
+        grad_reduce_in_fp32=True, use_distributed_optimizer=kind.distributed
     )
     made: nn.Module = DistributedDataParallel(config, settings, Float16Module(config, model))
     return made
@@ -141,7 +131,7 @@ def make_optimizer(kind: Kind, chunk: nn.Module) -> Any:
 
     return get_megatron_optimizer(
         OptimizerConfig(
-            optimizer=kind.name,
+            optimizer="adam",
             lr=1e-2,
             weight_decay=0.1,
             bf16=kind.dtype == torch.bfloat16,
