@@ -30,7 +30,7 @@ from tba_offload.device import READY
 from tba_offload.device.host_memory import never_freed
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
-from tba_offload.store.base import BLOCK, Checksum, Store
+from tba_offload.store.base import BLOCK, Checksum, Store, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,17 +131,11 @@ class UnlinkedFile(Store):
             raise self.failure(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     def shrink(self, end: int) -> None:
-        """Free the blocks beyond ``end``, a multiple of 4096.
-
-        Raises:
-            StoreError: The drive failed.
-        """
+        """Free the blocks beyond ``end``, a multiple of 4096; a failing drive says so at its next write."""
         if end < self.size:
-            try:
+            with suppress(OSError):
                 os.ftruncate(self.fd, end)
-            except OSError as error:
-                raise self.failure("the file cannot shrink", error) from error
-            self.size = end
+                self.size = end
 
     def close(self) -> None:
         """Close the descriptor, which frees the blocks.
@@ -181,17 +175,15 @@ class UnlinkedFile(Store):
     def _extend(self, size: int) -> bool:
         """Try one size; return False if there is no room for it."""
         try:
-            try:
-                posix.fallocate(self.fd, self.size, size - self.size)
-            except OSError as error:
-                if error.errno not in _NO_FALLOCATE:
-                    raise
-                os.ftruncate(self.fd, size)
+            posix.fallocate(self.fd, self.size, size - self.size)
         except OSError as error:
-            os.ftruncate(self.fd, self.size)  # gives back what a failed attempt did get
-            if error.errno in _FULL:
-                return False
-            raise self.failure("the file cannot grow", error) from error
+            if error.errno in _NO_FALLOCATE:
+                os.ftruncate(self.fd, size)
+            else:
+                os.ftruncate(self.fd, self.size)  # gives back what the failed attempt did get
+                if error.errno in _FULL:
+                    return False
+                raise self.failure("the file cannot grow", error) from error
         self.size = size
         return True
 
@@ -322,7 +314,7 @@ class FileStore(UnlinkedFile):
 
     def _span(self, extent: Extent) -> int:
         """Return the bytes that move: lead, payload and padding up to the block."""
-        return -(-(extent.lead + extent.nbytes) // self.block) * self.block
+        return round_up(extent.lead + extent.nbytes, self.block)
 
     def _is_in_place(self, extent: Extent, memory: ByteRange) -> bool:
         return not self.device.pins_memory and memory.address % self.block == extent.lead
