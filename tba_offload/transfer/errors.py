@@ -23,7 +23,6 @@ _REMEDIES = {
     "read": "check the drive with its own tools; training cannot go on without these bytes",
     "keep": "change a copy in place of it, or place the layer keep",
 }
-_HANGS = "check the drive and the system log. store.stall_seconds sets the limit"
 _DEVICE = (
     "no drive is at fault: an operation of the training program failed on the device, and this transfer was "
     "the first to wait for it. with CUDA_LAUNCH_BLOCKING=1 the operation itself raises the error"
@@ -48,11 +47,10 @@ def transfer_error(
         where: The place, where the cause does not name it.
     """
     remedy = _FULL if is_full(cause if isinstance(cause, BaseException) else None) else _REMEDIES[verb]
-    if isinstance(cause, HangingError):
-        remedy = _HANGS
     if isinstance(cause, DeviceError):
         remedy = _DEVICE
-    error = TransferError(f"could not {verb} {nbytes} bytes of {key}{where}: {cause}; {remedy}")
+    ending = "" if isinstance(cause, HangingError) else f"; {remedy}"  # one that hangs says what to do
+    error = TransferError(f"could not {verb} {nbytes} bytes of {key}{where}: {cause}{ending}")
     error.__cause__ = cause if isinstance(cause, BaseException) else None
     return error
 
