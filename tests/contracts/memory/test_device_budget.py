@@ -6,11 +6,9 @@ accelerator; in the other malloc does.
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -211,22 +209,6 @@ def test_gradients_of_earlier_passes_are_there_in_forward(
     assert_same_weights(found, kept)
 
 
-def trains_halves(step: int, model: nn.Module) -> None:
-    """The last layers are trained for some steps, then the first ones, whose gradients come later."""
-    for number, layer in enumerate(model.layers):  # type: ignore[arg-type]
-        layer.requires_grad_((number < LAYERS // 2) is (step >= STEPS // 2))
-
-
-@pytest.mark.usefixtures("peaks_are_exact")
-@pytest.mark.parametrize("share", of_which([0.9, 0.75], 0.75))
-def test_layers_that_are_trained_from_some_step_on_have_gradients_elsewhere(
-    share: float, tmp_path: Path
-) -> None:
-    kept, found, budget = run_within(tmp_path, share, before=trains_halves)
-    assert_below(found, budget)
-    assert_same_weights(found, kept)
-
-
 @pytest.mark.usefixtures("peaks_are_exact")
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_what_is_left_for_activations_is_derived_from_what_lies_there(
@@ -242,49 +224,6 @@ def test_what_is_left_for_activations_is_derived_from_what_lies_there(
         left = device - (record.base_bytes or 0)
         assert 0.95 * left < budget < left < device - 2.9 * nbytes  # weights, two states
         assert (record.gradient_peak_bytes or 0) > 0.9 * nbytes  # may take of it as they come
-
-
-CHANGED = 5
-"""Step before which copies of the model come, or go."""
-
-
-class Copies:
-    """Copies of a model, as those of averaged weights, that come or go in the middle of a run."""
-
-    def __init__(self, *, come: bool) -> None:
-        self._come = come
-        self._all: list[nn.Module] = []
-
-    def __call__(self, step: int, model: nn.Module) -> None:
-        if step == (CHANGED if self._come else 0):
-            self._all = [copy.deepcopy(model).requires_grad_(requires_grad=False) for _ in range(4)]
-        elif step == CHANGED:
-            self._all.clear()
-            gc.collect()
-
-
-@pytest.mark.usefixtures("peaks_are_exact")
-@pytest.mark.parametrize("come", [True, False])
-def test_copies_of_the_model_take_of_what_activations_have(tmp_path: Path, *, come: bool) -> None:
-    """The step that finds them runs without its plan."""
-    kept = run(tmp_path, {"default": "keep"}, before=Copies(come=come))
-    budget = int(0.75 * max(kept.peaks))
-    found = run(
-        tmp_path,
-        {"default": "auto", "budget": {"device_bytes": budget}},
-        before=Copies(come=come),
-        steps=2 * STEPS,
-    )
-    assert_below(found, budget)
-    budgets = [record.activation_budget_bytes or 0 for record in found.records]
-    changes = [abs(after - before) for before, after in pairwise(budgets[2:])]
-    size = sum(weight.nbytes for weight in found.weights)
-    assert changes[CHANGED - 3] > 3.9 * size
-    assert sum(changes) == changes[CHANGED - 3]
-    peaks = [record.activation_peak_bytes or 0 for record in found.records]
-    later = peaks[CHANGED + 1]
-    assert (later < 0.97 * peaks[CHANGED - 1]) is come  # less is planned
-    assert (later > 1.03 * peaks[CHANGED - 1]) is not come  # or more
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
@@ -322,12 +261,6 @@ def test_states_that_are_offloaded_leave_room_to_activations(when: dict[str, str
     of_gradients = max(record.gradient_peak_bytes or 0 for record in found.records[1:])
     assert (of_gradients < 0.6 * size) is (when["when"] == "backward")
     assert_same_weights(found, kept)
-
-
-@pytest.mark.usefixtures("peaks_are_exact")
-def test_updates_in_backward_leave_all_but_three_sub_groups(tmp_path: Path) -> None:
-    *_, grown, size = with_states_offloaded(tmp_path, {"when": "backward"})
-    assert grown > 0.8 * size  # two states and perhaps gradients, less slots of three sub-groups
 
 
 @pytest.mark.usefixtures("peaks_are_exact")
