@@ -481,6 +481,25 @@ def test_09_operations_that_save_what_they_changed_themselves() -> None:
     assert_transparent(block=lambda: Block(mix_through_a_view), drive=drive, settled=False)
 
 
+# 10. Something else keeps the storage alive
+
+
+class Holding(Block):
+    """Keeps what it saves, as layers in FP8 keep a copy of their weight from micro-batch to micro-batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(self.up(x))
+        self.held = y.detach()
+        return x + self.down(y)
+
+
+def test_10_what_stays_alive_anyway_is_found_and_kept_from_then_on() -> None:
+    first, *_, last = assert_transparent(block=Holding)
+    assert first.held_bytes >= 3 * ONE  # and the input, which the test holds
+    assert last.held_bytes == 0
+    assert last.kept_bytes - first.kept_bytes == first.held_bytes
+
+
 # 11. What hooks do not see
 
 
