@@ -8,6 +8,7 @@ while it sums: here gradients are summed, and then divided.
 from __future__ import annotations
 
 import argparse
+import json
 import runpy
 import sys
 import tempfile
@@ -16,9 +17,31 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from places import EXAMPLES
-from titan_text import options_with_text
+from places import EXAMPLES, ROOT
+from tokenizers.pre_tokenizers import ByteLevel
 from torch.distributed.fsdp import FSDPModule
+
+
+def options_with_text(directory: Path) -> list[str]:
+    """Writes a data set like torchtitan's for tests, of these docs, and a tokenizer whose tokens are bytes.
+
+    Args:
+        directory: Where folders for both are made.
+
+    Returns:
+        Options of torchtitan that name them.
+    """
+    text, tokenizer = directory / "text", directory / "tokenizer"
+    text.mkdir()
+    pages = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").rglob("*.md"))]
+    lines = "".join(json.dumps({"text": page}) + "\n" for page in pages)
+    (text / "data.json").write_text(lines, encoding="utf-8")
+    tokenizer.mkdir()
+    vocabulary = {token: number for number, token in enumerate(sorted(ByteLevel.alphabet()))}
+    (tokenizer / "vocab.json").write_text(json.dumps(vocabulary))
+    (tokenizer / "merges.txt").write_text("")
+    return [f"--model.hf_assets_path={tokenizer}", f"--training.dataset_path={text}"]
+
 
 MEMORY = 2**33
 """Bytes that torchtitan takes the device to have; it prints shares of them."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import example_ranks
 import pytest
 import torch
-from example_outcomes import assert_same_outcome, losses_of, policy_file
+from models import same_bits
 from places import EXAMPLES, SUPPORT
 
 if TYPE_CHECKING:
@@ -119,3 +120,33 @@ def ran(
         (torch.load(directory / f"without-{rank}.pt"), torch.load(directory / f"with-{rank}.pt"))
         for rank in range(example.ranks)
     ]
+
+
+def policy_file(directory: Path, drive: Path, window: int) -> Path:
+    """A policy by which everything travels to a drive, through a window of ``window`` bytes."""
+    policy = directory / "policy.yaml"
+    policy.write_text(
+        "default: offload\n"
+        f"budget: {{in_flight_bytes: {window}B}}\n"
+        f"store: {{kind: file, directories: ['{drive}']}}\n"
+    )
+    return policy
+
+
+def losses_of(run: dict[str, Any]) -> list[str]:
+    """The losses that it has printed."""
+    return re.findall(r"loss (\d[\d.]*(?:e[+-]?\d+)?)", run["printed"])
+
+
+def assert_same_outcome(plain: dict[str, Any], *others: dict[str, Any]) -> None:
+    """The losses that were printed and the parameters are the same to the last bit."""
+    for number, other in enumerate(others):
+        assert losses_of(other) == losses_of(plain), number
+        assert other["kinds"] == plain["kinds"]
+        assert other["parameters"].keys() == plain["parameters"].keys()
+        different = [
+            name
+            for name, parameter in other["parameters"].items()
+            if not same_bits(parameter, plain["parameters"][name])
+        ]
+        assert different == [], number
