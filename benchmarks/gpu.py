@@ -284,7 +284,7 @@ class Way:
             marks.append(device.mark())
             start, turn, end = device.seconds(marks)
             if measure:
-                peak, reserved = meter.peak(), meter.reserved()
+                peak, reserved = meter.peak(), meter.reserved
                 if self.session is not None:  # it measures by the same statistics, and plans with them
                     record = self.session.report()[-1]
                     peak, reserved = record.device_peak_bytes or peak, record.reserved_peak_bytes

@@ -13,16 +13,4 @@ from tba_offload.device.device import (
     is_device_failure,
 )
 
-CpuDevice = Device
-
-__all__ = [
-    "READY",
-    "Accelerator",
-    "ByteRange",
-    "CpuDevice",
-    "Device",
-    "Event",
-    "Mark",
-    "device_of",
-    "is_device_failure",
-]
+__all__ = ["READY", "Accelerator", "ByteRange", "Device", "Event", "Mark", "device_of", "is_device_failure"]

@@ -140,11 +140,6 @@ class Device:
             raise ValueError(f"cannot copy {source.nbytes} bytes into {target.nbytes}")
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
-    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Event) -> None:
-        """Copy several ranges of bytes, targets and sources as of :meth:`copy`."""
-        for target, source in pairs:
-            self.copy(target, source, after)
-
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate page-aligned host memory that this device can reach quickly.
 

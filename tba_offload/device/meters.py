@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from tba_offload.device.device import Device
 
 
-def _nothing() -> int:
-    return 0
-
-
 class MemoryMeter(ABC):
     """The most bytes that were live on the device since the last :meth:`reset`.
 
@@ -47,14 +43,22 @@ class MemoryMeter(ABC):
         samples: Whether the meter knows only the moments at which it looks.
         seen: Called, on whatever thread, with the live bytes that the meter sees: those that count, and those
             that did not at that moment.
+        whole_peak: The most live bytes, those that do not count included.
+        reserved: The most bytes that the allocator held; None if it does not say.
+        samples_taken: How many samples the peak is of; None if it is exact.
+        is_thin: After :meth:`peak`, whether samples may have missed it.
     """
 
     source: str
     samples = False
 
-    def __init__(self, static: Callable[[], int] = _nothing) -> None:
+    def __init__(self, static: Callable[[], int] = lambda: 0) -> None:
         self._static = static
         self.seen: Callable[[int, int], object] = lambda _live, _aside: None
+        self._peak = self.whole_peak = 0
+        self.reserved: int | None = None
+        self.samples_taken: int | None = None
+        self.is_thin = self._is_paused = False
 
     @abstractmethod
     def live(self) -> int:
@@ -69,14 +73,6 @@ class MemoryMeter(ABC):
         """
 
     @abstractmethod
-    def pause(self) -> None:
-        """Leave what is live until :meth:`resume` out of the peak; ``seen`` is still called."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """Go on after :meth:`pause`."""
-
-    @abstractmethod
     def sample(self, grows_by: int = 0) -> None:
         """Look at a moment that may be high, or before ``grows_by`` bytes more are left out."""
 
@@ -87,28 +83,29 @@ class MemoryMeter(ABC):
         What was seen before does not count for the new section, however coarsely the meter looks.
         """
 
-    @abstractmethod
+    def pause(self) -> None:
+        """Leave what is live until :meth:`resume` out of the peak; ``seen`` is still called."""
+        self.cut()
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        self.cut()
+        self._is_paused = False
+
     def peak(self) -> int:
         """Return the most live bytes since :meth:`reset`, and stop watching."""
-
-    def samples_taken(self) -> int | None:
-        """Return how many samples :meth:`peak` is of; ``None`` if it is exact."""
-        return None
-
-    def is_thin(self) -> bool:
-        """Return whether samples may have missed the peak by more than a twentieth."""
-        return False
-
-    def reserved(self) -> int | None:
-        """Return the most bytes that the allocator held until :meth:`peak`; ``None`` if it does not say."""
-        return None
-
-    @abstractmethod
-    def whole_peak(self) -> int:
-        """Return the most live bytes until :meth:`peak`, those that do not count included."""
+        self.cut()
+        return self._peak
 
     def close(self) -> None:  # noqa: B027 - most start nothing
         """End what the meter started."""
+
+    def _saw(self, whole: int, live: int) -> None:
+        self.seen(live, whole - live)
+        if not self._is_paused:
+            self._peak = max(self._peak, live)
+            self.whole_peak = max(self.whole_peak, whole)
 
 
 class AllocatorMeter(MemoryMeter):
@@ -122,12 +119,11 @@ class AllocatorMeter(MemoryMeter):
     """A stretch ends before more than this share of the peak is born in it: reading the statistics takes the
     host about 100 us, too much for every single parameter."""
 
-    def __init__(self, device: torch.device, static: Callable[[], int] = _nothing) -> None:
+    def __init__(self, device: torch.device, static: Callable[[], int] = lambda: 0) -> None:
         super().__init__(static)
         self.source = f"{device.type} allocator"
         self._module, self._device = torch.get_device_module(device), device
-        self._peak = self._whole = self._reserved = self._static_before = 0
-        self._is_paused = False
+        self._static_before = 0
 
     def live(self) -> int:
         """Return the bytes of live tensors that count."""
@@ -135,18 +131,7 @@ class AllocatorMeter(MemoryMeter):
 
     def reset(self, *, closely: bool = False) -> None:  # noqa: ARG002 - it misses nothing
         """Set the allocator's peak to what is live now."""
-        self._peak = self._whole = self._reserved = 0
-        self._is_paused = False
-        self._begin_stretch()
-
-    def pause(self) -> None:
-        """End a stretch; the next one, until :meth:`resume`, is in no peak."""
-        self.cut()
-        self._is_paused = True
-
-    def resume(self) -> None:
-        """Begin a stretch that counts."""
-        self._end_stretch()
+        self._peak = self.whole_peak = self.reserved = 0
         self._is_paused = False
         self._begin_stretch()
 
@@ -163,31 +148,15 @@ class AllocatorMeter(MemoryMeter):
         self._begin_stretch()
         return self.live()
 
-    def peak(self) -> int:
-        """Return the highest peak of a stretch."""
-        self._end_stretch()
-        return self._peak
-
-    def reserved(self) -> int:
-        """Return what the allocator had taken from the device, cached blocks included."""
-        return self._reserved
-
-    def whole_peak(self) -> int:
-        """Return the highest peak of the allocator in a stretch."""
-        return self._whole
-
     def _begin_stretch(self, grows_by: int = 0) -> None:
         self._static_before = self._static() + grows_by
         self._module.reset_peak_memory_stats(self._device)
 
     def _end_stretch(self) -> None:
-        static = min(self._static_before, self._static())
-        whole = self._module.max_memory_allocated(self._device)
-        self.seen(whole - static, static)
+        static, whole = self._static(), self._module.max_memory_allocated(self._device)
+        self._saw(whole, whole - min(self._static_before, static))
         if not self._is_paused:
-            self._whole = max(self._whole, whole)
-            self._peak = max(self._peak, whole - static)
-            self._reserved = max(self._reserved, self._module.max_memory_reserved(self._device))
+            self.reserved = max(self.reserved or 0, self._module.max_memory_reserved(self._device))
 
 
 REST, REST_CLOSELY = 49, 9
@@ -226,59 +195,55 @@ class MallocMeter(MemoryMeter):
     samples = True
     source = "mallinfo2, sampled"
 
-    def __init__(self, period: float = 0.002, static: Callable[[], int] = _nothing) -> None:
+    def __init__(self, period: float = 0.002, static: Callable[[], int] = lambda: 0) -> None:
         super().__init__(static)
         self._count = malloc_count()
-        self._period = period
-        self._lock = threading.Lock()
-        self._latest, self._held = self._first = self._count()
-        self._peak = self._whole = self._most = self._samples = self._looks = 0
+        self._period, self._lock = period, threading.Lock()
+        (self._first, self._first_held), self._most = self._count(), 0
         self._began = self._sampled_at = self._longest_gap = self._rests_until = 0.0
-        self._is_paused = self._is_close = self._has_changed = False
+        self._is_close, self._has_changed = False, True
+        self._looks, self._expected = 0, -1  # of this step, and of the one before
         self._heights: list[tuple[int, int]] = []  # live bytes and number of looks in a step watched closely
         self._highest: set[int] = set()  # numbers of the looks that no step skips
-        self._expected = -1  # looks of a step
         self._watching, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, _end, self._watching, self._closed).atexit = False
 
     def live(self) -> int:
-        """Return the bytes that malloc has given out and that count.
+        """Return the bytes that malloc has given out and that count."""
+        whole, static = self._read()
+        return whole - static
+
+    def _read(self) -> tuple[int, int]:
+        """Return live bytes, and those of them that do not count.
 
         Reading the count lets go of the GIL. A gradient that is put in place or freed meanwhile is left out
         either way: one sample that is too low does no harm to a maximum, one that is too high does.
         """
         before, began = self._static(), time.thread_time()
-        self._latest, self._held = self._count()
+        whole, held = self._count()
         rest = REST_CLOSELY if self._is_close else REST
         self._rests_until = time.perf_counter() + rest * (time.thread_time() - began)
-        return self._latest - max(before, self._static())
+        self._most = max(self._most, whole)
+        share, slack = WASTED
+        if held - self._first_held > share * (self._most - self._first) + slack:
+            return_freed_pages()
+        return whole, max(before, self._static())
 
     def reset(self, *, closely: bool = False) -> None:
         """Take a first sample and let the thread, and :meth:`sample`, take the others."""
         with self._lock:
             self._is_paused, self._is_close = False, closely or self._has_changed
-            self._peak = self.live()
-            self._whole = self._latest
-            self._began = self._sampled_at = time.perf_counter()
-            self._longest_gap, self._samples, self._looks = 0.0, 1, 0
+            self._peak = self.whole_peak = self.samples_taken = self._looks = 0
+            self._longest_gap, self._began = 0.0, time.perf_counter()
+            self._sampled_at = self._began
             self._heights.clear()
+            self._watching.set()
+        self.cut()
         if self._thread is None:
             watched = weakref.ref(self), self._watching, self._closed, self._period
             self._thread = threading.Thread(target=_watch, args=watched, name="tba-memory", daemon=True)
             self._thread.start()
-        self._watching.set()
-
-    def pause(self) -> None:
-        """Take a last sample that counts."""
-        if not self._is_paused and self._watching.is_set():
-            self.cut()
-            self._is_paused = True
-
-    def resume(self) -> None:
-        """Count samples again."""
-        self._is_paused, self._sampled_at = False, time.perf_counter()
-        self._watching.set()
 
     def sample(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample is of a moment
         """Take a sample if one is due, or if this moment was among the highest of a step before."""
@@ -297,46 +262,30 @@ class MallocMeter(MemoryMeter):
     def cut(self) -> int:
         """Take a sample, and return it."""
         with self._lock:  # or a sample from before a reset could come after it
-            live = self.live()
+            whole, static = self._read()
             if self._watching.is_set():
+                now = time.perf_counter()
                 if not self._is_paused:
-                    self._peak = max(self._peak, live)
-                    self._whole = max(self._whole, self._latest)
-                    self._samples += 1
-                    now = time.perf_counter()
+                    self.samples_taken = (self.samples_taken or 0) + 1
                     self._longest_gap = max(self._longest_gap, now - self._sampled_at)
-                    self._sampled_at = now
-                self.seen(live, self._latest - live)
-            self._most = max(self._most, self._latest)
-            share, slack = WASTED
-            if self._held - self._first[1] > share * (self._most - self._first[0]) + slack:
-                return_freed_pages()
-            return live
+                self._sampled_at = now
+                self._saw(whole, whole - static)
+            return whole - static
 
     def peak(self) -> int:
-        """Return the largest sample; take a last one unless the meter is paused."""
-        self.pause()
+        """Return the largest sample; take a last one unless the meter is paused.
+
+        The peak is thin if the step looked at other moments than those learned, or long at none.
+        """
+        peak = super().peak()
         self._watching.clear()
-        with self._lock:
-            if self._is_close:
-                self._highest = {look for _, look in sorted(self._heights)[-HIGHEST:]}
-            self._has_changed, self._expected = self._looks != self._expected, self._looks
-            return self._peak
-
-    def whole_peak(self) -> int:
-        """Return the largest count of a sample."""
-        return self._whole
-
-    def samples_taken(self) -> int:
-        """Return how many samples were taken since :meth:`reset`."""
-        return self._samples
-
-    def is_thin(self) -> bool:
-        """Return whether the step looked at other moments than those learned, or long at none."""
-        if not self._is_close:
-            return self._has_changed
-        share, seconds = THIN
-        return self._longest_gap > max(seconds, share * (self._sampled_at - self._began))
+        self._has_changed, self._expected = self._looks != self._expected, self._looks
+        self.is_thin = self._has_changed
+        if self._is_close:
+            self._highest = {look for _, look in sorted(self._heights)[-HIGHEST:]}
+            share, seconds = THIN
+            self.is_thin = self._longest_gap > max(seconds, share * (self._sampled_at - self._began))
+        return peak
 
     def close(self) -> None:
         """End the thread."""
@@ -408,7 +357,7 @@ def malloc_count() -> Callable[[], tuple[int, int]]:
     )
 
 
-def meter_of(device: Device, static: Callable[[], int] = _nothing) -> MemoryMeter:
+def meter_of(device: Device, static: Callable[[], int] = lambda: 0) -> MemoryMeter:
     """Return the meter for a device.
 
     Args:

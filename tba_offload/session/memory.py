@@ -167,16 +167,16 @@ class Memory:
         """Record that the step has ended."""
         self.figures["resident_peak_bytes"] = self._resident.read()
         if (meter := self.meter) is not None:
-            peak, is_thin = max(meter.peak() - self._base, 0), meter.is_thin()
+            peak, is_thin = max(meter.peak() - self._base, 0), meter.is_thin
             self.figures |= {
                 "activation_peak_bytes": None if is_thin else peak,
                 "sampled_peak_bytes": peak if is_thin else None,
-                "peak_samples": meter.samples_taken(),
+                "peak_samples": meter.samples_taken,
                 "peak_source": meter.source,
                 "base_bytes": self._base,
                 "earlier_outputs_bytes": self._earlier_outputs,
-                "reserved_peak_bytes": meter.reserved(),
-                "device_peak_bytes": None if is_thin else meter.whole_peak(),
+                "reserved_peak_bytes": meter.reserved,
+                "device_peak_bytes": None if is_thin else meter.whole_peak,
                 "state_bytes": self._state_bytes,
             }
 

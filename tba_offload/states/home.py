@@ -6,8 +6,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from tba_offload.device.ranges import aligned_range
-from tba_offload.device.streams import READY, CpuDevice
+from tba_offload.device.device import READY, Device, aligned_range
 from tba_offload.errors import HangingError, StoreError, StoreFullError, TransferError
 from tba_offload.store.base import BLOCK
 from tba_offload.store.pool import Transfer
@@ -15,7 +14,7 @@ from tba_offload.store.pool import Transfer
 if TYPE_CHECKING:
     import torch
 
-    from tba_offload.device import ByteRange, Device, Event
+    from tba_offload.device import ByteRange, Event
     from tba_offload.store.multi import MultiStore
 
 PART = 8 * 2**20
@@ -176,7 +175,7 @@ class Home:
         Raises:
             TransferError: They cannot be read.
         """
-        target = page_aligned(nbytes, CpuDevice(), self.homes.store.alignment)
+        target = page_aligned(nbytes, Device(), self.homes.store.alignment)
         self.settle_reads(self.read(target, READY))
         return target.tensor()
 

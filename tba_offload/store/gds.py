@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.device.checksum import sums
+from tba_offload.device.digest import sums
 from tba_offload.errors import MissingDependencyError, StoreError
 from tba_offload.store import posix
 from tba_offload.store.base import BLOCK

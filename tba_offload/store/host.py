@@ -9,7 +9,7 @@ import errno
 from typing import TYPE_CHECKING
 
 from tba_offload.device import READY
-from tba_offload.device.streams import never_freed
+from tba_offload.device.host_memory import never_freed
 from tba_offload.errors import StoreFullError
 from tba_offload.store.base import BLOCK, HOST_TIER, Checksum, Store
 
@@ -81,12 +81,14 @@ class HostStore(Store):
     def write(self, extent: Extent, source: ByteRange) -> None:
         """Copy bytes to host memory."""
         data = source.tensor()
-        self.device.copy_all([(part, data[lo:hi]) for part, lo, hi in self._parts(extent)], READY)
+        for part, lo, hi in self._parts(extent):
+            self.device.copy(part, data[lo:hi], READY)
 
     def read(self, extent: Extent, target: ByteRange) -> None:
         """Copy bytes back."""
         data = target.tensor()
-        self.device.copy_all([(data[lo:hi], part) for part, lo, hi in self._parts(extent)], READY)
+        for part, lo, hi in self._parts(extent):
+            self.device.copy(data[lo:hi], part, READY)
 
     def _parts(self, extent: Extent) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Yield the parts of slabs that make up an extent, each with its first and last byte there."""

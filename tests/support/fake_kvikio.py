@@ -12,10 +12,10 @@ import sys
 import types
 from typing import Any
 
-from tba_offload.device import CpuDevice
+from tba_offload.device import Device
 
 
-class PinningDevice(CpuDevice):
+class PinningDevice(Device):
     """Stands for a device with memory of its own."""
 
     pins_memory = True

@@ -13,7 +13,7 @@ import pytest
 
 import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, StoreConfig
-from tba_offload.device import CpuDevice
+from tba_offload.device import Device
 from tba_offload.store.host import HostStore
 from tba_offload.store.multi import MultiStore
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-CPU = CpuDevice()
+CPU = Device()
 KIB = 1 << 10
 MIB = 1 << 20
 PLACEMENTS = tuple(map(str, tba.Placement))

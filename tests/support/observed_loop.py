@@ -21,7 +21,7 @@ import transformers
 from places import ROOT
 from torch import nn
 
-BATCH, SEQUENCE, VOCABULARY, IMAGE = 8, 256, 2000, 160
+BATCH, SEQUENCE, VOCABULARY, IMAGE = 8, 128, 2000, 160
 
 _SIZES: dict[str, Any] = {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 256}
 _DECODER = _SIZES | {"intermediate_size": 688, "vocab_size": VOCABULARY, "use_cache": False}

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tba_offload.device import READY, ByteRange, CpuDevice
+from tba_offload.device import READY, ByteRange, Device
 from tba_offload.errors import ChecksumError, SessionError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tba_offload.store.base import ActivationStore, Extent, IoFuture
 
-CPU = CpuDevice()
+CPU = Device()
 MIB = 1 << 20
 PATIENCE = 120.0
 """Seconds after which a test stops waiting and fails; a busy machine may take tens of them for nothing."""
@@ -534,13 +534,13 @@ class StoreContract:
         program = f"""
             import logging, torch
             from pathlib import Path
-            from tba_offload.device import ByteRange, CpuDevice, READY
+            from tba_offload.device import ByteRange, Device, READY
             from tba_offload.store.file import FileStore
             from tba_offload.store.host import HostStore
             from tba_offload.store.striped import StripedStore
             from tba_offload.store.tiered import TieredStore
             logging.disable()
-            CPU, directory = CpuDevice(), Path({str(tmp_path)!r})
+            CPU, directory = Device(), Path({str(tmp_path)!r})
             store = {self.expression}
             data = torch.ones(4 << 20, dtype=torch.uint8)
             extents = [store.reserve(data.nbytes, data.data_ptr()) for _ in range(40)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from children import environment
 from places import SUPPORT
 
-from tba_offload.device import CpuDevice
+from tba_offload.device import Device
 
 SOURCES = SUPPORT / "stub_driver"
 PACKAGES = Path(os.environ.get("KVIKIO_PACKAGES", Path(sys.prefix) / "kvikio"))
@@ -88,7 +88,7 @@ def start_counting() -> None:
     tell("transfers", 0)
 
 
-class StubDevice(CpuDevice):
+class StubDevice(Device):
     """The driver's device: it computes on the CPU, at once."""
 
     pins_memory = True

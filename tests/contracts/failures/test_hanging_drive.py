@@ -165,9 +165,9 @@ while not faults.fired:  # what no thread has taken up yet is dropped at the end
 
 
 STORE = """
-from tba_offload.device import ByteRange, CpuDevice, READY
+from tba_offload.device import ByteRange, Device, READY
 from tba_offload.store import Transfer, open_store
-store = open_store(kind="file", directories=DIRECTORIES, device=CpuDevice(), stall_seconds=LIMIT)
+store = open_store(kind="file", directories=DIRECTORIES, device=Device(), stall_seconds=LIMIT)
 faults = hang()
 store.write([Transfer(ByteRange.of(torch.ones(1 << 20, dtype=torch.uint8)), READY)])
 while not faults.fired:

@@ -39,13 +39,13 @@ class Observed(MallocMeter):
         self._ended = 0
         self._changed = threading.Condition()
 
-    def live(self) -> int:
+    def cut(self) -> int:
         if threading.current_thread().name != "tba-memory":
-            return super().live()
+            return super().cut()
         with self._changed:
             self._begun += 1
             number = self._begun
-        found = super().live()
+        found = super().cut()
         with self._changed:
             self._ended = number
             self._changed.notify_all()
@@ -115,7 +115,7 @@ def test_a_step_that_looks_at_other_moments_than_those_before_is_thin_and_the_ne
         for _ in range(looks):
             meter.sample()
         meter.peak()
-        thin.append(meter.is_thin())
+        thin.append(meter.is_thin)
     meter.close()
     assert thin == [False, False, True, False, False]
 

@@ -162,7 +162,7 @@ import os, subprocess, sys, time
 
 import torch
 
-from tba_offload.device import ByteRange, CpuDevice, READY
+from tba_offload.device import ByteRange, Device, READY
 from tba_offload.store import open_store, register_kind
 from tba_offload.store.host import HostStore
 from tba_offload.store.pool import Transfer
@@ -177,7 +177,7 @@ class SlowStore(HostStore):
         super().write(extent, source)
 
 register_kind("slow", lambda config, *, device: SlowStore(device=device))
-with open_store(kind="slow", device=CpuDevice(), stall_seconds=2.5) as store:
+with open_store(kind="slow", device=Device(), stall_seconds=2.5) as store:
     write = Transfer(ByteRange.of(torch.ones(1 << 20, dtype=torch.uint8)), READY)
     stop = f"sleep 0.3; kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"
     stopping = subprocess.Popen(["sh", "-c", stop])

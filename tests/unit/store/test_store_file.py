@@ -84,10 +84,10 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path, python_with_torch: Warm
     (tmp_path / "neighbour").write_bytes(b"untouched")
     program = f"""
         import os, signal, torch
-        from tba_offload.device import ByteRange, CpuDevice, READY
+        from tba_offload.device import ByteRange, Device, READY
         from tba_offload.store import open_store
         from tba_offload.store.pool import Transfer
-        store = open_store(kind="file", directories=[{str(tmp_path)!r}], device=CpuDevice())
+        store = open_store(kind="file", directories=[{str(tmp_path)!r}], device=Device())
         data = torch.ones(4 << 20, dtype=torch.uint8)
         store.write([Transfer(ByteRange.of(data), READY) for _ in range(20)])
         os.kill(os.getpid(), signal.SIGKILL)
