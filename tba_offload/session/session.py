@@ -180,7 +180,6 @@ class Session:
             device,
             window=config.budget.window,
             keep_when_full=config.on_full == "keep",
-            budget_bytes=config.budget.activation_bytes,
         )
         self.capture = Capture(self.offloader, min_tensor_bytes=config.min_tensor_bytes)
         numbers = [layer.id.number for layer in layers]

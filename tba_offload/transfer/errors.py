@@ -16,17 +16,18 @@ from tba_offload.errors import (
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-_FULL = "free space or choose another directory under store.directories, or set on_full: keep"
 _REMEDIES = {
     "write": "check the drive and the system log, choose another directory under store.directories, or set "
     "on_full: keep",
     "read": "check the drive with its own tools; training cannot go on without these bytes",
     "keep": "change a copy in place of it, or place the layer keep",
 }
-_DEVICE = (
-    "no drive is at fault: an operation of the training program failed on the device, and this transfer was "
-    "the first to wait for it. with CUDA_LAUNCH_BLOCKING=1 the operation itself raises the error"
-)
+_BY_CAUSE = {
+    OutOfServiceError: _REMEDIES["write"],
+    StoreFullError: "free space or choose another directory under store.directories, or set on_full: keep",
+    DeviceError: "no drive is at fault: an operation of the training program failed on the device, and this "
+    "transfer was the first to wait. with CUDA_LAUNCH_BLOCKING=1 the operation itself raises the error",
+}
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -46,9 +47,7 @@ def transfer_error(
         cause: Why it failed.
         where: The place, where the cause does not name it.
     """
-    remedy = _FULL if is_full(cause if isinstance(cause, BaseException) else None) else _REMEDIES[verb]
-    if isinstance(cause, DeviceError):
-        remedy = _DEVICE
+    remedy = next((text for kind, text in _BY_CAUSE.items() if isinstance(cause, kind)), _REMEDIES[verb])
     ending = "" if isinstance(cause, HangingError) else f"; {remedy}"  # one that hangs says what to do
     error = TransferError(f"could not {verb} {nbytes} bytes of {key}{where}: {cause}{ending}")
     error.__cause__ = cause if isinstance(cause, BaseException) else None
@@ -73,20 +72,17 @@ def unusable(key: Hashable, *, is_inert: bool) -> SessionError:
     )
 
 
-def outage(place: str, cause: str, budget_bytes: int | None) -> str:
+def outage(place: str, cause: str) -> str:
     """Return the warning of a drive that failed.
 
     Args:
         place: The drive.
         cause: Why.
-        budget_bytes: The budget of activations; ``None`` for none.
     """
-    beyond = (
-        "" if budget_bytes is None else f", beyond budget.activation_bytes ({budget_bytes} bytes) if it must"
-    )
     return (
         f"a drive failed and is left alone: {place}: {cause}. what was meant for it goes to other drives "
-        f"or stays in memory{beyond}; it is tried again after 1 s, 2 s, 4 s and so on. check the drive "
-        "and the system log, or choose another directory under store.directories; on_full: error makes "
-        "this an error. the run log counts drives_out_of_service and fallback_kept_bytes"
+        "or stays in memory, beyond budget.activation_bytes if it must; it is tried again after 1 s, 2 s, "
+        "4 s and so on. check the drive and the system log, or choose another directory under "
+        "store.directories; on_full: error makes this an error. the run log counts drives_out_of_service "
+        "and fallback_kept_bytes"
     )

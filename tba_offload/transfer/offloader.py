@@ -47,7 +47,6 @@ class Offloader:
         window: Most bytes in flight; ``None`` for no limit.
         keep_when_full: Whether bytes that cannot be written stay in memory, which is counted, instead of
             raising a :class:`~tba_offload.errors.TransferError`.
-        budget_bytes: The budget of activations, for warnings; ``None`` for none.
 
     Attributes:
         store: As given.
@@ -58,19 +57,12 @@ class Offloader:
     """
 
     def __init__(
-        self,
-        store: MultiStore,
-        device: Device,
-        *,
-        window: int | None = None,
-        keep_when_full: bool = True,
-        budget_bytes: int | None = None,
+        self, store: MultiStore, device: Device, *, window: int | None = None, keep_when_full: bool = True
     ) -> None:
         self.store, self.device, self.keep_when_full = store, device, keep_when_full
         self.window = InFlightWindow(window)
-        self.marks_stalls = False
-        self._budget_bytes, self._told = budget_bytes, set[str]()
-        self._epoch, self._is_inert, self._is_open = 0, False, False
+        self.marks_stalls = self._is_inert = self._is_open = False
+        self._epoch, self._told = 0, set[str]()
         self._lock = Lock()
         store.completed = self._completed = deque[Transfer]()
         self._dead = deque[SavedRef]()  # filled by finalizers
@@ -79,7 +71,6 @@ class Offloader:
         self._pending_bytes = 0
         self._writes: dict[Transfer, SavedRef] = {}  # queued and running, oldest first
         self._ahead: dict[SavedRef, None] = {}  # read ahead and not used yet
-        self._read_ahead_up_to = float("inf")  # bytes in flight that the device has had memory for
         self._failures = deque[TransferError]()
 
     # ---- forward: save and flush -----------------------------------------------------------------
@@ -129,8 +120,7 @@ class Offloader:
             TransferError: A drive does not answer.
         """
         with self._lock:
-            self._drain()
-            if self.window.rules.is_crowded(self.window.in_flight, nbytes):
+            if self.window.is_crowded(nbytes):
                 self._make_room(nbytes)
 
     def flush(self) -> None:
@@ -168,17 +158,12 @@ class Offloader:
 
     def _make_room(self, nbytes: int) -> None:
         """Wait until ``nbytes`` fit the window, but only for I/O that runs; else admit them."""
-        window = self.window
         with self._stall():
-            while window.rules.is_crowded(window.in_flight, nbytes):
+            while self.window.is_crowded(nbytes):
                 self._flush(0)
-                self._drain()
-                if not window.rules.is_crowded(window.in_flight, nbytes):
+                # What else is in memory is in use, or waits for this very thread: it would be a deadlock.
+                if not self._finish_writes() and not self._give_up_farthest():
                     break
-                if self._writes:
-                    self._wait_for_oldest_write()
-                elif not self._give_up_farthest():
-                    break  # memory is in use, or waits for this very thread: waiting would be a deadlock
         self.raise_failures()
 
     # ---- backward: fetch -------------------------------------------------------------------------
@@ -256,32 +241,30 @@ class Offloader:
             self._drain()
         if ref.extent is None:
             raise transfer_error("keep", ref.key, ref.nbytes, "its memory was freed or resized by its owner")
-        while True:
-            try:
-                room = aligned_range(ref.nbytes, saved.address, self.store.alignment, self.device)
-                break
-            except torch.OutOfMemoryError:
-                if not self._give_up_farthest():
-                    if not self._writes:
-                        raise
-                    self._wait_for_oldest_write()
-                    self._drain()
+        try:
+            room = self._allocate(saved)
+        except torch.OutOfMemoryError:
+            while self._give_up_farthest() or self._finish_writes():
+                pass
+            room = self._allocate(saved)
         self._start_reads([(saved, room)])
         return self._arrived(saved)
 
+    def _allocate(self, saved: SavedStorage) -> ByteRange:
+        return aligned_range(saved.nbytes, saved.address, self.store.alignment, self.device)
+
     def _start_reads(self, rooms: list[tuple[SavedStorage, ByteRange]]) -> None:
         """Queue reads of stored bytes, each into memory that was allocated for it."""
-        device, reads = self.device, list[Transfer]()
+        device = self.device
+        check_not_captured(device)
         # Not before: other work with the memory that the allocator gave may have been queued meanwhile.
-        after = device.event()
+        after, reads = device.event(), list[Transfer]()
         for saved, room in rooms:
-            ref = saved.ref
             if device.runs_behind:
                 saved.stream = device.stream()
-            ref.read = read = Transfer(room, after, extent=ref.extent)
-            self.window.stats.read += ref.nbytes
+            saved.ref.read = read = Transfer(room, after, extent=saved.ref.extent)
+            self.window.stats.read += saved.nbytes
             reads.append(read)
-        check_not_captured(device)
         self.store.read(reads)
 
     def _arrived(self, saved: SavedStorage) -> torch.UntypedStorage:
@@ -306,17 +289,17 @@ class Offloader:
     def _read_to_end(self, ref: SavedRef, read: Transfer) -> Transfer:
         for pause in (*READ_AGAIN, None):
             self._wait(read, ref)
-            error = read.error
-            if error is None:
+            error, extent, room = read.error, ref.extent, read.memory
+            if error is None or extent is None or room is None:
                 break
-            if pause is None or not isinstance(error, StoreError) or isinstance(error, DeviceError):
+            if pause is None or isinstance(error, DeviceError):
                 self._end_ahead(ref)
-                if ref.extent is not None and is_of_drive(error):
-                    self.store.suspend(ref.extent, error)
-                raise transfer_error("read", ref.key, ref.nbytes, error, self._where(ref)) from error
+                if is_of_drive(error):
+                    self.store.suspend(extent, error)
+                where = f" from {self.store.place(extent)}, offset {extent.offset}"
+                raise transfer_error("read", ref.key, ref.nbytes, error, where) from error
             time.sleep(pause)
-            room: Any = read.memory
-            ref.read = read = Transfer(room, self.device.event(), extent=ref.extent)
+            ref.read = read = Transfer(room, self.device.event(), extent=extent)
             self.store.read([read])
             self.window.stats.reread += ref.nbytes
         return read
@@ -343,9 +326,7 @@ class Offloader:
                 saved = ref()
                 if saved is None or saved.state is State.KEPT or ref.epoch != self._epoch:
                     continue
-                memory = saved.alive()
-                if memory is not None and memory.nbytes() < ref.nbytes:
-                    memory = None
+                memory = saved.in_memory()
                 if saved.state is not State.STORED:
                     if across_forward:
                         break  # it may have to be read after all
@@ -362,27 +343,27 @@ class Offloader:
     def _find_room(
         self, saved: SavedStorage, rooms: list[tuple[SavedStorage, ByteRange]], *, across_forward: bool
     ) -> bool:
-        """Allocate memory for a read, if window and device have room for it; return whether they have."""
-        window, ref, nbytes = self.window, saved.ref, saved.nbytes
-        if window.in_flight + nbytes > self._read_ahead_up_to or not window.rules.may_read_ahead(
-            window.in_flight, window.read_ahead, nbytes, across_forward=across_forward
+        """Allocate memory for a read ahead, if window and device have room; return whether they have."""
+        window, ref, in_flight = self.window, saved.ref, self.window.in_flight
+        if in_flight + ref.nbytes > window.most_read_ahead or not window.rules.may_read_ahead(
+            in_flight, window.read_ahead, ref.nbytes, across_forward=across_forward
         ):
             if not across_forward:
                 self._flush(0)  # what is pending is needed later than this
             return False
         try:
-            rooms.append((saved, aligned_range(nbytes, saved.address, self.store.alignment, self.device)))
+            rooms.append((saved, self._allocate(saved)))
         except torch.OutOfMemoryError:
             for given_up, _ in rooms[len(rooms) // 4 :]:  # compute needs memory as well
                 self._end_ahead(given_up.ref)
                 window.stats.given_up += given_up.nbytes
             del rooms[len(rooms) // 4 :]
-            self._read_ahead_up_to = window.in_flight
+            window.most_read_ahead = window.in_flight
             return False
-        ref.charged = nbytes
+        ref.charged = ref.nbytes
         self._ahead[ref] = None
-        window.read_ahead += nbytes
-        window.in_flight += nbytes
+        window.read_ahead += ref.nbytes
+        window.in_flight += ref.nbytes
         return True
 
     def _end_ahead(self, ref: SavedRef) -> None:
@@ -398,16 +379,17 @@ class Offloader:
 
     def _give_up_farthest(self) -> bool:
         """Drop what was read ahead for the latest use; return False if there is nothing."""
-        farthest: SavedRef | None = None
+        read: Any
         for ref in reversed(self._ahead):
-            farthest = farthest or ref
-            if ref.read is None or ref.read.is_done or self.store.cancel(ref.read):
+            read = ref.read
+            if read.is_done or self.store.cancel(read):
                 break
         else:
-            if farthest is None or farthest.read is None:
+            if not self._ahead:
                 return False
-            ref = farthest
-            self._wait(farthest.read, ref)
+            ref = next(reversed(self._ahead))
+            read = ref.read
+            self._wait(read, ref)
         self._end_ahead(ref)
         self.window.stats.given_up += ref.nbytes
         return True
@@ -529,13 +511,14 @@ class Offloader:
         except StoreError:
             pass  # an error of the transfer itself, at which the caller looks
 
-    def _wait_for_oldest_write(self) -> None:
-        transfer, ref = next(iter(self._writes.items()))
-        self._wait(transfer, ref)
-
-    def _where(self, ref: SavedRef) -> str:
-        extent = ref.extent
-        return "" if extent is None else f" from {self.store.place(extent)}, offset {extent.offset}"
+    def _finish_writes(self) -> bool:
+        """Take note of the writes that have ended, or wait for the oldest; return False if there is none."""
+        if not self._completed and self._writes:
+            transfer, ref = next(iter(self._writes.items()))
+            self._wait(transfer, ref)
+        has_ended = bool(self._completed)
+        self._drain()
+        return has_ended
 
     @contextmanager
     def _stall(self, *, is_marked: bool = True) -> Iterator[None]:
@@ -570,7 +553,7 @@ class Offloader:
         """End a step: what was read ahead in vain is dropped; saved storages that autograd holds live on."""
         with self._lock:
             self._drain()
-            self._read_ahead_up_to = float("inf")
+            self.window.most_read_ahead = float("inf")
             while self._give_up_farthest():
                 pass
         self.store.trim()
@@ -586,7 +569,6 @@ class Offloader:
                 each.clear()
             self._failures.clear()
             self._pending_bytes = 0
-            self._read_ahead_up_to = float("inf")
             self.window.reset()
             self._is_open = False
 
@@ -603,11 +585,8 @@ class Offloader:
             TransferError: A transfer failed.
         """
         with self._lock:
-            self._drain()
             self._flush(0)
-            while self._writes:
-                self._wait_for_oldest_write()
-                self._drain()
+            while self._finish_writes():
                 self._flush(0)
         self.raise_failures()
 
@@ -620,7 +599,7 @@ class Offloader:
         for place, cause in self.store.take_outages():
             if self.keep_when_full and place not in self._told:
                 self._told.add(place)
-                warn(outage(place, cause, self._budget_bytes), RuntimeWarning)
+                warn(outage(place, cause), RuntimeWarning)
         if self._failures:
             raise self._failures.popleft()
 
@@ -642,8 +621,3 @@ class Offloader:
     def in_flight(self) -> int:
         """Bytes in flight now."""
         return self.window.in_flight
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes that the offloader itself keeps in memory now."""
-        return self.window.in_flight + self.window.settled

@@ -67,13 +67,14 @@ class InFlightWindow:
         read_ahead: Bytes among them that were read ahead.
         settled: Bytes kept in memory outside the window: backward uses them, or they could not be written.
         stats: Figures.
+        most_read_ahead: Bytes in flight up to which the device has turned out to have memory.
         due: Pending writes of so many bytes are due.
         tight_above: Everything is written above so many bytes in flight.
     """
 
     def __init__(self, nbytes: int | None) -> None:
         self.in_flight = self.read_ahead = self.settled = 0
-        self.stats = TransferStats()
+        self.stats, self.most_read_ahead = TransferStats(), float("inf")
         self._largest = self._largest_before = 0
         self.resize(nbytes)
 
@@ -83,6 +84,10 @@ class InFlightWindow:
         self.nbytes, self.batch, self.held_back = nbytes, rules.batch, rules.held_back
         self.due, self.fills_below = rules.held_back + rules.batch, rules.fills_below
         self.tight_above = rules.tight_above(max(self._largest, self._largest_before))
+
+    def is_crowded(self, nbytes: int) -> bool:
+        """Return True if ``nbytes`` more would exceed the window."""
+        return self.rules.is_crowded(self.in_flight, nbytes)
 
     def add(self, nbytes: int) -> None:
         """Count bytes that came into memory."""
@@ -120,3 +125,4 @@ class InFlightWindow:
     def reset(self) -> None:
         """Count nothing any more: the step was thrown away."""
         self.in_flight = self.read_ahead = self.settled = 0
+        self.most_read_ahead = float("inf")
