@@ -12,11 +12,9 @@ next forward pass is read ahead with restraint, because that pass needs the wind
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tba_offload.capture.scope import ActivationKey, ScopeKey
     from tba_offload.transfer.offloader import Offloader
     from tba_offload.transfer.saved import SavedRef
@@ -39,7 +37,7 @@ class PrefetchSchedule:
         self._recorded: list[tuple[ActivationKey, int]] = []
         self._expected: list[tuple[ActivationKey, int]] = []
         self._position: dict[ActivationKey, int] = {}
-        self._next, self._last, self._pass = 0, -1, 0
+        self._next, self._last, self._pass, self._was_taken = 0, -1, 0, False
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -76,7 +74,7 @@ class PrefetchSchedule:
         if self._next < len(self._expected) and (
             begins or self._window.in_flight <= self._window.fills_below
         ):
-            self._offloader.prefetch(self._upcoming())
+            self._read_ahead()
 
     def reached(self) -> None:
         """Backward has come to a layer, perhaps one that saved nothing: reads start all the same."""
@@ -86,19 +84,29 @@ class PrefetchSchedule:
             self._insert_new()
         is_worth_it = not self._in_backward or self._window.in_flight <= self._window.fills_below
         if self._next < len(self._expected) and is_worth_it:
-            self._offloader.prefetch(self._upcoming())
+            self._read_ahead()
 
-    def _upcoming(self) -> Iterator[tuple[SavedRef, bool]]:
-        """Yield what is expected next, and whether a forward pass comes before.
+    def _read_ahead(self) -> None:
+        self._was_taken = False
+        self._offloader.prefetch(self)
 
-        What is taken last comes again.
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[SavedRef, bool]:
+        """Return what is expected next, and whether a forward pass comes before.
+
+        What is taken last comes again. No generator: an interrupt while that is closed would be lost.
         """
+        self._next += self._was_taken
         while self._next < len(self._expected):
             key, passes = self._expected[self._next]
             ref = self._refs.get(key)
             if ref is not None:
-                yield ref, passes > self._pass
+                self._was_taken = True
+                return ref, passes > self._pass
             self._next += 1
+        raise StopIteration
 
     def _note_saved(self) -> None:
         """Look at what was saved since backward used something.

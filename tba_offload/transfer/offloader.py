@@ -326,7 +326,7 @@ class Offloader:
                 saved = ref()
                 if saved is None or saved.state is State.KEPT or ref.epoch != self._epoch:
                     continue
-                memory = saved.in_memory()
+                memory = saved.alive()
                 if saved.state is not State.STORED:
                     if across_forward:
                         break  # it may have to be read after all
@@ -352,7 +352,7 @@ class Offloader:
                 self._flush(0)  # what is pending is needed later than this
             return False
         try:
-            rooms.append((saved, self._allocate(saved)))
+            room = aligned_range(ref.nbytes, saved.address, self.store.alignment, self.device)
         except torch.OutOfMemoryError:
             for given_up, _ in rooms[len(rooms) // 4 :]:  # compute needs memory as well
                 self._end_ahead(given_up.ref)
@@ -360,6 +360,7 @@ class Offloader:
             del rooms[len(rooms) // 4 :]
             window.most_read_ahead = window.in_flight
             return False
+        rooms.append((saved, room))
         ref.charged = ref.nbytes
         self._ahead[ref] = None
         window.read_ahead += ref.nbytes
