@@ -35,9 +35,9 @@ from tba_offload.device.device import aligned_range
 from tba_offload.errors import DeviceError, TransferError, UnsupportedError
 from tba_offload.megatron.training import report_loss
 from tba_offload.report.log import read_run_log
-from tba_offload.store.new.file import FileStore
-from tba_offload.store.new.host import HostStore
-from tba_offload.store.new.multi import MultiStore
+from tba_offload.store.file import FileStore
+from tba_offload.store.host import HostStore
+from tba_offload.store.multi import MultiStore
 from tba_offload.transfer import offloader as engine
 from tba_offload.transfer.offloader import Offloader
 from tba_offload.transfer.saved import Handle
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from models import History
 
-    from tba_offload.store.new.base import Extent, Store
+    from tba_offload.store.base import Extent, Store
 
 LAG = torch.device(lagging.LAG, 0)
 STORES = ("file", "host")
