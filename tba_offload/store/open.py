@@ -152,15 +152,13 @@ def directories_of(config: StoreConfig) -> tuple[Path, ...]:
 
 
 def temporary_directory() -> str:
-    """Return the directory for temporary files; warn if the environment names one that does not exist."""
+    """Return the directory for temporary files; warn if the environment names one of no use."""
     found = tempfile.gettempdir()
-    for variable in ("TMPDIR", "TEMP", "TMP"):
-        named = os.environ.get(variable)
-        if named and not Path(named).is_dir():
-            remedy = f"mkdir -p {shlex.quote(named)}, or set store.directories"
-            warn(f"{variable} names {named!r}, which does not exist, so files go to {found}. {remedy}")
-        if named:
-            break
+    named = os.environ.get("TMPDIR") or os.environ.get("TEMP") or os.environ.get("TMP")
+    if named and not os.access(named, os.W_OK | os.X_OK):
+        why = "cannot be written to" if Path(named).exists() else "does not exist"
+        remedy = f"mkdir -p {shlex.quote(named)}, or set store.directories"
+        warn(f"TMPDIR names {named!r}, which {why}, so files go to {found}. {remedy}")
     return found
 
 
