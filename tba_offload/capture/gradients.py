@@ -52,7 +52,9 @@ class Gradients:
         """Forget what was born; count what exists, and watch parameters that are new."""
         self._born.clear()
         self.was_dropped = False
-        self._forget_gone()
+        # Parameters may be others in each step: those that ``functional_call`` gives the model.
+        for key in [key for key, watched in self._watched.items() if watched.parameter() is None]:
+            del self._watched[key]
         parameters = list(self.parameters())  # once: a model may have thousands of modules
         self._watch(parameters)
         self._count(parameters)
@@ -145,11 +147,6 @@ class Gradients:
         """Take the hooks off."""
         _unwatch(self._watched)
 
-    def _forget_gone(self) -> None:
-        """Parameters may be others in each step: those that ``functional_call`` gives the model."""
-        for key in [key for key, watched in self._watched.items() if watched.parameter() is None]:
-            del self._watched[key]
-
     def accumulated(self, watched: _Watched, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Record that a gradient is in its place."""
         is_again = self._born.get(id(parameter)) is watched
@@ -177,20 +174,13 @@ class _Watched:
     It refers weakly to both and to what watches: PyTorch holds it where the cyclic collector does not look.
     """
 
-    __slots__ = (
-        "_gradients",
-        "gradient",
-        "gradient_version",
-        "handle",
-        "parameter",
-        "parameter_version",
-    )
+    __slots__ = "_gradients", "gradient", "gradient_version", "handle", "parameter", "parameter_version"
 
     def __init__(self, parameter: torch.Tensor, gradients: weakref.ref[Gradients]) -> None:
         self._gradients = gradients
         self.parameter = weakref.ref(parameter)
         self.parameter_version = parameter._version
-        self.gradient: Callable[[], torch.Tensor | None] = _no_gradient
+        self.gradient: Callable[[], torch.Tensor | None] = lambda: None
         self.gradient_version = 0
         register: Any = parameter.register_post_accumulate_grad_hook
         self.handle: RemovableHandle = register(self)
@@ -201,30 +191,31 @@ class _Watched:
             return
         gradients.accumulated(self, parameter, gradient)
         self.parameter_version = parameter._version
-        self.gradient = weakref.ref(gradient)
-        self.gradient_version = gradient._version
+        self.follow()
+
+    def present(self) -> torch.Tensor | None:
+        """Return the gradient that the parameter has now."""
+        parameter = self.parameter()
+        return None if parameter is None else parameter.grad
 
     @property
     def is_gone(self) -> bool:
-        parameter = self.parameter()
-        gradient = parameter.grad if parameter is not None else None
-        return gradient is None or gradient is not self.gradient()
+        """Whether the gradient that was made has been taken away or replaced."""
+        present = self.present()
+        return present is None or present is not self.gradient()
 
     def follow(self) -> bool:
-        """Take a gradient that stands in the place of the one that was made; return whether there is one."""
-        parameter = self.parameter()
-        gradient = parameter.grad if parameter is not None else None
-        if gradient is None:
-            return False
-        self.gradient, self.gradient_version = weakref.ref(gradient), gradient._version
-        return True
+        """Take the present gradient for the one that was made; return whether there is one."""
+        present = self.present()
+        if present is not None:
+            self.gradient, self.gradient_version = weakref.ref(present), present._version
+        return present is not None
 
     @property
     def is_cleared(self) -> bool:
-        parameter = self.parameter()
-        if parameter is None or self.is_gone:
+        gradient = self.present()
+        if gradient is None or gradient is not self.gradient():
             return True
-        gradient: Any = parameter.grad
         # A device is asked only where something has written the gradient, as scaling and clipping do too.
         was_written = gradient._version != self.gradient_version
         return was_written and gradient.layout is torch.strided and not bool(gradient.any())
@@ -233,7 +224,3 @@ class _Watched:
     def is_updated(self) -> bool:
         parameter = self.parameter()
         return parameter is not None and parameter._version != self.parameter_version
-
-
-def _no_gradient() -> None:
-    """There was none yet."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -75,15 +76,6 @@ class ActivationTrace:
 
 
 @dataclass(slots=True)
-class ScopeMarks:
-    """Where in the work of a device a scope's forward began and ended, and where its backward began."""
-
-    forward_began: Mark
-    forward_ended: Mark | None = None
-    backward_began: Mark | None = None
-
-
-@dataclass(slots=True)
 class StepMarks:
     """Where in the work of a device a step began and ended, and its backward passes ended."""
 
@@ -110,7 +102,7 @@ class ScopeTrace:
         input_bytes: Bytes of the activations that it was given.
         forward_ended: When it returned.
         backward_began: When backward came back to it.
-        marks: The same in the work of a device that runs behind the host.
+        marks: The same three in the work of a device that runs behind the host.
         attention_bytes: Bytes that its fused attention put out, if they travel without the rest.
         forward_gradients: Bytes of gradients that there were when it started; ``None`` if they were not
             counted.
@@ -123,7 +115,7 @@ class ScopeTrace:
     input_bytes: int = 0
     forward_ended: float | None = None
     backward_began: float | None = None
-    marks: ScopeMarks | None = None
+    marks: list[Mark] = field(default_factory=list)
     attention_bytes: int = 0
     forward_gradients: int | None = None
     backward_gradients: int | None = None
@@ -181,8 +173,7 @@ class StepTrace:
             inputs: Bytes of the activations that it is given.
         """
         scope = ScopeTrace(key, placement, time.perf_counter(), input_bytes=inputs)
-        if self.marks is not None:
-            scope.marks = ScopeMarks(self.marks.device.mark())
+        self._mark(scope.marks)
         if self.gradients is not None:
             scope.forward_gradients = self.gradients()
         self.scopes.append(scope)
@@ -191,8 +182,11 @@ class StepTrace:
     def end_scope(self, scope: ScopeTrace) -> None:
         """Note that a layer has returned."""
         scope.forward_ended = time.perf_counter()
-        if self.marks is not None and scope.marks is not None:
-            scope.marks.forward_ended = self.marks.device.mark()
+        self._mark(scope.marks)
+
+    def _mark(self, marks: list[Mark]) -> None:
+        if self.marks is not None:
+            marks.append(self.marks.device.mark())
 
     def saved(self, key: ActivationKey, nbytes: int, treatment: Treatment) -> ActivationTrace:
         """Note that a storage was saved."""
@@ -203,14 +197,13 @@ class StepTrace:
     def backward_reached(self, scope: ScopeTrace) -> bool:
         """Note that backward arrives at a scope; tell whether it is the first of its pass."""
         scope.backward_began = time.perf_counter()
-        if self.marks is not None and scope.marks is not None:
-            scope.marks.backward_began = self.marks.device.mark()
+        del scope.marks[2:]  # of an earlier backward through the same graph
+        self._mark(scope.marks)
         if self.gradients is not None:
             scope.backward_gradients = self.gradients()
-        if self._backward_began is not None:
-            return False
-        self._backward_began = scope.backward_began
-        return True
+        is_first = self._backward_began is None
+        self._backward_began = self._backward_began or scope.backward_began
+        return is_first
 
     def backward_ended(self) -> None:
         """Note that a backward pass is over."""
@@ -219,7 +212,7 @@ class StepTrace:
             self.backward_seconds += self.backward_ends[-1] - self._backward_began
             self._backward_began = None
             if self.marks is not None:
-                self.marks.backward_ends.append(self.marks.device.mark())
+                self._mark(self.marks.backward_ends)
 
     @property
     def in_backward(self) -> bool:
@@ -263,32 +256,23 @@ class DeviceTimes:
     """
 
     def __init__(self, trace: StepTrace, stalls: Sequence[tuple[Mark, Mark]]) -> None:
-        if trace.marks is None:
-            raise ValueError("nothing was marked in this step")
-        self._trace = trace
-        self._marks = trace.marks
-        self._stalls = stalls
+        assert trace.marks is not None  # noqa: S101 - for the type checker
+        self._marks, self._stalls = trace.marks, stalls
+        self._scopes = [scope.marks for scope in trace.whole_scopes()]
 
     def step_seconds(self) -> float:
-        """How long the step took; waits for its end."""
+        """Return how long the step took; waits for its end."""
         return self._marks.seconds()
 
     def read(self) -> StepTimes:
-        """All times; waits for the end of the step."""
-        marks, stalls = self._marks, self._stalls
-        scopes = [scope.marks for scope in self._trace.whole_scopes() if scope.marks is not None]
-        points = [marks.began, marks.ended, *marks.backward_ends]
-        points += [mark for scope in scopes for mark in _in_order(scope)]
-        points += [mark for stall in stalls for mark in stall]
+        """Return all times; waits for the end of the step."""
+        marks, scopes = self._marks, self._scopes
+        points = [marks.began, marks.ended, *marks.backward_ends, *chain(*scopes), *chain(*self._stalls)]
         seconds = iter(marks.device.seconds(points))
         return StepTimes(
             began=next(seconds),
             ended=next(seconds),
             backward_ends=[next(seconds) for _ in marks.backward_ends],
-            scopes=[ScopeTimes(next(seconds), next(seconds), next(seconds)) for _ in scopes],
-            stalls=sorted((next(seconds), next(seconds)) for _ in stalls),
+            scopes=[ScopeTimes(*islice(seconds, 3)) for _ in scopes],
+            stalls=sorted((next(seconds), next(seconds)) for _ in self._stalls),
         )
-
-
-def _in_order(scope: ScopeMarks) -> tuple[Mark, Mark, Mark]:
-    return scope.forward_began, scope.forward_ended, scope.backward_began

@@ -74,12 +74,6 @@ def never_freed(memory: Iterable[torch.Tensor]) -> None:
 
 # malloc
 
-FAST_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Environment of a process in which malloc asks for huge pages (glibc 2.35).
-
-Direct I/O pins pages one by one; with huge pages there are 512 times fewer. Of use on a CPU only.
-"""
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _NEVER = 2**31 - 1
 _THRESHOLD = 128 * 1024  # glibc's own, before it adapts
