@@ -188,7 +188,9 @@ class MultiStore:
         with self._lock:
             if not transfer.is_write or transfer not in self._transfers:  # of a step that was thrown away
                 return False
-            if is_of_drive(error) and error is not None:
+            if is_full and transfer.extent is not None and not isinstance(error, OutOfServiceError):
+                place.found_full(transfer.extent)
+            elif not is_full and error is not None and is_of_drive(error):
                 place.fail(error)
             if is_new:
                 place.give_up(transfer)

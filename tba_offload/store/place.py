@@ -17,7 +17,7 @@ from tba_offload.store.pool import WorkerPool
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tba_offload.store.base import Store
+    from tba_offload.store.base import Extent, Store
     from tba_offload.store.pool import Transfer
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 600.0
@@ -133,12 +133,14 @@ class Place:
             if end > self._grown:
                 if time.monotonic() < self._full_until:
                     raise StoreFullError(errno.ENOSPC, f"no room beyond {self._grown} bytes", self.store.name)
-                try:
-                    self.store.grow(end)
-                except StoreFullError:
-                    self._full_until = time.monotonic() + FIRST_PAUSE
-                    raise
+                self.store.grow(end)
                 self._grown = end
+
+    def found_full(self, extent: Extent) -> None:
+        """Take note that an extent could not be written for lack of room: do not grow for a while."""
+        self._full_until = time.monotonic() + FIRST_PAUSE
+        if extent.offset + extent.length <= self._grown:  # the file system allocates when it writes
+            self._grown = extent.offset
 
     def give_up(self, transfer: Transfer) -> None:
         """Take the extent of a failed write back."""
@@ -173,16 +175,15 @@ class Place:
 
     def fail(self, error: BaseException) -> None:
         """Take the place out of service; what was queued before the first failure tells nothing new."""
-        now, is_full = time.monotonic(), isinstance(error, StoreFullError)
+        now = time.monotonic()
         if isinstance(error, OutOfServiceError) or (self.cause is not None and self._trial is None):
             return
         if self.cause is None and now - self._since > PROVEN * self._pause:
             self._pause = FIRST_PAUSE
         self.cause, self._trial = str(error), None  # the error itself may know frames, and their memory
-        self.disabled_until = now + (FIRST_PAUSE if is_full else self._pause)
-        if not is_full:
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-            self.outage = self.outage or self.cause
+        self.outage = self.outage or self.cause
+        self.disabled_until = now + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def succeeded(self, transfer: Transfer) -> None:
         """Put the place back in service if this write was to try it."""

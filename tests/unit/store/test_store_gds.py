@@ -1,0 +1,128 @@
+"""The store on kvikio: the real one, on a stub of the driver everywhere, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import builtins
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import stub_driver
+import torch
+from fake_kvikio import HAS_KVIKIO
+from places import ROOT
+from store_contract import CPU, at_lead, pattern
+
+from tba_offload.device import Accelerator, ByteRange
+from tba_offload.device.digest import sums
+from tba_offload.errors import MissingDependencyError, UnsupportedError
+from tba_offload.store import MultiStore, Transfer, gds, open_store
+from tba_offload.store.gds import GdsStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# The real kvikio
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that has the real kvikio, on a driver and a cuFile of host memory."""
+    assert stub_driver.PACKAGES.is_dir(), (
+        f"bash tests/run.sh installs kvikio, and so does: {stub_driver.INSTALL}"
+    )
+    folder = tmp_path_factory.mktemp("driver")
+    stub_driver.build(folder)
+    return stub_driver.variables(folder)
+
+
+def run(command: Sequence[str | Path], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, cwd=ROOT, env=variables
+    )
+
+
+def test_the_contract_and_every_fault_on_the_real_kvikio(variables: dict[str, str]) -> None:
+    """The tests of ``gds_on_stub_driver.py``."""
+    tests = Path(__file__).with_name("gds_on_stub_driver.py")
+    alone = ["-p", "no:xdist", "-p", "no:cacheprovider"]
+    # A CUDA build of PyTorch asks the stub for devices, and warns that its own calls are not there.
+    no_gpu = ["-W", "ignore:CUDA initialization:UserWarning"]
+    done = run(["-m", "pytest", "-q", *alone, *no_gpu, tests], variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (passed,) = re.findall(r"^(\d+) passed", done.stdout, re.MULTILINE)
+    assert int(passed) > 30
+    assert "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "missing"),
+    [
+        (ModuleNotFoundError("No module named 'kvikio'", name="kvikio"), "kvikio"),
+        (
+            ModuleNotFoundError("No module named 'cuda'", name="cuda"),
+            "a part of kvikio",
+        ),
+        (RuntimeError("cannot open"), "a part of kvikio .cannot open."),
+    ],
+)
+def test_a_library_that_is_missing_is_named(
+    error: Exception, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def failing(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.startswith("kvikio"):
+            raise error
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", failing)
+    for version, extra in ((None, "gds-cu12"), ("12.9", "gds-cu12"), ("13.0", "gds-cu13")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        with pytest.raises(MissingDependencyError, match=rf"{missing}, .* 'tba-offload\[{extra}\]'"):
+            gds.import_kvikio()
+
+
+@pytest.mark.usefixtures("kvikio")
+def test_activations_on_the_cpu_need_no_gds(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="moves GPU memory; on a CPU use 'file'"):
+        open_store(kind="gds", directories=[tmp_path], device=CPU)
+
+
+# Sums
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 8, 4095, 4096, 4097, 100_003])
+def test_sums_tell_every_changed_byte_and_no_address(nbytes: int) -> None:
+    data = pattern(nbytes)
+    expected = sums(data)
+    moved = at_lead(nbytes, 3, 4096).copy_(data)
+    assert sums(moved) == expected
+    assert len(expected) <= 4096 + 8 * (nbytes // 4096) + 4096
+    for place in {0, nbytes // 2, nbytes - 1}:
+        changed = data.clone()
+        changed[place] ^= 1
+        assert sums(changed) != expected
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_KVIKIO, reason="kvikio is not installed: pip install 'tba-offload[gds-cu13]'")
+@pytest.mark.parametrize("nbytes", [1, 4097, 5_000_001, 64 << 20])
+def test_gpu_memory_comes_back(tmp_path: Path, nbytes: int) -> None:
+    device = Accelerator()
+    with MultiStore([GdsStore(tmp_path, device=device)]) as store:
+        data = pattern(nbytes).cuda()
+        written = Transfer(ByteRange.of(data), device.event())
+        store.write([written])
+        store.wait(written)
+        target = torch.zeros_like(data)
+        read = Transfer(ByteRange.of(target), device.event(), extent=written.extent)
+        store.read([read])
+        store.wait(read)
+        assert torch.equal(target, data)

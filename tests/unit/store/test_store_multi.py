@@ -1,0 +1,506 @@
+"""One store over several drives, with host memory beside them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from harness import KIB, Drive, DrivenHostStore, assert_all_given_back, made, session_for
+from models import assert_same_history, make_model, train
+from store_contract import (
+    CPU,
+    MIB,
+    PATIENCE,
+    Gate,
+    descriptors,
+    eventually,
+    get,
+    io_threads,
+    pattern,
+    put,
+    write,
+)
+
+import tba_offload as tba
+from tba_offload.device import ByteRange
+from tba_offload.errors import (
+    ConfigError,
+    HangingError,
+    OutOfServiceError,
+    StoreError,
+    StoreFullError,
+    TransferError,
+)
+from tba_offload.report.log import read_run_log
+from tba_offload.store import MultiStore, Transfer, open_store
+from tba_offload.store.file import FileStore
+from tba_offload.store.host import HostStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tba_offload.device import ByteRange as Bytes
+    from tba_offload.store import Extent
+
+DEAD = OSError(errno.ENODEV, "No such device")
+
+
+class DriveInMemory(HostStore):
+    """Host memory that passes for a drive; it fails with, or waits for, what a test puts there."""
+
+    tier = "drive"
+
+    def __init__(self, name: str = "a drive", **options: Any) -> None:
+        super().__init__(device=CPU, slab_bytes=MIB, **options)
+        self.name = name
+        self.failure: BaseException | None = None
+        self.seconds = 0.0
+        self.gate: threading.Event | None = None
+
+    def write(self, extent: Extent, source: Bytes) -> None:
+        time.sleep(self.seconds)
+        if self.gate is not None:
+            self.gate.wait(PATIENCE)
+        if self.failure is not None:
+            raise self.failure
+        super().write(extent, source)
+
+
+# Which place
+
+
+def test_drives_share_what_is_written_and_bytes_come_back() -> None:
+    with MultiStore([DriveInMemory(), DriveInMemory()], writers=2, readers=2) as store:
+        for step in range(3):
+            writes = [write(store, pattern(10_000 + i, step)) for i in range(40)]
+            for transfer in writes:
+                store.wait(transfer)
+            extents = [transfer.extent for transfer in writes]
+            drives = Counter(extent.drive for extent in extents if extent is not None)
+            assert min(drives[0], drives[1]) >= 5
+            for i, extent in enumerate(extents):
+                assert extent is not None
+                assert torch.equal(get(store, extent), pattern(10_000 + i, step))
+                store.release(extent)
+        assert store.used_bytes == 0
+
+
+def test_a_slow_drive_gets_less() -> None:
+    slow, fast = DriveInMemory(), DriveInMemory()
+    slow.seconds = 0.02
+    with MultiStore([slow, fast]) as store:
+        drives = Counter(put(store, pattern(100_000)).drive for _ in range(40))
+    assert drives[1] > 3 * drives[0] > 0
+
+
+def test_a_full_drive_is_passed_over() -> None:
+    small, large = DriveInMemory(capacity=8 * 4096), DriveInMemory(capacity=64 * 4096)
+    with MultiStore([small, large]) as store:
+        assert Counter(put(store, pattern(8 * 4096)).drive for _ in range(9)) == {0: 1, 1: 8}
+        with pytest.raises(StoreFullError, match=r"no room for 1 bytes: .*of 32768 bytes .*of 262144"):
+            put(store, pattern(1))
+        assert store.take_outages() == []
+
+
+def test_a_drive_that_cannot_grow_hands_its_writes_to_the_others() -> None:
+    class Meagre(DriveInMemory):
+        def grow(self, end: int) -> None:
+            if end > MIB:
+                raise StoreFullError(errno.ENOSPC, "no space left", self.name)
+            super().grow(end)
+
+    with MultiStore([Meagre(), DriveInMemory()]) as store:
+        drives = Counter(put(store, pattern(300_000)).drive for _ in range(12))
+        assert drives == {0: 3, 1: 9}
+        assert store.take_outages() == []
+        assert [load.room for load in store.take_loads()] == [MIB, None]
+
+
+def test_host_memory_takes_what_drives_have_no_time_for() -> None:
+    drive = DriveInMemory()
+    drive.gate = threading.Event()
+    with MultiStore([drive, HostStore(device=CPU, capacity=MIB, slab_bytes=MIB)]) as store:
+        store.resize_window(400 * KIB)
+        writes = [write(store, pattern(100 * KIB)) for _ in range(8)]
+        assert [transfer.drive for transfer in writes] == [0, 0, 0, 1, 1, 1, 1, 1]
+        drive.gate.set()
+        for transfer in writes:
+            store.wait(transfer)
+        assert [load.tier for load in store.take_loads()] == ["drive", "host"]
+        assert put(store, pattern(100 * KIB)).drive == 0
+
+
+# A drive that dies
+
+
+def test_a_drive_that_fails_is_left_alone_and_tried_again() -> None:
+    drive = DriveInMemory("/mnt/b")
+    drive.failure = DEAD
+    with MultiStore([drive, DriveInMemory("/mnt/a")]) as store:
+        with pytest.raises(StoreError, match="No such device") as caught:
+            put(store, pattern(5000))
+        assert caught.value.errno == errno.ENODEV
+        assert {put(store, pattern(5000)).drive for _ in range(20)} == {1}
+        ((place, cause),) = store.take_outages()
+        assert place == "/mnt/b"
+        assert "No such device" in cause
+        assert store.take_outages() == []
+        assert [(load.in_service, load.room) for load in store.take_loads()] == [(False, 0), (True, None)]
+        time.sleep(1.05)  # its first pause
+        outcomes = [write(store, pattern(5000)) for _ in range(20)]
+        failed = 0
+        for transfer in outcomes:
+            try:
+                store.wait(transfer)
+            except StoreError:
+                failed += 1
+        assert failed == 1  # one write tried it
+        drive.failure = None
+        store.resume()
+        assert {put(store, pattern(5000)).drive for _ in range(40)} == {0, 1}
+        assert all(load.in_service for load in store.take_loads())
+
+
+def test_without_a_drive_in_service_a_write_fails_at_once() -> None:
+    drive = DriveInMemory()
+    drive.failure = DEAD
+    with MultiStore([drive]) as store:
+        store.completed = deque()
+        with pytest.raises(StoreError, match="No such device"):
+            put(store, pattern(5000))
+        refused = write(store, pattern(5000))
+        assert refused.is_done
+        assert isinstance(refused.error, OutOfServiceError)
+        assert refused.memory is not None
+        assert store.completed[-1] is refused
+        assert store.used_bytes == store.pending() == 0
+
+
+def test_training_goes_on_with_the_other_drive_when_one_refuses_writes() -> None:
+    expected, model, drive = train(make_model(), steps=5), make_model(), DriveInMemory("/mnt/b")
+
+    def before(step: int) -> None:
+        if step == 2:
+            drive.failure = DEAD
+
+    store = MultiStore([drive, DriveInMemory("/mnt/a")])
+    with session_for(model, store=store, in_flight=16 * KIB) as session:
+        with pytest.warns(RuntimeWarning, match="/mnt/b") as told:
+            found = train(model, session, steps=5, before_step=before)
+        report = session.report()
+        assert_all_given_back(session)
+    assert len([each for each in told if issubclass(each.category, RuntimeWarning)]) == 1
+    assert_same_history(found, expected)
+    assert [record.drives_out_of_service for record in report][:3] == [0, 0, 1]
+    assert report[2].fallback_kept_bytes > 0
+    assert all(record.offloaded_bytes > 0 for record in report)
+
+
+@pytest.mark.filterwarnings("ignore:nothing has moved")
+def test_a_drive_that_does_not_answer_is_an_error_and_takes_no_writes_any_more() -> None:
+    drive = DriveInMemory("/mnt/b")
+    drive.gate = threading.Event()
+    store = MultiStore([drive, DriveInMemory("/mnt/a")], stall_seconds=0.3)
+    data = pattern(5000)
+    memory = weakref.ref(data.untyped_storage())
+    transfer = write(store, data)
+    del data
+    with pytest.raises(HangingError, match=r"for 0\.3 s: 5000 bytes to /mnt/b.*stall_seconds"):
+        store.wait(transfer)
+    store.reset()
+    assert store.used_bytes == store.pending() == 0
+    store.resume()
+    assert {put(store, pattern(5000)).drive for _ in range(8)} == {1}
+    store.close()
+    assert memory() is not None  # the thread may still read it
+    drive.gate.set()
+    eventually(lambda: io_threads() == [])
+    assert transfer.memory is None
+    del transfer
+    assert memory() is None
+
+
+@pytest.mark.filterwarnings("ignore:nothing has moved")
+def test_close_gives_a_hanging_write_up() -> None:
+    drive = DriveInMemory("/mnt/b")
+    drive.gate = threading.Event()
+    store = MultiStore([drive], stall_seconds=0.2)
+    write(store, pattern(5000))
+    with pytest.raises(HangingError, match="/mnt/b") as caught:
+        store.close()
+    assert caught.value.errno == errno.ETIMEDOUT
+    store.close()  # given up once is given up
+    drive.gate.set()
+    eventually(lambda: io_threads() == [])
+
+
+# Transfers and extents
+
+
+def test_a_queued_transfer_can_be_cancelled_and_a_running_one_cannot() -> None:
+    gate = Gate()
+    with MultiStore([HostStore(device=CPU, slab_bytes=MIB)]) as store:
+        running = write(store, pattern(5000), gate)
+        assert gate.reached.acquire(timeout=PATIENCE)
+        data = pattern(5000)
+        queued, memory = write(store, data), weakref.ref(data.untyped_storage())
+        del data
+        assert memory() is not None
+        assert store.cancel(queued)
+        assert memory() is None
+        assert store.cancel(queued)
+        assert not store.cancel(running)
+        assert store.pending() == 1
+        gate.open()
+        store.wait(running)
+        with pytest.raises(StoreError, match="cancelled") as caught:
+            store.wait(queued)
+        assert caught.value.errno == errno.ECANCELED
+        assert running.memory is None  # what is written is freed
+
+
+def test_memory_that_was_resized_under_a_queued_write_is_an_error() -> None:
+    for nbytes in (0, 10_000_000):
+        gate, data = Gate(), pattern(100_000)
+        with MultiStore([HostStore(device=CPU, slab_bytes=MIB)]) as store:
+            transfer = write(store, data, gate)
+            data.untyped_storage().resize_(nbytes)  # type: ignore[no-untyped-call]
+            gate.open()
+            with pytest.raises(StoreError, match="freed or moved before they were written"):
+                store.wait(transfer)
+            assert store.used_bytes == 0
+            assert store.take_outages() == []
+
+
+def test_a_busy_extent_is_freed_when_its_read_ends() -> None:
+    gate = Gate()
+    with MultiStore([HostStore(device=CPU, slab_bytes=MIB)]) as store:
+        extent, target = put(store, pattern(5000)), torch.zeros(5000, dtype=torch.uint8)
+        transfer = Transfer(ByteRange.of(target), gate, extent=extent)
+        store.read([transfer])
+        store.release(extent)
+        assert store.used_bytes == extent.length
+        gate.open()
+        store.wait(transfer)
+        assert torch.equal(target, pattern(5000))
+        assert store.used_bytes == 0
+        with pytest.raises(ValueError, match="not reserved"):
+            store.release(extent)
+
+
+def test_a_reset_cancels_what_is_queued_waits_for_the_rest_and_frees_all() -> None:
+    gate = Gate()
+    with MultiStore([DriveInMemory(), DriveInMemory()]) as store:
+        put(store, pattern(5000))
+        writes = [write(store, pattern(5000), gate) for _ in range(8)]
+        assert gate.reached.acquire(timeout=PATIENCE)
+        resetting = threading.Thread(target=store.reset)
+        resetting.start()
+        eventually(lambda: writes[-1].is_cancelled)
+        assert resetting.is_alive()
+        gate.open()
+        resetting.join(PATIENCE)
+        assert store.used_bytes == store.pending() == 0
+        assert all(transfer.is_done for transfer in writes)
+        assert torch.equal(get(store, put(store, pattern(5000, 1))), pattern(5000, 1))
+
+
+def test_moves_are_told_on_request() -> None:
+    with MultiStore([DriveInMemory("/mnt/a")]) as store:
+        moves: list[Any] = []
+        store.watch_moves(moves.append)
+        get(store, put(store, pattern(5000)))
+        store.watch_moves(None)
+        put(store, pattern(5000))
+        (load,) = store.take_loads()
+    assert [(move.place, move.writes, move.nbytes) for move in moves] == [
+        ("/mnt/a", True, 5000),
+        ("/mnt/a", False, 5000),
+    ]
+    assert all(move.began <= move.ended for move in moves)
+    assert (load.write.nbytes, load.read.nbytes) == (10_000, 5000)
+    assert load.write.seconds > 0
+
+
+def test_room_that_the_last_steps_did_not_need_is_given_back(tmp_path: Path) -> None:
+    file = FileStore(tmp_path, device=CPU)
+    with MultiStore([file]) as store:
+
+        def taken_after(nbytes: int) -> int:
+            store.release(put(store, pattern(nbytes)))
+            store.trim()
+            return os.fstat(file.fileno()).st_blocks * 512
+
+        assert taken_after(9 * MIB) >= 9 * MIB
+        assert [taken_after(MIB) for _ in range(4)][-1] < 2 * MIB
+        assert torch.equal(get(store, put(store, pattern(9 * MIB))), pattern(9 * MIB))
+
+
+# How it is opened, and its end
+
+
+def test_open_store_makes_one_file_a_directory_with_host_memory_beside_them(tmp_path: Path) -> None:
+    paths = [made(tmp_path / name) for name in ("a", "b")]
+    with open_store(directories=paths, capacity=8 * MIB, host_capacity=MIB, device=CPU) as store:
+        places: Any = store.description["stores"]
+        assert [place.get("directory") for place in places] == [*map(str, paths), None]
+        assert [place["capacity"] for place in places] == [4 * MIB, 4 * MIB, MIB]
+        assert (store.kind, store.capacity_bytes) == ("file+host", 9 * MIB)
+        extents = [put(store, pattern(100_000, seed)) for seed in range(8)]
+        assert {extent.drive for extent in extents} == {0, 1}
+        for seed, extent in enumerate(extents):
+            assert torch.equal(get(store, extent), pattern(100_000, seed))
+    with pytest.raises(ConfigError, match="host_capacity: has no effect with kind: host"):
+        open_store(kind="host", host_capacity=MIB, device=CPU)
+
+
+def test_open_store_refuses_one_place_twice(tmp_path: Path) -> None:
+    made(tmp_path / "a")
+    (tmp_path / "link").symlink_to("a")
+    for other in (tmp_path / "a", tmp_path / "link", tmp_path / "a" / ".." / "a"):
+        with pytest.raises(ConfigError, match=r"are the same place|is given twice"):
+            open_store(directories=[tmp_path / "a", other], device=CPU)
+
+
+def test_open_store_leaves_nothing_open_when_a_directory_fails(tmp_path: Path) -> None:
+    made(tmp_path / "a")
+    (tmp_path / "file").touch()
+    before = descriptors()
+    with pytest.raises(StoreError, match="not a directory"):
+        open_store(directories=[tmp_path / "a", tmp_path / "file"], device=CPU)
+    assert descriptors() == before
+    assert io_threads() == []
+
+
+def test_one_place_that_cannot_be_closed_does_not_keep_the_others_open() -> None:
+    class Stuck(DriveInMemory):
+        def close(self) -> None:
+            super().close()
+            raise StoreError("stuck")
+
+    store = MultiStore([Stuck(), DriveInMemory()])
+    with pytest.raises(StoreError, match="stuck"):
+        store.close()
+    assert io_threads() == []
+
+
+def test_the_interpreter_exits_cleanly_with_io_pending(tmp_path: Path) -> None:
+    program = f"""
+        import torch
+        from tba_offload.device import ByteRange, CpuDevice, READY
+        from tba_offload.store import Transfer, open_store
+        store = open_store(directories=[{str(tmp_path)!r}], device=CpuDevice(), host_capacity=1 << 20)
+        data = torch.ones(4 << 20, dtype=torch.uint8)
+        store.write([Transfer(ByteRange.of(data), READY) for _ in range(40)])
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_time_in_which_the_process_is_stopped_counts_little() -> None:
+    with MultiStore([HostStore(device=CPU, slab_bytes=MIB)], stall_seconds=2.5) as store:
+        gate = Gate()
+        transfer = write(store, pattern(5000), gate)
+        stop = f"sleep 0.3; kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"
+        stopping = subprocess.Popen(["sh", "-c", stop])
+        opening = threading.Timer(5.0, gate.open)
+        opening.start()
+        with pytest.warns(RuntimeWarning, match="nothing has moved"):
+            store.wait(transfer)
+        stopping.wait()
+        opening.join()
+
+
+# Training
+
+
+@contextmanager
+def attached(model: Any, drive: Drive, *, host: int = 8 * MIB, **settings: Any) -> Iterator[tba.Session]:
+    driven = DrivenHostStore(drive)
+    driven.tier, driven.kind, driven.name = "drive", "file", "/mnt/a"
+    store = MultiStore([driven, HostStore(device=CPU, capacity=host, slab_bytes=64 * KIB)])
+    with session_for(model, store=store, **settings) as session:
+        try:
+            yield session
+        finally:
+            drive.release()
+
+
+def test_training_goes_on_while_the_drive_stands_still() -> None:
+    """Half the window lies in front of the drive, the rest goes to host memory; nobody waits for ever."""
+    expected, drive = train(make_model(dropout=0.1), steps=3, micro_batches=2), Drive()
+    model = make_model(dropout=0.1)
+
+    def before(step: int) -> None:
+        if step == 0:
+            drive.writes.hold()
+        if step == 1:
+            drive.release()
+
+    with attached(model, drive, in_flight=400 * KIB) as session:
+        found = train(model, session, steps=3, micro_batches=2, before_step=before)
+        first = session.report()[0]
+        assert_all_given_back(session)
+    assert_same_history(found, expected)
+    assert first.in_flight_peak_bytes <= 400 * KIB
+    assert first.offloaded_bytes > 400 * KIB  # to host memory: the drive wrote nothing
+    assert first.fallback_kept_bytes == 0
+
+
+def test_a_full_drive_is_no_reason_to_keep_anything_and_two_full_tiers_are() -> None:
+    def no_space() -> StoreFullError:
+        return StoreFullError(errno.ENOSPC, "no space on the drive")
+
+    expected, drive = train(make_model(), steps=2), Drive()
+    drive.reservations.fail_with(no_space)
+    model = make_model()
+    with attached(model, drive, in_flight=400 * KIB, on_full="error") as session:
+        assert_same_history(train(model, session, steps=2), expected)
+        assert_all_given_back(session)
+    model = make_model()
+    with attached(model, drive, host=64 * KIB, on_full="keep") as session:
+        with pytest.warns(UserWarning, match="the store is full"):
+            assert_same_history(train(model, session, steps=2), expected)
+        assert all(record.fallback_kept_bytes > 0 for record in session.report())
+        assert_all_given_back(session)
+    model = make_model()
+    with attached(model, drive, host=64 * KIB, on_full="error") as session, pytest.raises(TransferError):
+        train(model, session, steps=1)
+
+
+def test_a_session_logs_its_places(tmp_path: Path) -> None:
+    expected, model, log = train(make_model(), steps=2), make_model(), tmp_path / "run.jsonl"
+    policy = {
+        "store": {
+            "kind": "file",
+            "directories": [str(tmp_path)],
+            "host_capacity": "1MiB",
+            "capacity": "32MiB",
+        },
+        "budget": {"in_flight_bytes": "1MiB"},
+        "min_tensor_bytes": "1KiB",
+    }
+    with tba.attach(model, policy, run_log=log, measure_memory=False) as session:
+        assert_same_history(train(model, session, steps=2), expected)
+    told: Any = read_run_log(log).header.store
+    assert (told["kind"], told["capacity"]) == ("file+host", 33 * MIB)
+    assert [place.get("directory", place["path"]) for place in told["stores"]] == [str(tmp_path), "memory"]
