@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from tba_offload.store.base import DriveLoad, Extent, Store
     from tba_offload.store.pool import Transfer
 
+POLL = 0.002
+"""Seconds between looks at transfers of which any may end first."""
+
 WARN_AFTER = 0.1
 """A wait for a drive is named in a warning after this share of its limit."""
 
@@ -236,19 +239,19 @@ class MultiStore:
             transfer.finish()
         return transfer.is_cancelled
 
-    def wait(self, transfer: Transfer) -> None:
-        """Wait until a transfer has ended. A wait that gets long is named in a warning.
+    def wait(self, transfer: Transfer, *others: Transfer) -> None:
+        """Wait until a transfer, or one of others, has ended. A long wait is named in a warning.
 
         Raises:
-            StoreError: It failed, or was cancelled (``errno.ECANCELED``). A new one each time.
+            StoreError: The first failed, or was cancelled (``errno.ECANCELED``). A new one each time.
             HangingError: Its place has not answered for ``stall_seconds``, and is left alone from now on.
         """
         limit = math.inf if self.stall_seconds is None else self.stall_seconds
-        if not transfer.is_done and not transfer.wait(limit * WARN_AFTER):
+        if not transfer.is_done and not _ended(transfer, others, limit * WARN_AFTER):
             place = self._places[transfer.drive]
             what = f"{transfer.nbytes} bytes {'to' if transfer.is_write else 'from'} {place.store.name}"
             warn(f"nothing has moved for {limit * WARN_AFTER:g} s: {what}", RuntimeWarning)
-            if not transfer.wait(limit * (1 - WARN_AFTER)):
+            if not _ended(transfer, others, limit * (1 - WARN_AFTER)):
                 hanging = _hanging(f"nothing has moved for {limit:g} s: {what}")
                 with self._lock:
                     place.fail(hanging)
@@ -472,6 +475,17 @@ class MultiStore:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         close_after(error, self.close)
+
+
+def _ended(transfer: Transfer, others: Sequence[Transfer], seconds: float) -> bool:
+    """Wait until one of some transfers has ended; return whether one has within so many seconds."""
+    until = time.monotonic() + seconds
+    while not transfer.wait(POLL if others else seconds):
+        if any(other.is_done for other in others):
+            return True
+        if time.monotonic() >= until:
+            return False
+    return True
 
 
 # ---- errors --------------------------------------------------------------------------------------

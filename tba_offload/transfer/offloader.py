@@ -496,8 +496,8 @@ class Offloader:
 
     # ---- waiting ---------------------------------------------------------------------------------
 
-    def _wait(self, transfer: Transfer, ref: SavedRef) -> None:
-        """Wait until a transfer has ended, failed or not.
+    def _wait(self, transfer: Transfer, ref: SavedRef, *others: Transfer) -> None:
+        """Wait until a transfer has ended, failed or not, or one of others.
 
         Raises:
             TransferError: It does not end within the limit of the store.
@@ -505,7 +505,7 @@ class Offloader:
         if transfer.is_done:
             return
         try:
-            self.store.wait(transfer)
+            self.store.wait(transfer, *others)
         except HangingError as error:
             verb = "read" if transfer is ref.read else "write"
             raise transfer_error(verb, ref.key, ref.nbytes, error) from error
@@ -516,7 +516,8 @@ class Offloader:
         """Take note of the writes that have ended, or wait for the oldest; return False if there is none."""
         if not self._completed and self._writes:
             transfer, ref = next(iter(self._writes.items()))
-            self._wait(transfer, ref)
+            oldest = {each.drive: each for each in reversed(self._writes)}  # a drive may stand still
+            self._wait(transfer, ref, *oldest.values())
         has_ended = bool(self._completed)
         self._drain()
         return has_ended

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tba_offload.device import READY, ByteRange, CpuDevice
+from tba_offload.device import READY, ByteRange, Device
 from tba_offload.errors import ChecksumError, SessionError, StoreError, StoreFullError
 from tba_offload.store import MultiStore, Transfer
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tba_offload.device import Event
     from tba_offload.store import Extent, Store
 
-CPU = CpuDevice()
+CPU = Device()
 MIB = 1 << 20
 PATIENCE = 120.0
 """Seconds after which a test stops waiting and fails; a busy machine may take tens of them for nothing."""

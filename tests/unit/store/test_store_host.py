@@ -9,7 +9,7 @@ import pytest
 import torch
 from store_contract import CPU, MIB, StoreContract, get, pattern, put
 
-from tba_offload.device import Accelerator, ByteRange, CpuDevice
+from tba_offload.device import Accelerator, ByteRange, Device
 from tba_offload.errors import ConfigError, StoreFullError
 from tba_offload.store import MultiStore, Transfer, open_store
 from tba_offload.store.host import HostStore
@@ -55,7 +55,7 @@ def test_no_more_memory_is_taken_than_the_capacity() -> None:
         assert host.host_bytes == 5 * MIB // 2
 
 
-class Meagre(CpuDevice):
+class Meagre(Device):
     """Has host memory for two slabs."""
 
     left = 2
