@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WIDTH, ROWS, LAYERS = 64, 32, 4
 RECOMPUTED = [placement for placement in Placement if placement.recomputes]
-SLOW = 2e6
+SLOW = 6e6
 """Bytes a second: recomputing a layer takes a small part of what reading it back would."""
 
 
