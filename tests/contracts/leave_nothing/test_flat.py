@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import pytest
 import torch
-from covering import EVERYTHING
-from harness import KIB, PATIENCE, assert_all_given_back, session_for, wait_until
+from covering import EVERYTHING, of_which
+from harness import KIB, PATIENCE, PLACEMENTS, assert_all_given_back, session_for, wait_until
 from models import History, Model, assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from places import ROOT, SUPPORT
 from torch import Tensor, nn
@@ -145,9 +145,9 @@ def all_objects() -> Counter[str]:
     return Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("placement", [each for each in tba.Placement if each is not tba.Placement.AUTO])
+@pytest.mark.parametrize("placement", of_which(PLACEMENTS, "offload", "recompute-offload"))
 def test_a_loop_that_holds_its_loss_until_the_next_one_grows_by_records_only(
-    placement: tba.Placement,
+    placement: str,
 ) -> None:
     """What accumulates the gradient of a parameter outlives each step there: no hook may stay at it."""
     model = make_model(layers=2)
