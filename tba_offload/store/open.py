@@ -15,7 +15,7 @@ from tba_offload.config import StoreConfig
 from tba_offload.config.values import BLOCK, KINDS
 from tba_offload.errors import ConfigError, MissingDependencyError, StoreError, UnsupportedError, warn
 from tba_offload.store import gds, posix
-from tba_offload.store.file import FileStore, open_directory
+from tba_offload.store.file import FileStore, UnlinkedFile
 from tba_offload.store.gds import GdsStore
 from tba_offload.store.host import HostStore
 from tba_offload.store.multi import MultiStore
@@ -81,22 +81,21 @@ def _places(config: StoreConfig, device: Device) -> Iterator[Store]:
 
 def _open_drive(directory: str, config: StoreConfig, device: Device) -> Store:
     """Return the store on one drive; ``auto`` is ``file`` where cuFile does not take files there."""
-    capacity = None if config.capacity is None else config.capacity // len(config.directories)
+    share = None if config.capacity is None else config.capacity // len(config.directories)
+    settings: dict[str, Any] = {"device": device, "capacity": share, "checksum": config.checksum}
     kind, why = (config.kind, None) if config.kind != "auto" else kind_of_auto(device)
+    store: UnlinkedFile | None = None
     if kind == "gds":
         try:
-            store = GdsStore(directory, device=device, capacity=capacity, checksum=config.checksum)
+            store = GdsStore(directory, **settings)
         except StoreError as error:
             if config.kind == "gds":
                 raise
             why = str(error)
-        else:
-            store.chosen = why
-            return store
-    slabs = (config.readers or 0) + (config.writers or 0)
-    file = FileStore(directory, device=device, capacity=capacity, checksum=config.checksum, slabs=slabs)
-    file.chosen = why if device.pins_memory else None
-    return file
+    if store is None:
+        store = FileStore(directory, slabs=(config.readers or 0) + (config.writers or 0), **settings)
+    store.chosen = why if device.pins_memory else None
+    return store
 
 
 def _check_drives(config: StoreConfig) -> None:
@@ -168,22 +167,11 @@ def saves_nothing(config: StoreConfig) -> str | None:
     if config.kind == "host":
         return f"kind: host moves activations from host memory to host memory; {remedy}, with kind: file"
     for directory in config.directories or (tempfile.gettempdir(),):
-        if _lies_in_memory(str(directory)):
+        if posix.mount_at(str(Path(directory).expanduser())).place == posix.MEMORY:
             return f"{directory} lies in host memory; {remedy}"
     if config.host_capacity is not None:
         return "host_capacity takes host memory for what the drives have no time for; remove it"
     return None
-
-
-def _lies_in_memory(path: str) -> bool:
-    try:
-        fd = open_directory(path)
-    except OSError:
-        return False  # what is wrong with it, opening the store says
-    try:
-        return posix.mount_of(fd).place == posix.MEMORY
-    finally:
-        os.close(fd)
 
 
 # ---- kinds of other projects -------------------------------------------------------------------------------

@@ -188,6 +188,21 @@ class Mount(NamedTuple):
     place: str
 
 
+_UNKNOWN_MOUNT = Mount("unknown", "", UNKNOWN)
+
+
+def mount_at(path: str) -> Mount:
+    """Return how the file system of a directory is mounted, as far as the directory can be reached."""
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return _UNKNOWN_MOUNT
+    try:
+        return mount_of(fd)
+    finally:
+        os.close(fd)
+
+
 def mount_of(fd: int) -> Mount:
     """Return how the file system of an open file or directory is mounted."""
     try:
@@ -195,30 +210,18 @@ def mount_of(fd: int) -> Mount:
         number = next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
         mounts = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
     except (OSError, StopIteration):
-        return Mount("unknown", "", UNKNOWN)
+        return _UNKNOWN_MOUNT
     for line in mounts:
         before, _, after = line.partition(" - ")
         words = [_unescaped(word) for word in after.split(" ")]
         if before.split(maxsplit=1)[0] == number and len(words) >= 3:
             kind, source, options = words[:3]
             place = PROCESS if kind.startswith("fuse") else _PLACES.get(kind, UNKNOWN)
-            return Mount(kind, source, _place_of_upper_layer(options) if place == LAYERS else place)
-    return Mount("unknown", "", UNKNOWN)
-
-
-def _place_of_upper_layer(options: str) -> str:
-    """Return ``MEMORY`` if the layer that an overlay writes to is seen to lie there, else ``LAYERS``."""
-    found = re.search(r"(?:^|,)upperdir=(/[^,]*)", options)
-    if found is None:
-        return LAYERS
-    try:
-        upper = os.open(found[1], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # the path of a container's host
-        return LAYERS
-    try:
-        return MEMORY if mount_of(upper).place == MEMORY else LAYERS
-    finally:
-        os.close(upper)
+            upper = re.search(r"(?:^|,)upperdir=(/[^,]*)", options)  # of a container's host it is not seen
+            if place == LAYERS and upper is not None and mount_at(upper[1]).place == MEMORY:
+                place = MEMORY
+            return Mount(kind, source, place)
+    return _UNKNOWN_MOUNT
 
 
 def _unescaped(text: str) -> str:
