@@ -411,9 +411,7 @@ class LiveBytes:
     @property
     def nbytes(self) -> int:
         """Bytes that are allocated now."""
-        with self._lock:
-            self._take_freed()
-            return self._nbytes
+        return sum(self.parts)
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -543,30 +541,23 @@ def fitting_bytes(device: torch.device) -> int:
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """Yield what each control group that this process is in, or under, has left; versions 1 and 2."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            yield from _left_along(root / "sys/fs/cgroup", path, _V2)
-        elif "memory" in controllers.split(","):
-            yield from _left_along(root / "sys/fs/cgroup/memory", path, _V1)
-
-
-def _left_along(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """Yield a group and those above it: each may have a limit.
+    """Yield what each control group that this process is in, or under, has left; versions 1 and 2.
 
     Inside a container the path may be that of the host, which does not exist there; the mount is then the
     container's own group.
     """
-    limit_name, usage_name, cache_name = names
-    group = mount / path.lstrip("/")
-    for folder in (group, *group.parents):
-        if not folder.is_relative_to(mount):
-            return
-        limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
-        if limit.isdecimal() and usage.isdecimal():
-            # The kernel gives up page cache first when the group reaches its limit.
-            yield int(limit) - int(usage) + (_statistic(folder / "memory.stat", cache_name) or 0)
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        limit_name, usage_name, cache_name = _V1 if controllers else _V2
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
+            if folder.is_relative_to(mount) and limit.isdecimal() and usage.isdecimal():
+                # The kernel gives up page cache first when the group reaches its limit.
+                yield int(limit) - int(usage) + (_statistic(folder / "memory.stat", cache_name) or 0)
 
 
 def _statistic(file: Path, name: str) -> int | None:
