@@ -51,17 +51,6 @@ def test_uses_are_errors_that_name_the_parameter(use: str, training: Training) -
         USES[use](state)
 
 
-def test_it_tells_what_it_is_like(training: Training) -> None:
-    parameter = training.model.convolution.weight
-    state = training.optimizer.state[parameter]["exp_avg_sq"]
-    assert (state.shape, state.dtype, state.device) == (parameter.shape, parameter.dtype, parameter.device)
-    assert state.stride() == parameter.stride()
-    assert state.to("cpu", torch.float32) is state.cpu() is state  # as Lightning's teardown converts it
-    assert isinstance(state, torch.Tensor)
-    assert repr(state) == "<'exp_avg_sq' of convolution.weight, away: (8, 3, 3, 3), torch.float32>"
-    assert repr(training.optimizer).startswith("AdamW (")
-
-
 def test_states_are_read_by_name(tmp_path: Path) -> None:
     """Slices too, and what a program has set, which is its own object."""
     found, expected = pair("adam-foreach")

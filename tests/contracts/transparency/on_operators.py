@@ -193,8 +193,3 @@ def offloaded(layers: list[Operator], placement: str) -> list[list[Tensor | None
     model = nn.ModuleList(layers)
     with session_for(model, layers=list(layers), **settings) as session:
         return [train(layers, session, step) for step in range(STEPS)]
-
-
-def test_the_table_has_what_is_always_tested() -> None:
-    assert set(ALWAYS) <= TABLE.keys()
-    assert len(TABLE) > 400

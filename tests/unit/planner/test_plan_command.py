@@ -125,15 +125,6 @@ def test_the_policy_of_one_stage_leaves_the_others_as_they_were(run_log: Path, t
     assert Situation.of(stage).changed(layers=LAYERS + 1).elsewhere == ()
 
 
-def test_the_tables_say_what_there_is_to_say(run_log: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "frontier.svg"
-    output = run_plan(run_log, "--budget", "3MiB", "--picture", picture, "--rated", "600TB").output
-    assert re.search(r"written \S+ TB a day: 600 TB in \S+ years", output)
-    assert "8 layers; the store writes" in output
-    assert "The best plan for each budget" in output
-    assert picture.read_bytes().startswith(b"<?xml")
-
-
 def test_a_policy_that_was_not_planned_is_not_replaced(run_log: Path, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("default: keep  # by hand\n")

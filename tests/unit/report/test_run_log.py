@@ -196,7 +196,7 @@ def test_steps_that_count_for_figures_are_told_by_one_rule() -> None:
             step=number,
             seconds=1.0,
             skipped=number == 5,
-            activation_peak_bytes=number if number in {1, 6} else None,
+            peak_source="mallinfo2" if number in {1, 6} else None,
         )
         for number in range(1, 9)
     )
