@@ -173,7 +173,8 @@ class StepTrace:
             inputs: Bytes of the activations that it is given.
         """
         scope = ScopeTrace(key, placement, time.perf_counter(), input_bytes=inputs)
-        self._mark(scope.marks)
+        if self.marks is not None:  # not in a function: it is a call for each run of a layer
+            scope.marks.append(self.marks.device.mark())
         if self.gradients is not None:
             scope.forward_gradients = self.gradients()
         self.scopes.append(scope)
@@ -182,11 +183,8 @@ class StepTrace:
     def end_scope(self, scope: ScopeTrace) -> None:
         """Note that a layer has returned."""
         scope.forward_ended = time.perf_counter()
-        self._mark(scope.marks)
-
-    def _mark(self, marks: list[Mark]) -> None:
         if self.marks is not None:
-            marks.append(self.marks.device.mark())
+            scope.marks.append(self.marks.device.mark())
 
     def saved(self, key: ActivationKey, nbytes: int, treatment: Treatment) -> ActivationTrace:
         """Note that a storage was saved."""
@@ -198,7 +196,8 @@ class StepTrace:
         """Note that backward arrives at a scope; tell whether it is the first of its pass."""
         scope.backward_began = time.perf_counter()
         del scope.marks[2:]  # of an earlier backward through the same graph
-        self._mark(scope.marks)
+        if self.marks is not None:
+            scope.marks.append(self.marks.device.mark())
         if self.gradients is not None:
             scope.backward_gradients = self.gradients()
         is_first = self._backward_began is None
@@ -212,7 +211,7 @@ class StepTrace:
             self.backward_seconds += self.backward_ends[-1] - self._backward_began
             self._backward_began = None
             if self.marks is not None:
-                self._mark(self.marks.backward_ends)
+                self.marks.backward_ends.append(self.marks.device.mark())
 
     @property
     def in_backward(self) -> bool:

@@ -412,9 +412,10 @@ class MultiStore:
 
     def take_outages(self) -> list[tuple[str, str]]:
         """Return the places that were taken out of service since the last call, each with the cause."""
-        outages = [(place.store.name, place.outage) for place in self._places if place.outage is not None]
-        if outages:
-            for place in self._places:
+        outages: list[tuple[str, str]] = []
+        for place in self._places:
+            if place.outage is not None:
+                outages.append((place.store.name, place.outage))
                 place.outage = None
         return outages
 

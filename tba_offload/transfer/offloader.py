@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +27,9 @@ from tba_offload.transfer.saved import Handle, SavedRef, SavedStorage, State
 from tba_offload.transfer.window import InFlightWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
+    from collections.abc import Hashable, Iterable
 
-    from tba_offload.device import Device
+    from tba_offload.device import Device, Mark
     from tba_offload.store.multi import MultiStore
     from tba_offload.transfer.window import TransferStats
 
@@ -158,12 +157,13 @@ class Offloader:
 
     def _make_room(self, nbytes: int) -> None:
         """Wait until ``nbytes`` fit the window, but only for I/O that runs; else admit them."""
-        with self._stall():
-            while self.window.is_crowded(nbytes):
-                self._flush(0)
-                # What else is in memory is in use, or waits for this very thread: it would be a deadlock.
-                if not self._finish_writes() and not self._give_up_farthest():
-                    break
+        began, mark = time.perf_counter(), self._mark()
+        while self.window.is_crowded(nbytes):
+            self._flush(0)
+            # What else is in memory is in use, or waits for this very thread: it would be a deadlock.
+            if not self._finish_writes() and not self._give_up_farthest():
+                break
+        self._stalled(began, mark)
         self.raise_failures()
 
     # ---- backward: fetch -------------------------------------------------------------------------
@@ -276,8 +276,9 @@ class Offloader:
         ref = saved.ref
         read: Any = ref.read
         if not read.is_done or read.error is not None:
-            with self._stall(is_marked=not read.is_done):
-                read = self._read_to_end(ref, read)
+            began, mark = time.perf_counter(), None if read.is_done else self._mark()
+            read = self._read_to_end(ref, read)
+            self._stalled(began, mark)
         room: ByteRange = read.memory
         self._end_ahead(ref)
         memory, saved.start = room.storage, room.start
@@ -522,17 +523,14 @@ class Offloader:
         self._drain()
         return has_ended
 
-    @contextmanager
-    def _stall(self, *, is_marked: bool = True) -> Iterator[None]:
-        """Around a wait of the training thread for I/O: it is counted, and marked in the device's work."""
-        mark = self.device.mark() if self.marks_stalls and is_marked else None
-        began, stats = time.perf_counter(), self.window.stats
-        try:
-            yield
-        finally:
-            stats.stalled(began, time.perf_counter())
-            if mark is not None:
-                stats.marked_stalls.append((mark, self.device.mark()))
+    def _mark(self) -> Mark:
+        """Mark the begin of a wait of the training thread in the device's work, where that is wanted."""
+        return self.device.mark() if self.marks_stalls else None
+
+    def _stalled(self, began: float, mark: Mark) -> None:
+        self.window.stats.stalled(began, time.perf_counter())
+        if mark is not None:
+            self.window.stats.marked_stalls.append((mark, self.device.mark()))
 
     # ---- steps -----------------------------------------------------------------------------------
 

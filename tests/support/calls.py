@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType
 
-WAITS = {"_await", "_make_room", "quiesce"}
+WAITS = {"_read_to_end", "_make_room", "quiesce"}
 """Functions in which the training thread waits for drives: how often it asks there is their affair."""
 
 
