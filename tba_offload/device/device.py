@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
+import mmap
 import threading
 import time
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -273,7 +274,13 @@ class Accelerator(Device):
         """Pin pages of our own on CUDA; elsewhere PyTorch pins."""
         if self.torch_device.type == "cuda":
             return mapped_memory(nbytes, pinned=True)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        if memory.data_ptr() % mmap.PAGESIZE:  # direct I/O would say EINVAL, as of the drive
+            raise UnsupportedError(
+                f"host memory of {self.torch_device} lies at {memory.data_ptr():#x}, which is no multiple of "
+                f"{mmap.PAGESIZE}, as direct I/O needs. Report this device"
+            )
+        return memory
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy on the calling thread's stream, into pinned memory of PyTorch's own, and wait for nothing.
