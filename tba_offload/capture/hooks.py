@@ -388,7 +388,10 @@ class LayerHooks:
     ) -> Kept | Packed:
         """Return an activation that was not saved before in this step, or has changed since."""
         nbytes = storage.nbytes()
-        if local.nbytes * SPARSE < nbytes:
+        # Parts made by unsafe_chunk(), as in a GRU, count their changes apart: the rest of the storage may
+        # change while it is written.
+        is_apart = local.nbytes < nbytes and tensor._base is None and tensor.requires_grad and local is tensor
+        if is_apart or local.nbytes * SPARSE < nbytes:
             return self._pack_sparse(tensor, local, storage)
         key = ActivationKey(self._key, self._count)
         self._count += 1
@@ -437,9 +440,10 @@ class LayerHooks:
     def _pack_sparse(
         self, tensor: torch.Tensor, local: torch.Tensor, storage: torch.UntypedStorage
     ) -> Kept | Packed:
-        """Copy a view that needs little of a large storage; the large one is then free to go.
+        """Copy the elements of a view that needs little of its storage, or counts its changes apart.
 
-        Without a graph its storage may be the user's data set, and the operation may not have filled it.
+        The large storage is then free to go. Without a graph its storage may be the user's data set, and the
+        operation may not have filled it.
         """
         capture, view, nbytes = self.capture, view_of(local), local.nbytes
         if nbytes < capture.min_tensor_bytes or not tensor.requires_grad:

@@ -115,7 +115,7 @@ class Training:
         if self.program.reattach == "once":
             self.close()
             self.attach()
-        elif self.directory is not None and self.program.attached == "session":
+        elif self.directory is not None and self.program.attached == "session" and self.attached:
             policy = policies.policy_of(self.program, self.directory)
             policy["layers"] = policies.rules(self.program, shifted=1)
             self.attached[0].apply(policy)

@@ -166,6 +166,20 @@ def test_04_views_of_one_buffer(views: str, kind: str, tmp_path: Any) -> None:
     assert all(record.read_bytes > 0 for record in records)
 
 
+def test_04_parts_that_count_their_changes_apart() -> None:
+    """A GRU saves one of its gates, and then changes others in the same storage, with ``unsafe_chunk``."""
+
+    def mix(h: Tensor) -> Tensor:
+        first, second = (h * 1).unsafe_chunk(2, dim=-1)
+        first.sigmoid_()
+        for _ in range(50):
+            second.mul_(0.99)
+        return torch.cat([first, second], dim=-1)
+
+    records = assert_transparent(block=lambda: Block(mix))
+    assert all(each.offloaded_bytes + each.forwarded_bytes < 3 * 2 * ONE for each in records)
+
+
 # 5. Every kind of tensor
 
 
