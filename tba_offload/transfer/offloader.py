@@ -479,21 +479,17 @@ class Offloader:
         Raises:
             TransferError: A write that reads the memory does not end.
         """
+        if self._is_inert:  # a thread of the parent may have held the lock
+            return
         with self._lock:
             self._drain()
-            ref = saved.ref
-            if (
-                self._is_inert
-                or saved.state is State.STORED
-                or ref.epoch != self._epoch
-                or saved.in_memory() is None
-            ):
-                return
-            self._stay(saved, storage)
-            if ref.write is not None:
-                self._wait(ref.write, ref)
-                self._drain()
-            self.window.settle(ref)
+            ref, is_there = saved.ref, saved.in_memory() is not None
+            if is_there and saved.state is not State.STORED and ref.epoch == self._epoch:
+                self._stay(saved, storage)
+                if ref.write is not None:
+                    self._wait(ref.write, ref)
+                    self._drain()
+                self.window.settle(ref)
 
     # ---- waiting ---------------------------------------------------------------------------------
 
