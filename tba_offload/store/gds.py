@@ -95,7 +95,8 @@ class GdsStore(UnlinkedFile):
         try:
             self._cufile = CuFile(fd)
         except OSError as error:
-            raise self._refused(str(error.strerror or error) + _missing_in_udev(fd)) from error
+            udev = f"it asks udev for the drive: in a container, mount the host's {UDEV}"
+            raise self._refused(f"{error.strerror or error}; {udev}") from error
 
     @property
     def description(self) -> dict[str, object]:
@@ -201,18 +202,8 @@ def _refusal(kvikio: Any, fd: int) -> str | None:
         return "the file system does not offer direct I/O, which cuFile needs"
     if not kvikio.defaults.is_compat_mode_preferred():
         return None
-    if not UDEV.is_dir():
-        return f"cuFile looks for drives in {UDEV}, which is not there: in a container, mount it or make it"
-    return "kvikio is in compatibility mode: KVIKIO_COMPAT_MODE is ON, or libcufile is not found"
-
-
-def _missing_in_udev(fd: int) -> str:
-    """Return what to do where udev, which cuFile asks, does not know the drive of a file; else nothing."""
-    device = os.fstat(fd).st_dev
-    entry = UDEV / "data" / f"b{os.major(device)}:{os.minor(device)}"
-    if not os.major(device) or entry.exists():
-        return ""
-    return f": it asks udev for the drive, and there is no {entry}; in a container, mount the host's {UDEV}"
+    why = "KVIKIO_COMPAT_MODE is ON, libcufile is not found, or in a container there is no"
+    return f"kvikio is in compatibility mode: {why} {UDEV}, where cuFile looks for drives"
 
 
 def _path_of(kvikio: Any) -> tuple[str, str | None]:

@@ -218,8 +218,6 @@ class MultiStore:
                     self._places[transfer.drive].succeeded(transfer)
         if is_written:
             transfer.memory = None
-            if transfer.owner is not None:
-                transfer.owner.memory = None
         if self.completed is not None:
             self.completed.append(transfer)
         transfer.finish()
@@ -235,7 +233,7 @@ class MultiStore:
             with self._lock:
                 if transfer in self._transfers:
                     self._remove(transfer)
-            transfer.memory = transfer.owner = None
+            transfer.memory = None
             transfer.finish()
         return transfer.is_cancelled
 
@@ -274,12 +272,12 @@ class MultiStore:
         ]
         if len(able) > 1:
             drives = [place for place in able if place in self._drives]
-            lag = sum(place.pending_writes for place in self._drives)
-            able = [each for each in able if each not in drives] if lag > self.spill_bytes else drives or able
-            # By what each holds too: else the fastest idle drive would get all, and the others would not
-            # help to read it back.
-            able = able or drives
-            return min(able, key=lambda each: (each.extents.used + each.pending + nbytes) / each.writes.rate)
+            is_late = sum(place.pending for place in self._drives) > self.spill_bytes
+            able = ([place for place in able if place not in drives] if is_late else drives) or able
+            # By what each holds, too: else the fastest would get all that is written while drives are idle,
+            # and the others would not help to read it back.
+            taken = [place.extents.used + place.unreserved + nbytes for place in able]
+            return min(zip(taken, able, strict=True), key=lambda each: each[0] / each[1].writes.rate)[1]
         return able[0] if able else None
 
     def _refusal(self, nbytes: int) -> StoreError:
@@ -297,24 +295,24 @@ class MultiStore:
     def _add(self, transfer: Transfer, place: Place) -> None:
         transfer.drive = place.index
         self._transfers.add(transfer)
-        self._count(transfer, 1)
+        if transfer.is_write:
+            place.pending += transfer.nbytes
+        if transfer.extent is None:
+            place.unreserved += transfer.nbytes
+        else:
+            transfer.extent.transfers += 1
 
     def _remove(self, transfer: Transfer) -> None:
+        place, extent = self._places[transfer.drive], transfer.extent
         self._transfers.remove(transfer)
-        self._count(transfer, -1)
-        extent = transfer.extent
-        if extent is not None and extent.is_released and not extent.transfers:
-            self._places[extent.drive].extents.release(extent)
-
-    def _count(self, transfer: Transfer, change: int) -> None:
-        place, nbytes = self._places[transfer.drive], change * transfer.nbytes
-        place.pending += nbytes
         if transfer.is_write:
-            place.pending_writes += nbytes
-        if transfer.extent is None:
-            place.unreserved += nbytes
+            place.pending -= transfer.nbytes
+        if extent is None:
+            place.unreserved -= transfer.nbytes
         else:
-            transfer.extent.transfers += change
+            extent.transfers -= 1
+            if extent.is_released and not extent.transfers:
+                place.extents.release(extent)
 
     # ---- extents and steps -----------------------------------------------------------------------
 
@@ -340,7 +338,7 @@ class MultiStore:
             self._transfers.clear()
             for place in self._places:
                 place.extents.reset()
-                place.pending = place.pending_writes = place.unreserved = 0
+                place.pending = place.unreserved = 0
 
     def trim(self) -> None:
         """Give back room that no extent needs, beyond the need of the last steps; at the end of a step."""

@@ -70,8 +70,8 @@ class Place:
         self.index, self.store, self._lock = index, store, lock
         self.extents = Extents(store.capacity)
         self.writes, self.reads = Meter(), Meter()
-        self.pending = self.pending_writes = 0  # bytes queued and running
-        self.unreserved = 0  # of these, bytes of writes that have no extent yet
+        self.pending = 0  # bytes of writes that are queued or running
+        self.unreserved = 0  # of these, bytes that have no extent yet
         self.cause: str | None = None  # why it is out of service
         self.outage: str | None = None  # the same, until it was told
         self.disabled_until = self._full_until = 0.0

@@ -7,7 +7,7 @@ import math
 import threading
 from _thread import allocate_lock
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tba_offload.errors import StoreError
 
@@ -35,7 +35,6 @@ class Transfer:
         memory: The bytes to write, or to fill. The caller leaves them alone until the transfer has ended.
         after: The transfer starts when this point of the device's work is reached.
         extent: Where from, or where to; ``None`` for a write to a new extent.
-        owner: Has an attribute ``memory``, which becomes ``None`` when a write has succeeded.
 
     Attributes:
         memory: As given; ``None`` after a successful write, and after a transfer was cancelled.
@@ -52,16 +51,13 @@ class Transfer:
 
     __slots__ = (
         *("_claim", "_done", "after", "drive", "error", "extent", "is_cancelled", "is_done", "is_write"),
-        *("memory", "nbytes", "owner", "refused", "seconds"),
+        *("memory", "nbytes", "refused", "seconds"),
     )
 
-    def __init__(
-        self, memory: ByteRange, after: Event, *, extent: Extent | None = None, owner: Any = None
-    ) -> None:
+    def __init__(self, memory: ByteRange, after: Event, *, extent: Extent | None = None) -> None:
         self.memory: ByteRange | None = memory
         self.after = after
         self.extent = extent
-        self.owner = owner
         self.nbytes = memory.nbytes
         self.drive = 0
         self.error: BaseException | None = None
