@@ -62,10 +62,7 @@ def test_the_contract_and_every_fault_on_the_real_kvikio(variables: dict[str, st
     ("error", "missing"),
     [
         (ModuleNotFoundError("No module named 'kvikio'", name="kvikio"), "kvikio"),
-        (
-            ModuleNotFoundError("No module named 'cuda'", name="cuda"),
-            "a part of kvikio",
-        ),
+        (ModuleNotFoundError("No module named 'cuda'", name="cuda"), r"a part of kvikio \(No module.*\)"),
         (RuntimeError("cannot open"), "a part of kvikio .cannot open."),
     ],
 )
