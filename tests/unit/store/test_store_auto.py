@@ -10,8 +10,7 @@ import fake_kvikio
 import pytest
 import torch
 from fake_kvikio import PinningDevice
-from store_contract import CPU, descriptors, pattern
-from test_store_file import get, put
+from store_contract import CPU, descriptors, get, pattern, put
 
 from tba_offload.errors import ConfigError
 from tba_offload.store import gds, open_store
