@@ -274,7 +274,7 @@ class Accelerator(Device):
         """Pin pages of our own on CUDA; elsewhere PyTorch pins."""
         if self.torch_device.type == "cuda":
             return mapped_memory(nbytes, pinned=True)
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if memory.data_ptr() % mmap.PAGESIZE:  # direct I/O would say EINVAL, as of the drive
             raise UnsupportedError(
                 f"host memory of {self.torch_device} lies at {memory.data_ptr():#x}, which is no multiple of "

@@ -72,9 +72,9 @@ def at_lead(nbytes: int, lead: int, alignment: int) -> torch.Tensor:
     return room[start : start + nbytes]
 
 
-def write(store: MultiStore, data: torch.Tensor, after: Event = READY, **more: Any) -> Transfer:
+def write(store: MultiStore, data: torch.Tensor, after: Event | None = None, **more: Any) -> Transfer:
     """Begin to write a tensor of bytes."""
-    transfer = Transfer(ByteRange.of(data), after, **more)
+    transfer = Transfer(ByteRange.of(data), after or READY, **more)
     store.write([transfer])
     return transfer
 
