@@ -597,7 +597,9 @@ class Offloader:
                 self._told.add(place)
                 warn(outage(place, cause), RuntimeWarning)
         if self._failures:
-            raise self._failures.popleft()
+            first = self._failures[0]
+            self._failures.clear()  # others that failed with it must not end the next step
+            raise first
 
     def resize_window(self, window: int | None) -> None:
         """Set the most bytes in flight; between steps."""
