@@ -19,13 +19,7 @@ from tba_offload.recompute.digest import digest
 from tba_offload.states.away import FreedGradient
 from tba_offload.states.parameters import distributed, local, parameters_of, spec_of
 from tba_offload.states.updates import Updates
-from tba_offload.torch_private import (
-    call_after_backward,
-    current_backward,
-    keeps_graph,
-    not_traced,
-    users_of,
-)
+from tba_offload.torch_private import call_after_backward, current_backward, keeps_graph, not_traced, users_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

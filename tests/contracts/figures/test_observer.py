@@ -68,7 +68,7 @@ def test_the_loop_of_the_readme_reports_the_peak_that_an_observer_sees(
     observed: Warm, tmp_path: Path, kind: str
 ) -> None:
     peaks = {}
-    for placement, window, steps in (("keep", "", 2), ("offload", "budget: {in_flight_bytes: 16MiB}\n", 6)):
+    for placement, window, steps in (("keep", "", 1), ("offload", "budget: {in_flight_bytes: 16MiB}\n", 4)):
         found = run(observed, kind, f"default: {placement}\n{window}", tmp_path, steps=steps)
         reported, seen = found["reported"], found["observed"]
         ratios = [ours / theirs for ours, theirs in zip(reported, seen, strict=True) if ours is not None]
