@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import stat
+import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -247,7 +248,8 @@ def test_open_store_takes_the_same_directory_as_attach(
         assert store.description["directory"] == str(tmp_path)
 
 
-def test_open_store_explains_what_it_cannot_do(tmp_path: Path) -> None:
+def test_open_store_explains_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)
     with pytest.raises(ConfigError, match="kind"):
         open_store(kind="tape", device=CPU)
     with pytest.raises(ConfigError, match="color"):
