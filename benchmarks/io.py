@@ -72,7 +72,7 @@ class Lane:
 
     Args:
         store: The store.
-        transfers: Makes the next transfers, at most so many; none when all are made.
+        transfers: Returns the next transfers, up to a given number; an empty list at the end.
         depth: Transfers that are queued at most.
         batch: Transfers that are queued at a time.
     """

@@ -52,7 +52,7 @@ class Gradients:
         """Forget what was born; count what exists, and watch parameters that are new."""
         self._born.clear()
         self.was_dropped = False
-        # Parameters may be others in each step: those that ``functional_call`` gives the model.
+        # ``functional_call`` gives the model other parameters in each step.
         for key in [key for key, watched in self._watched.items() if watched.parameter() is None]:
             del self._watched[key]
         parameters = list(self.parameters())  # once: a model may have thousands of modules

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     Unpack = Callable[[Any], torch.Tensor]
 
 SPARSE = 4
-"""A view that needs less than one part in so many of its storage is copied densely."""
+"""A view is copied densely if it needs less than one ``SPARSE``-th of its storage."""
 
 RELEARN_AFTER = 32
 """Steps after which an activation that was found to be kept elsewhere is offloaded again, to see."""

@@ -3,8 +3,8 @@
 A step repeats its order: whatever the schedule is (gradient accumulation, 1F1B, interleaved), the
 activations that backward asked for in one step it asks for in the next, in the same order. So prefetch
 follows the order recorded in the last step. Where there is none yet, or the step departs from it, the
-activations saved last are expected first. What was not saved in the last step, because its layer had another
-placement, is expected after what was saved later.
+activations saved last are expected first. An activation that the last step did not save, because its layer
+had another placement, is expected after those saved later in the forward.
 
 With several micro-batches under way backward passes take turns with forward passes. What is used after the
 next forward pass is read ahead with restraint, because that pass needs the window for what it saves.

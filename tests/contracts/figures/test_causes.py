@@ -253,7 +253,7 @@ def test_a_full_drive(tmp_path: Path) -> None:
     with inject("fail-write:errno=ENOSPC,after=5"):
         found = trained(tmp_path)
     assert found.cause == "store"
-    assert "full or" in found.findings[0].what
+    assert "the store is full or too slow" in found.findings[0].what
 
 
 def test_a_run_as_it_should_be_has_its_working_set_left(tmp_path: Path) -> None:
