@@ -315,7 +315,7 @@ def main(given: Sequence[str] | None = None) -> int:
     # fio checks nothing, so neither does the store.
     file = FileStore(options.directory, device=device, checksum=False, slabs=sum(threads.values()))
     with MultiStore([file], readers=options.readers, writers=options.writers) as store:
-        fio = Fio(store, file.fileno(), threads, amount) if shutil.which("fio") else None
+        fio = Fio(store, file.fd, threads, amount) if shutil.which("fio") else None
         path = store.description
         print(f"{file.name}: {path['path']}, {options.writers} writers, {options.readers} readers")
         print(

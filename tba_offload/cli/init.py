@@ -60,9 +60,9 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: b
         return
     click.echo(f"{output}: written, with {len(found)} {'directory' if len(found) == 1 else 'directories'}")
     for path, place in found.items():
-        click.echo(visible(f"  {path}: {place}"))
+        click.echo(visible(f"  {path}: {place.words}"))
         for doubt in place.findings:
-            click.echo(visible(f"  - {doubt['what']}: {doubt['remedy']}"))
+            click.echo(visible(f"  - {doubt}"))
     click.echo(f"Next: tba-offload check {shlex.quote(str(output))} --layers N, and tba-offload doctor DIR")
 
 
@@ -117,7 +117,7 @@ def _policy(found: dict[str, Location], memory: int | None) -> str:
     for path, place in found.items():  # bytes that are no text become escapes, read back as the same bytes
         absolute = str(Path(path).absolute())
         quoted = yaml.safe_dump(absolute, default_style='"', allow_unicode=True, width=math.inf).rstrip()
-        lines += [f"    # {visible(str(place))}", f"    - {quoted}"]
+        lines += [f"    # {visible(place.words)}", f"    - {quoted}"]
     text = _POLICY.read_text(encoding="utf-8").format(
         url=SCHEMA_URL,
         device="a CPU" if memory is None else f"a device with {readable_size(memory)}",

@@ -19,12 +19,9 @@ import os
 import secrets
 import shlex
 import stat
-import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from tba_offload.device import READY
 from tba_offload.device.host_memory import never_freed
@@ -35,6 +32,8 @@ from tba_offload.store.base import BLOCK, Checksum, Store, round_up
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
+
     from tba_offload.device import ByteRange, Device
     from tba_offload.store.base import Extent
 
@@ -43,15 +42,13 @@ logger = logging.getLogger(__name__)
 SLAB_BYTES = 8 << 20
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_IN_USE = (errno.ENOTEMPTY, errno.EBUSY)  # where the name of an open file keeps its directory from going
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)  # a container may forbid unknown calls
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 20, 1 << 30  # a twentieth of the file system, at least 1 GiB
-_GROWTH = 64 << 20  # a file grows ahead of need by so much
 _MOST_LINKS = 40
 
 
-class UnlinkedFile(Store):
-    """A store in an open file without a name; its subclasses move the bytes.
+class FileStore(Store):
+    """A store in one open file without a name, which system calls write and read.
 
     The file and a directory of its own have names only while they are made. Afterwards the kernel frees the
     blocks when the last descriptor is closed, however the process ends.
@@ -62,6 +59,8 @@ class UnlinkedFile(Store):
         capacity: The most bytes that the file grows to. By default all that is free but a twentieth of the
             file system, and at least 1 GiB: others, such as checkpoints, need room there too.
         checksum: Whether to compute checksums.
+        slabs: Staging slabs to pin at once for a GPU, one for each I/O thread: pinning memory inside a step
+            would block the device.
 
     Attributes:
         fd: The descriptor.
@@ -69,33 +68,36 @@ class UnlinkedFile(Store):
         mount: How its file system is mounted.
         block: What addresses and lengths of transfers must be multiples of, bytes.
         path: The I/O path, and in ``reason`` why it is not a better one.
-        chosen: Why ``kind: auto`` took this kind; ``None`` if the user named it.
 
     Raises:
         StoreError: The directory cannot be used, or others could tamper with the way to it.
     """
 
+    kind = "file"
     block = 1
     path = "O_DIRECT"
     reason: str | None = None
-    chosen: str | None = None
 
     def __init__(
-        self, directory: str | Path, *, device: Device, capacity: int | None = None, checksum: bool = True
+        self,
+        directory: str | Path,
+        *,
+        device: Device,
+        capacity: int | None = None,
+        checksum: bool = True,
+        slabs: int = 0,
     ) -> None:
         self.name, self.device, self.checksum = os.fspath(directory), device, Checksum(on=checksum)
         self.capacity = None if capacity is None else capacity // BLOCK * BLOCK
         self.size = 0
-        self._left_behind: Path | None = None
+        self._run = Path(self.name).expanduser().absolute() / f"tba-{secrets.token_hex(8)}"
+        self._slabs = [device.host_memory(SLAB_BYTES) for _ in range(slabs if device.pins_memory else 0)]
         with explained(self.name):
-            self.fd = self._create()
-        self.mount = posix.mount_of(self.fd)
-        if self.mount.kind == "btrfs":
-            posix.overwrite_in_place(self.fd)
+            self._create()
 
     @property
     def description(self) -> dict[str, object]:
-        """Kind, directory, I/O path and why, file system, alignment, capacity, checksum and choice."""
+        """Kind, directory, I/O path and why, file system, alignment, capacity and checksum."""
         return {
             "kind": self.kind,
             "directory": self.name,
@@ -105,12 +107,69 @@ class UnlinkedFile(Store):
             "alignment": self.block,
             "capacity": self.capacity,
             "checksum": self.checksum.on,
-            **({} if self.chosen is None else {"chosen": {"why": self.chosen}}),
         }
 
-    def fileno(self) -> int:
-        """Return the descriptor of the file, for tools that look at it or measure its drive."""
-        return self.fd
+    def write(self, extent: Extent, source: ByteRange) -> int | None:
+        """Write the bytes of an extent, from where they are if that is possible; see :meth:`Store.write`."""
+        hasher, span = self.checksum.begin(), round_up(extent.lead + extent.nbytes, self.block)
+        is_still = span == extent.nbytes or not self._stable_pages  # what is beside the payload may change
+        if is_still and self._is_in_place(extent, source):
+            self.checksum.add(hasher, source.address, extent.nbytes)
+            self._move("write", posix.pwrite, source.address - extent.lead, span, extent.offset)
+        else:
+            for staged, data, address, length, offset in self._pieces(extent, source, span):
+                self.device.copy(staged, data, READY)
+                self.checksum.add(hasher, staged.data_ptr(), staged.numel())
+                self._move("write", posix.pwrite, address, length, offset)
+        return None if hasher is None else hasher.intdigest()
+
+    def read(self, extent: Extent, target: ByteRange) -> int | None:
+        """Read the bytes of an extent, to where they belong if that is possible; see :meth:`Store.read`."""
+        hasher, span = self.checksum.begin(), round_up(extent.lead + extent.nbytes, self.block)
+        has_padding = 0 <= target.start - extent.lead <= target.storage.nbytes() - span
+        if has_padding and self._is_in_place(extent, target):
+            self._move("read", posix.pread, target.address - extent.lead, span, extent.offset)
+            self.checksum.add(hasher, target.address, extent.nbytes)
+        else:
+            for staged, data, address, length, offset in self._pieces(extent, target, span):
+                self._move("read", posix.pread, address, length, offset)
+                self.checksum.add(hasher, staged.data_ptr(), staged.numel())
+                self.device.copy(data, staged, READY)
+        return None if hasher is None else hasher.intdigest()
+
+    def _is_in_place(self, extent: Extent, memory: ByteRange) -> bool:
+        return not self.device.pins_memory and memory.address % self.block == extent.lead
+
+    def _pieces(
+        self, extent: Extent, memory: ByteRange, span: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int, int]]:
+        """Cut an extent into parts that fit a staging slab; there are as many slabs as transfers run at once.
+
+        Yields:
+            The payload in the slab and in the memory; address, length and offset in the file of what moves.
+        """
+        try:
+            slab = self._slabs.pop()
+        except IndexError:
+            slab = self.device.host_memory(SLAB_BYTES)
+        data, end = memory.tensor(), extent.lead + extent.nbytes
+        for start in range(0, span, SLAB_BYTES):
+            length = min(SLAB_BYTES, span - start)
+            first, last = max(start, extent.lead), min(start + length, end)
+            part = data[first - extent.lead : last - extent.lead]
+            yield slab[first - start : last - start], part, slab.data_ptr(), length, extent.offset + start
+        self._slabs.append(slab)
+
+    def _move(self, verb: str, call: posix.Call, address: int, nbytes: int, offset: int) -> None:
+        try:
+            moved = posix.transfer(call, self.fd, address, nbytes, offset, self.block)
+        except OSError as error:
+            what = f"{verb} of {nbytes} bytes at offset {offset} failed"
+            raise store_error(what, error, self.name) from error
+        if moved != nbytes:
+            what = f"{verb} of {nbytes} bytes at offset {offset} stopped after {moved}"
+            why = "the drive or the file system is failing, or another process truncated the file"
+            raise ShortTransferError(errno.EIO, f"{what}; {why}: check the system log", self.name)
 
     def grow(self, end: int) -> None:
         """Make the file at least ``end`` bytes long, with blocks allocated where the file system can.
@@ -124,11 +183,18 @@ class UnlinkedFile(Store):
         system = os.fstatvfs(self.fd)
         free, spared = system.f_bavail * system.f_frsize, left_to_others(system)
         limit = self.size + max(free - spared, 0) if self.capacity is None else self.capacity
-        ahead = min(end + _GROWTH, limit)
-        if end > limit or not ((ahead > end and self._extend(ahead)) or self._extend(end)):
-            others = f", and {spared} are left to others" if self.capacity is None else ""
-            what = f"the file cannot grow from {self.size} to {end} bytes: {free} are free{others}"
-            raise self.failure(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        room = f"{free} are free, and without store.capacity {spared} of them are left to others"
+        what = f"the file cannot grow from {self.size} to {end} bytes: {room}"
+        if end > limit:
+            raise store_error(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.name)
+        try:
+            posix.fallocate(self.fd, self.size, end - self.size)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                os.ftruncate(self.fd, self.size)  # gives back what the failed attempt did get
+                raise store_error(what, error, self.name) from error
+            os.ftruncate(self.fd, end)
+        self.size = end
 
     def shrink(self, end: int) -> None:
         """Free the blocks beyond ``end``, a multiple of 4096; a failing drive says so at its next write."""
@@ -138,75 +204,43 @@ class UnlinkedFile(Store):
                 self.size = end
 
     def close(self) -> None:
-        """Close the descriptor, which frees the blocks.
+        """Close the descriptor, which frees the blocks, and free the slabs.
 
         An error that the file system has left to be told now is of bytes that are not needed any more.
         """
         with suppress(OSError):
             os.close(self.fd)
-        for seconds in (0.0, 0.01, 0.1):  # file systems in user space hear of a close later
-            if self._left_behind is not None and self._left_behind.exists():
-                time.sleep(seconds)
-                with suppress(OSError):
-                    self._left_behind.rmdir()
+        with suppress(OSError):
+            self._run.rmdir()  # if the file kept it
+        self._slabs.clear()
+        self.device.give_back_host_memory()
 
     def abandon(self) -> None:
-        """Close the descriptor in a forked child, which would keep the disk space; the parent goes on."""
+        """In a forked child: close the descriptor, which would keep the disk space; leave the slabs alone."""
+        never_freed(self._slabs)
         os.close(self.fd)
 
-    def failure(self, what: str, error: OSError) -> StoreError:
-        """Return the error of a system call with the directory and a remedy."""
-        return _store_error(what, error, self.name)
-
-    def check_moved(self, verb: str, nbytes: int, offset: int, moved: int) -> None:
-        """Check that a transfer moved all of its bytes.
-
-        Raises:
-            ShortTransferError: It moved fewer.
-        """
-        if moved != nbytes:
-            what = f"{verb} of {nbytes} bytes at offset {offset} stopped after {moved}"
-            why = "the drive or the file system is failing, or another process truncated the file"
-            raise ShortTransferError(errno.EIO, f"{what}; {why}: check the system log", self.name)
-
-    def taken(self, fd: int) -> None:
-        """Do what needs the file's name; called once, while the file has it."""
-
-    def _extend(self, size: int) -> bool:
-        """Try one size; return False if there is no room for it."""
-        try:
-            posix.fallocate(self.fd, self.size, size - self.size)
-        except OSError as error:
-            if error.errno in _NO_FALLOCATE:
-                os.ftruncate(self.fd, size)
-            else:
-                os.ftruncate(self.fd, self.size)  # gives back what the failed attempt did get
-                if error.errno in _FULL:
-                    return False
-                raise self.failure("the file cannot grow", error) from error
-        self.size = size
-        return True
-
-    def _create(self) -> int:
+    def _create(self) -> None:
         """Create the file in a new directory, where nobody can touch its name, and remove both names."""
-        directory = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         with ExitStack() as stack:
-            parent, name = open_directory(self.name), f"tba-{secrets.token_hex(8)}"
+            parent = open_directory(self.name)
             stack.callback(os.close, parent)
-            os.mkdir(name, 0o700, dir_fd=parent)
-            stack.callback(self._remove, name, parent)
-            run = os.open(name, directory, dir_fd=parent)
+            os.mkdir(self._run.name, 0o700, dir_fd=parent)
+            stack.callback(self._remove, parent)
+            run = os.open(self._run.name, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
             stack.callback(os.close, run)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open("extents", flags, 0o600, dir_fd=run)
+            self.fd = os.open("extents", flags, 0o600, dir_fd=run)
             stack.callback(os.unlink, "extents", dir_fd=run)
             try:
-                self._check_own(os.fstat(run), os.fstat(fd))
-                self.taken(fd)
+                self.mount = posix.mount_of(f"/proc/self/fd/{self.fd}")
+                if self.mount.kind == "btrfs":
+                    posix.overwrite_in_place(self.fd)
+                self._check_own(os.fstat(run), os.fstat(self.fd))
+                self.start()
             except BaseException:
-                os.close(fd)
+                self.close()
                 raise
-        return fd
 
     def _check_own(self, run: os.stat_result, file: os.stat_result) -> None:
         """Check that the directory is the one that was made, and that others cannot read the file.
@@ -217,170 +251,44 @@ class UnlinkedFile(Store):
         mode = (run.st_mode | file.st_mode) & 0o777
         if run.st_uid != file.st_uid:
             what = f"user {run.st_uid} replaced a new directory there; name one that only you may write to"
-        elif mode & 0o077:
-            what = (
-                f"the file system keeps no modes, so that others may read a new file ({mode:04o}); mount it "
-            )
-            what += f"with umask=077 and uid={os.geteuid()}, or name another directory"
-        else:
-            return
-        raise StoreError(errno.EPERM, what, self.name)
+            raise StoreError(errno.EPERM, what, self.name)
+        if mode & 0o077:
+            what = f"the file system keeps no modes, so that others may read a new file ({mode:04o})"
+            remedy = f"mount it with umask=077 and uid={os.geteuid()}, or name another directory"
+            raise StoreError(errno.EPERM, f"{what}; {remedy}", self.name)
 
-    def _remove(self, name: str, parent: int) -> None:
+    def _remove(self, parent: int) -> None:
         try:
-            os.rmdir(name, dir_fd=parent)
-        except OSError as error:
-            if error.errno not in _IN_USE:
-                raise
-            self._left_behind = Path(self.name).expanduser().absolute() / name
+            os.rmdir(self._run.name, dir_fd=parent)
+        except OSError:
             why = "the file system keeps the names of open files, as those of networks do"
-            logger.warning(
-                "%s stays until the store is closed, after a crash for good: %s", self._left_behind, why
-            )
+            logger.warning("%s stays until the store is closed: %s", self._run, why)
 
+    def start(self) -> None:
+        """Use direct I/O where the file system moves a block by it, there and back.
 
-class FileStore(UnlinkedFile):
-    """A store in one unlinked file that system calls write and read.
-
-    Args:
-        directory: Where to create the file: a directory that exists.
-        device: The device that activations are on.
-        slabs: Pinned staging slabs to make at once for a GPU, one for each I/O thread: pinning memory inside
-            a step would block the device.
-        settings: ``capacity`` and ``checksum``, as of :class:`UnlinkedFile`.
-
-    Raises:
-        StoreError: The directory cannot be used.
-    """
-
-    kind = "file"
-
-    def __init__(self, directory: str | Path, *, device: Device, slabs: int = 0, **settings: Any) -> None:
-        super().__init__(directory, device=device, **settings)
-        self._slabs: list[torch.Tensor] = []
-        try:
-            self._turn_on_direct_io()
-            self._stable_pages = posix.needs_stable_pages(self.fd)
-            self._slabs += [device.host_memory(SLAB_BYTES) for _ in range(slabs if device.pins_memory else 0)]
-        except BaseException:
-            self.close()
-            raise
-        self.alignment = 1 if device.pins_memory else self.block  # what passes through slabs may be anywhere
-
-    def write(self, extent: Extent, source: ByteRange) -> int | None:
-        """Write the bytes of an extent, from where they are if that is possible; see :meth:`Store.write`."""
-        hasher, span = self.checksum.begin(), self._span(extent)
-        padded = span != extent.nbytes
-        if self._is_in_place(extent, source) and not (padded and self._stable_pages):
-            self.checksum.add(hasher, source.address, extent.nbytes)
-            self._move("write", posix.pwrite, source.address - extent.lead, span, extent.offset)
-        else:
-            data = source.tensor()
-            with self._slab() as slab:
-                for start, length, payload, at in _pieces(extent, span):
-                    staged = slab[payload]
-                    self.device.copy(staged, data[at : at + staged.numel()], READY)
-                    self.checksum.add(hasher, staged.data_ptr(), staged.numel())
-                    self._move("write", posix.pwrite, slab.data_ptr(), length, extent.offset + start)
-        return None if hasher is None else hasher.intdigest()
-
-    def read(self, extent: Extent, target: ByteRange) -> int | None:
-        """Read the bytes of an extent, to where they belong if that is possible; see :meth:`Store.read`."""
-        hasher, span = self.checksum.begin(), self._span(extent)
-        start = target.start - extent.lead
-        if self._is_in_place(extent, target) and 0 <= start <= target.storage.nbytes() - span:
-            self._move("read", posix.pread, target.address - extent.lead, span, extent.offset)
-            self.checksum.add(hasher, target.address, extent.nbytes)
-        else:
-            data = target.tensor()
-            with self._slab() as slab:
-                for start, length, payload, at in _pieces(extent, span):
-                    self._move("read", posix.pread, slab.data_ptr(), length, extent.offset + start)
-                    staged = slab[payload]
-                    self.checksum.add(hasher, staged.data_ptr(), staged.numel())
-                    self.device.copy(data[at : at + staged.numel()], staged, READY)
-        return None if hasher is None else hasher.intdigest()
-
-    def close(self) -> None:
-        """Free the file and the staging slabs."""
-        super().close()
-        self._slabs.clear()
-        self.device.give_back_host_memory()
-
-    def abandon(self) -> None:
-        """In a forked child: close the descriptor, and leave the slabs to the parent."""
-        never_freed(self._slabs)
-        super().abandon()
-
-    def _span(self, extent: Extent) -> int:
-        """Return the bytes that move: lead, payload and padding up to the block."""
-        return round_up(extent.lead + extent.nbytes, self.block)
-
-    def _is_in_place(self, extent: Extent, memory: ByteRange) -> bool:
-        return not self.device.pins_memory and memory.address % self.block == extent.lead
-
-    def _move(self, verb: str, call: posix.Call, address: int, nbytes: int, offset: int) -> None:
-        try:
-            moved = posix.transfer(call, self.fd, address, nbytes, offset, self.block)
-        except OSError as error:
-            raise self.failure(f"{verb} of {nbytes} bytes at offset {offset} failed", error) from error
-        self.check_moved(verb, nbytes, offset, moved)
-
-    @contextmanager
-    def _slab(self) -> Iterator[torch.Tensor]:
-        """Lend a staging slab; no more are made than transfers run at once."""
-        try:
-            slab = self._slabs.pop()
-        except IndexError:
-            slab = self.device.host_memory(SLAB_BYTES)
-        yield slab
-        self._slabs.append(slab)
-
-    def _turn_on_direct_io(self) -> None:
-        """Find the block of direct I/O, or the reason why the I/O is buffered."""
-        block, flags = posix.direct_alignment(self.fd), fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        Called once, while the file still has its name.
+        """
+        self._stable_pages = posix.needs_stable_pages(self.fd)
+        flags, block = fcntl.fcntl(self.fd, fcntl.F_GETFL), mmap.mmap(-1, BLOCK)
         if self.mount.place == posix.MEMORY:
             self.reason = f"{self.mount.kind} lies in memory"
-        elif block == 0 or BLOCK % block:
-            self.reason = "the file system does not offer direct I/O of 4096 bytes"
         else:
             try:
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-                self._probe(block)
+                os.pwrite(self.fd, block, 0)
+                os.preadv(self.fd, [block], 0)
+                os.ftruncate(self.fd, 0)
             except OSError as error:
-                if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
-                    raise self.failure("a probe of direct I/O failed", error) from error
-                self.reason = f"the file system refuses direct I/O ({error.strerror})"
+                self.reason = f"the file system refuses direct I/O of {BLOCK} bytes ({error.strerror})"
         if self.reason is None:
-            self.block = block
-            logger.info("%s: direct I/O, aligned to %d bytes", self.name, block)
+            self.block = BLOCK
+            self.alignment = 1 if self.device.pins_memory else BLOCK  # slabs take bytes from anywhere
             return
         self.path = "buffered"
         fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
         what = "buffered I/O instead of direct I/O, so bytes pass through the page cache"
         logger.warning("%s: %s: %s", self.name, what, self.reason)
-
-    def _probe(self, block: int) -> None:
-        """Move one block each way, because some systems accept the flag and refuse the transfer."""
-        page = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
-        for verb, call in (("write", posix.pwrite), ("read", posix.pread)):
-            moved = posix.transfer(call, self.fd, page.data_ptr(), block, 0, block)
-            self.check_moved(f"a probing {verb}", block, 0, moved)
-        os.ftruncate(self.fd, 0)
-
-
-def _pieces(extent: Extent, span: int) -> Iterator[tuple[int, int, slice, int]]:
-    """Cut an extent into parts that fit a slab.
-
-    Yields:
-        First byte in the extent and length of what moves, where in the slab its payload is, and where the
-        payload begins in the tensor.
-    """
-    end = extent.lead + extent.nbytes
-    for start in range(0, span, SLAB_BYTES):
-        length = min(SLAB_BYTES, span - start)
-        first = max(start, extent.lead)
-        yield start, length, slice(first - start, min(start + length, end) - start), first - extent.lead
 
 
 def left_to_others(room: os.statvfs_result) -> int:
@@ -439,7 +347,7 @@ def explained(directory: str) -> Iterator[None]:
     except StoreError:
         raise
     except OSError as error:
-        raise _store_error("cannot create a file there", error, directory) from error
+        raise store_error("cannot create a file there", error, directory) from error
 
 
 _REMEDIES = {
@@ -449,7 +357,8 @@ _REMEDIES = {
 }
 
 
-def _store_error(what: str, error: OSError, directory: str) -> StoreError:
+def store_error(what: str, error: OSError, directory: str) -> StoreError:
+    """Return the error of a system call with the directory and a remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "check the drive and the system log, or name another directory")
     kind = StoreFullError if error.errno in _FULL else StoreError
     return kind(error.errno, f"{what}: {error.strerror}; {remedy}", directory)

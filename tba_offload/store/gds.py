@@ -32,12 +32,10 @@ from tba_offload.device.digest import sums
 from tba_offload.errors import MissingDependencyError, StoreError
 from tba_offload.store import posix
 from tba_offload.store.base import BLOCK
-from tba_offload.store.file import UnlinkedFile
+from tba_offload.store.file import FileStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tba_offload.device import ByteRange, Device
+    from tba_offload.device import ByteRange
     from tba_offload.store.base import Extent
 
 NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
@@ -47,7 +45,7 @@ UDEV = Path("/run/udev")
 """Directory that cuFile looks for drives in; kvikio asks no cuFile where it is missing."""
 
 
-class GdsStore(UnlinkedFile):
+class GdsStore(FileStore):
     """A store in one unlinked file that cuFile writes and reads.
 
     One block is written and read back first: a file may be taken and its transfers refused, and cuFile shall
@@ -66,82 +64,51 @@ class GdsStore(UnlinkedFile):
 
     kind = "gds"
 
-    def __init__(
-        self,
-        directory: str | Path,
-        *,
-        device: Device,
-        capacity: int | None = None,
-        checksum: bool = True,
-    ) -> None:
+    def __init__(self, directory: str | Path, **settings: Any) -> None:
         self._kvikio = import_kvikio()
-        self._cufile: CuFile | None = None
-        super().__init__(directory, device=device, capacity=capacity, checksum=checksum)
-        try:
-            self._try_one_block()
-            self.path, self.reason = _path_of(self._kvikio)
-        except BaseException:
-            self.close()
-            raise
+        self._cufile: Any = None
+        super().__init__(directory, **settings)
 
-    def taken(self, fd: int) -> None:
-        """Have cuFile take the file, which it opens by its name.
-
-        Raises:
-            StoreError: It does not.
-        """
-        if why := _refusal(self._kvikio, fd):
-            raise self._refused(why)
+    def start(self) -> None:
+        """Have cuFile take the file, which it opens by its name, and move a block of it there and back."""
+        if self.mount.place == posix.MEMORY:
+            raise self._refused(f"{self.mount.kind} lies in memory, and cuFile needs direct I/O")
+        if self._kvikio.defaults.is_compat_mode_preferred():
+            why = f"KVIKIO_COMPAT_MODE is ON, libcufile is not found, or in a container there is no {UDEV}"
+            raise self._refused(f"kvikio is in compatibility mode: {why}, where cuFile looks for drives")
         try:
-            self._cufile = CuFile(fd)
+            self._cufile = CuFile(self.fd)
         except OSError as error:
-            udev = f"it asks udev for the drive: in a container, mount the host's {UDEV}"
-            raise self._refused(f"{error.strerror or error}; {udev}") from error
-
-    @property
-    def description(self) -> dict[str, object]:
-        """Those of :class:`UnlinkedFile`, and the version of kvikio."""
-        return {**super().description, "kvikio": str(getattr(self._kvikio, "__version__", "unknown"))}
-
-    def write(self, extent: Extent, source: ByteRange) -> int | None:
-        """Write the bytes of an extent from the device's memory; see :meth:`Store.write`."""
-        data = source.tensor()
-        checksum = self._checksum_of(data)
-        self._transfer("write", data, extent.offset)
-        return checksum
-
-    def read(self, extent: Extent, target: ByteRange) -> int | None:
-        """Read the bytes of an extent into the device's memory; see :meth:`Store.read`."""
-        data = target.tensor()
-        self._transfer("read", data, extent.offset)
-        return self._checksum_of(data)
-
-    def _checksum_of(self, data: torch.Tensor) -> int | None:
-        hasher = self.checksum.begin()
-        if hasher is None:
-            return None
-        with self.device.on_side_stream():
-            hasher.update(sums(data))
-        return hasher.intdigest()
-
-    def _transfer(self, verb: str, data: torch.Tensor, offset: int) -> None:
-        move: Callable[[int, int, int], int] = getattr(self._cufile, verb)
-        try:
-            moved = move(data.data_ptr(), data.numel(), offset)
-        except OSError as error:
-            what = f"{verb} of {data.numel()} bytes at offset {offset} failed in cuFile"
-            raise self.failure(what, error) from error
-        self.check_moved(verb, data.numel(), offset, moved)
-
-    def _try_one_block(self) -> None:
+            needs = f"direct I/O and udev, which finds the drive: in a container, mount the host's {UDEV}"
+            raise self._refused(f"{error.strerror or error}; cuFile needs {needs}") from error
         self.grow(BLOCK)
         block = torch.arange(BLOCK, device=self.device.torch_device).to(torch.uint8)
         back = torch.zeros_like(block)
         self.device.event().synchronize()  # until they are made
-        self._transfer("write", block, 0)
-        self._transfer("read", back, 0)
+        self._move("write", self._cufile.write, block.data_ptr(), BLOCK, 0)
+        self._move("read", self._cufile.read, back.data_ptr(), BLOCK, 0)
         if not torch.equal(block, back):
             raise self._refused("a block that was written comes back changed")
+        self.path, self.reason = _path_of(self._kvikio)
+
+    def write(self, extent: Extent, source: ByteRange) -> int | None:
+        """Write the bytes of an extent from the device's memory; see :meth:`Store.write`."""
+        checksum = self._checksum_of(source)
+        self._move("write", self._cufile.write, source.address, source.nbytes, extent.offset)
+        return checksum
+
+    def read(self, extent: Extent, target: ByteRange) -> int | None:
+        """Read the bytes of an extent into the device's memory; see :meth:`Store.read`."""
+        self._move("read", self._cufile.read, target.address, target.nbytes, extent.offset)
+        return self._checksum_of(target)
+
+    def _checksum_of(self, memory: ByteRange) -> int | None:
+        hasher = self.checksum.begin()
+        if hasher is None:
+            return None
+        with self.device.on_side_stream():
+            hasher.update(sums(memory.tensor()))
+        return hasher.intdigest()
 
     def _refused(self, why: str) -> StoreError:
         text = f"GPUDirect Storage cannot be had there: {why}. Use store.kind: file, or auto"
@@ -196,16 +163,6 @@ def driver_versions() -> dict[str, str | None]:
     return found
 
 
-def _refusal(kvikio: Any, fd: int) -> str | None:
-    """Return why cuFile does not take a file, as far as it can be known beforehand."""
-    if posix.mount_of(fd).place == "memory" or posix.direct_alignment(fd) == 0:
-        return "the file system does not offer direct I/O, which cuFile needs"
-    if not kvikio.defaults.is_compat_mode_preferred():
-        return None
-    why = "KVIKIO_COMPAT_MODE is ON, libcufile is not found, or in a container there is no"
-    return f"kvikio is in compatibility mode: {why} {UDEV}, where cuFile looks for drives"
-
-
 def _path_of(kvikio: Any) -> tuple[str, str | None]:
     """Return the way of the bytes of a file that cuFile has taken, and why not the direct one."""
     try:
@@ -226,27 +183,21 @@ class _Status(ctypes.Structure):
     _fields_ = (("error", ctypes.c_int), ("driver_error", ctypes.c_int))
 
 
-class _File(ctypes.Union):
-    _fields_ = (("fd", ctypes.c_int), ("handle", ctypes.c_void_p))
-
-
 class _Description(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("file", _File), ("operations", ctypes.c_void_p))
+    # The second field is a union of a descriptor and a pointer: all processors with GPUs are little-endian.
+    _fields_ = (("type", ctypes.c_int), ("file", ctypes.c_int64), ("operations", ctypes.c_void_p))
 
 
 @cache
-def _calls() -> tuple[Any, Any, Any, Any]:
-    """Return the library's functions to register a file, to give it back, to read and to write."""
-    library, address, number = ctypes.CDLL("libcufile.so.0"), ctypes.c_void_p, ctypes.c_int64
-    move = ctypes.CFUNCTYPE(
-        ctypes.c_ssize_t, address, address, ctypes.c_size_t, number, number, use_errno=True
-    )
-    return (
-        ctypes.CFUNCTYPE(_Status, address, address)(("cuFileHandleRegister", library)),
-        ctypes.CFUNCTYPE(None, address)(("cuFileHandleDeregister", library)),
-        move(("cuFileRead", library)),
-        move(("cuFileWrite", library)),
-    )
+def _library() -> ctypes.CDLL:
+    """Return cuFile, as kvikio has loaded it, with the types of the four functions."""
+    library, address, number = ctypes.CDLL("libcufile.so.0", use_errno=True), ctypes.c_void_p, ctypes.c_int64
+    library.cuFileHandleRegister.restype = _Status
+    library.cuFileHandleDeregister.argtypes = [address]
+    for move in (library.cuFileRead, library.cuFileWrite):
+        move.argtypes = [address, address, ctypes.c_size_t, number, number]
+        move.restype = ctypes.c_ssize_t
+    return library
 
 
 class CuFile:
@@ -260,34 +211,34 @@ class CuFile:
     """
 
     def __init__(self, fd: int) -> None:
-        register, self._deregister, self._read, self._write = _calls()
+        self._library = _library()
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         self._handle = ctypes.c_void_p()
-        description = _Description(1, _File(fd=self._fd), None)  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
-        status = register(ctypes.addressof(self._handle), ctypes.addressof(description))
+        description = _Description(1, self._fd, None)  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
+        status = self._library.cuFileHandleRegister(ctypes.byref(self._handle), ctypes.byref(description))
         if status.error:
             os.close(self._fd)
             raise _failure(status.error)
 
-    def write(self, address: int, nbytes: int, offset: int) -> int:
+    def write(self, _: int, address: int, nbytes: int, offset: int) -> int:
         """Write bytes of the device's memory; return how many went.
 
         Raises:
             OSError: It failed.
         """
-        return _moved(self._write(self._handle, address, nbytes, offset, 0))
+        return _moved(self._library.cuFileWrite(self._handle, address, nbytes, offset, 0))
 
-    def read(self, address: int, nbytes: int, offset: int) -> int:
+    def read(self, _: int, address: int, nbytes: int, offset: int) -> int:
         """Fill memory of the device; return how many bytes came.
 
         Raises:
             OSError: It failed.
         """
-        return _moved(self._read(self._handle, address, nbytes, offset, 0))
+        return _moved(self._library.cuFileRead(self._handle, address, nbytes, offset, 0))
 
     def close(self) -> None:
         """Give the file back."""
-        self._deregister(self._handle)
+        self._library.cuFileHandleDeregister(self._handle)
         os.close(self._fd)
 
 

@@ -33,7 +33,6 @@ class HostStore(Store):
     Args:
         device: The device that activations are on.
         capacity: The most bytes that extents may take; ``None`` for no limit but the memory's own.
-        setting: The setting that the capacity comes from, for messages.
         slab_bytes: The store grows by this much, a multiple of 4096.
 
     Raises:
@@ -42,33 +41,24 @@ class HostStore(Store):
 
     kind, tier, name = "host", HOST_TIER, "host memory"
 
-    def __init__(
-        self,
-        *,
-        device: Device,
-        capacity: int | None = None,
-        setting: str = "store.capacity",
-        slab_bytes: int = SLAB_BYTES,
-    ) -> None:
+    def __init__(self, *, device: Device, capacity: int | None = None, slab_bytes: int = SLAB_BYTES) -> None:
         self.device = device
         self.capacity = None if capacity is None else capacity // BLOCK * BLOCK
         self.checksum = Checksum(on=False)
         # A copy within host memory takes all the bandwidth that there is; on a link, the next copy is to
         # be enqueued when one ends.
         self.threads = 2 if device.pins_memory else 1
-        self._setting, self._slab_bytes = setting, slab_bytes
+        self._slab_bytes = slab_bytes
         self._slabs: list[torch.Tensor] = []
         if self.capacity is not None and device.pins_memory:
             self.grow(self.capacity)
 
     @property
     def description(self) -> dict[str, object]:
-        """Kind, "memory", whether it is pinned, alignment, capacity, and that there are no checksums."""
+        """Kind, kind of memory, capacity, and that there are no checksums."""
         return {
             "kind": self.kind,
-            "path": "memory",
-            "pinned": self.device.pins_memory,
-            "alignment": self.alignment,
+            "path": "pinned memory" if self.device.pins_memory else "memory",
             "capacity": self.capacity,
             "checksum": False,
         }
@@ -106,17 +96,14 @@ class HostStore(Store):
             StoreFullError: There is no such memory.
         """
         while (size := self.host_bytes) < end:
-            nbytes = (
-                self._slab_bytes if self.capacity is None else min(self._slab_bytes, self.capacity - size)
-            )
+            limit = size + self._slab_bytes if self.capacity is None else self.capacity
+            nbytes = min(self._slab_bytes, limit - size)
             try:
                 self._slabs.append(self.device.host_memory(nbytes))
             except (MemoryError, OSError, RuntimeError) as error:  # malloc, mmap, CUDA
-                raise StoreFullError(
-                    errno.ENOMEM,
-                    f"no {nbytes} bytes more than {size}: {error}. Lower {self._setting}, or use a drive",
-                    self.name,
-                ) from error
+                what = f"no {nbytes} bytes more than {size}: {error}"
+                remedy = "lower store.capacity or store.host_capacity, or use a drive"
+                raise StoreFullError(errno.ENOMEM, f"{what}; {remedy}", self.name) from error
 
     def shrink(self, end: int) -> None:
         """Free slabs beyond ``end``; pinned ones stay, since to pin them again would block the device."""

@@ -15,7 +15,7 @@ from tba_offload.config import StoreConfig
 from tba_offload.config.values import BLOCK, KINDS
 from tba_offload.errors import ConfigError, MissingDependencyError, StoreError, UnsupportedError, warn
 from tba_offload.store import gds, posix
-from tba_offload.store.file import FileStore, UnlinkedFile
+from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
 from tba_offload.store.host import HostStore
 from tba_offload.store.multi import MultiStore
@@ -49,8 +49,10 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
     """
     config, usual = config or StoreConfig(**settings), threads_per_direction()
     readers, writers = config.readers or usual, config.writers or usual
-    config = replace(config, directories=directories_of(config), readers=readers, writers=writers)
-    with ExitStack() as stack:  # what is open is closed again if the next place cannot be opened
+    config = replace(config, readers=readers, writers=writers)
+    if not config.directories and config.kind != "host":
+        config = replace(config, directories=(Path(temporary_directory()),))
+    with ExitStack() as stack:  # the open places are closed again if the next one cannot be opened
         places: list[Store] = []
         for place in _places(config, device):
             places.append(place)
@@ -62,39 +64,36 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
 
 def _places(config: StoreConfig, device: Device) -> Iterator[Store]:
     """Open one place after the other."""
-    opener = _openers.get(config.kind)
     if config.kind == "host":
         yield HostStore(device=device, capacity=config.capacity)
-    elif opener is not None:
+    elif (opener := _openers.get(config.kind)) is not None:
         yield opener(config, device=device)
     else:
         _check_drives(config)
-        if config.kind == "gds":
-            gds.import_kvikio()
-            if not device.pins_memory:
-                raise UnsupportedError("store kind 'gds' moves GPU memory; on a CPU use 'file'")
+        if config.kind == "gds" and not device.pins_memory:
+            raise UnsupportedError("store kind 'gds' moves GPU memory; on a CPU use 'file'")
         for directory in config.directories:
             yield _open_drive(str(directory), config, device)
     if config.host_capacity is not None:
-        yield HostStore(device=device, capacity=config.host_capacity, setting="store.host_capacity")
+        yield HostStore(device=device, capacity=config.host_capacity)
 
 
 def _open_drive(directory: str, config: StoreConfig, device: Device) -> Store:
     """Return the store on one drive; ``auto`` is ``file`` where cuFile does not take files there."""
     share = None if config.capacity is None else config.capacity // len(config.directories)
     settings: dict[str, Any] = {"device": device, "capacity": share, "checksum": config.checksum}
-    kind, why = (config.kind, None) if config.kind != "auto" else kind_of_auto(device)
-    store: UnlinkedFile | None = None
-    if kind == "gds":
-        try:
-            store = GdsStore(directory, **settings)
-        except StoreError as error:
-            if config.kind == "gds":
-                raise
-            why = str(error)
-    if store is None:
-        store = FileStore(directory, slabs=(config.readers or 0) + (config.writers or 0), **settings)
-    store.chosen = why if device.pins_memory else None
+    why = None  # no better path than that of a file
+    if config.kind == "gds":
+        return GdsStore(directory, **settings)
+    if config.kind == "auto" and device.pins_memory:
+        why = "the nvidia-fs driver of GPUDirect Storage is not loaded: modprobe nvidia-fs"
+        if gds.NVIDIA_FS.exists():
+            try:
+                return GdsStore(directory, **settings)
+            except (StoreError, MissingDependencyError) as error:
+                why = str(error)
+    store = FileStore(directory, slabs=(config.readers or 0) + (config.writers or 0), **settings)
+    store.reason = store.reason or why
     return store
 
 
@@ -104,12 +103,10 @@ def _check_drives(config: StoreConfig) -> None:
     Raises:
         ConfigError: Two are the same place, or the capacity is too small for their number.
     """
-    seen: dict[str, Path] = {}
-    for path in config.directories:
-        if (other := seen.setdefault(os.path.realpath(path), path)) is not path:
-            both = f"{str(other)!r} and {str(path)!r}"
-            raise ConfigError(f"directories {both} are the same place; give each drive one directory")
-    if config.capacity is not None and config.capacity // len(seen) < BLOCK:
+    real = [os.path.realpath(path) for path in config.directories]
+    if twice := next((path for path in real if real.count(path) > 1), None):
+        raise ConfigError(f"two directories are the same place, {twice!r}; give each drive one directory")
+    if config.capacity is not None and config.capacity // len(real) < BLOCK:
         least = f"the least is {BLOCK} bytes a drive"
         raise ConfigError(f"a capacity of {config.capacity} bytes holds no extent; {least}")
 
@@ -123,31 +120,7 @@ def threads_per_direction() -> int:
     return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 2
 
 
-def kind_of_auto(device: Device) -> tuple[str, str]:
-    """Return the kind of store that ``kind: auto`` takes, and why, in words.
-
-    Args:
-        device: The device that activations are on.
-    """
-    if not device.pins_memory:
-        return "file", "activations lie in host memory, which drives reach directly"
-    if not gds.NVIDIA_FS.exists():
-        return "file", "the nvidia-fs driver of GPUDirect Storage is not loaded"
-    try:
-        gds.import_kvikio()
-    except MissingDependencyError as error:
-        return "file", f"GPUDirect Storage needs {error.package}, which is not installed"
-    return "gds", "the nvidia-fs driver is loaded"
-
-
 # ---- directories -------------------------------------------------------------------------------------------
-
-
-def directories_of(config: StoreConfig) -> tuple[Path, ...]:
-    """Return where files go: the directory for temporary files, if no other is named."""
-    if config.directories or config.kind == "host":
-        return config.directories
-    return (Path(temporary_directory()),)
 
 
 def temporary_directory() -> str:
@@ -167,7 +140,7 @@ def saves_nothing(config: StoreConfig) -> str | None:
     if config.kind == "host":
         return f"kind: host moves activations from host memory to host memory; {remedy}, with kind: file"
     for directory in config.directories or (tempfile.gettempdir(),):
-        if posix.mount_at(str(Path(directory).expanduser())).place == posix.MEMORY:
+        if posix.mount_of(str(Path(directory).expanduser())).place == posix.MEMORY:
             return f"{directory} lies in host memory; {remedy}"
     if config.host_capacity is not None:
         return "host_capacity takes host memory for what the drives have no time for; remove it"

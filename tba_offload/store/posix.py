@@ -1,12 +1,13 @@
 """The system calls of stores in files, with raw addresses, and where a file system keeps its bytes.
 
-Python's own ``os.pwrite`` takes buffers, not addresses, and there is neither ``fallocate`` nor ``statx``.
-Each call goes through the C library, with the GIL released while it runs.
+Python's own ``os.pwrite`` takes buffers, not addresses, and there is no ``os.fallocate``. The GIL is released
+while a call runs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -16,53 +17,38 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tba_offload.config.values import BLOCK
-
 Call = Callable[[int, int, int, int], int]
 """Type of :func:`pwrite` and :func:`pread`: descriptor, address, bytes, offset to bytes moved."""
 
 _MOST = 0x7FFFF000  # Linux moves at most this many bytes in one call
 _GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602  # FS_IOC_GETFLAGS and FS_IOC_SETFLAGS of most architectures
 _NO_COPY_ON_WRITE = 0x00800000  # FS_NOCOW_FL
-_AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000
-_DIO_MEM_ALIGN, _DIO_OFFSET_ALIGN = 0x98 // 4, 0x9C // 4  # words in struct statx
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.pwrite.restype = _libc.pread.restype = ctypes.c_ssize_t
-_libc.pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
-_libc.pread.argtypes = _libc.pwrite.argtypes
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-_libc.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
 # Takes an address instead of building an array type for each length, which ctypes would never forget.
-_memoryview_at = ctypes.pythonapi.PyMemoryView_FromMemory
-_memoryview_at.restype = ctypes.py_object
-_memoryview_at.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
-_READ_ONLY = 0x100
-
-
-def _checked(result: int) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return result
+_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory.restype = ctypes.py_object
+_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_READ_ONLY, _WRITABLE = 0x100, 0x200
 
 
 def pwrite(fd: int, address: int, nbytes: int, offset: int) -> int:
     """Write bytes at an address to a file; return how many went.
 
     Raises:
-        OSError: The call failed; ``InterruptedError`` for a signal.
+        OSError: The call failed.
     """
-    return _checked(_libc.pwrite(fd, address, nbytes, offset))
+    return os.pwrite(fd, _memory(address, nbytes, _READ_ONLY), offset)
 
 
 def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
     """Read bytes of a file to an address; return how many came, 0 at the end of the file.
 
     Raises:
-        OSError: The call failed; ``InterruptedError`` for a signal.
+        OSError: The call failed.
     """
-    return _checked(_libc.pread(fd, address, nbytes, offset))
+    return os.preadv(fd, [_memory(address, nbytes, _WRITABLE)], offset)
 
 
 def transfer(call: Call, fd: int, address: int, nbytes: int, offset: int, alignment: int) -> int:
@@ -78,10 +64,7 @@ def transfer(call: Call, fd: int, address: int, nbytes: int, offset: int, alignm
     """
     done = 0
     while done < nbytes:
-        try:
-            moved = call(fd, address + done, min(nbytes - done, _MOST), offset + done)
-        except InterruptedError:
-            continue
+        moved = call(fd, address + done, min(nbytes - done, _MOST), offset + done)
         if done + moved < nbytes:
             moved -= moved % alignment
         if moved == 0:
@@ -98,31 +81,15 @@ def fallocate(fd: int, offset: int, nbytes: int) -> None:
     Raises:
         OSError: The call failed; ``EOPNOTSUPP`` where the file system has no such call.
     """
-    while True:
-        with suppress(InterruptedError):
-            _checked(_libc.fallocate(fd, 0, offset, nbytes))
-            return
+    while _libc.fallocate(fd, 0, offset, nbytes) < 0:
+        if (number := ctypes.get_errno()) != errno.EINTR:
+            raise OSError(number, os.strerror(number))
 
 
 def view(address: int, nbytes: int) -> memoryview:
     """Return the bytes at an address, read-only; the caller keeps the memory alive."""
-    window: memoryview = _memoryview_at(address, nbytes, _READ_ONLY)
+    window: memoryview = _memory(address, nbytes, _READ_ONLY)
     return window
-
-
-def direct_alignment(fd: int) -> int:
-    """Return the number that addresses, offsets and lengths of direct I/O must be multiples of.
-
-    Returns:
-        Bytes; 0 where the file allows no direct I/O; 4096 where kernel or file system do not tell.
-    """
-    buffer = (ctypes.c_uint32 * 64)()
-    if _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, ctypes.addressof(buffer)) != 0:
-        return BLOCK
-    if not buffer[0] & _STATX_DIOALIGN:
-        return BLOCK
-    memory, offset = int(buffer[_DIO_MEM_ALIGN]), int(buffer[_DIO_OFFSET_ALIGN])
-    return max(memory, offset) if offset else 0
 
 
 def needs_stable_pages(fd: int) -> bool:
@@ -153,20 +120,11 @@ def overwrite_in_place(fd: int) -> None:
 
 # ---- file systems -----------------------------------------------------------------------------------------
 
-DRIVE, MEMORY, NETWORK, PROCESS, LAYERS, UNKNOWN = (
-    "drive",
-    "memory",
-    "network",
-    "process",
-    "layers",
-    "unknown",
-)
+MEMORY, NETWORK, LAYERS, DRIVE = "memory", "network", "layers", "drive"
 """Where a file system keeps its bytes: the values of :attr:`Mount.place`."""
 
 _PLACES = {
     **dict.fromkeys(("tmpfs", "ramfs", "rootfs", "hugetlbfs"), MEMORY),
-    **dict.fromkeys(("ext2", "ext3", "ext4", "xfs", "btrfs", "bcachefs", "f2fs", "zfs", "jfs"), DRIVE),
-    **dict.fromkeys(("exfat", "vfat", "ntfs3"), DRIVE),
     **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "afs"), NETWORK),
     **dict.fromkeys(("9p", "virtiofs", "orangefs", "gfs2", "ocfs2"), NETWORK),
     "overlay": LAYERS,
@@ -177,51 +135,38 @@ class Mount(NamedTuple):
     """Where a file system is mounted from.
 
     Attributes:
-        kind: Its type by the kernel, such as ``"nfs4"`` or ``"fuse.sshfs"``.
-        source: What is mounted, such as ``"/dev/nvme0n1p1"`` or ``"server:/export"``; empty if unknown.
-        place: Where its bytes are: "drive", "memory", "network", "process" (a file system in user space),
-            "layers" (an overlay whose upper layer is not in memory, as far as can be seen) or "unknown".
+        kind: Its type by the kernel, such as ``"nfs4"`` or ``"fuse.sshfs"``; "unknown" if it does not tell.
+        source: The mounted device or export, such as ``"/dev/nvme0n1p1"``; empty if unknown.
+        place: Where its bytes are: "memory", "network" (also behind a process in user space), "layers" (an
+            overlay whose upper layer is not seen to be in memory), or "drive" for every other one.
     """
 
-    kind: str
-    source: str
-    place: str
+    kind: str = "unknown"
+    source: str = ""
+    place: str = DRIVE
 
 
-_UNKNOWN_MOUNT = Mount("unknown", "", UNKNOWN)
-
-
-def mount_at(path: str) -> Mount:
-    """Return how the file system of a directory is mounted, as far as the directory can be reached."""
+def mount_of(path: str) -> Mount:
+    """Return how the file system of a path is mounted; ``/proc/self/fd/N`` for an open file."""
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            info = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii")
+        finally:
+            os.close(fd)
+        mounts = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
     except OSError:
-        return _UNKNOWN_MOUNT
-    try:
-        return mount_of(fd)
-    finally:
-        os.close(fd)
-
-
-def mount_of(fd: int) -> Mount:
-    """Return how the file system of an open file or directory is mounted."""
-    try:
-        lines = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
-        number = next(line.split()[1] for line in lines if line.startswith("mnt_id:"))
-        mounts = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
-    except (OSError, StopIteration):
-        return _UNKNOWN_MOUNT
-    for line in mounts:
-        before, _, after = line.partition(" - ")
-        words = [_unescaped(word) for word in after.split(" ")]
-        if before.split(maxsplit=1)[0] == number and len(words) >= 3:
-            kind, source, options = words[:3]
-            place = PROCESS if kind.startswith("fuse") else _PLACES.get(kind, UNKNOWN)
-            upper = re.search(r"(?:^|,)upperdir=(/[^,]*)", options)  # of a container's host it is not seen
-            if place == LAYERS and upper is not None and mount_at(upper[1]).place == MEMORY:
-                place = MEMORY
-            return Mount(kind, source, place)
-    return _UNKNOWN_MOUNT
+        return Mount()
+    number = re.search(r"^mnt_id:\s*(\d+)$", info, re.MULTILINE)
+    line = number and re.search(rf"^{number[1]} .* - (\S*) (\S*) (\S*)$", mounts, re.MULTILINE)
+    if not line:
+        return Mount()
+    kind, source, options = map(_unescaped, line.groups())
+    place = NETWORK if kind.startswith("fuse") else _PLACES.get(kind, DRIVE)
+    upper = re.search(r"(?:^|,)upperdir=(/[^,]*)", options)  # a container does not see its host's
+    if upper and mount_of(upper[1]).place == MEMORY:
+        place = MEMORY
+    return Mount(kind, source, place)
 
 
 def _unescaped(text: str) -> str:

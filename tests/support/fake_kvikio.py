@@ -32,10 +32,10 @@ class CuFile:
     def __init__(self, fd: int) -> None:
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
-    def write(self, address: int, nbytes: int, offset: int) -> int:
+    def write(self, _: int, address: int, nbytes: int, offset: int) -> int:
         return os.pwrite(self._fd, _bytes(address, nbytes), offset)
 
-    def read(self, address: int, nbytes: int, offset: int) -> int:
+    def read(self, _: int, address: int, nbytes: int, offset: int) -> int:
         return os.preadv(self._fd, [_bytes(address, nbytes)], offset)
 
     def close(self) -> None:

@@ -609,7 +609,7 @@ class TestFileStoreOnLagging(OnLagging):
 
     def corrupt(self, store: Store, extent: Extent) -> None:
         assert isinstance(store, FileStore)
-        file, place = Path(f"/proc/self/fd/{store.fileno()}"), extent.offset + extent.lead
+        file, place = Path(f"/proc/self/fd/{store.fd}"), extent.offset + extent.lead
         with file.open("r+b", buffering=0) as opened:  # not by its own, which wants whole blocks
             changed = bytes([os.pread(opened.fileno(), 1, place)[0] ^ 1])
             os.pwrite(opened.fileno(), changed, place)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,32 +46,19 @@ def findings_of(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def remedies(directory: dict[str, Any]) -> str:
-    return "; ".join(found["remedy"] for found in directory["findings"])
-
-
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("available", "nvidia_fs", "path", "auto"),
-    [
-        (True, True, "GDS", "gds"),
-        (True, False, "GDS without nvidia-fs", "file"),
-        (False, False, "cuFile compatibility", "file"),
-    ],
+    ("available", "kind", "path"),
+    [(True, "gds", "GDS"), (None, "file", "O_DIRECT"), (False, "file", "O_DIRECT")],
 )
 def test_each_directory_has_its_path_its_rates_and_remedies(
-    *,
-    available: bool,
-    nvidia_fs: bool,
-    path: str,
-    auto: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    *, available: bool | None, kind: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_kvikio.install(is_gds_available=available)
+    """With the nvidia-fs driver, without it, and without a cuFile that takes files."""
+    fake_kvikio.install(compat=available is False)
+    (tmp_path / "driver").mkdir()
     monkeypatch.setattr(gds, "NVIDIA_FS", tmp_path / "driver" / "stats")
-    if nvidia_fs:
-        (tmp_path / "driver").mkdir()
+    if available is not None:
         (tmp_path / "driver" / "stats").touch()
         (tmp_path / "driver" / "version").write_text("version: 2.26.6\n")
     (tmp_path / "drive").mkdir()
@@ -82,52 +68,30 @@ def test_each_directory_has_its_path_its_rates_and_remedies(
     assert list((tmp_path / "drive").iterdir()) == []
     machine = found["machine"]
     assert (machine["kvikio"], machine["cufile"]) == ("fake", "1.15")
-    assert machine["nvidia_fs"] == ("2.26.6" if nvidia_fs else None)
-    (each,) = found["directories"]
-    assert (each["ways"]["gds"]["path"], each["auto"]["kind"]) == (path, auto)
-    assert all(min(way["bytes_per_second"].values()) > 0 for way in each["ways"].values())
-    assert ("modprobe nvidia-fs" in remedies(each)) == (path == "cuFile compatibility")
-
-
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("missing", ["kvikio", "cuFile"])
-def test_what_is_missing_is_told_with_its_remedy(
-    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if missing == "kvikio":
-        monkeypatch.setitem(sys.modules, "kvikio", None)
-    else:
-        fake_kvikio.install(compat=True)
-    (each,) = findings_of(str(tmp_path))["directories"]
-    assert each["auto"]["kind"] == "file"
-    error, remedy = {
-        "kvikio": ("kvikio is not installed", "pip install 'tba-offload[gds-cu1"),
-        "cuFile": ("GPUDirect Storage cannot be had there", "KVIKIO_COMPAT_MODE"),
-    }[missing]
-    assert error in each["ways"]["gds"]["error"]
-    assert remedy in remedies(each)
+    assert machine["nvidia_fs"] == (None if available is None else "2.26.6")
+    each = found["directories"][str(tmp_path / "drive")]
+    assert (each["store"]["kind"], each["store"]["path"]) in {(kind, path), ("file", "buffered")}
+    assert min(each["bytes_per_second"].values()) > 0
+    remedy = {True: "None", None: "modprobe nvidia-fs", False: "KVIKIO_COMPAT_MODE"}[available]
+    assert remedy in str(each["store"]["reason"]) or each["store"]["path"] == "buffered"
 
 
 @pytest.mark.usefixtures("cpu")
-def test_doubts_about_a_directory_are_told(tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    one, other, memory = findings_of(str(tmp_path), str(tmp_path / "other"), "/dev/shm")["directories"]
-    assert one["location"]["device"] == other["location"]["device"]
-    assert f"it lies on the same device as {tmp_path}" in [found["what"] for found in other["findings"]]
-    assert memory["location"]["file_system"] == "tmpfs"
-    assert memory["ways"]["file"]["path"] == "buffered"
-    assert any("takes memory" in found["what"] for found in memory["findings"])
+def test_doubts_about_a_directory_are_told() -> None:
+    found = findings_of("/dev/shm")["directories"]["/dev/shm"]
+    assert "tmpfs on" in found["location"]["words"]
+    assert found["store"]["path"] == "buffered"
+    assert any("still takes memory" in doubt for doubt in found["location"]["findings"])
 
 
 @pytest.mark.usefixtures("cpu")
 def test_a_directory_that_cannot_be_used_is_status_1(tmp_path: Path) -> None:
-    """None is made, not even where training would make one: right below a mounted file system."""
     missing = Path("/dev/shm") / f"tba-test-{uuid.uuid4().hex}"
     result = call(str(tmp_path), str(tmp_path / "not" / "there"), str(missing), "--bench")
     assert result.exit_code == 1
     assert "cannot be used: 'not' does not exist; mount its drive" in result.stdout
     assert f"mkdir -p {missing}" in result.stdout
-    assert "auto  takes file" in result.stdout
+    assert "by    kind file, path" in result.stdout
     assert "block" not in result.stdout
     assert not missing.exists()
 

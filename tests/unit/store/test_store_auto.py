@@ -1,4 +1,4 @@
-"""Which kind of store ``kind: auto`` takes, on each drive."""
+"""Which kind of store ``kind: auto`` takes, on each drive; and each kind on a GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import fake_kvikio
 import pytest
 import torch
-from fake_kvikio import PinningDevice
+from fake_kvikio import HAS_KVIKIO, PinningDevice
 from store_contract import CPU, descriptors, get, pattern, put
 
+from tba_offload.device import Accelerator, ByteRange
 from tba_offload.errors import ConfigError
-from tba_offload.store import gds, open_store
+from tba_offload.store import Transfer, gds, open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,7 @@ def test_auto_is_gds_where_the_driver_is_loaded(device: PinningDevice, tmp_path:
     before = descriptors()
     with open_store(directories=[tmp_path], device=device) as store:
         assert store.kind == "gds"
-        assert store.description["chosen"] == {"why": "the nvidia-fs driver is loaded"}
+        assert (store.description["path"], store.description["reason"]) == ("GDS", None)
         data = pattern(100_003)
         assert torch.equal(get(store, put(store, data)), data)
     assert descriptors() == before
@@ -49,10 +50,9 @@ def test_auto_is_file_without_the_driver(
     monkeypatch.setattr(gds, "NVIDIA_FS", tmp_path / "none")
     with open_store(directories=[tmp_path], device=device) as store:
         assert store.kind == "file"
-        told: Any = store.description["chosen"]
+        assert "the nvidia-fs driver of GPUDirect Storage is not loaded" in str(store.description["reason"])
         data = pattern((8 << 20) + 5)  # in two parts, by way of slabs
         assert torch.equal(get(store, put(store, data)), data)
-    assert told["why"] == "the nvidia-fs driver of GPUDirect Storage is not loaded"
 
 
 @pytest.mark.usefixtures("driver")
@@ -62,8 +62,7 @@ def test_auto_is_file_without_kvikio(
     monkeypatch.setitem(sys.modules, "kvikio", None)
     with open_store(directories=[tmp_path], device=device) as store:
         assert store.kind == "file"
-        told: Any = store.description["chosen"]
-    assert told["why"] == "GPUDirect Storage needs kvikio, which is not installed"
+        assert "needs kvikio, which is not installed" in str(store.description["reason"])
 
 
 @pytest.mark.usefixtures("kvikio", "driver")
@@ -86,7 +85,7 @@ def test_auto_is_file_on_each_drive_whose_files_cufile_refuses(
     with open_store(directories=directories, device=device) as store:
         parts: Any = store.description["stores"]
         assert [part["kind"] for part in parts] == ["file", "gds"]
-        assert "GPUDirect Storage cannot be had there: not taken" in parts[0]["chosen"]["why"]
+        assert "GPUDirect Storage cannot be had there: not taken" in parts[0]["reason"]
     assert descriptors() == before
 
 
@@ -94,3 +93,26 @@ def test_auto_is_file_on_each_drive_whose_files_cufile_refuses(
 def test_a_number_of_threads_is_a_number(value: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no number of threads; write one from 1 to 256"):
         open_store(kind="file", directories=[tmp_path], device=CPU, writers=value)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nbytes", [1, 4097, 20_000_001])
+@pytest.mark.parametrize("kind", ["file", "host", "gds"])
+def test_gpu_memory_comes_back(kind: str, nbytes: int, tmp_path: Path) -> None:
+    if kind == "gds" and not HAS_KVIKIO:
+        pytest.skip("kvikio is not installed: pip install 'tba-offload[gds-cu13]'")
+    device = Accelerator()
+    places: dict[str, Any] = {} if kind == "host" else {"directories": [tmp_path]}
+    with open_store(kind=kind, capacity=256 << 20, device=device, **places) as store:
+        data = pattern(nbytes).cuda()
+        written = Transfer(ByteRange.of(data), device.event())
+        store.write([written])
+        store.wait(written)
+        target = torch.zeros_like(data)
+        read = Transfer(ByteRange.of(target), device.event(), extent=written.extent)
+        store.read([read])
+        store.wait(read)
+        assert torch.equal(target, data)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from fake_kvikio import PinningDevice
 from faults import inject
 from store_contract import CPU, StoreContract, descriptors, get, pattern, put
 
-import tba_offload as tba
-from tba_offload.device import Accelerator, ByteRange
+from tba_offload.device import ByteRange
 from tba_offload.errors import (
     ChecksumError,
     ConfigError,
@@ -27,13 +25,11 @@ from tba_offload.errors import (
     StoreError,
     StoreFullError,
 )
-from tba_offload.store import Extent, Transfer, open_store
+from tba_offload.store import Extent, open_store
 from tba_offload.store.file import FileStore, check_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from warm import Warm
 
     from tba_offload.store import MultiStore, Store
 
@@ -44,7 +40,7 @@ class FileStoreContract(StoreContract):
 
     def corrupt(self, store: Store, extent: Extent) -> None:
         assert isinstance(store, FileStore)
-        flip_a_bit(store.fileno(), extent.offset + extent.lead)
+        flip_a_bit(store.fd, extent.offset + extent.lead)
 
 
 class TestFileStore(FileStoreContract):
@@ -52,7 +48,7 @@ class TestFileStore(FileStoreContract):
 
 
 class TestFileStoreOnTmpfs(FileStoreContract):
-    """Without direct I/O."""
+    """Through the page cache."""
 
     @pytest.fixture
     def tmp_path(self) -> Iterator[Path]:
@@ -86,28 +82,10 @@ def file(tmp_path: Path) -> Iterator[FileStore]:
 
 
 def test_the_file_is_private_and_has_no_name(file: FileStore, tmp_path: Path) -> None:
-    status = os.fstat(file.fileno())
+    status = os.fstat(file.fd)
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_nlink == 0
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_killed_process_leaves_nothing(tmp_path: Path, python_with_torch: Warm) -> None:
-    (tmp_path / "neighbour").write_bytes(b"untouched")
-    program = f"""
-        import os, signal, torch
-        from tba_offload.device import ByteRange, Device, READY
-        from tba_offload.store import open_store
-        from tba_offload.store.pool import Transfer
-        store = open_store(kind="file", directories=[{str(tmp_path)!r}], device=Device())
-        data = torch.ones(4 << 20, dtype=torch.uint8)
-        store.write([Transfer(ByteRange.of(data), READY) for _ in range(20)])
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    ended = python_with_torch.run("-c", textwrap.dedent(program))
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["neighbour"]
-    assert (tmp_path / "neighbour").read_bytes() == b"untouched"
 
 
 @pytest.mark.parametrize("path", ["offload", "drive/offload"])
@@ -171,33 +149,15 @@ def test_tmpfs_is_buffered_and_says_so(caplog: pytest.LogCaptureFixture) -> None
     assert "tmpfs lies in memory" in caplog.text
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("nbytes", [1, 4097, 20_000_001])
-def test_gpu_memory_goes_through_slabs(tmp_path: Path, nbytes: int) -> None:
-    device = Accelerator()
-    with open_store(kind="file", directories=[tmp_path], device=device) as store:
-        data = pattern(nbytes).cuda()
-        write = Transfer(ByteRange.of(data), device.event())
-        store.write([write])
-        store.wait(write)
-        target = torch.zeros_like(data)
-        read = Transfer(ByteRange.of(target), device.event(), extent=write.extent)
-        store.read([read])
-        store.wait(read)
-        assert torch.equal(target, data)
-
-
 # Integrity and faults.
 
 
 def test_what_is_read_is_checked_unless_told_otherwise(tmp_path: Path) -> None:
     """A bit that the drive flips would otherwise become a number."""
     with open_store(kind="file", directories=[tmp_path], device=CPU) as store:
-        assert store.description["checksum"] is True
         extent = put(store, pattern(100_003))
-        with inject("flip-read:n=1"), pytest.raises(ChecksumError, match="reads back with") as caught:
+        with inject("flip-read:n=1"), pytest.raises(ChecksumError, match="reads back with"):
             get(store, extent)
-        assert caught.value.filename == str(tmp_path)
         assert torch.equal(get(store, extent), pattern(100_003))
     with open_store(kind="file", directories=[tmp_path], device=CPU, checksum=False) as store:
         assert store.description["checksum"] is False
@@ -208,7 +168,7 @@ def test_what_is_read_is_checked_unless_told_otherwise(tmp_path: Path) -> None:
 def test_a_truncated_file_is_a_short_read(file: FileStore) -> None:
     extent = Extent(0, 303_104, 300_001)
     file.write(extent, ByteRange.of(pattern(300_001)))
-    os.ftruncate(file.fileno(), 8192)
+    os.ftruncate(file.fd, 8192)
     with pytest.raises(ShortTransferError, match=r"read of .* stopped after"):
         file.read(extent, ByteRange.of(pattern(300_001)))
 
@@ -216,36 +176,22 @@ def test_a_truncated_file_is_a_short_read(file: FileStore) -> None:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_drive_without_room_is_full_and_the_file_is_as_long_as_before(file: FileStore, number: int) -> None:
     file.grow(1 << 20)
-    size = os.fstat(file.fileno()).st_size
+    size = os.fstat(file.fd).st_size
     with inject(f"fail-grow:errno={errno.errorcode[number]}"):
         with pytest.raises(StoreFullError, match=r"the file cannot grow from .* free some space"):
             file.grow(1 << 30)
-    assert os.fstat(file.fileno()).st_size == size
+    assert os.fstat(file.fd).st_size == size
     file.grow(1 << 30)  # there is room again
 
 
 def test_room_is_given_back(file: FileStore) -> None:
     file.grow(200 << 20)
-    assert os.fstat(file.fileno()).st_blocks * 512 >= 200 << 20
+    assert os.fstat(file.fd).st_blocks * 512 >= 200 << 20
     file.shrink(1 << 20)
-    assert os.fstat(file.fileno()).st_blocks * 512 <= 2 << 20
+    assert os.fstat(file.fd).st_blocks * 512 <= 2 << 20
 
 
 # Arguments.
-
-
-def test_open_store_takes_the_same_directory_as_attach(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That for temporary files, where none is named."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    with (
-        open_store(device=CPU) as store,
-        tba.attach(model, {"default": "keep"}, layers=list(model), measure_memory=False) as session,
-    ):
-        assert store.description == session.store.description
-        assert store.description["directory"] == str(tmp_path)
 
 
 def test_open_store_explains_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +201,7 @@ def test_open_store_explains_what_it_cannot_do(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match="color"):
         open_store(color="red", device=CPU)
     with pytest.raises(MissingDependencyError, match="needs kvikio"):
-        open_store(kind="gds", directories=[tmp_path], device=CPU)
+        open_store(kind="gds", directories=[tmp_path], device=PinningDevice())
     with pytest.raises(ConfigError, match="a capacity of 6000 bytes holds no extent"):
         (tmp_path / "other").mkdir()
         open_store(directories=[tmp_path, tmp_path / "other"], capacity=6000, device=CPU)

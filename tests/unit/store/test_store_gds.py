@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import stub_driver
 import torch
-from fake_kvikio import HAS_KVIKIO
 from places import ROOT
 from store_contract import CPU, at_lead, pattern
 
-from tba_offload.device import Accelerator, ByteRange
 from tba_offload.device.digest import sums
 from tba_offload.errors import MissingDependencyError, UnsupportedError
-from tba_offload.store import MultiStore, Transfer, gds, open_store
-from tba_offload.store.gds import GdsStore
+from tba_offload.store import gds, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,23 +100,3 @@ def test_sums_tell_every_changed_byte_and_no_address(nbytes: int) -> None:
         changed = data.clone()
         changed[place] ^= 1
         assert sums(changed) != expected
-
-
-# On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_KVIKIO, reason="kvikio is not installed: pip install 'tba-offload[gds-cu13]'")
-@pytest.mark.parametrize("nbytes", [1, 4097, 5_000_001, 64 << 20])
-def test_gpu_memory_comes_back(tmp_path: Path, nbytes: int) -> None:
-    device = Accelerator()
-    with MultiStore([GdsStore(tmp_path, device=device)]) as store:
-        data = pattern(nbytes).cuda()
-        written = Transfer(ByteRange.of(data), device.event())
-        store.write([written])
-        store.wait(written)
-        target = torch.zeros_like(data)
-        read = Transfer(ByteRange.of(target), device.event(), extent=written.extent)
-        store.read([read])
-        store.wait(read)
-        assert torch.equal(target, data)

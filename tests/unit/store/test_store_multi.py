@@ -345,7 +345,7 @@ def test_room_that_the_last_steps_did_not_need_is_given_back(tmp_path: Path) -> 
         def taken_after(nbytes: int) -> int:
             store.release(put(store, pattern(nbytes)))
             store.trim()
-            return os.fstat(file.fileno()).st_blocks * 512
+            return os.fstat(file.fd).st_blocks * 512
 
         assert taken_after(9 * MIB) >= 9 * MIB
         assert [taken_after(MIB) for _ in range(4)][-1] < 2 * MIB
