@@ -14,7 +14,7 @@ from tba_offload.device.device import ByteRange, aligned_range
 from tba_offload.errors import StoreError
 from tba_offload.formatting import readable_rate, readable_size, visible
 from tba_offload.store import gds, posix
-from tba_offload.store.file import explained, open_directory
+from tba_offload.store.file import opened_directory
 from tba_offload.store.open import open_store
 from tba_offload.store.pool import Transfer
 
@@ -177,12 +177,8 @@ def location_of(directory: str) -> Location:
     Raises:
         StoreError: It cannot be reached.
     """
-    with explained(directory):
-        fd = open_directory(directory)
-    try:
+    with opened_directory(directory) as fd:
         mount, room, device = posix.mount_of(f"/proc/self/fd/{fd}"), os.fstatvfs(fd), os.fstat(fd).st_dev
-    finally:
-        os.close(fd)
     free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     mounted = f"{mount.kind} on {mount.source or 'an unknown device'}"
     words = f"{mounted}; {readable_size(free)} free of {readable_size(total)}"

@@ -92,8 +92,7 @@ class FileStore(Store):
         self.size = 0
         self._run = Path(self.name).expanduser().absolute() / f"tba-{secrets.token_hex(8)}"
         self._slabs = [device.host_memory(SLAB_BYTES) for _ in range(slabs if device.pins_memory else 0)]
-        with explained(self.name):
-            self._create()
+        self._create()
 
     @property
     def description(self) -> dict[str, object]:
@@ -222,9 +221,7 @@ class FileStore(Store):
 
     def _create(self) -> None:
         """Create the file in a new directory, where nobody can touch its name, and remove both names."""
-        with ExitStack() as stack:
-            parent = open_directory(self.name)
-            stack.callback(os.close, parent)
+        with opened_directory(self.name) as parent, ExitStack() as stack:
             os.mkdir(self._run.name, 0o700, dir_fd=parent)
             stack.callback(self._remove, parent)
             run = os.open(self._run.name, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
@@ -305,11 +302,12 @@ def check_directory(path: str) -> None:
     Raises:
         StoreError: It could not; the message says what to do.
     """
-    with explained(path):
-        os.close(open_directory(path))
+    with opened_directory(path):
+        pass
 
 
-def open_directory(path: str) -> int:
+@contextmanager
+def opened_directory(path: str) -> Iterator[int]:
     """Open a directory, for use as ``dir_fd``.
 
     Symbolic links are followed, except one that another user has put into a directory that everybody may
@@ -317,9 +315,21 @@ def open_directory(path: str) -> int:
     mounted, and files would fill the disk of the system.
 
     Raises:
-        StoreError: A part of the path does not exist, or a link on the way is not to be trusted.
-        OSError: The directory cannot be reached.
+        StoreError: The directory cannot be used, or the block raised an error of the system.
     """
+    try:
+        fd = _open_directory(path)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise store_error("cannot create a file there", error, path) from error
+
+
+def _open_directory(path: str) -> int:
     here = Path(path).expanduser().absolute()
     for _ in range(_MOST_LINKS):
         link = next((part for part in (*reversed(here.parents), here) if part.is_symlink()), None)
@@ -337,17 +347,6 @@ def open_directory(path: str) -> int:
             raise StoreError(error.errno, f"{wrong.name!r} is not a directory; name one", path) from None
         remedy = f"mount its drive, or, if the path is right, make it: mkdir -p {shlex.quote(str(here))}"
         raise StoreError(errno.ENOENT, f"{wrong.name!r} does not exist; {remedy}", path) from None
-
-
-@contextmanager
-def explained(directory: str) -> Iterator[None]:
-    """Give an error of the system the directory's name and a remedy."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as error:
-        raise store_error("cannot create a file there", error, directory) from error
 
 
 _REMEDIES = {

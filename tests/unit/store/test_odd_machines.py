@@ -158,14 +158,11 @@ def test_a_server_may_give_all_files_another_owner(tmp_path: Path, monkeypatch: 
 
 
 STOPPED = """
-import os, subprocess, sys, time
+import os, subprocess, time
 
-import torch
-
-from tba_offload.device import ByteRange, Device, READY
-from tba_offload.store import open_store, register_kind
+from store_contract import CPU, MIB, pattern, put
+from tba_offload.store import MultiStore
 from tba_offload.store.host import HostStore
-from tba_offload.store.pool import Transfer
 
 class SlowStore(HostStore):
     def write(self, extent, source):
@@ -176,13 +173,10 @@ class SlowStore(HostStore):
             left -= min(time.monotonic() - began, 0.05)
         super().write(extent, source)
 
-register_kind("slow", lambda config, *, device: SlowStore(device=device))
-with open_store(kind="slow", device=Device(), stall_seconds=2.5) as store:
-    write = Transfer(ByteRange.of(torch.ones(1 << 20, dtype=torch.uint8)), READY)
+with MultiStore([SlowStore(device=CPU)], stall_seconds=2.5) as store:
     stop = f"sleep 0.3; kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"
     stopping = subprocess.Popen(["sh", "-c", stop])
-    store.write([write])
-    store.wait(write)
+    put(store, pattern(MIB))
 stopping.wait()
 print("ended")
 """
