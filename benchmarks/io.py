@@ -183,10 +183,10 @@ class Driver:
 class Fio:
     """The same transfers by fio, in the file of the store: elsewhere on the drive may be faster or slower."""
 
-    def __init__(self, store: MultiStore, fd: int, threads: dict[str, int], amount: int) -> None:
-        store.prepare(2 * amount)
-        self._file, self._amount, self._jobs = f"/proc/{os.getpid()}/fd/{fd}", amount, threads
-        self._direct = store.description["path"] == "O_DIRECT"
+    def __init__(self, store: FileStore, threads: dict[str, int], amount: int) -> None:
+        store.grow(2 * amount)
+        self._file, self._amount, self._jobs = f"/proc/{os.getpid()}/fd/{store.fd}", amount, threads
+        self._direct = store.path == "O_DIRECT"
         fill = ["--name=fill", "--rw=write", "--bs=4M", f"--size={2 * amount}"]
         self._run("psync", fill)
         self.engines = ["psync"]
@@ -315,7 +315,7 @@ def main(given: Sequence[str] | None = None) -> int:
     # fio checks nothing, so neither does the store.
     file = FileStore(options.directory, device=device, checksum=False, slabs=sum(threads.values()))
     with MultiStore([file], readers=options.readers, writers=options.writers) as store:
-        fio = Fio(store, file.fd, threads, amount) if shutil.which("fio") else None
+        fio = Fio(file, threads, amount) if shutil.which("fio") else None
         path = store.description
         print(f"{file.name}: {path['path']}, {options.writers} writers, {options.readers} readers")
         print(

@@ -48,7 +48,7 @@ FAULTS = (
     *("fail-read:errno=EIO,times=2", "fail-read:errno=ENODEV,times=1", "flip-read:times=1"),
     *("flip-write:times=1", "delay-read:times=2,seconds=0.01"),
 )
-MOST_GROWTH = {"descriptors": 0, "threads": 0, "resident": 8 << 20, "store": 1 << 20}
+MOST_GROWTH = {"descriptors": 0, "threads": 0, "resident": 8 << 20}
 
 
 class Block(nn.Module):
@@ -137,7 +137,6 @@ class Soak:
             "extents": session.store.used_bytes,
             "window": session.offloader.in_flight,
             "resident": pages * os.sysconf("SC_PAGESIZE"),
-            "store": session.store.high_water_bytes,
             "run_log": self.log.stat().st_size,
             "failed_steps": self.failed,
         }

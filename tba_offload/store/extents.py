@@ -27,12 +27,11 @@ class Extents:
     Attributes:
         capacity: As given.
         used: Bytes that extents take now.
-        high_water: The largest end of an extent since this was last set.
     """
 
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
-        self.high_water = 0
+        self._high_water = 0
         self.reset()
 
     def reset(self) -> None:
@@ -41,10 +40,11 @@ class Extents:
         self.used = 0
         self._free: list[tuple[int, int]] = [(0, end)]  # (start, end), sorted, never touching
 
-    @property
-    def end(self) -> int:
-        """The end of the last extent, bytes."""
-        return self._free[-1][0] if self._free else (self.capacity or 0) // BLOCK * BLOCK
+    def take_high_water(self) -> int:
+        """Return the largest end of an extent since the last call, bytes."""
+        high_water = self._high_water
+        self._high_water = self._free[-1][0] if self._free else (self.capacity or 0) // BLOCK * BLOCK
+        return high_water
 
     def reserve(self, nbytes: int, lead: int = 0) -> Extent:
         """Return a new extent for ``nbytes`` bytes of payload behind ``lead`` bytes.
@@ -57,7 +57,7 @@ class Extents:
             if end - start >= length:
                 self._free[index : index + 1] = [(start + length, end)] if end - start > length else []
                 self.used += length
-                self.high_water = max(self.high_water, start + length)
+                self._high_water = max(self._high_water, start + length)
                 return Extent(start, length, nbytes, lead)
         raise StoreFullError(
             errno.ENOSPC, f"no room for {nbytes} bytes: {self.used} of {self.capacity} bytes are taken"

@@ -31,7 +31,7 @@ from tba_offload.errors import (
     warn,
 )
 from tba_offload.planner.window import Window
-from tba_offload.store.base import BLOCK, DRIVE_TIER, Moved, close_after
+from tba_offload.store.base import Moved, close_after
 from tba_offload.store.place import Place
 
 if TYPE_CHECKING:
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from tba_offload.device import ByteRange
     from tba_offload.store.base import DriveLoad, Extent, Store
     from tba_offload.store.pool import Transfer
-
-POLL = 0.002
-"""Seconds between looks at transfers of which any may end first."""
 
 WARN_AFTER = 0.1
 """A wait for a drive is named in a warning after this share of its limit."""
@@ -55,7 +52,8 @@ class MultiStore:
     A write goes wholly to one place that is in service and has room: host memory beside drives while the
     drives have more than ``spill_bytes`` still to write (the rule of TERAIO), or no room; of several drives
     the one with the shortest time for what it holds and has still to do. A place that failed a write is left
-    alone, and tried again by one write after a pause that doubles with each failure.
+    alone, and tried again by one write after a pause that doubles each time. What is queued for a place that
+    fails, or that turns out to be full, fails with it.
 
     Args:
         stores: At least one place. They are closed with this store.
@@ -65,13 +63,14 @@ class MultiStore:
 
     Attributes:
         completed: Gets each transfer that has run, on its I/O thread; ``None`` if nobody looks.
-        stall_seconds: As given.
+        stall_seconds: As given; infinite for never.
         spill_bytes: As above.
         alignment: The largest of the places; what suits it suits all.
         kind: Kinds of the places.
+        beside: Index of the host memory that is used beside drives; ``None`` without.
 
     Raises:
-        StoreError: The process may have no more threads.
+        RuntimeError: The process may have no more threads.
     """
 
     def __init__(
@@ -83,18 +82,20 @@ class MultiStore:
         stall_seconds: float | None = STALL_SECONDS,
     ) -> None:
         self.completed: deque[Transfer] | None = None
-        self.stall_seconds = stall_seconds
+        self.stall_seconds = math.inf if stall_seconds is None else stall_seconds
         self.spill_bytes = Window().spills_above
         self.alignment = max(store.alignment for store in stores)
         self.kind = "+".join(dict.fromkeys(store.kind for store in stores))
         self._lock = threading.Lock()
         self._transfers: set[Transfer] = set()  # queued or running
         self._seen: Callable[[Moved], object] | None = None
-        self._is_closed = self._is_child = False
+        self._unusable = ""  # why
+        self._outages: list[tuple[str, str]] = []
         self._places = [
-            Place(index, store, self._lock, self._run, writers, readers) for index, store in enumerate(stores)
+            Place(index, store, self._run, writers, readers) for index, store in enumerate(stores)
         ]
-        self._drives = [place for place in self._places if place.store.tier == DRIVE_TIER]
+        hosts = [place.index for place in self._places if not place.is_drive]
+        self.beside = hosts[0] if 0 < len(hosts) < len(self._places) else None
         _open_stores.add(self)
 
     # ---- transfers -------------------------------------------------------------------------------
@@ -118,106 +119,67 @@ class MultiStore:
         self._queue(transfers, writes=False)
 
     def _queue(self, transfers: Sequence[Transfer], *, writes: bool) -> None:
-        if self._is_child or self._is_closed:
-            why = "was opened before this process was forked; only the parent can use it, not a forked child"
-            raise SessionError(f"the store of kind {self.kind} {why if self._is_child else 'is closed'}")
+        if self._unusable:
+            raise SessionError(f"the store of kind {self.kind} {self._unusable}")
         batches: dict[Place, list[Transfer]] = {}
-        refused: list[Transfer] = []
         with self._lock:
             for transfer in transfers:
-                transfer.is_write, extent = writes, transfer.extent
-                place = self._choose(transfer) if extent is None else self._places[extent.drive]
+                extent, nbytes = transfer.extent, transfer.nbytes
+                place = self._choose(nbytes) if extent is None else self._places[extent.drive]
+                transfer.is_write = writes
                 if place is None:
-                    transfer.error = self._refusal(transfer.nbytes)
-                    refused.append(transfer)
+                    transfer.claim()
+                    self._finish(transfer, self._refusal(nbytes))
+                    continue
+                transfer.drive = place.index
+                self._transfers.add(transfer)
+                if writes:
+                    place.pending += nbytes
+                if extent is None:
+                    place.unreserved += nbytes
                 else:
-                    self._add(transfer, place)
-                    batches.setdefault(place, []).append(transfer)
+                    extent.transfers += 1
+                if place in batches:
+                    batches[place].append(transfer)
+                else:
+                    batches[place] = [transfer]
         for place, batch in batches.items():
             place.pool.submit(batch, writes=writes)
-        for transfer in refused:
-            if transfer.claim():
-                self._tell(transfer)
 
     def _run(self, transfer: Transfer) -> None:
         """Run a claimed transfer, on an I/O thread: whatever goes wrong is the transfer's error."""
-        place, is_new = self._places[transfer.drive], transfer.extent is None
+        place, writes, is_new = self._places[transfer.drive], transfer.is_write, transfer.extent is None
+        meter, move = (place.writes, _write) if writes else (place.reads, _read)
         memory: Any = transfer.memory
+        error: StoreError | None = None
+        began, change, nbytes = 0.0, 0, 0
         try:
-            place.store.device.bind_thread()
             transfer.after.synchronize()  # the kernel that made the bytes, or that used this memory before
-            if transfer.is_write:
-                place.reserve(transfer, memory.address)
             _check_still_there(memory)
-            self._move(place, transfer, memory)
-        except BaseException as failure:  # noqa: BLE001 - the thread that waits for it has to know
-            verb = "write" if transfer.is_write else "read"
-            transfer.error = _store_error(failure, f"{verb} {transfer.nbytes} bytes of {place.store.name}")
-            if self._has_moved_on(transfer, place, is_new=is_new):
-                return
-        del memory  # whoever waits may count on it
-        self._tell(transfer)
-
-    def _move(self, place: Place, transfer: Transfer, memory: ByteRange) -> None:
-        extent: Any = transfer.extent
-        nbytes, writes, store = 0, transfer.is_write, place.store
-        meter, move = (place.writes, store.write) if writes else (place.reads, store.read)
-        with self._lock:
-            began = meter.note(1)
-        try:
-            checksum = move(extent, memory)
-            nbytes = transfer.nbytes  # a transfer that fails, perhaps at once, says nothing of a rate
-        finally:
             with self._lock:
-                ended = meter.note(-1, nbytes)
-        transfer.seconds = ended - began
-        if (seen := self._seen) is not None:
-            seen(Moved(place.index, store.name, writes, threading.get_ident(), began, ended, nbytes))
-        if writes:
-            extent.checksum = checksum
-        elif extent.checksum is not None and checksum != extent.checksum:
-            raise ChecksumError(
-                errno.EIO,
-                f"{extent} reads back with checksum {checksum:#x} instead of {extent.checksum:#x}: the "
-                "drive, its driver or the memory changed the bytes, or the model changed a saved tensor "
-                "through .data while it was written. Check the drive",
-                store.name,
-            )
-
-    def _has_moved_on(self, transfer: Transfer, place: Place, *, is_new: bool) -> bool:
-        """Take note of a failed transfer; return True if it goes on at a place that has room."""
-        error, other = transfer.error, None
-        is_full = isinstance(error, StoreFullError)
+                extent: Any = place.reserve(transfer, memory.address) if is_new else transfer.extent
+                began = meter.note(1)
+                change = -1
+            move(place, extent, memory)
+            nbytes = transfer.nbytes  # a transfer that fails, perhaps at once, says nothing of a rate
+        except BaseException as failure:  # noqa: BLE001 - the thread that waits for it has to know
+            verb = "write" if writes else "read"
+            error = _store_error(failure, f"{verb} {transfer.nbytes} bytes of {place.store.name}")
+        del memory  # whoever waits may count on it
         with self._lock:
-            if not transfer.is_write or transfer not in self._transfers:  # of a step that was thrown away
-                return False
-            if is_full and transfer.extent is not None and not isinstance(error, OutOfServiceError):
-                place.found_full(transfer.extent)
-            elif not is_full and error is not None and is_of_drive(error):
-                place.fail(error)
-            if is_new:
-                place.give_up(transfer)
-                transfer.refused += (place.index,)
-                other = self._choose(transfer) if is_full else None
-            if other is not None:
-                self._remove(transfer)
-                self._add(transfer, other)
-                transfer.error = None
-                transfer.put_back()
-        if other is not None:
-            other.pool.submit([transfer], writes=True)
-        return other is not None
-
-    def _tell(self, transfer: Transfer) -> None:
-        """Make the outcome of a transfer known; the memory of a successful write is freed before."""
-        is_written = transfer.is_write and transfer.error is None
-        with self._lock:
-            if transfer in self._transfers:
-                self._remove(transfer)
-                if is_written:
-                    self._places[transfer.drive].succeeded(transfer)
-        if is_written:
+            ended = meter.note(change, nbytes)
+            if transfer in self._transfers:  # else its step was thrown away
+                self._end(transfer, place, error, is_new=is_new)
+        if nbytes and (seen := self._seen) is not None:
+            thread = threading.get_ident()
+            seen(Moved(place.index, place.store.name, writes, thread, began, ended, nbytes))
+        if writes and error is None:
             transfer.memory = None
+        self._finish(transfer, error)
+
+    def _finish(self, transfer: Transfer, error: StoreError | None) -> None:
+        """Make the outcome of a transfer known."""
+        transfer.error = error
         if self.completed is not None:
             self.completed.append(transfer)
         transfer.finish()
@@ -237,23 +199,15 @@ class MultiStore:
             transfer.finish()
         return transfer.is_cancelled
 
-    def wait(self, transfer: Transfer, *others: Transfer) -> None:
-        """Wait until a transfer, or one of others, has ended. A long wait is named in a warning.
+    def wait(self, transfer: Transfer) -> None:
+        """Wait until a transfer has ended. A long wait is named in a warning.
 
         Raises:
-            StoreError: The first failed, or was cancelled (``errno.ECANCELED``). A new one each time.
+            StoreError: It failed, or was cancelled (``errno.ECANCELED``). A new one each time.
             HangingError: Its place has not answered for ``stall_seconds``, and is left alone from now on.
         """
-        limit = math.inf if self.stall_seconds is None else self.stall_seconds
-        if not transfer.is_done and not _ended(transfer, others, limit * WARN_AFTER):
-            place = self._places[transfer.drive]
-            what = f"{transfer.nbytes} bytes {'to' if transfer.is_write else 'from'} {place.store.name}"
-            warn(f"nothing has moved for {limit * WARN_AFTER:g} s: {what}", RuntimeWarning)
-            if not _ended(transfer, others, limit * (1 - WARN_AFTER)):
-                hanging = _hanging(f"nothing has moved for {limit:g} s: {what}")
-                with self._lock:
-                    place.fail(hanging)
-                raise hanging
+        if not transfer.wait(self.stall_seconds * WARN_AFTER):
+            self._wait_on(transfer)
         if transfer.is_cancelled:
             raise StoreError(errno.ECANCELED, "the transfer was cancelled before it started")
         if transfer.error is not None:
@@ -262,47 +216,45 @@ class MultiStore:
             error.__cause__ = transfer.error.__cause__
             raise error
 
+    def _wait_on(self, transfer: Transfer) -> None:
+        place, limit = self._places[transfer.drive], self.stall_seconds
+        what = f"{transfer.nbytes} bytes {'to' if transfer.is_write else 'from'} {place.store.name}"
+        warn(f"nothing has moved for {limit * WARN_AFTER:g} s: {what}", RuntimeWarning)
+        if not transfer.wait(limit * (1 - WARN_AFTER)):
+            hanging = _hanging(f"nothing has moved for {limit:g} s: {what}")
+            with self._lock:
+                self._leave_alone(place, hanging)
+            raise hanging
+
     # ---- places; the lock is held ----------------------------------------------------------------
 
-    def _choose(self, transfer: Transfer) -> Place | None:
+    def _choose(self, nbytes: int) -> Place | None:
         """Return the place for a new extent; ``None`` if there is none."""
-        nbytes = transfer.nbytes
-        able = [
-            place for place in self._places if place.takes(nbytes) and place.index not in transfer.refused
-        ]
+        able = [place for place in self._places if place.takes(nbytes)]
+        if not able:
+            return None
         if len(able) > 1:
-            drives = [place for place in able if place in self._drives]
-            is_late = sum(place.pending for place in self._drives) > self.spill_bytes
-            able = ([place for place in able if place not in drives] if is_late else drives) or able
+            is_late = sum(place.pending for place in self._places if place.is_drive) > self.spill_bytes
+            able = [place for place in able if place.is_drive is not is_late] or able
             # By what each holds, too: else the fastest would get all that is written while drives are idle,
             # and the others would not help to read it back.
-            taken = [place.extents.used + place.unreserved + nbytes for place in able]
-            return min(zip(taken, able, strict=True), key=lambda each: each[0] / each[1].writes.rate)[1]
-        return able[0] if able else None
+            able.sort(key=lambda place: (place.extents.used + place.unreserved + nbytes) / place.writes.rate)
+        if able[0].cause is not None:
+            able[0].pause()  # this write tries it, and the others wait for the outcome
+        return able[0]
 
     def _refusal(self, nbytes: int) -> StoreError:
         """Return the error of a write that no place takes."""
-        causes = [
-            place.cause or f"{place.extents.used} of {place.limit} bytes are taken" for place in self._places
-        ]
         told = "; ".join(
-            f"{place.store.name}: {cause}" for place, cause in zip(self._places, causes, strict=True)
+            f"{place.store.name}: {place.cause or f'{place.extents.used} of {place.limit} bytes are taken'}"
+            for place in self._places
         )
         if all(place.cause is not None for place in self._places):
             return OutOfServiceError(errno.EIO, f"left alone, to be tried again: {told}")
         return StoreFullError(errno.ENOSPC, f"no room for {nbytes} bytes: {told}")
 
-    def _add(self, transfer: Transfer, place: Place) -> None:
-        transfer.drive = place.index
-        self._transfers.add(transfer)
-        if transfer.is_write:
-            place.pending += transfer.nbytes
-        if transfer.extent is None:
-            place.unreserved += transfer.nbytes
-        else:
-            transfer.extent.transfers += 1
-
     def _remove(self, transfer: Transfer) -> None:
+        """Forget a transfer that has ended, or never will."""
         place, extent = self._places[transfer.drive], transfer.extent
         self._transfers.remove(transfer)
         if transfer.is_write:
@@ -313,6 +265,37 @@ class MultiStore:
             extent.transfers -= 1
             if extent.is_released and not extent.transfers:
                 place.extents.release(extent)
+
+    def _end(self, transfer: Transfer, place: Place, error: StoreError | None, *, is_new: bool) -> None:
+        """Take note of a transfer that has run; a new extent is kept if bytes were written there."""
+        extent = transfer.extent
+        if error is None:
+            if transfer.is_write:
+                place.cause = None
+            self._remove(transfer)
+            return
+        if transfer.is_write and isinstance(error, StoreFullError):
+            if extent is not None:
+                place.found_full(extent)
+        elif transfer.is_write and is_of_drive(error):
+            self._leave_alone(place, error)
+        if is_new and extent is not None:
+            extent.is_released = True
+        self._remove(transfer)
+        if is_new:
+            transfer.extent = None
+
+    def _leave_alone(self, place: Place, error: BaseException) -> None:
+        """Take a place that failed out of service; each write that is queued there would take its timeout."""
+        cause = str(error)  # the error itself may know frames, and their memory
+        if place.cause is None:
+            self._outages.append((place.store.name, cause))
+        place.fail(cause)
+        for each in list(self._transfers):
+            if each.drive == place.index and each.is_write and each.claim():
+                self._remove(each)
+                text = f"left alone, to be tried again: {cause}"
+                self._finish(each, OutOfServiceError(errno.EIO, text, place.store.name))
 
     # ---- extents and steps -----------------------------------------------------------------------
 
@@ -343,16 +326,7 @@ class MultiStore:
     def trim(self) -> None:
         """Give back room that no extent needs, beyond the need of the last steps; at the end of a step."""
         for place in self._places:
-            place.trim()
-
-    def prepare(self, nbytes: int) -> None:
-        """Make room for extents of ``nbytes`` in all, an even share in each place.
-
-        Raises:
-            StoreFullError: There is no such room.
-        """
-        for place in self._places:
-            place.grow(-(-nbytes // len(self._places) // BLOCK) * BLOCK)
+            place.trim(self._lock)
 
     def pending(self) -> int:
         """Return the number of transfers that are queued or running."""
@@ -364,22 +338,14 @@ class MultiStore:
         return sum(place.extents.used for place in self._places)
 
     @property
-    def high_water_bytes(self) -> int:
-        """The largest ends that extents ever had, summed over the places."""
-        return sum(max(place.most, place.extents.high_water) for place in self._places)
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """The most bytes that extents may take; ``None`` if a place has no limit."""
-        limits = [place.store.capacity for place in self._places]
-        return None if None in limits else sum(filter(None, limits))
-
-    @property
     def description(self) -> dict[str, object]:
         """The places and their I/O paths, for the run log; plain JSON values."""
         stores = [place.store.description for place in self._places]
-        whole = {"kind": self.kind, "alignment": self.alignment, "capacity": self.capacity_bytes}
-        return {**whole, "stores": stores} if len(stores) > 1 else stores[0]
+        if len(stores) == 1:
+            return stores[0]
+        limits = [place.store.capacity for place in self._places]
+        capacity = None if None in limits else sum(filter(None, limits))
+        return {"kind": self.kind, "alignment": self.alignment, "capacity": capacity, "stores": stores}
 
     # ---- drives: load and health -----------------------------------------------------------------
 
@@ -406,21 +372,17 @@ class MultiStore:
     def take_loads(self) -> list[DriveLoad]:
         """Return the load of each place since the last call."""
         with self._lock:
-            return [place.take_load(is_beside=bool(self._drives)) for place in self._places]
+            return [place.take_load(is_beside=self.beside is not None) for place in self._places]
 
     def take_outages(self) -> list[tuple[str, str]]:
         """Return the places that were taken out of service since the last call, each with the cause."""
-        outages: list[tuple[str, str]] = []
-        for place in self._places:
-            if place.outage is not None:
-                outages.append((place.store.name, place.outage))
-                place.outage = None
+        outages, self._outages = self._outages, []
         return outages
 
     def suspend(self, extent: Extent, cause: BaseException) -> None:
         """Take the place of an extent out of service: a read of it failed for good."""
         with self._lock:
-            self._places[extent.drive].fail(cause)
+            self._leave_alone(self._places[extent.drive], cause)
 
     def resume(self) -> None:
         """Put every place that answers back in service: the next write tells whether it works."""
@@ -437,10 +399,10 @@ class MultiStore:
             HangingError: A place does not answer: its thread, its memory and its file stay until the process
                 ends.
         """
-        if self._is_closed or self._is_child:
+        if self._unusable:
             return
         hanging = self._settle()
-        self._is_closed = True
+        self._unusable = "is closed"
         _open_stores.discard(self)
         with ExitStack() as stack:
             for place in self._places:
@@ -450,17 +412,15 @@ class MultiStore:
 
     def abandon(self) -> None:
         """Make the store inert in a forked child, and close its descriptors there."""
-        self._is_child = True
+        self._unusable = (
+            "was opened before this process was forked; only the parent can use it, not a forked child"
+        )
         for place in self._places:
             place.store.abandon()
 
-    def reading(self) -> list[threading.Lock]:
-        """Return a lock for each thread that reads, held while it does."""
-        return [lock for place in self._places for lock in place.pool.reading()]
-
     def _settle(self) -> str:
         """Cancel queued transfers, wait for running ones, and return the names of places that hang."""
-        until = time.monotonic() + (math.inf if self.stall_seconds is None else self.stall_seconds)
+        until = time.monotonic() + self.stall_seconds
         with self._lock:
             transfers = list(self._transfers)
         running = [transfer for transfer in transfers if not self.cancel(transfer)]
@@ -476,18 +436,7 @@ class MultiStore:
         close_after(error, self.close)
 
 
-def _ended(transfer: Transfer, others: Sequence[Transfer], seconds: float) -> bool:
-    """Wait until one of some transfers has ended; return whether one has within so many seconds."""
-    until = time.monotonic() + seconds
-    while not transfer.wait(POLL if others else seconds):
-        if any(other.is_done for other in others):
-            return True
-        if time.monotonic() >= until:
-            return False
-    return True
-
-
-# ---- errors --------------------------------------------------------------------------------------
+# ---- the way of one transfer, on an I/O thread ---------------------------------------------------
 
 
 def _check_still_there(memory: ByteRange) -> None:
@@ -502,6 +451,27 @@ def _check_still_there(memory: ByteRange) -> None:
             f"the memory of {memory.nbytes} bytes was freed or moved before they were written or read: the "
             "program resized the storage of a saved tensor. Place that layer keep, or resize it later"
         )
+
+
+def _write(place: Place, extent: Extent, memory: ByteRange) -> None:
+    if extent.offset + extent.length > place.grown:
+        place.grow(extent.offset + extent.length)
+    extent.checksum = place.store.write(extent, memory)
+
+
+def _read(place: Place, extent: Extent, memory: ByteRange) -> None:
+    checksum = place.store.read(extent, memory)
+    if extent.checksum is not None and checksum != extent.checksum:
+        raise ChecksumError(
+            errno.EIO,
+            f"{extent} reads back with checksum {checksum:#x} instead of {extent.checksum:#x}: the "
+            "drive, its driver or the memory changed the bytes, or the model changed a saved tensor "
+            "through .data while it was written. Check the drive",
+            place.store.name,
+        )
+
+
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def _hanging(what: str) -> HangingError:
@@ -530,11 +500,7 @@ def _store_error(failure: BaseException, what: str) -> StoreError:
 
 # ---- the process: stores end with it, and are inert in its forked children ---------------------------
 
-_SECONDS_AT_FORK = 10.0
-"""Seconds that a fork waits for running reads."""
-
 _open_stores: weakref.WeakSet[MultiStore] = weakref.WeakSet()
-_held_at_fork: list[threading.Lock] = []
 
 
 def close_all() -> None:
@@ -544,30 +510,11 @@ def close_all() -> None:
             stack.callback(store.close)
 
 
-def _before_fork() -> None:
-    """Let no read run during a fork.
-
-    Direct I/O into private memory must not overlap with one: before Linux 6.3 the bytes may arrive in a page
-    that copy-on-write has given to the child. A drive that hangs shall not hang the fork too.
-    """
-    until = time.monotonic() + _SECONDS_AT_FORK
-    reading = [busy for store in list(_open_stores) for busy in store.reading()]
-    _held_at_fork.extend(busy for busy in reading if busy.acquire(timeout=max(until - time.monotonic(), 0)))
-
-
-def _after_fork_in_parent() -> None:
-    while _held_at_fork:
-        _held_at_fork.pop().release()
-
-
 def _after_fork_in_child() -> None:
-    _held_at_fork.clear()
     for store in list(_open_stores):
         store.abandon()
     _open_stores.clear()
 
 
 atexit.register(close_all)
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-)
+os.register_at_fork(after_in_child=_after_fork_in_child)

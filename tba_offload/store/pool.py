@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import math
 import threading
 from _thread import allocate_lock
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
-
-from tba_offload.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,13 +41,11 @@ class Transfer:
         error: The exception that made it fail; ``None`` before it has ended and after success.
         is_done: Whether it has ended, failed or been cancelled.
         is_cancelled: Whether it was cancelled before it started.
-        seconds: Time that the bytes took, without waiting for the device.
-        refused: Indices of the places that had no room for it.
     """
 
     __slots__ = (
         *("_claim", "_done", "after", "drive", "error", "extent", "is_cancelled", "is_done", "is_write"),
-        *("memory", "nbytes", "refused", "seconds"),
+        *("memory", "nbytes"),
     )
 
     def __init__(self, memory: ByteRange, after: Event, *, extent: Extent | None = None) -> None:
@@ -62,35 +56,29 @@ class Transfer:
         self.drive = 0
         self.error: BaseException | None = None
         self.is_write = self.is_done = self.is_cancelled = False
-        self.seconds = 0.0
-        self.refused: tuple[int, ...] = ()
         self._claim = allocate_lock()  # taken once, by the thread that decides whether the transfer runs
         self._done = allocate_lock()  # held until the outcome is known
         self._done.acquire()
 
     def claim(self) -> bool:
-        """Return True to the first caller, which then runs the transfer or cancels it."""
+        """Return True to the first caller, which then runs the transfer or ends it."""
         return self._claim.acquire(blocking=False)
-
-    def put_back(self) -> None:
-        """Take a claim back: nothing has moved, and the transfer goes to another queue."""
-        self._claim.release()
 
     def finish(self) -> None:
         """Wake the threads that wait."""
         self.is_done = True
         self._done.release()
 
-    def wait(self, seconds: float | None = None) -> bool:
+    def wait(self, seconds: float) -> bool:
         """Wait until the transfer has ended; an error of it is not raised.
 
         Args:
-            seconds: Longest time to wait; ``None`` for no limit.
+            seconds: Longest time to wait; may be infinite.
 
         Returns:
             Whether it has ended.
         """
-        left = math.inf if seconds is None else seconds
+        left = seconds
         while not self.is_done:
             if self._done.acquire(timeout=min(max(left, 0.0), TICK)):
                 self._done.release()  # for the next thread that waits
@@ -106,73 +94,67 @@ class WorkerPool:
 
     Args:
         name: Of the place.
+        bind: Called by each thread when it starts.
         run: Runs a claimed transfer, to its end. It does not raise.
         writers: Threads that write.
         readers: Threads that read.
 
     Raises:
-        StoreError: The process may have no more threads.
+        RuntimeError: The process may have no more threads.
     """
 
-    def __init__(self, name: str, run: Callable[[Transfer], object], writers: int, readers: int) -> None:
-        queues: tuple[_Queue, _Queue] = SimpleQueue(), SimpleQueue()
-        self._writes, self._reads = queues
-        self._writers = [_Worker(f"tba-write-{name}", run, self._writes) for _ in range(writers)]
-        self._readers = [_Worker(f"tba-read-{name}", run, self._reads) for _ in range(readers)]
+    def __init__(
+        self,
+        name: str,
+        bind: Callable[[], object],
+        run: Callable[[Transfer], object],
+        *,
+        writers: int,
+        readers: int,
+    ) -> None:
+        self._bind, self._do = bind, run
+        self._writes: _Queue = SimpleQueue()
+        self._reads: _Queue = SimpleQueue()
+        self._writers, self._readers = writers, readers
+        self._threads: list[threading.Thread] = []
         try:
-            for worker in (*self._writers, *self._readers):
-                worker.start()
-        except RuntimeError as error:  # all that Python tells of it
+            for number in range(writers + readers):
+                verb, queue = ("write", self._writes) if number < writers else ("read", self._reads)
+                thread = threading.Thread(target=self._work, args=(queue,), name=f"tba-{verb}-{name}")
+                thread.daemon = True
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:
             self.stop()
-            raise StoreError(
-                errno.EAGAIN,
-                "no more threads can be started. Raise `ulimit -u`, or the container's limit on processes",
-            ) from error
+            raise
 
     def submit(self, transfers: list[Transfer], *, writes: bool) -> None:
         """Queue transfers, a share for each thread: every put wakes a thread, which costs the caller time."""
         queue, threads = (self._writes, self._writers) if writes else (self._reads, self._readers)
-        width = min(len(threads), len(transfers))
+        width = min(threads, len(transfers))
         for first in range(width):
             queue.put(transfers[first::width])
+
+    def _work(self, queue: _Queue) -> None:
+        """Run transfers until the pool stops: the whole life of an I/O thread."""
+        self._bind()
+        while (batch := queue.get()) is not None:
+            while batch:
+                transfer = batch.pop(0)
+                if transfer.claim():  # else it was cancelled
+                    self._do(transfer)
+                del transfer  # or the last one, and its memory, would live until the next one comes
 
     def stop(self) -> None:
         """Have the threads end after what is queued now; take no lock, and do not wait."""
         for queue, threads in ((self._writes, self._writers), (self._reads, self._readers)):
-            for _ in threads:
+            for _ in range(threads):
                 queue.put(None)
 
     def join(self) -> None:
         """Wait for the threads to end, which :meth:`stop` was called for."""
-        for worker in (*self._writers, *self._readers):
-            worker.join()
-
-    def reading(self) -> list[threading.Lock]:
-        """Return a lock for each thread that reads, held while it does."""
-        return [worker.busy for worker in self._readers]
+        for thread in self._threads:
+            thread.join()
 
 
 _Queue = SimpleQueue[list[Transfer] | None]
-
-
-class _Worker(threading.Thread):
-    """One I/O thread.
-
-    Attributes:
-        busy: Held while a transfer runs.
-    """
-
-    def __init__(self, name: str, run: Callable[[Transfer], object], queue: _Queue) -> None:
-        super().__init__(name=name, daemon=True)
-        self.busy = threading.Lock()
-        self._do, self._queue = run, queue
-
-    def run(self) -> None:
-        """Run transfers until the pool stops: the whole life of an I/O thread."""
-        while (batch := self._queue.get()) is not None:
-            while batch:
-                transfer = batch.pop(0)
-                if transfer.claim():  # else it was cancelled
-                    with self.busy:
-                        self._do(transfer)
-                del transfer  # or the last one, and its memory, would live until the next one comes

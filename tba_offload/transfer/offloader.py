@@ -24,7 +24,7 @@ from tba_offload.store.pool import Transfer
 from tba_offload.torch_private import keeps_graph
 from tba_offload.transfer.errors import is_full, outage, transfer_error, unusable
 from tba_offload.transfer.saved import Handle, SavedRef, SavedStorage, State
-from tba_offload.transfer.window import InFlightWindow
+from tba_offload.transfer.window import NOTICEABLE, InFlightWindow
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
@@ -95,15 +95,12 @@ class Offloader:
                 self._drain()
             if window.nbytes is not None and window.in_flight and window.in_flight + nbytes > window.nbytes:
                 self._make_room(nbytes)
-            saved = SavedStorage(storage, key, self._dead.append)
-            saved.is_filling, ref = is_filling, saved.ref
+            saved = SavedStorage(storage, nbytes, key, self._epoch, self._dead.append)
+            saved.is_filling = is_filling
             if self.device.runs_behind:
                 saved.stream = self.device.stream()
-            ref.key, ref.nbytes, ref.charged, ref.settled, ref.epoch = key, nbytes, nbytes, 0, self._epoch
-            ref.extent = ref.write = ref.read = None
-            ref.is_pending = True
-            self._refs.add(ref)
-            self._pending.append(ref)
+            self._refs.add(saved.ref)
+            self._pending.append(saved.ref)
             self._pending_bytes += nbytes
             window.add(nbytes)
             if window.in_flight > window.tight_above or (at_once and self._pending_bytes >= window.batch):
@@ -119,7 +116,7 @@ class Offloader:
             TransferError: A drive does not answer.
         """
         with self._lock:
-            if self.window.is_crowded(nbytes):
+            if self.window.rules.is_crowded(self.window.in_flight, nbytes):
                 self._make_room(nbytes)
 
     def flush(self) -> None:
@@ -157,8 +154,9 @@ class Offloader:
 
     def _make_room(self, nbytes: int) -> None:
         """Wait until ``nbytes`` fit the window, but only for I/O that runs; else admit them."""
-        began, mark = time.perf_counter(), self._mark()
-        while self.window.is_crowded(nbytes):
+        window, began = self.window, time.perf_counter()
+        mark = self.device.mark() if self.marks_stalls else None
+        while window.rules.is_crowded(window.in_flight, nbytes):
             self._flush(0)
             # What else is in memory is in use, or waits for this very thread: it would be a deadlock.
             if not self._finish_writes() and not self._give_up_farthest():
@@ -276,18 +274,21 @@ class Offloader:
         ref = saved.ref
         read: Any = ref.read
         if not read.is_done or read.error is not None:
-            began, mark = time.perf_counter(), None if read.is_done else self._mark()
             read = self._read_to_end(ref, read)
-            self._stalled(began, mark)
         room: ByteRange = read.memory
         self._end_ahead(ref)
-        memory, saved.start = room.storage, room.start
-        saved.alive, saved.is_restored, saved.was_used = weakref.ref(memory), True, True
+        memory = room.storage
+        saved.start, saved.alive = room.start, weakref.ref(memory)
+        saved.is_restored = saved.was_used = True
         if (unread := saved.unread()) is not None:
             unread.memory = memory
         return memory
 
     def _read_to_end(self, ref: SavedRef, read: Transfer) -> Transfer:
+        began = time.perf_counter()
+        mark = self.device.mark() if self.marks_stalls else None
+        if ref in self._ahead:
+            self._wait_for_batch(self._ahead, "read")
         for pause in (*READ_AGAIN, None):
             self._wait(read, ref)
             error, extent, room = read.error, ref.extent, read.memory
@@ -303,6 +304,7 @@ class Offloader:
             ref.read = read = Transfer(room, self.device.event(), extent=extent)
             self.store.read([read])
             self.window.stats.reread += ref.nbytes
+        self._stalled(began, mark)
         return read
 
     # ---- reading ahead ---------------------------------------------------------------------------
@@ -353,12 +355,11 @@ class Offloader:
                 self._flush(0)  # what is pending is needed later than this
             return False
         try:
-            room = aligned_range(ref.nbytes, saved.address, self.store.alignment, self.device)
+            room = self._allocate(saved)
         except torch.OutOfMemoryError:
-            for given_up, _ in rooms[len(rooms) // 4 :]:  # compute needs memory as well
-                self._end_ahead(given_up.ref)
-                window.stats.given_up += given_up.nbytes
-            del rooms[len(rooms) // 4 :]
+            for _ in range(len(rooms) // 4, len(rooms)):  # compute needs memory as well
+                self._give_up_farthest()
+                del rooms[-1]
             window.most_read_ahead = window.in_flight
             return False
         rooms.append((saved, room))
@@ -381,17 +382,11 @@ class Offloader:
 
     def _give_up_farthest(self) -> bool:
         """Drop what was read ahead for the latest use; return False if there is nothing."""
-        read: Any
-        for ref in reversed(self._ahead):
-            read = ref.read
-            if read.is_done or self.store.cancel(read):
-                break
-        else:
-            if not self._ahead:
-                return False
-            ref = next(reversed(self._ahead))
-            read = ref.read
-            self._wait(read, ref)
+        if not self._ahead:
+            return False
+        ref = next(reversed(self._ahead))
+        if ref.read is not None and not self.store.cancel(ref.read):
+            self._wait(ref.read, ref)
         self._end_ahead(ref)
         self.window.stats.given_up += ref.nbytes
         return True
@@ -493,8 +488,8 @@ class Offloader:
 
     # ---- waiting ---------------------------------------------------------------------------------
 
-    def _wait(self, transfer: Transfer, ref: SavedRef, *others: Transfer) -> None:
-        """Wait until a transfer has ended, failed or not, or one of others.
+    def _wait(self, transfer: Transfer, ref: SavedRef) -> None:
+        """Wait until a transfer has ended, failed or not.
 
         Raises:
             TransferError: It does not end within the limit of the store.
@@ -502,31 +497,51 @@ class Offloader:
         if transfer.is_done:
             return
         try:
-            self.store.wait(transfer, *others)
+            self.store.wait(transfer)
         except HangingError as error:
-            verb = "read" if transfer is ref.read else "write"
+            verb = "write" if transfer.is_write else "read"
             raise transfer_error(verb, ref.key, ref.nbytes, error) from error
         except StoreError:
             pass  # an error of the transfer itself, at which the caller looks
 
+    def _wait_for_batch(self, refs: Iterable[SavedRef], verb: str) -> None:
+        """Wait until the first of several transfers have ended that come to a batch.
+
+        To wait for one after the other would cost more: this thread takes as long to wake up as a small
+        transfer takes.
+
+        Raises:
+            TransferError: As of :meth:`_wait`.
+        """
+        left = self.window.batch
+        for ref in refs:
+            left -= ref.nbytes
+            if left <= 0:
+                break
+        transfer = getattr(ref, verb)
+        if transfer is not None:
+            self._wait(transfer, ref)
+
     def _finish_writes(self) -> bool:
         """Take note of the writes that have ended, or wait for the oldest; return False if there is none."""
         if not self._completed and self._writes:
-            transfer, ref = next(iter(self._writes.items()))
-            oldest = {each.drive: each for each in reversed(self._writes)}  # a drive may stand still
-            self._wait(transfer, ref, *oldest.values())
+            refs: Iterable[SavedRef] = self._writes.values()
+            beside = self.store.beside
+            if beside is not None:  # a drive may stand still, and host memory goes on
+                refs = [ref for write, ref in self._writes.items() if write.drive == beside] or refs
+            self._wait_for_batch(refs, "write")
         has_ended = bool(self._completed)
         self._drain()
         return has_ended
 
-    def _mark(self) -> Mark:
-        """Mark the begin of a wait of the training thread in the device's work, where that is wanted."""
-        return self.device.mark() if self.marks_stalls else None
-
     def _stalled(self, began: float, mark: Mark) -> None:
-        self.window.stats.stalled(began, time.perf_counter())
+        """Record that the training thread has waited for I/O."""
+        ended, stats = time.perf_counter(), self.window.stats
+        stats.stall_seconds += ended - began
+        if ended - began >= NOTICEABLE:
+            stats.stalls.append((began, ended))
         if mark is not None:
-            self.window.stats.marked_stalls.append((mark, self.device.mark()))
+            stats.marked_stalls.append((mark, self.device.mark()))
 
     # ---- steps -----------------------------------------------------------------------------------
 

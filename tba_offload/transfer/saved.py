@@ -103,10 +103,15 @@ class SavedStorage:
     trace: Any
 
     def __init__(
-        self, storage: torch.UntypedStorage, key: Hashable, died: Callable[[SavedRef], object]
+        self,
+        storage: torch.UntypedStorage,
+        nbytes: int,
+        key: Hashable,
+        epoch: int,
+        died: Callable[[SavedRef], object],
     ) -> None:
         self.key = key
-        self.nbytes: int = storage.nbytes()
+        self.nbytes = nbytes
         self.memory: torch.UntypedStorage | None = storage
         self.alive = self.source = weakref.ref(storage)
         self.start = self.address = 0
@@ -114,7 +119,13 @@ class SavedStorage:
         self.stream: Any = None
         self.is_filling = self.is_restored = self.was_used = self.was_held = False
         self.unread = _NOBODY
-        self.ref = SavedRef(self, died)
+        self.ref = ref = SavedRef(self, died)  # without a constructor of its own, which would be a call more
+        ref.key = key
+        ref.nbytes = ref.charged = nbytes
+        ref.settled = 0
+        ref.epoch = epoch
+        ref.is_pending = True
+        ref.extent = ref.write = ref.read = None
 
     def in_memory(self) -> torch.UntypedStorage | None:
         """Return the storage with the bytes if anything at all keeps it alive."""

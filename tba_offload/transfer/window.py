@@ -50,12 +50,6 @@ class TransferStats:
     stalls: list[tuple[float, float]] = field(default_factory=list)
     marked_stalls: list[tuple[Mark, Mark]] = field(default_factory=list)
 
-    def stalled(self, began: float, ended: float) -> None:
-        """Record that the training thread waited for I/O, by :func:`time.perf_counter`."""
-        self.stall_seconds += ended - began
-        if ended - began >= NOTICEABLE:
-            self.stalls.append((began, ended))
-
 
 class InFlightWindow:
     """The sums of one offloader; its lock protects them.
@@ -84,10 +78,6 @@ class InFlightWindow:
         self.nbytes, self.batch, self.held_back = nbytes, rules.batch, rules.held_back
         self.due, self.fills_below = rules.held_back + rules.batch, rules.fills_below
         self.tight_above = rules.tight_above(max(self._largest, self._largest_before))
-
-    def is_crowded(self, nbytes: int) -> bool:
-        """Return True if ``nbytes`` more would exceed the window."""
-        return self.rules.is_crowded(self.in_flight, nbytes)
 
     def add(self, nbytes: int) -> None:
         """Count bytes that came into memory."""

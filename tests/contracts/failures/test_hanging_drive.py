@@ -164,35 +164,6 @@ while not faults.fired:  # what no thread has taken up yet is dropped at the end
     assert seconds < LIMIT + 5 + 20
 
 
-STORE = """
-from tba_offload.device import ByteRange, Device, READY
-from tba_offload.store import Transfer, open_store
-store = open_store(kind="file", directories=DIRECTORIES, device=Device(), stall_seconds=LIMIT)
-faults = hang()
-store.write([Transfer(ByteRange.of(torch.ones(1 << 20, dtype=torch.uint8)), READY)])
-while not faults.fired:
-    time.sleep(0.01)
-"""
-
-
-@pytest.mark.parametrize(
-    ("end", "expected"),
-    [
-        ("", 0),
-        pytest.param("store.close()", 1, marks=full),
-        pytest.param("with store: pass", 1, marks=full),
-    ],
-)
-def test_a_write_that_hangs_at_the_end_is_told(
-    tmp_path: Path, python_with_torch: Warm, end: str, expected: int
-) -> None:
-    """At the end of the interpreter the error is printed, and the status of the program stays."""
-    code, errors, seconds = run(python_with_torch, told([tmp_path / "drive"], "hang-write") + STORE + end)
-    assert code == expected
-    assert f"{tmp_path / 'drive'}: no answer; its threads, memory and file stay" in errors
-    assert seconds < LIMIT + 5 + 20
-
-
 # What is left in the process.
 
 
