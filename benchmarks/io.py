@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tba_offload.config import parse_size
-from tba_offload.device import READY, device_of
-from tba_offload.device.device import CACHE_LINE, aligned_range
+from tba_offload.device import CACHE_LINE, READY, aligned_range, device_of
 from tba_offload.store.file import FileStore
 from tba_offload.store.multi import MultiStore
 from tba_offload.store.open import threads_per_direction
@@ -44,8 +43,7 @@ from tba_offload.store.pool import Transfer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tba_offload.device import Device
-    from tba_offload.device.device import ByteRange
+    from tba_offload.device import ByteRange, Device
     from tba_offload.store.base import Extent
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -25,7 +25,7 @@ from tba_lab.gpt import GptShape, build_gpt, choose_dtype, gpt_loss, random_batc
 from tba_lab.megatron_cpu import single_process, training_device
 from tba_lab.race import Entrant, Spread, measures_memory, paired_ratio, race, timed_rounds
 from tba_offload.config import parse_size
-from tba_offload.device.device import device_of
+from tba_offload.device import device_of
 from tba_offload.device.host_memory import keep_freed_pages
 from tba_offload.device.meters import meter_of
 

@@ -58,7 +58,6 @@ class Gradients:
         parameters = list(self.parameters())  # once: a model may have thousands of modules
         self._watch(parameters)
         self._count(parameters)
-        self.live.take_added()
 
     def parameters(self) -> Iterable[torch.Tensor]:
         """Return the trainable parameters of the model, each once.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from tba_offload.device.device import aligned_range, blank
+from tba_offload.device import aligned_range, blank
 from tba_offload.layers.nested import modules_in
 from tba_offload.torch_private import is_transform_wrapper
 

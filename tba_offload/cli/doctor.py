@@ -29,7 +29,7 @@ def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None
     directory, with up to half a GiB, and ends with a policy. Nothing stays in the directories. Exit status 1
     if one of them cannot be used.
     """
-    from tba_offload.device import device as devices
+    from tba_offload import device as devices
     from tba_offload.store.doctor import examine, lines
     from tba_offload.store.open import temporary_directory
 

@@ -98,7 +98,7 @@ def _device_bytes() -> int | None:
     """Return the memory of the device; None on a CPU."""
     import torch
 
-    from tba_offload.device import device as streams
+    from tba_offload import device as streams
 
     where = streams.default_device().torch_device
     if where.type == "cpu":

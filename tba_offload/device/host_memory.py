@@ -22,27 +22,13 @@ PORTABLE = 1
 
 
 class _Pinned(mmap.mmap):
-    """Anonymous pages that CUDA has pinned; both end with the last tensor on them."""
+    """Anonymous pages that CUDA may have pinned; both end with the last tensor on them."""
 
-    _unpin: Callable[[], Any] | None = None
-
-    def pin(self, address: int, nbytes: int) -> None:
-        # A forked child has no use for the pages, and would keep them after they are given back here.
-        self.madvise(mmap.MADV_DONTFORK)
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = runtime.cudaHostRegister(address, nbytes, PORTABLE)
-        if int(status):
-            raise RuntimeError(
-                f"CUDA cannot pin {nbytes} bytes of host memory: {runtime.cudaGetErrorString(status)}. "
-                "Lower host_capacity, or raise the limit of locked memory (ulimit -l)"
-            )
-        self._unpin = lambda: runtime.cudaHostUnregister(address)
-        self._getpid, self._owner = os.getpid, os.getpid()
+    unpin: Callable[[], Any] | None = None
 
     def __del__(self) -> None:
-        # In a forked child CUDA must not be called. Where the runtime is gone, so is what it had pinned.
-        if self._unpin is not None and self._getpid() == self._owner:
-            self._unpin()
+        if self.unpin is not None:
+            self.unpin()
 
 
 def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
@@ -62,7 +48,18 @@ def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
     pages = _Pinned(-1, nbytes)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
-        pages.pin(memory.data_ptr(), nbytes)
+        address, runtime = memory.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        # A forked child has no use for the pages, and would keep them after they are given back here.
+        pages.madvise(mmap.MADV_DONTFORK)
+        status = runtime.cudaHostRegister(address, nbytes, PORTABLE)
+        if int(status):
+            raise RuntimeError(
+                f"CUDA cannot pin {nbytes} bytes of host memory: {runtime.cudaGetErrorString(status)}. "
+                "Lower host_capacity, or raise the limit of locked memory (ulimit -l)"
+            )
+        # In a forked child CUDA must not be called.
+        pid, owner = os.getpid, os.getpid()
+        pages.unpin = lambda: pid() == owner and runtime.cudaHostUnregister(address)
     return memory
 
 
@@ -95,11 +92,8 @@ def keep_freed_pages() -> bool:
         Whether the C library accepted it.
     """
     global _is_decided  # noqa: PLW0603 - malloc is one for the process
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        return False
     _is_decided = True
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _NEVER) and libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    return _set_thresholds(_NEVER)
 
 
 def return_freed_pages() -> None:
@@ -116,10 +110,12 @@ def return_freed_pages() -> None:
         return
     _is_decided = True
     environment = " ".join(os.environ) + os.environ.get("GLIBC_TUNABLES", "")
-    if any(name in environment for name in _SETTINGS):
-        return
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
-    libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD)
-    libc.mallopt(_M_TRIM_THRESHOLD, _THRESHOLD)
-    libc.malloc_trim(0)
+    if not any(name in environment for name in _SETTINGS) and _set_thresholds(_THRESHOLD):
+        ctypes.CDLL(None).mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _set_thresholds(nbytes: int) -> bool:
+    """Have blocks from ``nbytes`` on mapped, and that much freed memory kept; only glibc accepts it."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all(mallopt(each, nbytes) for each in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))

@@ -1,8 +1,8 @@
 """How many bytes of a device are live, how many were at most, and how many a process may still take.
 
-Two meters with one interface measure the activation peak of a step. On an accelerator the peak comes from the
-statistics of the caching allocator. On a CPU a meter samples glibc's own count of live bytes, because malloc
-keeps no peak. Neither looks at our own ledger.
+A meter measures the activation peak of a step. On an accelerator the peak comes from the statistics of the
+caching allocator. On a CPU a meter samples glibc's own count of live bytes, because malloc keeps no peak.
+Neither looks at our own ledger.
 
 Gradients and optimizer states that are allocated in the middle of a step are no activations. They are counted
 where they come into being (:class:`LiveBytes`), and the meters leave them out.
@@ -15,7 +15,7 @@ import resource
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -29,13 +29,17 @@ from tba_offload.torch_private import is_transform_wrapper
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tba_offload.device.device import Device
+    from tba_offload.device import Device
 
 
-class MemoryMeter(ABC):
-    """The most bytes that were live on the device since the last :meth:`reset`.
+class MemoryMeter:
+    """The most bytes that were live on an accelerator, by the statistics of PyTorch's caching allocator.
+
+    The allocator reports the peak of a stretch, not when in the stretch it was. So a stretch ends where bytes
+    are born that do not count. Where such bytes are freed inside a stretch its peak is an upper bound.
 
     Args:
+        device: The accelerator.
         static: Returns how many of the live bytes are not to be counted at the moment.
 
     Attributes:
@@ -49,39 +53,51 @@ class MemoryMeter(ABC):
         is_thin: After :meth:`peak`, whether samples may have missed it.
     """
 
-    source: str
     samples = False
 
-    def __init__(self, static: Callable[[], int] = lambda: 0) -> None:
-        self._static = static
+    _COARSE = 1 / 64
+    """A stretch ends before more than this share of the peak is born in it: reading the statistics takes the
+    host about 100 us, too much for every single parameter."""
+
+    def __init__(self, device: torch.device, static: Callable[[], int] = lambda: 0) -> None:
+        self.source = f"{device.type} allocator"
         self.seen: Callable[[int, int], object] = lambda _live, _aside: None
-        self._peak = self.whole_peak = 0
         self.reserved: int | None = None
         self.samples_taken: int | None = None
         self.is_thin = self._is_paused = False
+        self._peak = self.whole_peak = self._static_before = 0
+        self._device, self._static = device, static
+        self._module = torch.get_device_module(device)
 
-    @abstractmethod
     def live(self) -> int:
         """Return the bytes that are live now and count."""
+        return int(self._module.memory_allocated(self._device)) - self._static()
 
-    @abstractmethod
-    def reset(self, *, closely: bool = False) -> None:
+    def reset(self, *, closely: bool = False) -> None:  # noqa: ARG002 - it misses nothing
         """Forget the peak and start to watch.
 
         Args:
             closely: Whether a meter that samples looks more often, to learn where in a step the peak is.
         """
+        self._peak = self.whole_peak = self.reserved = 0
+        self._is_paused = False
+        self._begin_stretch()
 
-    @abstractmethod
     def sample(self, grows_by: int = 0) -> None:
         """Look at a moment that may be high, or before ``grows_by`` bytes more are left out."""
+        born = self._static() + grows_by - self._static_before
+        if not self._is_paused and born > self._COARSE * self._peak:
+            self._end_stretch()
+            self._begin_stretch(grows_by)
 
-    @abstractmethod
     def cut(self) -> int:
         """Begin a new section of the peak; return the live bytes.
 
-        What was seen before does not count for the new section, however coarsely the meter looks.
+        Earlier moments do not count for the new section, however coarsely the meter looks.
         """
+        self._end_stretch()
+        self._begin_stretch()
+        return self.live()
 
     def pause(self) -> None:
         """Leave what is live until :meth:`resume` out of the peak; ``seen`` is still called."""
@@ -98,55 +114,8 @@ class MemoryMeter(ABC):
         self.cut()
         return self._peak
 
-    def close(self) -> None:  # noqa: B027 - most start nothing
+    def close(self) -> None:
         """End what the meter started."""
-
-    def _saw(self, whole: int, live: int) -> None:
-        self.seen(live, whole - live)
-        if not self._is_paused:
-            self._peak = max(self._peak, live)
-            self.whole_peak = max(self.whole_peak, whole)
-
-
-class AllocatorMeter(MemoryMeter):
-    """Peak by the statistics of PyTorch's caching allocator, on an accelerator.
-
-    The allocator reports the peak of a stretch, not when in the stretch it was. So a stretch ends where bytes
-    are born that do not count. Where such bytes are freed inside a stretch its peak is an upper bound.
-    """
-
-    _COARSE = 1 / 64
-    """A stretch ends before more than this share of the peak is born in it: reading the statistics takes the
-    host about 100 us, too much for every single parameter."""
-
-    def __init__(self, device: torch.device, static: Callable[[], int] = lambda: 0) -> None:
-        super().__init__(static)
-        self.source = f"{device.type} allocator"
-        self._module, self._device = torch.get_device_module(device), device
-        self._static_before = 0
-
-    def live(self) -> int:
-        """Return the bytes of live tensors that count."""
-        return int(self._module.memory_allocated(self._device)) - self._static()
-
-    def reset(self, *, closely: bool = False) -> None:  # noqa: ARG002 - it misses nothing
-        """Set the allocator's peak to what is live now."""
-        self._peak = self.whole_peak = self.reserved = 0
-        self._is_paused = False
-        self._begin_stretch()
-
-    def sample(self, grows_by: int = 0) -> None:
-        """End a stretch before too much is born in it."""
-        born = self._static() + grows_by - self._static_before
-        if not self._is_paused and born > self._COARSE * self._peak:
-            self._end_stretch()
-            self._begin_stretch(grows_by)
-
-    def cut(self) -> int:
-        """End a stretch, and begin the next; return live bytes."""
-        self._end_stretch()
-        self._begin_stretch()
-        return self.live()
 
     def _begin_stretch(self, grows_by: int = 0) -> None:
         self._static_before = self._static() + grows_by
@@ -157,6 +126,12 @@ class AllocatorMeter(MemoryMeter):
         self._saw(whole, whole - min(self._static_before, static))
         if not self._is_paused:
             self.reserved = max(self.reserved or 0, self._module.max_memory_reserved(self._device))
+
+    def _saw(self, whole: int, live: int) -> None:
+        self.seen(live, whole - live)
+        if not self._is_paused:
+            self._peak = max(self._peak, live)
+            self.whole_peak = max(self.whole_peak, whole)
 
 
 REST, REST_CLOSELY = 49, 9
@@ -193,13 +168,14 @@ class MallocMeter(MemoryMeter):
     """
 
     samples = True
-    source = "mallinfo2, sampled"
 
     def __init__(self, period: float = 0.002, static: Callable[[], int] = lambda: 0) -> None:
-        super().__init__(static)
+        super().__init__(torch.device("cpu"), static)
+        self.source = "mallinfo2, sampled"
         self._count = malloc_count()
         self._period, self._lock = period, threading.Lock()
-        (self._first, self._first_held), self._most = self._count(), 0
+        self._first, self._first_held = self._count()
+        self._most = self._first
         self._began = self._sampled_at = self._longest_gap = self._rests_until = 0.0
         self._is_close, self._has_changed = False, True
         self._looks, self._expected = 0, -1  # of this step, and of the one before
@@ -207,41 +183,23 @@ class MallocMeter(MemoryMeter):
         self._highest: set[int] = set()  # numbers of the looks that no step skips
         self._watching, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, _end, self._watching, self._closed).atexit = False
 
     def live(self) -> int:
         """Return the bytes that malloc has given out and that count."""
-        whole, static = self._read()
-        return whole - static
-
-    def _read(self) -> tuple[int, int]:
-        """Return live bytes, and those of them that do not count.
-
-        Reading the count lets go of the GIL. A gradient that is put in place or freed meanwhile is left out
-        either way: one sample that is too low does no harm to a maximum, one that is too high does.
-        """
-        before, began = self._static(), time.thread_time()
-        whole, held = self._count()
-        rest = REST_CLOSELY if self._is_close else REST
-        self._rests_until = time.perf_counter() + rest * (time.thread_time() - began)
-        self._most = max(self._most, whole)
-        share, slack = WASTED
-        if held - self._first_held > share * (self._most - self._first) + slack:
-            return_freed_pages()
-        return whole, max(before, self._static())
+        return self.cut()
 
     def reset(self, *, closely: bool = False) -> None:
         """Take a first sample and let the thread, and :meth:`sample`, take the others."""
         with self._lock:
             self._is_paused, self._is_close = False, closely or self._has_changed
             self._peak = self.whole_peak = self.samples_taken = self._looks = 0
-            self._longest_gap, self._began = 0.0, time.perf_counter()
-            self._sampled_at = self._began
+            self._longest_gap = 0.0
+            self._began = self._sampled_at = time.perf_counter()
             self._heights.clear()
             self._watching.set()
         self.cut()
         if self._thread is None:
-            watched = weakref.ref(self), self._watching, self._closed, self._period
+            watched = weakref.ref(self), self._watching, self._closed
             self._thread = threading.Thread(target=_watch, args=watched, name="tba-memory", daemon=True)
             self._thread.start()
 
@@ -254,23 +212,35 @@ class MallocMeter(MemoryMeter):
             self.cut()
 
     def sample_or_rest(self) -> float:
-        """Take a sample if one is due; return seconds until the next may be taken."""
+        """Take a sample if one is due; return seconds until the thread may take the next."""
         if self._rests_until <= time.perf_counter():
             self.cut()
-        return self._rests_until - time.perf_counter()
+        return max(self._period, self._rests_until - time.perf_counter())
 
     def cut(self) -> int:
-        """Take a sample, and return it."""
+        """Take a sample, and return it.
+
+        Reading the count lets go of the GIL. A gradient that is put in place or freed meanwhile is left out
+        either way: one sample that is too low does no harm to a maximum, one that is too high does.
+        """
         with self._lock:  # or a sample from before a reset could come after it
-            whole, static = self._read()
+            static, began = self._static(), time.thread_time()
+            whole, held = self._count()
+            live = whole - max(static, self._static())
+            rest = REST_CLOSELY if self._is_close else REST
+            now = time.perf_counter()
+            self._rests_until = now + rest * (time.thread_time() - began)
+            self._most = max(self._most, whole)
+            share, slack = WASTED
+            if held - self._first_held > share * (self._most - self._first) + slack:
+                return_freed_pages()
             if self._watching.is_set():
-                now = time.perf_counter()
                 if not self._is_paused:
                     self.samples_taken = (self.samples_taken or 0) + 1
                     self._longest_gap = max(self._longest_gap, now - self._sampled_at)
                 self._sampled_at = now
-                self._saw(whole, whole - static)
-            return whole - static
+                self._saw(whole, live)
+            return live
 
     def peak(self) -> int:
         """Return the largest sample; take a last one unless the meter is paused.
@@ -289,29 +259,23 @@ class MallocMeter(MemoryMeter):
 
     def close(self) -> None:
         """End the thread."""
-        _end(self._watching, self._closed)
+        self._closed.set()
+        self._watching.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
 
-def _watch(
-    meter: weakref.ref[MallocMeter], watching: threading.Event, closed: threading.Event, period: float
-) -> None:
-    """Sample for a meter until it is closed; keep no meter alive that is forgotten."""
-    while not closed.is_set():
-        watching.wait()
-        rest = period
+def _watch(meter: weakref.ref[MallocMeter], watching: threading.Event, closed: threading.Event) -> None:
+    """Sample for a meter until it is closed; end within a second where it was forgotten."""
+    rest = 0.0
+    while not closed.wait(rest):
+        watching.wait(1.0)
         alive = meter()
-        if alive is not None:
-            rest = max(period, alive.sample_or_rest())
+        if alive is None:
+            return
+        rest = alive.sample_or_rest()
         del alive
-        closed.wait(rest)
-
-
-def _end(watching: threading.Event, closed: threading.Event) -> None:
-    closed.set()
-    watching.set()
 
 
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -344,12 +308,10 @@ def malloc_count() -> Callable[[], tuple[int, int]]:
             return info.uordblks + info.hblkhd, info.arena + info.hblkhd
 
         before, _ = count()
-        tensor = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
-        during, _ = count()
-        del tensor
-        after, _ = count()
-        slack = _PROBE_BYTES // 16
-        if abs(during - before - _PROBE_BYTES) < slack and abs(after - before) < slack:
+        probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
+        grown = count()[0] - before
+        del probe
+        if abs(grown - _PROBE_BYTES) < _PROBE_BYTES // 16:
             return count
     raise UnsupportedError(
         "the activation peak on a CPU is malloc's, and mallinfo2 of glibc (2.33 or later) does not count "
@@ -368,7 +330,7 @@ def meter_of(device: Device, static: Callable[[], int] = lambda: 0) -> MemoryMet
         UnsupportedError: malloc does not count live bytes on this CPU.
     """
     where = device.torch_device
-    return MallocMeter(static=static) if where.type == "cpu" else AllocatorMeter(where, static)
+    return MallocMeter(static=static) if where.type == "cpu" else MemoryMeter(where, static)
 
 
 class ResidentPeak:
@@ -376,10 +338,8 @@ class ResidentPeak:
 
     def reset(self) -> None:
         """Set VmHWM to what is resident now; where that is not allowed the peak is of the whole run."""
-        try:
+        with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            return
 
     def read(self) -> int | None:
         """Return VmHWM in bytes, or ``None`` where the kernel does not say it."""
@@ -401,12 +361,11 @@ class LiveBytes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._lock = threading.Lock()
-        self._known: dict[int, tuple[weakref.KeyedRef[int, torch.UntypedStorage], int]] = {}
+        self._device, self._lock = device, threading.Lock()
+        self._known = weakref.WeakSet[torch.UntypedStorage]()
         self._nbytes = self._shifted = self._added = self._most = 0
-        # A finalizer may run inside any lock, so it only appends.
-        self._freed: SimpleQueue[weakref.KeyedRef[int, torch.UntypedStorage]] = SimpleQueue()
+        # Bytes of storages that are gone: a finalizer may run inside any lock, so it only appends.
+        self._freed: SimpleQueue[int] = SimpleQueue()
 
     @property
     def nbytes(self) -> int:
@@ -427,13 +386,12 @@ class LiveBytes:
 
     def add_storage(self, storage: torch.UntypedStorage) -> None:
         """Count a storage of the device."""
-        if storage.device != self._device:
-            return
         with self._lock:
             self._take_freed()
-            key, nbytes = storage._cdata, storage.nbytes()
-            if key not in self._known or self._known[key][0]() is not storage:
-                self._known[key] = weakref.KeyedRef(storage, self._freed.put, key), nbytes
+            if storage.device == self._device and storage not in self._known:
+                nbytes = storage.nbytes()
+                self._known.add(storage)
+                weakref.finalize(storage, self._freed.put, nbytes)
                 self._added += nbytes
                 self._grow(nbytes)
 
@@ -444,18 +402,13 @@ class LiveBytes:
             self._shifted += nbytes
             self._grow(nbytes)
 
-    def take_added(self) -> int:
-        """Return the bytes that were added since the last call, freed ones included."""
-        with self._lock:
-            added, self._added = self._added, 0
-            return added
-
-    def take_most(self) -> int:
-        """Return the most bytes that were allocated at one time since the last call."""
+    def take(self) -> tuple[int, int]:
+        """Return the bytes added since the last call, freed ones included, and the most at one time."""
         with self._lock:
             self._take_freed()
-            most, self._most = self._most, self._nbytes
-            return most
+            taken = self._added, self._most
+            self._added, self._most = 0, self._nbytes
+            return taken
 
     def _grow(self, nbytes: int) -> None:
         self._nbytes += nbytes
@@ -463,22 +416,16 @@ class LiveBytes:
 
     def _take_freed(self) -> None:
         while not self._freed.empty():  # under the lock nothing else takes any out
-            gone = self._freed.get_nowait()
-            known, nbytes = self._known.get(gone.key, (None, 0))
-            if known is gone:
-                del self._known[gone.key]
-                self._nbytes -= nbytes
+            self._nbytes -= self._freed.get_nowait()
 
 
 def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors with storages of their own that a tensor is made of."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        parts = (getattr(tensor, name) for name in flatten()[0])
-        tensors = (part for part in parts if isinstance(part, torch.Tensor))  # a device mesh may be one too
-        return [plain for part in tensors for plain in _plain_tensors(part)]
+    if hasattr(tensor, "__tensor_flatten__"):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a device mesh may be one
+        return [plain for part in parts if isinstance(part, torch.Tensor) for plain in _plain_tensors(part)]
     return [tensor] if tensor.layout is torch.strided else []
 
 
@@ -496,16 +443,13 @@ def plain_storage(tensor: object) -> torch.UntypedStorage | None:
 FITTING = 0.9
 """Share of a device that layers placed ``auto`` may fill where no budget is given."""
 
-_V2 = ("memory.max", "memory.current", "inactive_file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
 
 def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
     """Return the memory of a device that is free or can be freed at once.
 
     Args:
-        device: An accelerator, or the CPU, whose memory is that of the host within the limits of the control
-            groups of this process.
+        device: An accelerator, or the CPU. The memory of the CPU is that of the host within the limits of the
+            control groups (version 2) of this process.
         root: Where ``/proc`` and ``/sys`` are found.
 
     Raises:
@@ -526,38 +470,29 @@ def fitting_bytes(device: torch.device) -> int:
     has and may still take.
 
     Raises:
-        UnsupportedError: The kernel, or PyTorch's module of the accelerator, does not say it.
+        UnsupportedError: The kernel does not say it.
     """
     if device.type == "cpu":
-        resident = int(_read(Path("/proc/self/statm")).split()[1]) * resource.getpagesize()
-        return int(FITTING * (available_bytes(device) + resident))
-    module = torch.get_device_module(device)
-    if not (hasattr(module, "mem_get_info") and hasattr(module, "memory_reserved")):
-        raise UnsupportedError(
-            f"layers placed auto cannot fit this device: torch.{device.type} does not tell how much "
-            "memory is free. Set budget.activation_bytes."
-        )
-    return int(FITTING * (available_bytes(device) + module.memory_reserved(device)))
+        taken = int(_read(Path("/proc/self/statm")).split()[1]) * resource.getpagesize()
+    else:
+        taken = int(torch.get_device_module(device).memory_reserved(device))
+    return int(FITTING * (available_bytes(device) + taken))
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """Yield what each control group that this process is in, or under, has left; versions 1 and 2.
+    """Yield what each control group that this process is in, or under, has left.
 
     Inside a container the path may be that of the host, which does not exist there; the mount is then the
     container's own group.
     """
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        limit_name, usage_name, cache_name = _V1 if controllers else _V2
-        group = mount / path.lstrip("/")
-        for folder in (group, *group.parents):
-            limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
-            if folder.is_relative_to(mount) and limit.isdecimal() and usage.isdecimal():
-                # The kernel gives up page cache first when the group reaches its limit.
-                yield int(limit) - int(usage) + (_statistic(folder / "memory.stat", cache_name) or 0)
+    mount = root / "sys/fs/cgroup"
+    _, found, path = _read(root / "proc/self/cgroup").partition("0::/")
+    group = mount / path.strip()
+    for folder in (group, *group.parents) if found else ():
+        limit, usage = _read(folder / "memory.max").strip(), _read(folder / "memory.current").strip()
+        if folder.is_relative_to(mount) and limit.isdecimal() and usage.isdecimal():
+            # The kernel gives up page cache first when the group reaches its limit.
+            yield int(limit) - int(usage) + (_statistic(folder / "memory.stat", "inactive_file") or 0)
 
 
 def _statistic(file: Path, name: str) -> int | None:

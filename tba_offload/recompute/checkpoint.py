@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
 
-from tba_offload.device.device import has_peers
+from tba_offload.device import has_peers
 from tba_offload.errors import TbaError, UnsupportedError, warn
 from tba_offload.layers.graph import first_differentiable
 from tba_offload.layers.nested import modules_in

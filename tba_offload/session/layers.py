@@ -108,9 +108,9 @@ class LayerRuns:
     def _run_ungraphed(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
         """Run a layer; refuse CUDA graphs, which fix the addresses of activations."""
         device = self._session.device
-        is_captured, before = device.is_capturing(), device.compiled_graph()
+        is_captured, before = device.is_capturing(), torch_private.graph_node(device.torch_device)
         output = None if is_captured else self._run_as(placement, site, scope, given)
-        if is_captured or device.compiled_graph() is not before:
+        if is_captured or torch_private.graph_node(device.torch_device) is not before:
             how = "while a CUDA graph is captured" if is_captured else "as CUDA graphs"
             raise UnsupportedError(
                 f"{site.layer.id} is placed {placement.value} and runs {how}: graphs fix the addresses of "

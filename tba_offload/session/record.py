@@ -19,7 +19,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from tba_offload.capture.trace import DeviceTimes
-from tba_offload.device.device import device_of
+from tba_offload.device import device_of
 from tba_offload.placements import Placement
 from tba_offload.planner.measure import StepObservation
 from tba_offload.planner.model import Plan
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tba_offload.capture.trace import StepMarks
     from tba_offload.config.policy import LayerId, Policy
-    from tba_offload.device.device import Event
+    from tba_offload.device import Event
     from tba_offload.session.loop import Step
     from tba_offload.session.session import Session
     from tba_offload.states import StatesRecord
@@ -131,7 +131,8 @@ class Records:
             if loss.numel() != 1:
                 raise ValueError(f"step.loss has {loss.numel()} numbers: give one, as loss.mean()")
             device = device_of(loss.device)  # the last stage of a model may have one of its own
-            loss = device.to_host(loss)
+            # Into pinned memory, so that nothing waits.
+            loss = loss.detach().to("cpu", non_blocking=True, copy=True)
             late.append(device.event())
         timed = None if step.had_optimizer else marks  # the time of optimizers, no part of it, is the host's
         if timed is not None:
@@ -226,6 +227,7 @@ def record_of(
         figures["predicted_peak_bytes"] = prediction.activation_peak
         figures["predicted_seconds"] = prediction.seconds
         figures["predicted_device_peak_bytes"] = budget.device_peak(prediction.peak_bytes)
+    gradient_bytes, gradient_peak_bytes = gradients.take()
     return StepRecord(
         step=step.number,
         seconds=step.seconds,
@@ -236,8 +238,8 @@ def record_of(
         model_flops=step.model_flops,
         loss=None if isinstance(step.loss, torch.Tensor) else step.loss,
         activation_budget_bytes=budget.of_activations,
-        gradient_bytes=gradients.take_added(),
-        gradient_peak_bytes=gradients.take_most(),
+        gradient_bytes=gradient_bytes,
+        gradient_peak_bytes=gradient_peak_bytes,
         own_peak_bytes=stats.own_peak + trace.kept_bytes,
         recomputed_scopes=sum(Placement(scope.placement).recomputes for scope in trace.scopes),
         scopes=len(trace.scopes),

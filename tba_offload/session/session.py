@@ -26,7 +26,7 @@ from tba_offload.capture.rematerialize import unwrap_classes
 from tba_offload.capture.site import Site, check_unattached
 from tba_offload.config import ConfigLike, OffloadConfig, read_config
 from tba_offload.config.policy import LayerId, Objective, Placement
-from tba_offload.device.device import device_of_model, has_peers
+from tba_offload.device import device_of_model, has_peers
 from tba_offload.device.meters import fitting_bytes
 from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
 from tba_offload.layers.find import LayerStack, check_disjoint, chunks_of
@@ -245,7 +245,7 @@ class Session:
         self.capture.static.refresh(self.modules)
         self.notices.checkpointing(self)
         gradients.begin_step()
-        gradients.live.take_most()
+        gradients.live.take()
         # The books of the layers are empty, and the plan is the one that was made for this step.
         samples = step.meter is not None and step.meter.samples
         self.capture.begin_step(look_at_memory=memory.sample if samples else None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.device.device import CACHE_LINE
+from tba_offload.device import CACHE_LINE
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import AwayMaster, is_away
 from tba_offload.states.home import Home

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from tba_offload.device.device import READY, Device, aligned_range
+from tba_offload.device import READY, Device, aligned_range
 from tba_offload.errors import HangingError, StoreError, StoreFullError, TransferError
 from tba_offload.store.base import BLOCK
 from tba_offload.store.pool import Transfer

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from tba_offload.device import device_of
-from tba_offload.device.device import has_peers
+from tba_offload.device import device_of, has_peers
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import AwayMaster
 from tba_offload.states.twin import is_taken

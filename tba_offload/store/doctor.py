@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tba_offload.device.device import ByteRange, aligned_range
+from tba_offload.device import ByteRange, aligned_range
 from tba_offload.errors import StoreError
 from tba_offload.formatting import readable_rate, readable_size, visible
 from tba_offload.store import gds, posix

@@ -212,7 +212,6 @@ class FileStore(Store):
         with suppress(OSError):
             self._run.rmdir()  # if the file kept it
         self._slabs.clear()
-        self.device.give_back_host_memory()
 
     def abandon(self) -> None:
         """In a forked child: close the descriptor, which would keep the disk space; leave the slabs alone."""

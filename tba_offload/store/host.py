@@ -113,7 +113,6 @@ class HostStore(Store):
     def close(self) -> None:
         """Free all slabs."""
         self._slabs.clear()
-        self.device.give_back_host_memory()
 
     def abandon(self) -> None:
         """Keep the slabs for ever, in a forked child: to free what is pinned would call the driver."""

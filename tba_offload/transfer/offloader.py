@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tba_offload.device.device import ByteRange, aligned_range, check_not_captured
+from tba_offload.device import ByteRange, aligned_range, check_not_captured
 from tba_offload.errors import DeviceError, HangingError, StoreError, TransferError, is_of_drive, warn
 from tba_offload.store.pool import Transfer
 from tba_offload.torch_private import keeps_graph

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
-from tba_offload.device.device import device_of_model
+from tba_offload.device import device_of_model
 from tba_offload.errors import SessionError, UnsupportedError
 from tba_offload.layers.find import explicit_layers, find_layers
 from tba_offload.layers.nested import TooManyError, tensors_in

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tba_offload.config import format_size
-from tba_offload.device.device import ByteRange, new_storage
+from tba_offload.device import ByteRange, new_storage
 from tba_offload.device.meters import plain_storage
 from tba_offload.errors import SessionError, TransferError
 

@@ -57,7 +57,6 @@ def test_a_gpu_has_a_device() -> None:
     device = device_of("cuda:0")
     assert isinstance(device, Accelerator)
     assert device.torch_device == torch.device("cuda", 0)
-    assert device.compiled_graph() is None
 
 
 def test_without_a_gpu_the_example_trains_on_the_cpu(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import torch
 from compiled import library_of
 from places import SUPPORT
 
-from tba_offload.device.device import new_storage
-from tba_offload.device.meters import AllocatorMeter, MemoryMeter
+from tba_offload.device import new_storage
+from tba_offload.device.meters import MemoryMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def exact_memory(*, slots_too: bool = False) -> Iterator[None]:
     }
 
     def meter_of(_: object, static: Callable[[], int]) -> MemoryMeter:
-        return AllocatorMeter(torch.device("cpu"), static)
+        return MemoryMeter(torch.device("cpu"), static)
 
     def counted(nbytes: int, device: torch.device) -> torch.UntypedStorage:
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
@@ -53,7 +53,7 @@ def exact_memory(*, slots_too: bool = False) -> Iterator[None]:
         with (
             mock.patch.multiple(torch.cpu, create=True, **statistics),
             mock.patch("tba_offload.session.memory.meter_of", meter_of),
-            mock.patch("tba_offload.device.device.new_storage", counted if slots_too else new_storage),
+            mock.patch("tba_offload.device.new_storage", counted if slots_too else new_storage),
         ):
             yield
     finally:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tba_offload.device.device import ByteRange, aligned_range
+from tba_offload.device import ByteRange, aligned_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

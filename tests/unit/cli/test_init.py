@@ -11,7 +11,7 @@ from store_contract import CPU
 
 from tba_offload import cli
 from tba_offload.config import SCHEMA_URL, load_config
-from tba_offload.device import device as streams
+from tba_offload import device as streams
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""Memory that is left: of the host, and of control groups of both versions."""
+"""Memory that is left: of the host, and of control groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tba_offload.device.meters import available_bytes, fitting_bytes
+from tba_offload.device.meters import available_bytes
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 CPU = torch.device("cpu")
-UNLIMITED_V1 = "9223372036854771712"
 
 
 @pytest.fixture
@@ -38,16 +37,7 @@ def machine(tmp_path: Path) -> Callable[..., int]:
     return left
 
 
-def v1(folder: str, limit: str, usage: int, cache: int = 0) -> dict[str, str]:
-    root = f"sys/fs/cgroup/memory{folder}"
-    return {
-        f"{root}/memory.limit_in_bytes": f"{limit}\n",
-        f"{root}/memory.usage_in_bytes": f"{usage}\n",
-        f"{root}/memory.stat": f"cache 5\ninactive_file 7\ntotal_inactive_file {cache}\n",
-    }
-
-
-def v2(folder: str, limit: str, usage: int, cache: int = 0) -> dict[str, str]:
+def group(folder: str, limit: str, usage: int, cache: int = 0) -> dict[str, str]:
     root = f"sys/fs/cgroup{folder}"
     return {
         f"{root}/memory.max": f"{limit}\n",
@@ -56,34 +46,28 @@ def v2(folder: str, limit: str, usage: int, cache: int = 0) -> dict[str, str]:
     }
 
 
-def test_version_2(machine: Callable[..., int]) -> None:
-    assert machine("0::/user/mine\n", **v2("/user/mine", str(8 * GIB), 3 * GIB)) == 5 * GIB
+def test_what_a_group_has_left(machine: Callable[..., int]) -> None:
+    assert machine("0::/user/mine\n", **group("/user/mine", str(8 * GIB), 3 * GIB)) == 5 * GIB
 
 
 def test_page_cache_counts_as_free(machine: Callable[..., int]) -> None:
-    assert machine("0::/mine\n", **v2("/mine", str(8 * GIB), 3 * GIB, GIB)) == 6 * GIB
-    assert machine("4:memory:/mine\n", **v1("/mine", str(8 * GIB), 3 * GIB, 2 * GIB)) == 7 * GIB
+    assert machine("0::/mine\n", **group("/mine", str(8 * GIB), 3 * GIB, GIB)) == 6 * GIB
 
 
 def test_a_group_above_may_be_the_limit(machine: Callable[..., int]) -> None:
-    files = v2("/user", str(4 * GIB), 3 * GIB) | v2("/user/mine", str(8 * GIB), 1 * GIB)
+    files = group("/user", str(4 * GIB), 3 * GIB) | group("/user/mine", str(8 * GIB), 1 * GIB)
     assert machine("0::/user/mine\n", **files) == 1 * GIB
 
 
 def test_no_limit(machine: Callable[..., int]) -> None:
-    assert machine("0::/mine\n", **v2("/mine", "max", 3 * GIB)) == 20 * GIB
-    assert machine("4:memory:/mine\n", **v1("/mine", UNLIMITED_V1, 3 * GIB)) == 20 * GIB
-
-
-def test_version_1(machine: Callable[..., int]) -> None:
-    groups = "9:name=systemd:/\n4:memory:/job\n2:cpuacct,cpu:/elsewhere\n0::/\n"
-    assert machine(groups, **v1("/job", str(6 * GIB), GIB), **v1("", UNLIMITED_V1, 9 * GIB)) == 5 * GIB
+    assert machine("0::/mine\n", **group("/mine", "max", 3 * GIB)) == 20 * GIB
+    assert machine("4:memory:/mine\n") == 20 * GIB
 
 
 def test_in_a_container_the_mount_is_its_own_group(machine: Callable[..., int]) -> None:
     """The path is that of the host, which does not exist here."""
-    assert machine("4:memory:/docker/0123abc\n", **v1("", str(2 * GIB), GIB)) == GIB
-    assert machine("0::/docker/0123abc\n", **v2("", str(3 * GIB), GIB)) == 2 * GIB
+    groups = "9:name=systemd:/\n2:cpuacct,cpu:/elsewhere\n0::/docker/0123abc\n"
+    assert machine(groups, **group("", str(3 * GIB), GIB)) == 2 * GIB
 
 
 def test_a_kernel_that_does_not_say(machine: Callable[..., int]) -> None:
@@ -93,9 +77,3 @@ def test_a_kernel_that_does_not_say(machine: Callable[..., int]) -> None:
 
 def test_this_machine() -> None:
     assert 0 < available_bytes(CPU) <= 1024 * int(Path("/proc/meminfo").read_text().split()[1])
-
-
-def test_an_accelerator_that_does_not_tell_its_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_device_module", lambda _: object())
-    with pytest.raises(UnsupportedError, match=r"torch\.xpu does not tell.* Set budget\.activation_bytes"):
-        fitting_bytes(torch.device("xpu"))

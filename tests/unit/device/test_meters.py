@@ -216,10 +216,10 @@ def test_each_storage_counts_once_until_it_is_freed() -> None:
     other = torch.zeros(500, dtype=torch.float64)
     live.add(other)
     assert live.nbytes == 8000
-    assert live.take_added() == 8000
+    assert live.take() == (8000, 8000)
     del tensor, each
     assert live.nbytes == 4000
-    assert live.take_added() == 0
+    assert live.take() == (0, 8000)
     del other
     assert live.nbytes == 0
 

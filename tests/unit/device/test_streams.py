@@ -16,9 +16,10 @@ from tba_offload.errors import UnsupportedError
 MIB = 1 << 20
 
 
-def test_other_devices_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="'meta' device cannot be offloaded"):
-        device_of("meta")
+@pytest.mark.parametrize("name", ["meta", "mps", "xpu"])
+def test_other_devices_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"'{name}' device cannot be offloaded"):
+        device_of(name)
 
 
 @pytest.mark.gpu
