@@ -31,7 +31,7 @@ from tba_offload.megatron import require_core
 from tba_offload.report.log import StepRecord, counted_steps, read_run_log
 from tba_offload.report.rok import draw, points, require_matplotlib
 from tba_offload.report.text import Table
-from tba_offload.writing import write_regular
+from tba_offload.files import write_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -32,16 +32,12 @@ if TYPE_CHECKING:
     from tba_offload.device.host_memory import keep_freed_pages as keep_freed_pages
     from tba_offload.errors import ChecksumError as ChecksumError
     from tba_offload.errors import ConfigError as ConfigError
-    from tba_offload.errors import HangingError as HangingError
-    from tba_offload.errors import MissingDependencyError as MissingDependencyError
     from tba_offload.errors import NoEffectWarning as NoEffectWarning
     from tba_offload.errors import NothingSavedWarning as NothingSavedWarning
-    from tba_offload.errors import PatchError as PatchError
     from tba_offload.errors import RecomputationError as RecomputationError
     from tba_offload.errors import RunLogError as RunLogError
     from tba_offload.errors import SavedTensorModifiedError as SavedTensorModifiedError
     from tba_offload.errors import SessionError as SessionError
-    from tba_offload.errors import ShortTransferError as ShortTransferError
     from tba_offload.errors import StatesAwayError as StatesAwayError
     from tba_offload.errors import StoreError as StoreError
     from tba_offload.errors import StoreFullError as StoreFullError
@@ -70,10 +66,9 @@ _HOMES = {
         "config.policy": "LayerId Policy Rule",
         "device.host_memory": "keep_freed_pages",
         "errors": (
-            "ChecksumError ConfigError HangingError MissingDependencyError NoEffectWarning "
-            "NothingSavedWarning PatchError RecomputationError RunLogError "
-            "SavedTensorModifiedError SessionError ShortTransferError StatesAwayError StoreError "
-            "StoreFullError TbaError TransferError UnsupportedError"
+            "ChecksumError ConfigError NoEffectWarning NothingSavedWarning RecomputationError RunLogError "
+            "SavedTensorModifiedError SessionError StatesAwayError StoreError StoreFullError TbaError "
+            "TransferError UnsupportedError"
         ),
         "placements": "Placement",
         "report.log": "StepRecord read_run_log",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
 from tba_offload.config import ConfigLike, Paths, read_config, with_directories
+from tba_offload.device import device_of_model
 from tba_offload.errors import ConfigError, NoEffectWarning, warn
 from tba_offload.formatting import quoted
 from tba_offload.layers.find import LayerStack, chunks_of, explicit_layers, find_layers
@@ -77,7 +77,7 @@ def attach(
             ``tba_offload.session``, on stderr unless the program has set logging up.
         on_step: A function, or several, to be called with the :class:`StepRecord` of each step when all of it
             is known: on a CPU at the step's end, on an accelerator mostly within the next step. Those of
-            :mod:`tba_offload.sinks` write to TensorBoard, W&B or a table. What it raises ends the training.
+            :mod:`tba_offload.sinks` write to TensorBoard or W&B. What it raises ends the training.
         trace_steps: Numbers of the steps, from 1, that are recorded over time as ``session.step(trace=True)``
             records one, also where they open by themselves.
 
@@ -92,33 +92,30 @@ def attach(
     Warns:
         NoEffectWarning: A setting does not do what it seems to.
     """
-    try:
-        chunks = chunks_of(model)
-        stack = _find(chunks) if layers is None else _named(chunks, layers)
-        if stack.left_out:
-            tell(f"{', '.join(map(str, stack.left_out))}: {_LEFT_OUT}")
-        ids = [layer.id for layer in stack.layers]
-        chosen = with_directories(read_config(config, layers=ids), directories)
-        warn_of_doubts(chosen, ids, on_cpu=_is_on_cpu(chunks))
-        optimizers = _listed(optimizer)
-        if chosen.states is not None and not optimizers:
-            message = "states: is about the states of optimizers, and attach() was given no optimizer"
-            warn(message, NoEffectWarning)
-        return Session(
-            stack,
-            chunks,
-            chosen,
-            run_log=run_log and run_log_path(run_log),
-            strategy=strategy,
-            model_info={**_about(chunks), **(model_info or {})},
-            measure_memory=measure_memory,
-            tokens=tokens,
-            optimizers=optimizers,
-            on_step=_functions(on_step) + ((_tell,) if status else ()),
-            trace_steps=_numbers(trace_steps),
-        )
-    except ConfigError as error:
-        raise error.with_traceback(None) from None  # the message says where; the way through here does not
+    chunks = chunks_of(model)
+    stack = _find(chunks) if layers is None else _named(chunks, layers)
+    if stack.left_out:
+        tell(f"{', '.join(map(str, stack.left_out))}: {_LEFT_OUT}")
+    ids = [layer.id for layer in stack.layers]
+    chosen = with_directories(read_config(config, layers=ids), directories)
+    warn_of_doubts(chosen, ids, on_cpu=device_of_model(chunks).torch_device.type == "cpu")
+    optimizers = _listed(optimizer)
+    if chosen.states is not None and not optimizers:
+        message = "states: is about the states of optimizers, and attach() was given no optimizer"
+        warn(message, NoEffectWarning)
+    return Session(
+        stack,
+        chunks,
+        chosen,
+        run_log=run_log and run_log_path(run_log),
+        strategy=strategy,
+        model_info={**_about(chunks), **(model_info or {})},
+        measure_memory=measure_memory,
+        tokens=tokens,
+        optimizers=optimizers,
+        on_step=_functions(on_step) + ((_tell,) if status else ()),
+        trace_steps=_numbers(trace_steps),
+    )
 
 
 _LEFT_OUT = (
@@ -158,11 +155,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _is_on_cpu(chunks: list[nn.Module]) -> bool:
-    parameter = next((parameter for chunk in chunks for parameter in chunk.parameters()), None)
-    return parameter is None or parameter.device.type == "cpu"
-
-
 def _listed(given: Any) -> tuple[Any, ...]:
     """Return the objects that are given, of which a single one may stand alone."""
     if given is None:
@@ -185,6 +177,6 @@ def _tell(record: StepRecord) -> None:
 def _numbers(trace_steps: Iterable[int]) -> frozenset[int]:
     found = _listed(trace_steps)
     for each in found:
-        if not isinstance(each, SupportsIndex) or operator.index(each) < 1:
+        if not isinstance(each, int) or each < 1:
             raise ConfigError(f"trace_steps has {quoted(each)}: give numbers of steps, from 1")
-    return frozenset(map(operator.index, found))
+    return frozenset(found)

@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import FrameType
 
 
 class TbaError(Exception):
@@ -183,10 +182,6 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         category: The class of the warning.
     """
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _package_of(frame) in _PASSED_OVER:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _PASSED_OVER:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
-
-
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__")).partition(".")[0]

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_RATES = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
-_NUMBER = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)", re.DOTALL)
-"""A module name with the last number in it, which is that of the layer."""
+BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+RATES = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+_NUMBER = re.compile(r"\d+(?=\D*\Z)")
+"""The last number in a module name, which is that of the layer."""
+
+_BLANK = "\0"
+"""Character in the place of that number in the name of a stack of layers."""
 
 
 # Text
@@ -27,8 +30,6 @@ def visible(text: str) -> str:
     Names in files may hold anything: sequences that move the cursor, halves of characters, changes of the
     writing direction.
     """
-    if text.isprintable():
-        return text
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
@@ -67,29 +68,19 @@ def scale(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
     return fitting[-1] if fitting else next((name, float(size)) for name, size in units.items())
 
 
-def byte_scale(largest: float) -> tuple[str, float]:
-    """Return the binary unit in which to show sizes up to ``largest`` bytes, and its bytes."""
-    return scale(largest, _BYTES)
-
-
-def rate_scale(largest: float) -> tuple[str, float]:
-    """Get the unit in which to show bandwidths up to ``largest`` bytes a second, and its bytes a second."""
-    return scale(largest, _RATES)
-
-
 def readable_size(nbytes: float) -> str:
     """Return a number of bytes for people: ``41.6 MiB``, three significant digits.
 
     It rounds. What is read back, as sizes in a policy file, is written exactly, by
     :func:`tba_offload.config.format_size`.
     """
-    name, size = byte_scale(nbytes)
+    name, size = scale(nbytes, BYTES)
     return f"{significant(nbytes / size)} {name}"
 
 
 def readable_rate(bytes_per_second: float) -> str:
     """Return a bandwidth for people, in powers of 1000 as those of drives are given: ``1.48 GB/s``."""
-    name, size = rate_scale(bytes_per_second)
+    name, size = scale(bytes_per_second, RATES)
     return f"{significant(bytes_per_second / size)} {name}"
 
 
@@ -116,25 +107,10 @@ class LayerGroup(NamedTuple):
     size: int
 
 
-class _Name(NamedTuple):
-    """A module name around the number of the layer; ``number`` is ``None`` where it has none."""
-
-    before: str
-    number: int | None
-    after: str
-
-    @classmethod
-    def of(cls, name: str) -> _Name:
-        found = _NUMBER.fullmatch(name)
-        return cls(name, None, "") if found is None else cls(found[1], int(found[2]), found[3])
-
-    def numbered(self, number: object) -> str:
-        return f"{self.before}{number}{self.after}"
-
-    @property
-    def stack(self) -> tuple[str, bool, str]:
-        """Equal for layers of one stack."""
-        return self.before, self.number is None, self.after
+def _stack_and_number(name: str) -> tuple[str, int]:
+    """Return a module name with a blank for its number, and the number; a name without one, and 0."""
+    found = _NUMBER.search(name)
+    return (name, 0) if found is None else (_NUMBER.sub(_BLANK, name), int(found[0]))
 
 
 def grouped(names: Sequence[str], alike: Sequence[Hashable]) -> list[LayerGroup]:
@@ -144,21 +120,21 @@ def grouped(names: Sequence[str], alike: Sequence[Hashable]) -> list[LayerGroup]
         names: Module name of each layer, in their order.
         alike: Equal for layers that may be in one group.
     """
-    parts = [_Name.of(name) for name in names]
-    is_one_stack = len({part.stack for part in parts}) == 1
+    parts = [_stack_and_number(name) for name in names]
+    is_one_stack = len(dict(parts)) == 1
 
     def key(index: int) -> Hashable:
-        number = parts[index].number
+        stack, number = parts[index]
         # Layers that follow one another: number and index go up together. Without a number each is alone.
-        return parts[index].stack, index if number is None else number - index, alike[index]
+        return stack, number - index if _BLANK in stack else index, alike[index]
 
     groups = []
     for _, found in groupby(range(len(names)), key=key):
         members = list(found)
-        first, last = parts[members[0]], parts[members[-1]]
-        numbers = f"{first.number}" if first == last else f"{first.number}-{last.number}"
-        name = first.before if first.number is None else first.numbered(numbers)
-        has_number = is_one_stack and first.number is not None
+        (stack, first), (_, last) = parts[members[0]], parts[members[-1]]
+        numbers = f"{first}" if first == last else f"{first}-{last}"
+        name = stack.replace(_BLANK, numbers)
+        has_number = is_one_stack and _BLANK in stack
         groups.append(LayerGroup(numbers if has_number else name, name, members[0], len(members)))
     return groups
 
@@ -197,14 +173,14 @@ def renumbered(names: Sequence[str], chosen: Iterable[int]) -> tuple[str, ...]:
         names: Those of the layers that there are.
         chosen: For each layer of that model, the index of the one that it is like.
     """
-    parts = [_Name.of(name) for name in names]
-    numbers = {part.stack: part.number or 0 for part in reversed(parts)}  # the first of each stack
+    parts = [_stack_and_number(name) for name in names]
+    following = dict(reversed(parts))  # begins with the first number of each stack
     made = []
-    for part in (parts[index] for index in chosen):
-        number = numbers[part.stack]
-        numbers[part.stack] += 1
-        if part.number is not None:
-            made.append(part.numbered(number))
+    for stack in (parts[index][0] for index in chosen):
+        number = following[stack]
+        following[stack] += 1
+        if _BLANK in stack:
+            made.append(stack.replace(_BLANK, str(number)))
         else:
-            made.append(f"{part.before} ({number + 1})" if number else part.before)
+            made.append(f"{stack} ({number + 1})" if number else stack)
     return tuple(made)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self
 
@@ -11,34 +10,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """What becomes of a layer under a placement.
-
-    Attributes:
-        recomputes: Backward runs the layer's forward again. Ranks that share the layer do so together.
-        offloads: Tensors are written to the store and read back: all that the layer saves or, where it is
-            recomputed, its inputs.
-        rebuilds: Outputs of cheap operations are computed again instead of written.
-        spares_attention: The output of fused attention is offloaded, so that it is not computed again.
-        percent: Share of the layer's saved bytes that is offloaded, 1 to 100.
-    """
-
-    recomputes: bool = False
-    offloads: bool = False
-    rebuilds: bool = False
-    spares_attention: bool = False
-    percent: int = 100
-
-
-_STAYS = Flags()
+_FLAGS = ("recomputes", "offloads", "rebuilds", "spares_attention")
 
 
 class Placement(StrEnum):
     """Where the activations of a layer are between forward and backward.
 
-    Each placement has the attributes of its :class:`Flags`. ``Placement("offload-25%")`` is a placement, too:
-    the share can be any whole number from 1 to 99.
+    ``Placement("offload-25%")`` is a placement, too: the share can be any whole number from 1 to 99.
+
+    Attributes:
+        recomputes: Whether backward runs the layer's forward again. Ranks that share the layer do so together.
+        offloads: Whether tensors are written to the store and read back: all that the layer saves or, where
+            it is recomputed, its inputs.
+        rebuilds: Whether outputs of cheap operations are computed again instead of written.
+        spares_attention: Whether the output of fused attention is offloaded, so that it is not computed again.
+        percent: Share of the layer's saved bytes that is offloaded, 1 to 100.
 
     Raises:
         ValueError: ``Placement(name)`` finds no placement of this name.
@@ -50,24 +36,22 @@ class Placement(StrEnum):
     spares_attention: bool
     percent: int
 
-    def __new__(cls, word: str, flags: Flags = _STAYS) -> Self:
+    def __new__(cls, word: str, *flags: str, percent: int = 100) -> Self:
         """Return a member whose flags are plain attributes, since each run of a layer reads them."""
         made = str.__new__(cls, word)
         made._value_ = word
-        for flag in fields(flags):
-            setattr(made, flag.name, getattr(flags, flag.name))
+        made.percent = percent
+        for flag in _FLAGS:
+            setattr(made, flag, flag in flags)
         return made
 
     KEEP = "keep"
-    OFFLOAD = "offload", Flags(offloads=True)
-    RECOMPUTE = "recompute", Flags(recomputes=True)
-    RECOMPUTE_OFFLOAD = "recompute-offload", Flags(recomputes=True, offloads=True)
-    RECOMPUTE_EXCEPT_ATTENTION = (
-        "recompute-except-attention",
-        Flags(recomputes=True, offloads=True, spares_attention=True),
-    )
-    OFFLOAD_REMAT = "offload-remat", Flags(offloads=True, rebuilds=True)
-    AUTO = "auto", Flags(offloads=True)
+    OFFLOAD = "offload", "offloads"
+    RECOMPUTE = "recompute", "recomputes"
+    RECOMPUTE_OFFLOAD = "recompute-offload", "recomputes", "offloads"
+    RECOMPUTE_EXCEPT_ATTENTION = "recompute-except-attention", "recomputes", "offloads", "spares_attention"
+    OFFLOAD_REMAT = "offload-remat", "offloads", "rebuilds"
+    AUTO = "auto", "offloads"
 
     @classmethod
     def _missing_(cls, value: object) -> Placement:
@@ -75,7 +59,7 @@ class Placement(StrEnum):
         share = re.fullmatch("offload-([1-9][0-9]?)%", value) if isinstance(value, str) else None
         if share is None:
             raise ValueError(f"{value!r} is not one of {', '.join(names())}")
-        made = cls._new_member_(cls, share[0], Flags(offloads=True, percent=int(share[1])))  # type: ignore[attr-defined]
+        made = cls._new_member_(cls, share[0], "offloads", percent=int(share[1]))  # type: ignore[attr-defined]
         made._name_ = share[0]
         return cls._value2member_map_.setdefault(share[0], made)  # type: ignore[return-value]
 

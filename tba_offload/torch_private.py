@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import sys
 import weakref
 from functools import partial
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -68,9 +67,8 @@ def is_recomputation() -> bool:
     return current_backward() != -1
 
 
-def number_of(node: Node) -> int:
-    """Return the number of a node of autograd, in the order in which a thread made them."""
-    return node._sequence_nr()
+number_of: Callable[[Node], int] = methodcaller("_sequence_nr")
+"""Return the number of a node of autograd, in the order in which a thread made them."""
 
 
 def is_transformed() -> bool:
@@ -115,14 +113,6 @@ _move_version = _autograd._unsafe_set_version_counter
 def users_of(storage: torch.UntypedStorage) -> int:
     """Return how many tensors have the memory of a storage."""
     return int(_C._storage_Use_Count(storage._cdata))
-
-
-def fp32_precision(backend: str, operation: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return what reads and what sets the precision of 32-bit products, such as of ``("cuda", "matmul")``."""
-    return (
-        partial(_C._get_fp32_precision_getter, backend, operation),
-        partial(_C._set_fp32_precision_setter, backend, operation),
-    )
 
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -186,7 +176,7 @@ def is_compiled(forward: object) -> bool:
 
 def load_compiler() -> None:
     """Import what a first checkpoint would import inside a step: 70 MiB."""
-    importlib.import_module("torch._dynamo")
+    import torch._dynamo  # noqa: F401
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
@@ -210,14 +200,7 @@ def graph_node(device: torch.device) -> object:
 # ---- functions of PyTorch that are wrapped while a session is open -------------------------------------
 
 
-class Guarded(Protocol):
-    """What sessions offload, with whom :func:`watch` speaks."""
-
-    def protect(self, storage: torch.UntypedStorage) -> None:
-        """Let go of a storage whose owner is about to resize it."""
-
-
-_guarded: weakref.WeakSet[Guarded] = weakref.WeakSet()
+_guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 _resize = torch.UntypedStorage.resize_
 _disable = torch.autograd.graph.disable_saved_tensors_hooks
 
@@ -248,14 +231,14 @@ def _disable_without_ours(error_message: str) -> Iterator[None]:
             push_hooks(*top)
 
 
-def watch(capture: Guarded) -> None:
-    """Ask ``capture`` before a storage is resized, and have transforms in its layers work."""
+def watch(capture: Any) -> None:
+    """Call ``capture.protect`` before a storage is resized, and have transforms in its layers work."""
     _guarded.add(capture)
     torch.UntypedStorage.resize_ = _guarded_resize  # type: ignore[method-assign,assignment]
     torch.autograd.graph.disable_saved_tensors_hooks = _disable_without_ours
 
 
-def unwatch(capture: Guarded) -> None:
+def unwatch(capture: Any) -> None:
     """End :func:`watch`; with the last one PyTorch's own functions are back."""
     _guarded.discard(capture)
     if not _guarded:

@@ -12,7 +12,7 @@ import click
 
 from tba_offload.cli.shared import FILE, JSON, say, size, writing
 from tba_offload.formatting import visible
-from tba_offload.writing import write_regular
+from tba_offload.files import write_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable

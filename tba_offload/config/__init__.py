@@ -23,8 +23,8 @@ from tba_offload.config.policy import Objective, Placement, Policy, Rule
 from tba_offload.config.values import format_size as format_size
 from tba_offload.config.values import parse_size as parse_size
 from tba_offload.errors import ConfigError
+from tba_offload.files import read_regular
 from tba_offload.formatting import quoted
-from tba_offload.reading import UnreadableError, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,14 +54,10 @@ class BudgetConfig:
     tenths of the device."""
 
     @property
-    def limits(self) -> tuple[int | None, int | None]:
-        """Both limits of activations."""
-        return self.activation_bytes, self.in_flight_bytes
-
-    @property
     def window(self) -> int | None:
         """Most bytes in flight: the lower of the two limits."""
-        return min((limit for limit in self.limits if limit is not None), default=None)
+        limits = (self.activation_bytes, self.in_flight_bytes)
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 @settings("store")
@@ -183,12 +179,9 @@ class WeightsConfig:
     @property
     def percent(self) -> int:
         """Percent of the bytes of frozen weights that are offloaded."""
-        return _percent(self.frozen, none="keep")
-
-
-def _percent(word: str, *, none: str) -> int:
-    """Return 25 for ``offload-25%``, 100 for a word without a share, 0 for ``none``."""
-    return 0 if word == none else int(word.rpartition("-")[2][:-1]) if word.endswith("%") else 100
+        if self.frozen.endswith("%"):
+            return int(self.frozen.removeprefix("offload-")[:-1])
+        return 0 if self.frozen == "keep" else 100
 
 
 @settings("")
@@ -307,8 +300,7 @@ class OffloadConfig:
         document = _ADAPTER.dump_python(self, mode="json", exclude=exclude)
         for section, setting in (("budget", "in_flight_bytes"), ("store", "stall_seconds")):
             document[section][setting] = document[section][setting] or 0  # no limit is not what is usual
-        document = _without_nulls(document)
-        return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(_without_nulls(document), sort_keys=False, allow_unicode=True)
 
 
 _ADAPTER = TypeAdapter(OffloadConfig)
@@ -424,10 +416,10 @@ def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
     file = str(path)
     try:
         text = read_regular(Path(path), MOST_TEXT).decode("utf-8-sig")
-    except UnreadableError as error:
-        raise ConfigError(f"cannot be read: {error}", file=file) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"is not UTF-8 text: {error.reason}", file=file) from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", file=file) from None
     return OffloadConfig.from_yaml(text, file=file, layers=layers)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import pickle
 import random
 import sys
 from collections.abc import Mapping
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,6 @@ from tba_offload.layers.nested import modules_in
 from tba_offload.recompute.arguments import take_apart
 from tba_offload.recompute.digest import digest
 from tba_offload.recompute.verify import cannot
-from tba_offload.torch_private import fp32_precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -40,13 +39,14 @@ States = Mapping["State", Any]
 """Values by state. A ``State`` holds a function that reads the value and one that sets it."""
 
 _OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
-_cuda: Any = torch.backends.cuda
+_backends: Any = torch.backends
+_PRECISIONS = (_backends.cuda.matmul, _backends.cudnn.conv, _backends.mkldnn.matmul, _backends.mkldnn.conv)
 _KERNELS: tuple[State, ...] = (
-    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    *(fp32_precision(*kind) for kind in itertools.product(("cuda", "mkldnn"), ("matmul", "conv"))),
+    (_backends.cuda.flash_sdp_enabled, _backends.cuda.enable_flash_sdp),
+    (_backends.cuda.mem_efficient_sdp_enabled, _backends.cuda.enable_mem_efficient_sdp),
+    (_backends.cuda.math_sdp_enabled, _backends.cuda.enable_math_sdp),
+    (_backends.cuda.cudnn_sdp_enabled, _backends.cuda.enable_cudnn_sdp),
+    *((partial(getattr, at, "fp32_precision"), partial(setattr, at, "fp32_precision")) for at in _PRECISIONS),
 )
 """Settings that choose kernels: a program may set them around forward only."""
 

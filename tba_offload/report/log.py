@@ -503,7 +503,7 @@ def _in_json(value: Any) -> Any:
 _NO_FIGURES = {"step", "skipped", "peak_source"}
 
 FIGURES = tuple(name for name in _NAMES[StepRecord] if name not in _NO_FIGURES)
-"""Fields of a step record that are numbers: the curves and columns of :mod:`tba_offload.sinks`."""
+"""Fields of a step record that are numbers: the curves of :mod:`tba_offload.sinks`."""
 
 MAIN_FIGURES = ("activation_peak_bytes", "offloaded_bytes", "read_bytes", "stall_seconds")
 """Those for frameworks that print the same figures that they hand on."""

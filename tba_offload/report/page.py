@@ -12,7 +12,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import MissingDependencyError, RunLogError
-from tba_offload.formatting import byte_scale, grouped, visible
+from tba_offload.formatting import BYTES, grouped, scale, visible
 from tba_offload.report import rok
 from tba_offload.report.log import MemoryEvent
 from tba_offload.report.plans import title_of
@@ -145,7 +145,7 @@ def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
     looks = rok.looks(log.header.strategy for log in logs)
     for axes, (title, *fields) in zip(panels, shown, strict=True):
         values = [each for log in logs for field in fields for each in _values(log, field).values()]
-        unit, size = byte_scale(max(values)) if fields[0].endswith("bytes") else ("", 1.0)
+        unit, size = scale(max(values), BYTES) if fields[0].endswith("bytes") else ("", 1.0)
         for number, (log, name) in enumerate(zip(logs, names, strict=True)):
             colour, *_ = looks[log.header.strategy]  # as in the ROK curve; runs differ in markers
             for field, line in zip(fields, ("-", "--"), strict=False):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import ConfigError
-from tba_offload.formatting import byte_scale, grouped, layers_by_placement, readable_size, significant
+from tba_offload.formatting import BYTES, grouped, layers_by_placement, readable_size, scale, significant
 from tba_offload.report.rok import COLOURS, INK, RING, finish, short, write_picture
 from tba_offload.report.text import Table
 
@@ -67,7 +67,7 @@ class PlanReport:
         return dataclasses.asdict(self) | {"advice": self.advice()}
 
     def _frontier(self) -> Table:
-        unit, size = byte_scale(max(each.activation_peak for each in self.frontier))
+        unit, size = scale(max(each.activation_peak for each in self.frontier), BYTES)
         columns: dict[str, Callable[[PlannedStep], str]] = {
             f"Budget {unit}": lambda each: significant((each.budget_bytes or 0) / size),
             f"Peak {unit}": lambda row: significant(row.activation_peak / size) if row.fits else "too high",
@@ -128,7 +128,7 @@ def _frontier_figure(report: PlanReport) -> Figure:
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     axes = figure.add_subplot()
     step, budget = report.step, report.step.budget_bytes
-    unit, size = byte_scale(max(report.keep_peak_bytes, budget or 0))
+    unit, size = scale(max(report.keep_peak_bytes, budget or 0), BYTES)
     best = sorted((each.activation_peak / size, each.seconds) for each in report.frontier if each.fits)
     axes.plot(*zip(*best, strict=True), "s-", color=COLOURS[1], label="best plan for each budget")
     marks: list[tuple[str, int, float | None, dict[str, Any]]] = [

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
-from tba_offload.formatting import byte_scale, readable_size, scale, significant, visible
+from tba_offload.formatting import BYTES, readable_size, scale, significant, visible
 from tba_offload.report.log import counted_steps, timed_steps
 from tba_offload.report.ranks import read_runs
 from tba_offload.report.text import Table
-from tba_offload.writing import write_regular
+from tba_offload.files import write_regular
 
 if TYPE_CHECKING:
     import os
@@ -212,7 +212,7 @@ def table(points: Sequence[RokPoint]) -> Table:
 
 def _scales(points: Sequence[RokPoint]) -> tuple[tuple[str, float], tuple[str, float]]:
     prefix, size = scale(max(each.throughput for each in points), _PREFIXES)
-    return byte_scale(max(each.peak_bytes for each in points)), (prefix + points[0].unit, size)
+    return scale(max(each.peak_bytes for each in points), BYTES), (prefix + points[0].unit, size)
 
 
 def summary(points: Sequence[RokPoint]) -> list[Table | str]:

@@ -8,10 +8,10 @@ from bisect import bisect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.errors import RunLogError
-from tba_offload.formatting import byte_scale, rate_scale, readable_size
+from tba_offload.formatting import BYTES, RATES, readable_size, scale
 from tba_offload.report.log import TIMELINE, Bytes, Event, Seconds
 from tba_offload.report.rok import COLOURS, GREY, INK, finish, picture_kind, write_picture
-from tba_offload.writing import write_regular
+from tba_offload.files import write_regular
 
 if TYPE_CHECKING:
     import os
@@ -226,7 +226,7 @@ def _draw_memory(axes: Axes, timeline: TimelineEvent) -> None:
     groups = [timeline.points[first : first + each] for first in range(0, len(timeline.points), each)]
     points = [max(group, key=lambda point: point.live) for group in groups]
     peak = max(point.live for point in points)
-    unit, size = byte_scale(peak)
+    unit, size = scale(peak, BYTES)
     seconds, live = [point.seconds for point in points], [point.live / size for point in points]
     parts = {name: [part(point) / size for point in points] for name, (_, part) in _PARTS.items()}
     known = [sum(column) for column in zip(*parts.values(), strict=True)]
@@ -260,7 +260,7 @@ def _draw_traffic(panels: list[Axes], timeline: TimelineEvent, end: float) -> No
 
     found = [(rates(drive, writes=True), rates(drive, writes=False)) for drive in range(len(panels))]
     largest = max((float(np.max(each)) for both in found for each in both), default=0.0) or 1.0
-    unit, size = rate_scale(largest)
+    unit, size = scale(largest, RATES)
     for axes, drive, (written, read) in zip(panels, timeline.drives, found, strict=True):
         axes.stairs(written / size, edges, fill=True, color=COLOURS[1], label="written")
         axes.stairs(-read / size, edges, fill=True, color=COLOURS[0], label="read")

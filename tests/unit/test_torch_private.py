@@ -105,15 +105,6 @@ def test_subclasses_are_taken_for_plain_tensors() -> None:
     assert private.factories.zeros_like(torch.ones(2)).tolist() == [0, 0]
 
 
-def test_precision_is_read_and_set() -> None:
-    read, set_to = private.fp32_precision("mkldnn", "matmul")
-    before = read()
-    set_to("ieee")
-    assert read() == "ieee"
-    set_to(before)
-    assert read() == before
-
-
 def test_a_function_in_front_of_an_operation_sees_its_calls() -> None:
     calls: list[str] = []
     operation = torch.ops.aten.relu.default

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import logging
 import math
-import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +12,7 @@ from models import loss_of, make_model, make_tokens
 
 import tba_offload as tba
 from tba_offload.report.log import FIGURES, StepRecord, read_run_log
-from tba_offload.sinks import CsvSink, StatusLine, TensorBoardSink, WandbSink
+from tba_offload.sinks import TensorBoardSink, WandbSink
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,48 +88,3 @@ def test_curves_for_tensorboard_and_wandb() -> None:
     (row,) = run.rows
     assert row.pop("tba-offload/step") == 102
     assert {name: repr(value) for name, value in row.items()} == wanted
-
-
-def test_a_table_reads_back_exactly(tmp_path: Path) -> None:
-    for mode, before in (("w", 0), ("a", 1)):
-        with (tmp_path / "steps.csv").open(mode, newline="") as file:
-            CsvSink(file, steps_before=before)(RECORD)
-    with (tmp_path / "steps.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == ["2", "3"]
-    assert list(rows[0]) == ["step", *FIGURES]
-    for row in rows:
-        assert float(row["seconds"]).hex() == RECORD.seconds.hex()
-        assert float(row["stall_seconds"]).hex() == (1e-300).hex()
-        assert int(row["offloaded_bytes"]) == 2**40
-        assert math.isnan(float(row["loss"]))
-        assert row["tokens"] == ""
-
-
-def test_a_full_drive_under_a_table_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
-    with open("/dev/full", "w", newline="") as file:  # noqa: PTH123
-        sink = CsvSink(file)
-        with caplog.at_level(logging.WARNING, logger="tba_offload.sinks"):
-            train(make_model(layers=2), 2, on_step=sink)
-        told = [record.getMessage() for record in caplog.records]
-        assert len(told) == 1
-        assert re.match(r"the table of steps cannot be written: .*No space left.*; training goes on", told[0])
-        with pytest.raises(OSError, match="No space left"):
-            file.close()
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_shows_the_last_step_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
-    terminal = Terminal()
-    status = StatusLine(terminal)
-    for number in (1, 2):
-        status(StepRecord(step=number, seconds=0.5, activation_peak_bytes=2**30, offloaded_bytes=2**40))
-    first, second = terminal.getvalue().split("\r\x1b[K")[1:]
-    assert "\n" not in terminal.getvalue()
-    assert second == "step 2; activation peak 1.00 "
-    assert len(first) == len(second) == 29

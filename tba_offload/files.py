@@ -1,0 +1,70 @@
+"""Files that a user names are read and written only if they are regular files.
+
+A pipe would block for ever, a device never ends, and a link may lead to a file that was never meant.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from pathlib import Path
+
+_STREAM = re.compile(r"/dev/(?:null|stdout|stderr|fd/[0-9]+)")
+"""Paths of what a shell has opened for the program: to be written to is what they are for."""
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """Read a file whole; links are followed.
+
+    Args:
+        path: The file.
+        most: Bytes that it may have.
+
+    Raises:
+        OSError: It cannot be read, is no regular file, or is larger.
+    """
+    with open(path, "rb", opener=_open_regular) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        why = f"larger than {most} bytes, the most that is read; is it the right file?"
+        raise OSError(errno.EFBIG, why, str(path))
+    return content
+
+
+def write_regular(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file whole, in place of what it held.
+
+    Args:
+        path: A regular file or the name of a new one, and no link; or a stream that a shell has opened, such
+            as ``/dev/stdout``.
+        content: What the file is to hold.
+
+    Raises:
+        OSError: It cannot be written, or is a link or no regular file.
+    """
+    is_new = not os.path.lexists(path)
+    with open(path, "wb", opener=None if _STREAM.fullmatch(os.fspath(path)) else _open_regular) as file:
+        try:
+            file.write(content)
+            file.flush()
+        except OSError:
+            if is_new:
+                Path(path).unlink(missing_ok=True)  # or the next try would find it
+            raise
+
+
+def _open_regular(name: str, flags: int) -> int:
+    """Open a file without waiting for anything, and write through no link."""
+    flags |= os.O_NONBLOCK | os.O_NOCTTY | (os.O_NOFOLLOW if flags & os.O_WRONLY else 0)
+    try:
+        fd = os.open(name, flags, 0o666)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO}:  # the system's words are about something else
+            raise OSError(error.errno, "a link, a pipe or a socket; name a regular file", name) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file; name one", name)
+    return fd
