@@ -6,9 +6,8 @@ import ctypes
 
 import torch
 
-_WORD = 8
-_WIDTH = 512
-"""Words in a row: one byte in 512 comes to the host."""
+_WORD, _ROW = 8, 4096
+"""Bytes of a word, and of a row of the table: one byte in 512 comes to the host."""
 
 
 def sums(data: torch.Tensor) -> bytes:
@@ -23,14 +22,12 @@ def sums(data: torch.Tensor) -> bytes:
     Returns:
         Bytes for a checksum; they depend on the values of ``data`` only, not on its address.
     """
-    words = data.numel() // _WORD
-    body, rest = data[: words * _WORD], data[words * _WORD :]
+    rows = data.numel() // _ROW
+    body, rest = data[: rows * _ROW], data[rows * _ROW :]
     if body.storage_offset() % _WORD or body.data_ptr() % _WORD:
         body = body.clone()
-    body = body.view(torch.int64)
-    rows = words // _WIDTH
-    table, row = body[: rows * _WIDTH].view(rows, _WIDTH), body[rows * _WIDTH :]
-    parts = (table.sum(0), table.sum(1), row, rest)
+    table = body.view(torch.int64).view(rows, _ROW // _WORD)
+    parts = (table.sum(0), table.sum(1), rest)
     return b"".join(_bytes_of(part.cpu()) for part in parts)
 
 

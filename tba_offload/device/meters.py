@@ -263,7 +263,6 @@ class MallocMeter(MemoryMeter):
         self._watching.set()
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
 
 
 def _watch(meter: weakref.ref[MallocMeter], watching: threading.Event, closed: threading.Event) -> None:
@@ -310,8 +309,7 @@ def malloc_count() -> Callable[[], tuple[int, int]]:
         before, _ = count()
         probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
         grown = count()[0] - before
-        del probe
-        if abs(grown - _PROBE_BYTES) < _PROBE_BYTES // 16:
+        if abs(grown - probe.nbytes) < _PROBE_BYTES // 16:
             return count
     raise UnsupportedError(
         "the activation peak on a CPU is malloc's, and mallinfo2 of glibc (2.33 or later) does not count "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from children import environment
-from harness import MIB, PATIENCE, session_for
+from harness import MIB, session_for, wait_until
 from models import loss_of, make_model, make_tokens
 
 import tba_offload as tba
@@ -20,7 +20,6 @@ from tba_offload.device.meters import LiveBytes, MallocMeter, ResidentPeak
 from tba_offload.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from warm import Warm
@@ -30,47 +29,10 @@ SLACK = 4 * MIB
 """What the rest of the process may allocate or free meanwhile."""
 
 
-class Observed(MallocMeter):
-    """Tells when its own thread has taken a sample that began after a given moment."""
-
-    def __init__(self, period: float = 0.002, static: Callable[[], int] = lambda: 0) -> None:
-        super().__init__(period, static)
-        self._begun = 0
-        self._ended = 0
-        self._changed = threading.Condition()
-
-    def cut(self) -> int:
-        if threading.current_thread().name != "tba-memory":
-            return super().cut()
-        with self._changed:
-            self._begun += 1
-            number = self._begun
-        found = super().cut()
-        with self._changed:
-            self._ended = number
-            self._changed.notify_all()
-        return found
-
-    def wait_for_a_sample(self) -> None:
-        # Not the one that may have begun already, and the one after that has been compared with the peak.
-        self.wait_for_samples(self._begun + 2)
-
-    def wait_for_samples(self, count: int) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._ended >= count, PATIENCE)
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left_to_collect() -> None:
     """What tests before this one left in cycles must not be freed while bytes are counted."""
     gc.collect()
-
-
-@pytest.fixture
-def meter() -> Iterator[Observed]:
-    meter = Observed()
-    yield meter
-    meter.close()
 
 
 def memory_threads() -> list[threading.Thread]:
@@ -97,14 +59,17 @@ def test_live_bytes_follow_allocations() -> None:
 # The peak
 
 
-def test_a_peak_is_seen_though_it_was_freed(meter: Observed) -> None:
+def test_a_peak_is_seen_though_it_was_freed() -> None:
+    meter = MallocMeter()
     meter.reset()
     before = meter.live()
     tensor = allocate()
-    meter.wait_for_a_sample()
+    enough = (meter.samples_taken or 0) + 2  # one sample of the thread may have begun before
+    wait_until(lambda: (meter.samples_taken or 0) >= enough, "the thread samples")
     del tensor
     assert abs(meter.live() - before) < SLACK
     assert abs(meter.peak() - before - SIZE) < SLACK
+    meter.close()
 
 
 def test_a_step_that_looks_at_other_moments_than_those_before_is_thin_and_the_next_one_is_watched() -> None:
@@ -133,9 +98,6 @@ def test_a_moment_that_was_the_highest_is_never_skipped() -> None:
     meter.close()
 
 
-# Its thread
-
-
 @pytest.mark.parametrize("watching", [False, True])
 def test_a_meter_can_be_closed_at_any_time_and_twice(watching: bool) -> None:
     meter = MallocMeter()
@@ -146,7 +108,7 @@ def test_a_meter_can_be_closed_at_any_time_and_twice(watching: bool) -> None:
     assert memory_threads() == []
 
 
-# Other C libraries
+# Freed memory
 
 
 FREED = """
@@ -201,9 +163,6 @@ def test_the_resident_peak_outlives_its_memory_until_it_is_reset() -> None:
     assert peak - after > SIZE - SLACK
 
 
-# The meter of a device
-
-
 # Storages of somebody else's
 
 
@@ -233,9 +192,6 @@ def test_a_storage_that_only_autograd_holds_still_counts() -> None:
     assert live.nbytes == 400
     parameter.grad = None
     assert live.nbytes == 0
-
-
-# What is left out
 
 
 # Other allocators
