@@ -11,7 +11,6 @@ where they come into being (:class:`LiveBytes`), and the meters leave them out.
 from __future__ import annotations
 
 import ctypes
-import resource
 import threading
 import time
 import weakref
@@ -341,8 +340,8 @@ class ResidentPeak:
 
     def read(self) -> int | None:
         """Return VmHWM in bytes, or ``None`` where the kernel does not say it."""
-        lines = _read(Path("/proc/self/status")).splitlines()
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+        kib = _statistic(Path("/proc/self/status"), "VmHWM:")
+        return None if kib is None else 1024 * kib
 
 
 # Bytes that do not count
@@ -471,7 +470,7 @@ def fitting_bytes(device: torch.device) -> int:
         UnsupportedError: The kernel does not say it.
     """
     if device.type == "cpu":
-        taken = int(_read(Path("/proc/self/statm")).split()[1]) * resource.getpagesize()
+        taken = 1024 * (_statistic(Path("/proc/self/status"), "VmRSS:") or 0)
     else:
         taken = int(torch.get_device_module(device).memory_reserved(device))
     return int(FITTING * (available_bytes(device) + taken))

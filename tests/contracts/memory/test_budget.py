@@ -58,12 +58,6 @@ def plain(order: str) -> Job:
     return Job(partial(make_model, layers=LAYERS), plain_loss, order)
 
 
-JOBS = {
-    "a small GPT": "FB",
-    "a pipeline stage": "FFBFBB",
-}
-
-
 class Run(NamedTuple):
     peaks: list[int]
     told: list[str]
@@ -150,10 +144,10 @@ def least_of(job: Job, directory: Path, steps: Iterable[int]) -> int:
     return max(run(job, directory, steps=steps, default=Placement.OFFLOAD, **window).peaks)
 
 
-@pytest.mark.parametrize("name", of_which(JOBS, "a small GPT"))
-def test_no_step_is_over_the_budget_where_a_plan_fits(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", of_which(["FB", "FFBFBB"], "FB"))
+def test_no_step_is_over_the_budget_where_a_plan_fits(order: str, tmp_path: Path) -> None:
     """And where none does, that is said after the second step, and no step needs more than the least."""
-    job = plain(JOBS[name])
+    job = plain(order)
     whole = max(run(job, tmp_path, steps=range(3), default=Placement.KEEP).peaks)
     least = least_of(job, tmp_path, range(3))
     for budget in (int(1.4 * least), int(0.3 * whole)):
