@@ -27,11 +27,11 @@ from tba_offload.config import format_size, load_config, parse_size
 from tba_offload.device.host_memory import keep_freed_pages
 from tba_offload.device.meters import available_bytes
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
+from tba_offload.files import write_regular
 from tba_offload.megatron import require_core
 from tba_offload.report.log import StepRecord, counted_steps, read_run_log
 from tba_offload.report.rok import draw, points, require_matplotlib
 from tba_offload.report.text import Table
-from tba_offload.files import write_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

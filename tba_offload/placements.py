@@ -19,11 +19,11 @@ class Placement(StrEnum):
     ``Placement("offload-25%")`` is a placement, too: the share can be any whole number from 1 to 99.
 
     Attributes:
-        recomputes: Whether backward runs the layer's forward again. Ranks that share the layer do so together.
+        recomputes: Whether backward runs the layer's forward again, on all ranks that share the layer.
         offloads: Whether tensors are written to the store and read back: all that the layer saves or, where
             it is recomputed, its inputs.
         rebuilds: Whether outputs of cheap operations are computed again instead of written.
-        spares_attention: Whether the output of fused attention is offloaded, so that it is not computed again.
+        spares_attention: Whether the output of fused attention is offloaded instead of computed again.
         percent: Share of the layer's saved bytes that is offloaded, 1 to 100.
 
     Raises:

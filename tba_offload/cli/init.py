@@ -13,8 +13,8 @@ import click
 import yaml
 
 from tba_offload.cli.shared import DIRECTORIES, JSON, writing
-from tba_offload.formatting import readable_size, visible
 from tba_offload.files import write_regular
+from tba_offload.formatting import readable_size, visible
 
 if TYPE_CHECKING:
     from tba_offload.store.doctor import Location

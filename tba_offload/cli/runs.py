@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tba_offload.cli.shared import FILE, JSON, say, size, writing
-from tba_offload.formatting import visible
 from tba_offload.files import write_regular
+from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable

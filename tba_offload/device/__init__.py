@@ -1,7 +1,8 @@
 """Streams, events and memory of a device, and what measures that memory.
 
-The CPU is a device on which everything is ready at once. The rest of the package never asks which device it runs on. It takes an event where bytes were produced, hands
-the event to the thread that moves the bytes, and copies with :meth:`Device.copy`.
+The CPU is a device on which everything is ready at once. The rest of the package never asks which device it
+runs on. It takes an event where bytes were produced, hands the event to the thread that moves the bytes, and
+copies with :meth:`Device.copy`.
 
 A device that runs behind the host has a time of its own: the host's clock says when work was given, not when
 it was done. :meth:`Device.mark` marks a point of that work without waiting for it, and :meth:`Device.seconds`

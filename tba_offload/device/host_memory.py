@@ -117,5 +117,5 @@ def return_freed_pages() -> None:
 
 def _set_thresholds(nbytes: int) -> bool:
     """Have blocks from ``nbytes`` on mapped, and that much freed memory kept; only glibc accepts it."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all(mallopt(each, nbytes) for each in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda _setting, _value: 0)
+    return bool(mallopt(_M_MMAP_THRESHOLD, nbytes) and mallopt(_M_TRIM_THRESHOLD, nbytes))

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
+from tba_offload.files import write_regular
 from tba_offload.formatting import BYTES, readable_size, scale, significant, visible
 from tba_offload.report.log import counted_steps, timed_steps
 from tba_offload.report.ranks import read_runs
 from tba_offload.report.text import Table
-from tba_offload.files import write_regular
 
 if TYPE_CHECKING:
     import os

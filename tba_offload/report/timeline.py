@@ -8,10 +8,10 @@ from bisect import bisect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.errors import RunLogError
+from tba_offload.files import write_regular
 from tba_offload.formatting import BYTES, RATES, readable_size, scale
 from tba_offload.report.log import TIMELINE, Bytes, Event, Seconds
 from tba_offload.report.rok import COLOURS, GREY, INK, finish, picture_kind, write_picture
-from tba_offload.files import write_regular
 
 if TYPE_CHECKING:
     import os

@@ -4,7 +4,7 @@ Nothing is known of a device before the first step. In all but one test PyTorch'
 accelerator; in the other malloc does.
 
 With ``states: {default: auto}`` what the plan for activations leaves is filled with sub-groups of states that
-stay. In the small model of these tests states are two fifths of what lies on the device, and activations as much.
+stay. In this small model states are two fifths of what lies on the device, and activations as much.
 """
 
 from __future__ import annotations

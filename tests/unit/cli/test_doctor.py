@@ -16,8 +16,8 @@ from fake_kvikio import PinningDevice
 from store_contract import CPU, descriptors
 
 from tba_offload import cli
-from tba_offload.config import OffloadConfig
 from tba_offload import device as streams
+from tba_offload.config import OffloadConfig
 from tba_offload.store import doctor, gds
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 from store_contract import CPU
 
 from tba_offload import cli
-from tba_offload.config import SCHEMA_URL, load_config
 from tba_offload import device as streams
+from tba_offload.config import SCHEMA_URL, load_config
 
 if TYPE_CHECKING:
     from pathlib import Path
