@@ -45,6 +45,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)  # a container may forbid unknown calls
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 20, 1 << 30  # a twentieth of the file system, at least 1 GiB
 _MOST_LINKS = 40
+# Small blocks save memory: a buffer for a read is padded to blocks. File systems other than these may take
+# less than their own block, and move it through the page cache without a word.
+_SMALL_BLOCKS, _KEEPS_DIRECT = (512, BLOCK), ("ext4", "xfs")
 
 
 class FileStore(Store):
@@ -261,26 +264,26 @@ class FileStore(Store):
             logger.warning("%s stays until the store is closed: %s", self._run, why)
 
     def start(self) -> None:
-        """Use direct I/O where the file system moves a block by it, there and back.
+        """Use direct I/O, by the smallest block that the file system moves there and back.
 
         Called once, while the file still has its name.
         """
         self._stable_pages = posix.needs_stable_pages(self.fd)
-        flags, block = fcntl.fcntl(self.fd, fcntl.F_GETFL), mmap.mmap(-1, BLOCK)
-        if self.mount.place == posix.MEMORY:
-            self.reason = f"{self.mount.kind} lies in memory"
-        else:
+        flags, memory = fcntl.fcntl(self.fd, fcntl.F_GETFL), memoryview(mmap.mmap(-1, BLOCK))
+        self.reason = f"{self.mount.kind} lies in memory"
+        sizes = _SMALL_BLOCKS if self.mount.kind in _KEEPS_DIRECT else (BLOCK,)
+        for size in sizes if self.mount.place != posix.MEMORY else ():
             try:
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-                os.pwrite(self.fd, block, 0)
-                os.preadv(self.fd, [block], 0)
+                os.pwrite(self.fd, memory[:size], 0)
+                os.preadv(self.fd, [memory[:size]], 0)
                 os.ftruncate(self.fd, 0)
             except OSError as error:
-                self.reason = f"the file system refuses direct I/O of {BLOCK} bytes ({error.strerror})"
-        if self.reason is None:
-            self.block = BLOCK
-            self.alignment = 1 if self.device.pins_memory else BLOCK  # slabs take bytes from anywhere
-            return
+                self.reason = f"the file system refuses direct I/O of {size} bytes ({error.strerror})"
+            else:
+                self.block, self.reason = size, None
+                self.alignment = 1 if self.device.pins_memory else size  # slabs take bytes from anywhere
+                return
         self.path = "buffered"
         fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
         what = "buffered I/O instead of direct I/O, so bytes pass through the page cache"
