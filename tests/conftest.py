@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,21 +17,20 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import hypothesis
-import lanes
 import pytest
 import torch
 from hypothesis import HealthCheck
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from warm import Warm
 
 
 # Where an assertion of a module that tests import fails, pytest shows the values too, if it knows the module
-# before it is imported: here ``lanes`` is, and ``compiled`` by the plugin ``lagging``.
-HELPERS = {path.stem for path in (Path(__file__).parent / "support").glob("*.py")} - {"lanes", "compiled"}
+# before it is imported: ``compiled`` is by the plugin ``lagging``.
+HELPERS = {path.stem for path in (Path(__file__).parent / "support").glob("*.py")} - {"compiled"}
 pytest.register_assert_rewrite(*HELPERS, "store_contract")
 
 
@@ -49,16 +49,49 @@ def pytest_configure() -> None:
 
 
 def pytest_report_header() -> str:
-    return lanes.told()
+    if "FULL" in os.environ:
+        return "lane: all tests"
+    if float(os.environ.get("SAMPLE", "0")):
+        sample = f"SAMPLE={os.environ['SAMPLE']} SEED={os.environ.get('SEED', '0')}"
+        return f"lane: main, and a sample of the others ({sample})"
+    return "lane: main; FULL=1 runs all tests, SAMPLE=10 SEED=1 ten per cent of the others"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    lanes.leave_out(config, items, os.environ)
+    # What is marked ``full`` is left out, unless ``FULL``, a sample or the command line wants it.
+    named = [argument for argument in config.args if "::" in argument]
+    left = {item for item in items if not is_wanted(item, named)}
+    if left:
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
     # The one place that decides it: what is marked ``gpu`` runs wherever there is one.
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def is_wanted(item: pytest.Item, named: Iterable[str]) -> bool:
+    """Whether a run takes a test: of the main lane, of a sample of the others, or by its name."""
+    if item.get_closest_marker("full") is None or "FULL" in os.environ:
+        return True
+    if any(is_named(item, argument) for argument in named):
+        return True
+    share, seed = float(os.environ.get("SAMPLE", "0")), os.environ.get("SEED", "0")
+    return is_in_sample(item.nodeid, share, int(seed))
+
+
+def is_named(item: pytest.Item, argument: str) -> bool:
+    path, _, name = argument.partition("::")
+    if (item.config.invocation_params.dir / path).resolve() != item.path:
+        return False
+    own = item.nodeid.partition("::")[2]
+    return own == name or own.startswith((f"{name}[", f"{name}::"))
+
+
+def is_in_sample(nodeid: str, share: float, seed: int) -> bool:
+    """Whether a test is among ``share`` per cent of all, others for each seed."""
+    return zlib.crc32(f"{seed} {nodeid}".encode()) % 10000 < share * 100
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -82,37 +115,30 @@ def what_was_there_before_is_not_collected_again() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session")
-def python_with_torch() -> Iterator[Warm]:
-    """Runs programs as the interpreter does, but that torch has been imported, with what checkpoints need."""
+def python_with(*modules: str) -> Iterator[Warm]:
+    """Runs programs as the interpreter does, but that modules have been imported."""
     from children import environment
-    from places import SUPPORT
     from warm import warm
 
-    own = environment()
-    own["PYTHONPATH"] += f"{os.pathsep}{SUPPORT}"  # for faults, which programs put into their stores
-    with warm("torch", "torch._dynamo", env=own) as found:
+    with warm(*modules, env=environment()) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def python_with_torch() -> Iterator[Warm]:
+    """With what checkpoints need."""
+    yield from python_with("torch", "torch._dynamo")
 
 
 @pytest.fixture(scope="session")
 def python_with_megatron() -> Iterator[Warm]:
-    """The same, with megatron-core."""
-    from children import environment
-    from warm import warm
-
-    with warm("megatron.core.models.gpt", "torch._dynamo", env=environment()) as found:
-        yield found
+    yield from python_with("megatron.core.models.gpt", "torch._dynamo")
 
 
 @pytest.fixture(scope="session")
 def python_with_scripts() -> Iterator[Warm]:
-    """The same, for a CPU and with Megatron's training loop where there is one."""
-    from children import environment
-    from warm import warm
-
-    with warm("scripts_on_cpu", env=environment()) as found:
-        yield found
+    """For a CPU and with Megatron's training loop, where there is one."""
+    yield from python_with("scripts_on_cpu")
 
 
 @pytest.fixture

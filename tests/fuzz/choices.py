@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from .containers import STYLES
 from .modules import MODULES
+from .network import STYLES
 from .updates import OPTIMIZERS
 
 if TYPE_CHECKING:

@@ -34,15 +34,8 @@ REFUSALS = (
 """Errors by which the package says that it does not go together with a program."""
 
 OWN = {
-    "FrozenWeights",
-    "Handle",
-    "LayerHooks",
-    "OptimizerStates",
-    "Record",
-    "Session",
-    "Slot",
-    "Span",
-    "Step",
+    *("FrozenWeights", "Kept", "LayerHooks", "OptimizerStates", "Packed", "SavedStorage", "Session"),
+    *("Slot", "Step"),
 }
 """Classes of which nothing is left when a session is closed and its model is gone."""
 
@@ -87,7 +80,8 @@ def judge(program: Program) -> Verdict:
             return Verdict("unsteady", verdict.text)
         if verdict.is_fault:
             return verdict
-        remains = [*left_over(directory), *more(own_objects(), before)]
+        more = own_objects() - before
+        remains = [*left_over(directory), *(f"{count} {name}" for name, count in more.items())]
         if open_files() > descriptors:
             remains.append(f"{open_files() - descriptors} descriptors")
         if any(map(gt, left, plain_left)):  # once more: what is made once in a process is not left each time
@@ -143,15 +137,8 @@ def own_objects() -> Counter[str]:
     """How many of each class of what moves and plans are alive."""
     gc.collect()
     kinds = (type(thing) for thing in gc.get_objects())
-    return Counter(kind.__name__ for kind in kinds if kind.__name__ in OWN and is_own(kind))
-
-
-def is_own(kind: type) -> bool:
-    return str(kind.__module__).startswith("tba_offload.")
-
-
-def more(after: Counter[str], before: Counter[str]) -> list[str]:
-    return [f"{count} {name}" for name, count in (after - before).items()]
+    ours = (kind for kind in kinds if str(kind.__module__).startswith("tba_offload."))
+    return Counter(kind.__name__ for kind in ours if kind.__name__ in OWN)
 
 
 def open_files() -> int:
@@ -161,15 +148,10 @@ def open_files() -> int:
 def left_over(directory: Path) -> list[str]:
     """Threads and files."""
     deadline = time.monotonic() + PATIENCE
-    while (names := own_threads()) and time.monotonic() < deadline:
+    while True:
+        threads = [each.name for each in threading.enumerate() if each.name.startswith("tba-")]
+        if not threads or time.monotonic() > deadline:
+            break
         time.sleep(0.005)
-    files = [
-        str(path.name)
-        for path in directory.rglob("*")
-        if path.name not in {"a", "b"} and path.suffix != ".jsonl"
-    ]
-    return names + files
-
-
-def own_threads() -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name.startswith("tba-")]
+    files = (path for path in directory.rglob("*") if path.name not in {"a", "b"})
+    return threads + [path.name for path in files if path.suffix != ".jsonl"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 import traceback
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from harness import in_time
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
@@ -244,7 +244,7 @@ class Training:
             (loss * 0.5).backward(retain_graph=True)
             (loss * loss).backward()
         elif program.backward == "in a thread":
-            in_a_thread(loss.backward)
+            in_time(loss.backward)  # on a thread of its own
         elif program.backward == "to inputs":
             loss.backward(inputs=parameters)
         elif program.backward == "autograd.grad":
@@ -366,20 +366,3 @@ def halve(parameter: Tensor) -> None:
 
 def raise_mishap(_: Tensor) -> None:
     raise Mishap
-
-
-def in_a_thread(work: Any) -> None:
-    """Does the work in another thread, and raises what it raises."""
-    errors: list[BaseException] = []
-
-    def do() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    thread = threading.Thread(target=do)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors.pop()

@@ -14,7 +14,17 @@ import pytest
 import torch
 from fake_kvikio import HAS_KVIKIO
 from harness import COMPILER_LOOKS
-from models import HIDDEN, SEQUENCE, GptBlock, assert_same_history, loss_of, make_model, make_tokens, train
+from models import (
+    HIDDEN,
+    SEQUENCE,
+    GptBlock,
+    assert_same_history,
+    assert_same_tensors,
+    loss_of,
+    make_model,
+    make_tokens,
+    train,
+)
 from places import ROOT, SUPPORT
 from torch import Tensor, nn
 
@@ -32,13 +42,7 @@ STORES = [
     pytest.param("gds", marks=pytest.mark.skipif(not HAS_KVIKIO, reason="kvikio is not installed")),
 ]
 PLACEMENTS: dict[str, tuple[Placement, tuple[Rule, ...]]] = {
-    "keep": (Placement.KEEP, ()),
-    "offload": (Placement.OFFLOAD, ()),
-    "recompute": (Placement.RECOMPUTE, ()),
-    "recompute-offload": (Placement.RECOMPUTE_OFFLOAD, ()),
-    "recompute-except-attention": (Placement.RECOMPUTE_EXCEPT_ATTENTION, ()),
-    "offload-remat": (Placement.OFFLOAD_REMAT, ()),
-    "auto": (Placement.AUTO, ()),
+    **{str(placement): (placement, ()) for placement in Placement},
     "mixed": (Placement.OFFLOAD, (Rule("0", Placement.RECOMPUTE), Rule("2", Placement.KEEP))),
 }
 HERE = Path(__file__).parent
@@ -161,7 +165,7 @@ def test_a_device_that_lags_behind_gets_the_same_bits(
     with tba.attach(model, config_for("offload", store, tmp_path), layers=list(model.layers)) as session:
         for _ in range(3):
             found = gradients(session)
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert_same_tensors(found, expected)
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -187,7 +191,7 @@ def test_bytes_made_on_another_stream_are_written_after_their_kernel(store: str,
     with tba.attach(layers, config_for("offload", store, tmp_path), layers=list(layers)) as session:
         for _ in range(3):
             found = gradients(session)
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert_same_tensors(found, expected)
 
 
 # Times
@@ -207,12 +211,6 @@ class Dozing(nn.Module):
         return self.out(nn.functional.gelu(inner))
 
 
-def make_dozing() -> tuple[nn.Sequential, Tensor]:
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(Dozing() for _ in range(4))).cuda()
-    return layers, torch.randn(8, SEQUENCE, HIDDEN, device="cuda", requires_grad=True)
-
-
 def length_of_sleep() -> float:
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(5):  # while the clocks of the device rise
@@ -225,7 +223,9 @@ def length_of_sleep() -> float:
 
 @pytest.mark.parametrize("store", STORES)
 def test_a_step_takes_the_time_of_the_device(store: str, tmp_path: Path) -> None:
-    layers, x = make_dozing()
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Dozing() for _ in range(4))).cuda()
+    x = torch.randn(8, SEQUENCE, HIDDEN, device="cuda", requires_grad=True)
     config = config_for("offload", store, tmp_path)
     with tba.attach(layers, config, layers=list(layers), run_log=tmp_path / "run.jsonl") as session:
         for _ in range(4):

@@ -11,8 +11,8 @@ import harness
 import pytest
 import torch
 from later import Later
-from models import VOCAB, loss_of, make_model, make_tokens, same_bits
-from optimizers import MAKERS, Given, assert_same, go_on_from, pair, policy
+from models import VOCAB, assert_same_tensors, loss_of, make_model, make_tokens, same_bits
+from optimizers import MAKERS, Given, assert_same, go_on_from, pair, policy, train
 from torch import Tensor, nn
 
 import tba_offload as tba
@@ -60,19 +60,14 @@ def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor
 @pytest.mark.parametrize("name", [name for name in MAKERS if name not in ON_CPU_ONLY])
 def test_states_give_the_bits_of_the_optimizer(name: str, when: str, kind: str, tmp_path: Path) -> None:
     found, expected = pair(name, device=WHERE)
-    store = {} if kind == "file" else {"kind": "host", "directories": []}
-    chosen = policy(tmp_path, store=store)
-    chosen["states"]["when"] = when
+    chosen = policy(tmp_path, kind, states={"when": when})
     with tba.offload_optimizer(found.optimizer, chosen, model=found.model):
-        for seed in range(4):
-            found.step(seed)
-            expected.step(seed)
+        train(found, expected, *range(4))
         assert_same(found, expected)
-    states = found.optimizer.state_dict()["state"], expected.optimizer.state_dict()["state"]
+    states = (training.optimizer.state_dict()["state"] for training in (found, expected))
     devices = [[value.device for entry in each.values() for value in entry.values()] for each in states]
     assert devices[0] == devices[1]  # they came back to where they were
-    found.step(9)
-    expected.step(9)
+    train(found, expected, 9)
     assert_same(found, expected)
 
 
@@ -83,9 +78,7 @@ def test_what_the_processor_updates_has_the_bits_of_a_cpu(
 ) -> None:
     found = Given(lambda parameters: torch.optim.AdamW(parameters, fused=fused), device=WHERE)
     expected = Given(lambda parameters: torch.optim.AdamW(parameters, fused=True))
-    store = {} if kind == "file" else {"kind": "host", "directories": []}
-    chosen = policy(tmp_path, store=store)
-    chosen["states"]["update"] = "host"
+    chosen = policy(tmp_path, kind, states={"update": "host"})
     with tba.offload_optimizer(found.optimizer, chosen) as states:
         for seed in range(4):
             found.step(seed)
@@ -103,8 +96,7 @@ def test_what_the_processor_updates_has_the_bits_of_a_cpu(
 def test_each_lane_gives_the_bits_of_its_kernels(update: str, tmp_path: Path) -> None:
     make = MAKERS["adamw-fused"]
     found, device, cpu = Given(make, device=WHERE), Given(make, device=WHERE), Given(make)
-    chosen = policy(tmp_path, store={"kind": "host", "directories": []})
-    chosen["states"]["update"] = update
+    chosen = policy(tmp_path, "host", states={"update": update})
     with tba.offload_optimizer(found.optimizer, chosen) as states:
         for training in (found, device):
             training.step(0)
@@ -129,8 +121,7 @@ def test_states_beside_activations(tmp_path: Path) -> None:
             session.close()
         return losses + [parameter.detach() for parameter in model.parameters()]
 
-    pairs = zip(trained(offloads=True), trained(offloads=False), strict=True)
-    assert all(same_bits(a, b) for a, b in pairs)
+    assert_same_tensors(trained(offloads=True), trained(offloads=False))
 
 
 def test_states_and_activations_share_a_budget_of_the_device(tmp_path: Path) -> None:
@@ -184,46 +175,25 @@ def test_frozen_weights(placement: str, tmp_path: Path) -> None:
             session.close()
         return losses + [parameter.detach() for parameter in model.parameters()]
 
-    pairs = zip(trained(offloads=True), trained(offloads=False), strict=True)
-    assert all(same_bits(a, b) for a, b in pairs)
+    assert_same_tensors(trained(offloads=True), trained(offloads=False))
 
 
 # Models of Hugging Face's, whose attention is a kernel of its own on a GPU, with its own random numbers
 
 
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=512,
-            vocab_size=VOCAB,
-            attention_dropout=0.1,
-        )
-    )
+SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("Llama", "ForCausalLM", SIZES | {"num_key_value_heads": 2, "attention_dropout": 0.1}),
+    "gpt2": ("GPT2", "LMHeadModel", {"n_embd": 256, "n_layer": 3, "n_head": 4}),
+    "bert": ("Bert", "ForMaskedLM", SIZES),
+}
+"""Family, task and sizes."""
 
 
-def gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=256, n_layer=3, n_head=4, vocab_size=VOCAB)
-    )
-
-
-def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            hidden_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=512,
-            vocab_size=VOCAB,
-        )
-    )
-
-
-MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert}
+def model_of(kind: str) -> Any:
+    family, task, sizes = MODELS[kind]
+    config = getattr(transformers, f"{family}Config")(**sizes, vocab_size=VOCAB)
+    return getattr(transformers, family + task)(config).train()
 
 
 @pytest.mark.filterwarnings("ignore:the model fills a cache")
@@ -233,7 +203,7 @@ MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert}
 def test_a_model_of_hugging_face(kind: str, placement: str, precision: str, tmp_path: Path) -> None:
     def trained(*, offloads: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        model = MODELS[kind]().to(WHERE, torch.bfloat16 if precision == "bf16" else torch.float32).train()
+        model = model_of(kind).to(WHERE, torch.bfloat16 if precision == "bf16" else torch.float32)
         model.config.use_cache = False
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         scaler = torch.amp.GradScaler(WHERE, enabled=precision == "scaled")
@@ -259,8 +229,7 @@ def test_a_model_of_hugging_face(kind: str, placement: str, precision: str, tmp_
         state = torch.get_device_module(WHERE).get_rng_state()
         return [*losses, *(parameter.detach() for parameter in model.parameters()), state]
 
-    pairs = zip(trained(offloads=True), trained(offloads=False), strict=True)
-    assert all(same_bits(a, b) for a, b in pairs)
+    assert_same_tensors(trained(offloads=True), trained(offloads=False))
 
 
 # CUDA graphs

@@ -6,9 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from click.testing import CliRunner
+from commands import call
 
-from tba_offload import cli
 from tba_offload.report.log import read_run_log
 
 if TYPE_CHECKING:
@@ -24,14 +23,10 @@ TINY = (
 )
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, ["demo", *arguments])
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     output = tmp_path_factory.mktemp("demo")
-    result = call(*TINY, "--output", str(output))
+    result = call("demo", *TINY, "--output", output)
     assert result.exit_code == 0, result.output
     return output, result
 
@@ -63,7 +58,7 @@ def test_a_run_leaves_logs_pictures_and_figures(run: tuple[Path, Result]) -> Non
 @pytest.mark.parametrize("states", ["offload", "backward"])
 def test_a_lane_that_offloads_optimizer_states_too(states: str, tmp_path: Path) -> None:
     wide = ("--hidden", "512", "--output", str(tmp_path), "--states", states)  # or all states fit the slots
-    result = call(*TINY, *wide)
+    result = call("demo", *TINY, *wide)
     assert result.exit_code == 0, result.output
     summary = summary_of(tmp_path)
     assert summary["identical_parameters"]
@@ -89,7 +84,7 @@ def test_a_lane_that_offloads_optimizer_states_too(states: str, tmp_path: Path) 
 def test_what_makes_no_run_is_one_line(
     arguments: tuple[str, ...], status: int, message: str, tmp_path: Path
 ) -> None:
-    result = call("--output", str(tmp_path / "out"), "--dtype", "fp32", *arguments)
+    result = call("demo", "--output", tmp_path / "out", "--dtype", "fp32", *arguments)
     assert result.exit_code == status
     assert message in result.stderr
     assert "Traceback" not in result.output

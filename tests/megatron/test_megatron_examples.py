@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from covering import of_which
 from places import EXAMPLES
-from pretrain_runs import SCRIPT, Figures, figures, free_port, needs_training, start, wait_for
+from pretrain_runs import SCRIPT, Figures, figures, finish, free_port, needs_training
 
 from tba_offload.config import load_config
 from tba_offload.report.ranks import read_runs
@@ -50,14 +50,9 @@ def train(name: str, figures_directory: Path, **variables: str) -> list[Figures]
     """Runs a script to its end."""
     ranks, smaller = LAYOUTS[name]
     command = ["bash", str(MEGATRON / f"{name}.sh"), str(SCRIPT), *SMALL, *smaller]
-    here = {
-        "CPU": "1",
-        "GPUS_PER_NODE": str(ranks),
-        "MASTER_PORT": str(free_port()),
-        "PYTHON": sys.executable,
-    }
-    child = start([*command, "--figures", str(figures_directory)], here | variables)
-    finished = wait_for(child)
+    here = {"CPU": "1", "GPUS_PER_NODE": str(ranks), "MASTER_PORT": str(free_port())}
+    here["PYTHON"] = sys.executable
+    finished = finish([*command, "--figures", str(figures_directory)], here | variables)
     assert finished.status == 0, finished.output[-5000:]
     return figures(figures_directory)
 

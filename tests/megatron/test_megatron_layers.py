@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
@@ -20,7 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.usefixtures("megatron"),
+    pytest.mark.filterwarnings(r"ignore:::megatron\."),  # of absent extras
+]
 
 SHAPE = GptShape(layers=3, hidden=32, heads=4, sequence=16, vocab=64, dropout=0.1)
 
@@ -71,12 +74,10 @@ class Mixer(nn.Module):
 
 def build_mamba() -> nn.Module:
     """Three layers of megatron-core's MambaLayer."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"megatron\.")
-        from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-        from megatron.core.process_groups_config import ProcessGroupCollection
-        from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     config: Any = find_layers(build_gpt(dataclasses.replace(SHAPE, dtype="fp32"), seed=0))[0].module.config
     parts = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=Mixer, mamba_bda=get_bias_dropout_add)
@@ -92,17 +93,15 @@ def build_mamba() -> nn.Module:
 
 def build_mtp() -> nn.Module:
     """A GPT with two layers that predict further tokens."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"megatron\.")
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 
-        plain = find_layers(build_gpt(dataclasses.replace(SHAPE, dtype="fp32"), seed=0))[0].module
-        config: Any = dataclasses.replace(plain.config, mtp_num_layers=2)  # type: ignore[type-var]
-        spec = get_gpt_layer_local_spec()
-        further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
-        torch.manual_seed(0)
-        return GPTModel(config, spec, vocab_size=64, max_sequence_length=16, mtp_block_spec=further)
+    plain = find_layers(build_gpt(dataclasses.replace(SHAPE, dtype="fp32"), seed=0))[0].module
+    config: Any = dataclasses.replace(plain.config, mtp_num_layers=2)  # type: ignore[type-var]
+    spec = get_gpt_layer_local_spec()
+    further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    torch.manual_seed(0)
+    return GPTModel(config, spec, vocab_size=64, max_sequence_length=16, mtp_block_spec=further)
 
 
 class TestOtherLayers:
@@ -131,25 +130,23 @@ class TestShorten:
 
 
 def build_t5() -> nn.Module:
-    """A T5 of megatron-core with two layers in each stack; it warns of absent extras."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"megatron\.")
-        from megatron.core.models.T5 import t5_spec
-        from megatron.core.models.T5.t5_model import T5Model
-        from megatron.core.transformer import TransformerConfig
+    """A T5 of megatron-core with two layers in each stack."""
+    from megatron.core.models.T5 import t5_spec
+    from megatron.core.models.T5.t5_model import T5Model
+    from megatron.core.transformer import TransformerConfig
 
-        torch.manual_seed(0)
-        config = TransformerConfig(
-            num_layers=2, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True
-        )
-        model: nn.Module = T5Model(
-            config=config,
-            encoder_config=config,
-            transformer_encoder_layer_spec=t5_spec.get_t5_encoder_with_local_block_spec(2),
-            transformer_decoder_layer_spec=t5_spec.get_t5_decoder_with_local_block_spec(2),
-            vocab_size=32,
-            max_sequence_length=8,
-            pre_process=True,
-            post_process=True,
-        )
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True
+    )
+    model: nn.Module = T5Model(
+        config=config,
+        encoder_config=config,
+        transformer_encoder_layer_spec=t5_spec.get_t5_encoder_with_local_block_spec(2),
+        transformer_decoder_layer_spec=t5_spec.get_t5_decoder_with_local_block_spec(2),
+        vocab_size=32,
+        max_sequence_length=8,
+        pre_process=True,
+        post_process=True,
+    )
     return model.to(training_device())

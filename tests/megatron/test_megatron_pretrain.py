@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import call
 from covering import of_which
 from pretrain_runs import (
     OFFLOADING,
@@ -27,7 +27,6 @@ from pretrain_runs import (
     train,
 )
 
-from tba_offload.cli import main
 from tba_offload.megatron.arguments import CONFLICTS
 from tba_offload.report.log import MEMORY, RunLog, read_run_log
 
@@ -121,14 +120,8 @@ def test_curves_stand_at_the_iterations_of_megatron(
     plain: Figures, tmp_path: Path, python_with_scripts: Warm
 ) -> None:
     board = tmp_path / "board"
-    found, log = offload(
-        python_with_scripts,
-        tmp_path / "run",
-        "--tensorboard-dir",
-        str(board),
-        "--tensorboard-log-interval",
-        "2",
-    )
+    flags = ("--tensorboard-dir", str(board), "--tensorboard-log-interval", "2")
+    found, log = offload(python_with_scripts, tmp_path / "run", *flags)
     assert found == plain
     curves = read_curves(board)
     assert [iteration for iteration, _ in curves["lm loss"]] == [2, 4]
@@ -207,8 +200,7 @@ def test_a_step_that_megatron_doubts_is_run_again_and_counts_twice(
     expected = plain.of("train")
     expected[6:6] = again
     assert found.of("train") == expected
-    assert found.of("valid") == plain.of("valid")
-    assert found.parameters == plain.parameters
+    assert (found.of("valid"), found.parameters) == (plain.of("valid"), plain.parameters)
     assert len(log.steps) == STEPS + 1
     third, fourth = log.steps[2:4]
     assert (third.loss, third.scopes) == (fourth.loss, fourth.scopes)
@@ -246,20 +238,13 @@ def test_two_stages_plan_save_and_resume_and_train_the_same(
     expected = train(python_with_scripts, PLAIN, tmp_path / "plain", *STAGES, *LONGER, ranks=2)
     checkpoints = ("--save", str(tmp_path / "checkpoints"), "--save-interval", str(FIRST))
     common, own = (*STAGES, *LONGER, *checkpoints), tmp_path / "run"
-    stop = ("--exit-interval", str(FIRST))
-    first = train(
-        python_with_scripts, OFFLOADING, tmp_path / "first", *common, *stop, *auto_flags(own, "1GiB"), ranks=2
-    )
-    resume = ("--load", str(tmp_path / "checkpoints"))
-    second = train(
-        python_with_scripts,
-        OFFLOADING,
-        tmp_path / "second",
-        *common,
-        *resume,
-        *auto_flags(own, "1KiB"),
-        ranks=2,
-    )
+
+    def part(name: str, budget: str, *flags: str) -> list[Figures]:
+        more = *common, *flags, *auto_flags(own, budget)
+        return train(python_with_scripts, OFFLOADING, tmp_path / name, *more, ranks=2)
+
+    first = part("first", "1GiB", "--exit-interval", str(FIRST))
+    second = part("second", "1KiB", "--load", str(tmp_path / "checkpoints"))
     assert [len(rank.losses) > 0 for rank in first] == [False, True]
     for rank in range(2):
         assert first[rank].losses + second[rank].losses == expected[rank].losses
@@ -273,10 +258,10 @@ def test_two_stages_plan_save_and_resume_and_train_the_same(
         assert last_plan(later).keys() == last_plan(log).keys()
         assert later.steps[-1].predicted_peak_bytes is not None
         assert "keep" not in last_plan(later).values()
-        done = CliRunner().invoke(main, ["plan", str(later.path), "--json"])
+        done = call("plan", later.path, "--json")
         assert done.exit_code == 0, done.output
         assert json.loads(done.output)["names"] == list(last_plan(log))
-    done = CliRunner().invoke(main, ["rok", str(own / "run.jsonl"), "--csv", "-"])
+    done = call("rok", own / "run.jsonl", "--csv", "-")
     assert done.exit_code == 0, done.output
     assert len(done.output.splitlines()) == 2  # the run logs of two ranks are one point
 
@@ -291,16 +276,8 @@ def last_plan(log: RunLog) -> dict[str, str]:
 
 
 def test_a_flag_that_is_in_the_way_is_named_before_training(tmp_path: Path) -> None:
-    wrong = (
-        "--recompute-granularity",
-        "full",
-        "--recompute-method",
-        "uniform",
-        "--recompute-num-layers",
-        "1",
-    )
-    figures = ("--figures", str(tmp_path / "figures"))
-    finished = run(OFFLOADING, *TINY, *ON_A_CPU, *figures, *wrong, *tba_flags(tmp_path))
+    wrong = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    finished = run(OFFLOADING, *TINY, *ON_A_CPU, *wrong, *tba_flags(tmp_path))
     assert finished.status == 2
     assert "does not go together with --recompute-granularity full" in " ".join(finished.output.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["drive", "policy.yaml"]

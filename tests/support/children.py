@@ -47,10 +47,11 @@ def run_tests(
 
 
 BLOCK = """
-import sys
+import sys, warnings
+warnings.simplefilter("error")
 sys.modules |= dict.fromkeys({missing!r})
 """
-"""Makes Python take packages for missing."""
+"""Makes Python take packages for missing, and warnings for errors."""
 
 
 def run_without(
@@ -65,7 +66,5 @@ def run_without(
     """
     script = BLOCK.format(missing=missing) + code
     if python is not None:
-        return python.run("-c", script, is_strict=True)
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False
-    )
+        return python.run("-c", script)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -1,12 +1,13 @@
 """Two ranks that train small models spread by PyTorch's own means, with a session and without: a program.
 
-    python distributed_ranks.py DIRECTORY
+    python distributed_ranks.py DIRECTORY CASE...
 
-Each rank trains under every case and leaves what came out in ``DIRECTORY/RANK.json``.
+Each rank trains under the cases and leaves what came out in ``DIRECTORY/RANK.json``.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import multiprocessing
@@ -18,6 +19,7 @@ from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ import torch.nn.functional as F
 from harness import KIB, PATIENCE, Drive, assert_all_given_back, session_for
 from models import same_bits
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -38,6 +41,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import tba_offload as tba
+from tba_offload.errors import StatesAwayError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,9 +70,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, outputs: int = 8) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, outputs)
         self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,6 +98,13 @@ def by_parameters(net: Net, **settings: Any) -> nn.Module:
     for layer in net.layers:
         fully_shard(layer, **settings)
     return fully_shard(net, **settings)
+
+
+def by_layers(net: Net) -> nn.Module:
+    """Each is the root of its own."""
+    for layer in (net.first, *net.layers, net.last):
+        fully_shard(layer)
+    return net
 
 
 def by_columns(net: Net) -> nn.Module:
@@ -257,15 +268,93 @@ def compare(spread: str, rank: int, default: str) -> dict[str, Any]:
     return {"different": sum(not same_bits(a, b) for a, b in pairs), "steps": steps}
 
 
-COMPARED = {
-    "offload": [*SPREAD, IN_STAGES],
-    "offload-remat": [*SPREAD, IN_STAGES],
-    "recompute": [*SPREAD, IN_STAGES],
-    "recompute-offload": [*SPREAD, IN_STAGES],
-    "recompute-except-attention": [*SPREAD, IN_STAGES],
-    "auto": ["by batch", "by shards", "by parameters", "by columns", IN_STAGES],
-}
+COMPARED = dict.fromkeys(
+    ("offload", "offload-remat", "recompute", "recompute-offload", "recompute-except-attention"),
+    [*SPREAD, IN_STAGES],
+)
+COMPARED["auto"] = ["by batch", "by shards", "by parameters", "by columns", IN_STAGES]
 """Which placements are compared with plain training of models that are spread how."""
+
+
+# ---- optimizer states ----------------------------------------------------------------------------
+
+
+class Updates:
+    """One training whose optimizer has states. Of the model's last weight, of one row, a rank has none."""
+
+    def __init__(self, spread: Callable[[Net], nn.Module]) -> None:
+        torch.manual_seed(5)
+        self.model = spread(Net(outputs=1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def step(self, number: int, *, most: float | None = 0.1, batches: int = 1) -> None:
+        self.optimizer.zero_grad()
+        for batch in range(batches):
+            generator = torch.Generator().manual_seed(100 * number + 10 * batch + dist.get_rank())
+            self.model(torch.randn(ROWS, LENGTH, WIDTH, generator=generator)).square().mean().backward()
+        if most is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        self.optimizer.step()
+
+    def tensors(self) -> list[Tensor]:
+        entries = self.optimizer.state_dict()["state"]
+        states = [value for entry in entries.values() for value in entry.values()]
+        return [local(each.detach()).reshape(-1) for each in [*self.model.parameters(), *states]]
+
+
+def policy_of_states(**states: Any) -> dict[str, dict[str, Any]]:
+    return {"states": {"sub_group_bytes": "128KiB", **states}, "store": {"kind": "host"}}
+
+
+def differing(one: Updates, other: Updates) -> int:
+    return sum(not same_bits(a, b) for a, b in zip(one.tensors(), other.tensors(), strict=True))
+
+
+def compare_states(_: int, spread: str) -> dict[str, Any]:
+    """How many tensors differ after training, and after a checkpoint went from one training to another."""
+    plain, found, resumed = (Updates(SPREAD[spread]) for _ in range(3))
+    with (
+        tba.offload_optimizer(found.optimizer, policy_of_states()) as states,
+        tba.offload_optimizer(resumed.optimizer, policy_of_states()),
+    ):
+        for number in range(4):
+            plain.step(number)
+            found.step(number)
+        record = states.records[-1]
+        result = {"trained": differing(found, plain), "away": record.states_bytes, "read": record.read_bytes}
+        if "shards" not in spread:  # FSDP1's own way is a function of its class
+            resumed.model.load_state_dict(plain.model.state_dict())
+            saved = copy.deepcopy(get_optimizer_state_dict(found.model, found.optimizer))
+            set_optimizer_state_dict(resumed.model, resumed.optimizer, saved)
+            for run in (plain, found, resumed):
+                run.step(9)
+            result["resumed"] = differing(resumed, plain) + differing(found, plain)
+    result["closed"] = differing(found, plain)
+    return result
+
+
+def compare_updates_in_backward(_: int, spread: Callable[[Net], nn.Module]) -> dict[str, Any]:
+    """How many tensors differ where updates are made in backward, and which steps were."""
+    plain, found = Updates(spread), Updates(spread)
+    policy = policy_of_states(when="backward", micro_batches=2)
+    result: dict[str, Any] = {"differing": [], "in_backward": []}
+    with tba.offload_optimizer(found.optimizer, policy, model=found.model) as states:
+        for number, batches in enumerate((2, 2, 1, 2, 2)):
+            for run in (plain, found):
+                run.step(number, most=None, batches=batches)
+            result["differing"].append(differing(found, plain))
+            result["in_backward"].append(states.records[-1].in_backward > 0)
+        found.optimizer.zero_grad()
+        try:
+            found.step(9, batches=2)
+        except StatesAwayError as error:
+            result["clipped"] = str(error)
+    with mock.patch("torch.accelerator.is_available", return_value=True):
+        try:
+            tba.offload_optimizer(found.optimizer, policy, model=found.model)
+        except UnsupportedError as error:
+            result["refused"] = str(error)
+    return result
 
 
 def cases() -> dict[str, Callable[[int], dict[str, Any]]]:
@@ -274,6 +363,10 @@ def cases() -> dict[str, Callable[[int], dict[str, Any]]]:
     for default, spreads in COMPARED.items():
         for spread in spreads:
             found[f"{default}, {spread}"] = partial(compare, spread, default=default)
+    for spread in ("by batch", "by parameters", "by shards, with the parameters"):
+        found[f"states, {spread}"] = partial(compare_states, spread=spread)
+    for spread_by in (by_parameters, by_layers):
+        found[f"backward, {spread_by.__name__}"] = partial(compare_updates_in_backward, spread=spread_by)
     return found
 
 

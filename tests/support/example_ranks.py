@@ -3,7 +3,7 @@
     python example_ranks.py EXAMPLE RANKS DIRECTORY POLICY OPTION...
 
 The options are those of the example. Each rank leaves what came out in ``DIRECTORY/without-RANK.pt`` and
-``DIRECTORY/with-RANK.pt``. Where the package is not to be used, its name belongs to modules that do nothing.
+``DIRECTORY/with-RANK.pt``. Where the package is not to be used, what it is asked for does nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import os
 import runpy
 import sys
 import types
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+import tba_offload as tba
 
 FIGURES = ("offloaded_bytes", "read_bytes", "kept_bytes", "scopes", "left_alone_scopes")
 
@@ -60,10 +61,9 @@ def main() -> None:
 
 
 def imports_of(example: Path) -> ast.Module:
-    """What it imports first, but for the package."""
+    """What it imports first."""
     tree = ast.parse(example.read_text(encoding="utf-8"))
-    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    return ast.Module([node for node in imports if "tba_offload" not in ast.unparse(node)], [])
+    return ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
 
 
 def run_rank(name: str, rank: int, place: dict[str, str], arguments: list[str]) -> None:
@@ -75,11 +75,9 @@ def run_rank(name: str, rank: int, place: dict[str, str], arguments: list[str]) 
     sys.argv = arguments
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         names = runpy.run_path(arguments[0], run_name="__main__")
-    is_ours = "tba_offload.session.session" in sys.modules
-    assert is_ours is (name == "with"), sorted(sys.modules)
     parameters = {key: local(parameter) for key, parameter in names["model"].named_parameters()}
     kinds = {type(parameter.data).__name__ for parameter in names["model"].parameters()}
-    steps = steps_of(names) if is_ours else []
+    steps = steps_of(names) if name == "with" else []
     found = {"printed": printed.getvalue(), "parameters": parameters, "kinds": kinds, "steps": steps}
     torch.save(found, f"{name}-{rank}.pt")
 
@@ -107,33 +105,18 @@ class NoSession:
         return [types.SimpleNamespace(step=0, activation_peak_bytes=None)]
 
 
-class DoNothing:
-    """Modules of the package, whichever are asked for."""
-
-    def find_spec(self, name: str, *_: object) -> Any:
-        if name.partition(".")[0] != "tba_offload":
-            return None
-        return ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: Any) -> None:
-        """An ordinary one."""
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.attach = lambda *_, **__: contextlib.nullcontext(NoSession())
-        if module.__name__.endswith(".transformers"):
-            from transformers import TrainerCallback
-
-            class OffloadCallback(TrainerCallback):
-                def __init__(self, *_: object) -> None:
-                    """Takes a policy and does nothing."""
-
-            module.OffloadCallback = OffloadCallback
-
-
 def do_without() -> None:
-    """A program that imports the package gets modules that do nothing."""
-    assert not any(name.partition(".")[0] == "tba_offload" for name in sys.modules)
-    sys.meta_path.insert(0, DoNothing())
+    """Has a program attach nothing."""
+    tba.attach = lambda *_, **__: contextlib.nullcontext(NoSession())
+    integration = sys.modules.get("tba_offload.integrations.transformers")
+    if integration is not None:
+        from transformers import TrainerCallback
+
+        class NoCallback(TrainerCallback):
+            def __init__(self, *_: object) -> None:
+                """Takes a policy and does nothing."""
+
+        integration.OffloadCallback = NoCallback
 
 
 if __name__ == "__main__":

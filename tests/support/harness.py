@@ -58,7 +58,7 @@ class Direction:
         self.ended = 0
         self.seconds = 0.0
         self.bytes_per_second: float | None = None
-        self._failing: Callable[[int], BaseException | None] = lambda _: None
+        self._make_error: Callable[[], BaseException] | None = None
         self._changed = threading.Condition()
         self._gate = threading.Event()
         self._gate.set()
@@ -72,42 +72,30 @@ class Direction:
         """Lets go on what was held."""
         self._gate.set()
 
-    def fail(self, error: BaseException, *, at: int | None = None, since: int = 0) -> None:
-        """Fails the one that starts as number ``at``, from 1, or all from number ``since`` on."""
-        self._failing = lambda number: error if (number >= since if at is None else number == at) else None
-
     def fail_with(self, make_error: Callable[[], BaseException]) -> None:
         """Fails all from now on, each with an error of its own: one that is kept keeps what callers hold."""
-        self._failing = lambda _: make_error()
+        self._make_error = make_error
 
     def recover(self) -> None:
-        """Ends :meth:`fail`."""
-        self._failing = lambda _: None
+        """Ends :meth:`fail_with`."""
+        self._make_error = None
 
     @contextmanager
     def under_way(self, nbytes: int) -> Iterator[None]:
         """Around one transfer, on the thread that does it."""
         with self._changed:
             self.started += 1
-            number = self.started
             self._changed.notify_all()
         try:
             assert self._gate.wait(PATIENCE)
             self._take_time(nbytes)
-            self._fail_if_told(number)
+            if self._make_error is not None:
+                raise self._make_error()
             yield
         finally:
             with self._changed:
                 self.ended += 1
                 self._changed.notify_all()
-
-    def _fail_if_told(self, number: int) -> None:
-        error = self._failing(number)
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # it knows this frame, and so all callers and what they hold
 
     def _take_time(self, nbytes: int) -> None:
         seconds = self.seconds

@@ -1,4 +1,4 @@
-"""Ctrl-C at chosen points of a step; run as a program, because an interrupt must not hit the test runner.
+"""Ctrl-C at chosen points of a step or an update: a program, because an interrupt must not hit the test runner.
 
 A signal is handled between two operations of the main thread: at the start of a Python function and after a
 call. Those points are counted in one step, and each trial interrupts another one of them.
@@ -10,30 +10,33 @@ import gc
 import random
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from unittest import mock
 
 import torch
 from harness import KIB, PATIENCE, Drive, assert_all_given_back, session_for
 from models import same_bits
+from optimizers import Training, pair, policy, train
 from torch import Tensor, nn
 
-import tba_offload
+import tba_offload as tba
+from tba_offload.states import optimizer
+from tba_offload.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from types import CodeType, FrameType
+    from collections.abc import Callable
+    from types import FrameType
 
     from tba_offload.session import Session
+    from tba_offload.store.multi import MultiStore
 
-PACKAGE = str(Path(tba_offload.__file__).parent)
+PACKAGE = str(Path(tba.__file__).parent)
 WHERE = tuple(f"{PACKAGE}/{part}" for part in ("transfer/", "capture/", "recompute/", "store/", "device/"))
-
-
-def _press_ctrl_c() -> None:
-    signal.raise_signal(signal.SIGINT)
+OF_STATES = tuple(f"{PACKAGE}/{part}" for part in ("states/", "store/", "device/"))
 
 
 class Aim:
@@ -41,26 +44,14 @@ class Aim:
 
     Args:
         at: The number of that point; ``None`` to count only.
-        within: Functions of which, and of what they call, the points are; none for all.
-        strike: What happens there.
         where: Folders whose code has the points.
     """
 
-    def __init__(
-        self,
-        at: int | None = None,
-        *,
-        within: Collection[CodeType] = (),
-        strike: Callable[[], object] = _press_ctrl_c,
-        where: tuple[str, ...] = WHERE,
-    ) -> None:
+    def __init__(self, at: int | None = None, *, where: tuple[str, ...] = WHERE) -> None:
         self.at = at
         self.count = 0
         self.struck: str | None = None
-        self._within = within
-        self._strike = strike
         self._where = where
-        self._outermost: FrameType | None = None
 
     def __enter__(self) -> Self:
         sys.setprofile(self._look)
@@ -68,11 +59,8 @@ class Aim:
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
-        self._outermost = None  # it knows its callers, and what they hold
 
     def _look(self, frame: FrameType, event: str, _: Any) -> None:
-        if self._within and not self._is_within(frame, event):
-            return
         if event not in {"call", "c_return"} or not frame.f_code.co_filename.startswith(self._where):
             return
         self.count += 1
@@ -80,14 +68,7 @@ class Aim:
             self.struck = (
                 f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name} {event}"
             )
-            self._strike()
-
-    def _is_within(self, frame: FrameType, event: str) -> bool:
-        if self._outermost is None and event == "call" and frame.f_code in self._within:
-            self._outermost = frame
-        elif event == "return" and frame is self._outermost:
-            self._outermost = None
-        return self._outermost is not None
+            signal.raise_signal(signal.SIGINT)
 
 
 class Block(nn.Module):
@@ -157,11 +138,8 @@ def trial(model: nn.Module, session: Session, at: int, expected: list[Tensor]) -
     return None
 
 
-def main(trials: int, seed: int) -> int:
-    """Prints what went wrong, a line each."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    chance = random.Random(seed)
+def steps(trials: int, chance: random.Random) -> bool:
+    """Whether something was wrong after an interrupted step."""
     drive = Drive()
     model = nn.Sequential(*(Block(i) for i in range(3)))
     expected = forward_backward(model, None)
@@ -173,29 +151,90 @@ def main(trials: int, seed: int) -> int:
         gc.collect()
         gc.freeze()  # or each collection would look at all of PyTorch
 
-        def one(_: int) -> str | None:
+        def one() -> str | None:
             drive.writes.seconds = drive.reads.seconds = chance.choice([0.0, 0.0, 0.0005])
             return trial(model, session, chance.randint(1, aim.count), expected)
 
-        return tell_of(trials, one, aim.count)
+        return is_wrong(trials, one, aim.count)
 
 
-def tell_of(trials: int, one: Callable[[int], str | None], points: int) -> int:
-    """Runs trials and prints what went wrong, a line each; the exit status.
+# ---- updates whose states are away ---------------------------------------------------------------
 
-    Args:
-        trials: How many.
-        one: Runs the trial of a number, from 0; what was wrong.
-        points: How many points there are to strike at.
-    """
-    failures = 0
-    for failure in map(one, range(trials)):
-        if failure is not None:
-            failures += 1
-            sys.stdout.write(f"{failure}\n")
-    sys.stdout.write(f"{trials} trials at {points} points, {failures} wrong\n")
-    return 1 if failures else 0
+
+def trial_of_update(place: Path, at: int) -> tuple[str | None, int]:
+    """Two updates, one that is interrupted, and two more; what was wrong, and how many points there were."""
+    found, expected = pair("adamw")
+    aim, stores = Aim(at, where=OF_STATES), []
+
+    def opened(*arguments: Any, **settings: Any) -> MultiStore:
+        stores.append(open_store(*arguments, **settings))
+        return stores[-1]
+
+    with mock.patch.object(optimizer, "open_store", opened):
+        states = tba.offload_optimizer(found.optimizer, policy(place), model=found.model)
+    with states:
+        train(found, expected, 0, 1)
+        try:
+            wrong = interrupted_update(found, expected, aim, stores[0])
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is returned as what went wrong
+            wrong = repr(error)
+    return None if wrong is None else f"{aim.struck}: {wrong}", aim.count
+
+
+def interrupted_update(found: Training, expected: Training, aim: Aim, store: MultiStore) -> str | None:
+    used = store.used_bytes
+    before = values(expected)
+    expected.step(2)
+    after = values(expected)
+    try:
+        with aim:
+            found.step(2)
+        if aim.struck is not None:
+            linger()
+            return "the interrupt was swallowed"
+    except KeyboardInterrupt:
+        pass
+    for name, value in values(found).items():
+        # Adam changes a parameter, and its other moment, by several operations.
+        if name.startswith("exp_avg of") and not is_of_either(value, before[name], after[name]):
+            return f"{name} is neither that of before nor that of after"
+    for seed in (3, 4):
+        found.step(seed)
+    left = store.used_bytes
+    return None if left == used else f"{left} bytes of the store are in use, not {used}"
+
+
+def values(training: Training) -> dict[str, Tensor]:
+    """Copies of all parameters and states, by names."""
+    found = {name: parameter.detach().clone() for name, parameter in training.model.named_parameters()}
+    for number, state in training.optimizer.state_dict()["state"].items():
+        found.update({f"{key} of parameter {number}": value.clone() for key, value in state.items()})
+    return found
+
+
+def is_of_either(found: Tensor, before: Tensor, after: Tensor) -> bool:
+    """Whether each element is that of before or that of after: a large tensor is updated in slices."""
+    bits, old, new = (each.view(torch.int32) for each in (found, before, after))
+    return bool(((bits == old) | (bits == new)).all())
+
+
+def updates(trials: int, chance: random.Random) -> bool:
+    """Whether something was wrong after an interrupted update."""
+    with tempfile.TemporaryDirectory() as place:
+        _, points = trial_of_update(Path(place), sys.maxsize)
+        return is_wrong(trials, lambda: trial_of_update(Path(place), chance.randint(1, points))[0], points)
+
+
+def is_wrong(trials: int, one: Callable[[], str | None], points: int) -> bool:
+    """Run trials that interrupt at one of some points, and print what was wrong, a line each."""
+    failures = [failure for _ in range(trials) if (failure := one()) is not None]
+    sys.stdout.writelines(f"{failure}\n" for failure in failures)
+    sys.stdout.write(f"{trials} trials at {points} points, {len(failures)} wrong\n")
+    return bool(failures)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    kind = {"steps": steps, "updates": updates}[sys.argv[1]]
+    sys.exit(kind(int(sys.argv[2]), random.Random(0)))

@@ -5,18 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tba_offload.capture.scope import ActivationKey, ScopeKey
-from tba_offload.capture.trace import (
-    ActivationTrace,
-    DeviceTimes,
-    ScopeTrace,
-    StepTimes,
-    StepTrace,
-    Treatment,
-)
-from tba_offload.config.policy import Objective, Placement
-from tba_offload.planner.auto import Controller, Task
+from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTrace, Treatment
+from tba_offload.config.policy import Placement
 from tba_offload.planner.measure import StepObservation
-from tba_offload.planner.model import Limits, computed_as
+from tba_offload.planner.model import computed_as
 from tba_offload.planner.play import play
 from tba_offload.report.log import StepRecord
 from tba_offload.store.base import DriveLoad, Load
@@ -24,9 +16,8 @@ from tba_offload.store.base import DriveLoad, Load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tba_offload.planner.measure import SeenBeside
-    from tba_offload.planner.model import Bandwidth, LayerKind, Plan, Slot, StepProfile, Timing
-    from tba_offload.session import Session
+    from tba_offload.planner.auto import Controller
+    from tba_offload.planner.model import Bandwidth, LayerKind, Plan, StepProfile
 
 
 class Machine:
@@ -38,7 +29,6 @@ class Machine:
         bandwidth: How fast the drive is.
 
     Attributes:
-        is_behind: Whether it computes on a device that has done next to nothing when the host is done.
         never: Layers that must not run twice.
     """
 
@@ -48,30 +38,19 @@ class Machine:
         self.bandwidth = bandwidth
         self.plan = controller.task.first()
         self.steps = 0
-        self.is_behind = False
         self.never: frozenset[int] = frozenset()
 
-    def run(self, steps: int, **options: float) -> list[Plan]:
-        """Steps that are all alike, see :meth:`step`; the plan of each."""
-        return [self.step(**options) for _ in range(steps)]
+    def run(self, steps: int) -> list[Plan]:
+        """Steps that are all alike; the plan of each."""
+        return [self.step() for _ in range(steps)]
 
-    def step(
-        self,
-        *,
-        bandwidth: Bandwidth | None = None,
-        slower: float = 1.0,
-        waits: float = 0.0,
-        peak: float | None = 1.0,
-        beside: SeenBeside | None = None,
-    ) -> Plan:
+    def step(self, *, bandwidth: Bandwidth | None = None, slower: float = 1.0, peak: float = 1.0) -> Plan:
         """One step, and what the controller makes of it.
 
         Args:
             bandwidth: Other rates than usual.
             slower: By which factor the step takes longer than it should.
-            waits: The share of it that compute waits for, beside what it has to.
-            peak: By which factor its peak is higher than it should be; ``None`` if it is not measured.
-            beside: What is seen beside layers.
+            peak: By which factor its peak is higher than it should be.
 
         Returns:
             The plan that was in force.
@@ -82,12 +61,12 @@ class Machine:
         rates = bandwidth or self.bandwidth
         found = play(self.profile, plan, rates)
         trace, ended = trace_of_step(self.profile, plan, slower)
-        stall = found.stall_seconds + waits * ended
+        stall = found.stall_seconds
         record = StepRecord(
             step=self.steps,
-            seconds=(ended + stall) / (1000 if self.is_behind else 1),
+            seconds=ended + stall,
             stall_seconds=stall,
-            activation_peak_bytes=None if peak is None else int(peak * found.peak_bytes),
+            activation_peak_bytes=int(peak * found.peak_bytes),
             own_peak_bytes=found.peak_bytes - self.profile.headroom,
             fallback_kept_bytes=found.fallback_bytes,
         )
@@ -96,9 +75,7 @@ class Machine:
             Load(found.read_bytes, found.read_bytes / rates.read),
         )
         stalls = [(ended, ended + stall)] if stall else []
-        times = trace.host_times(stalls, began=0.0, ended=ended + stall)
-        on_device = OnDevice(times) if self.is_behind else None
-        seen = StepObservation(trace, stalls, [load], plan, record, 0.0, beside, on_device, self.never)
+        seen = StepObservation(trace, stalls, [load], plan, record, 0.0, not_recomputed=self.never)
         self.plan = self.controller.observe(seen)
         return plan
 
@@ -113,22 +90,6 @@ class Machine:
         return plan
 
 
-class OnDevice(DeviceTimes):
-    """The times of a step by the clock of its device."""
-
-    def __init__(self, times: StepTimes) -> None:
-        self._times = times
-
-    def are_known(self) -> bool:
-        return True
-
-    def step_seconds(self) -> float:
-        return self._times.ended - self._times.began
-
-    def read(self) -> StepTimes:
-        return self._times
-
-
 def trace_of_step(profile: StepProfile, plan: Plan, slower: float = 1.0) -> tuple[StepTrace, float]:
     """What a step under a plan records, and when it ends; it begins at 0, and nothing in it waits."""
     trace, now = StepTrace(), 0.0
@@ -136,7 +97,7 @@ def trace_of_step(profile: StepProfile, plan: Plan, slower: float = 1.0) -> tupl
     for slot in profile.slots:
         now += slower * slot.gap
         placement = plan.placements[slot.layer]
-        forward, backward = _times(profile, slot, placement)
+        forward, backward = profile.timing(slot.layer, computed_as(placement))
         if slot.backward:
             scope, saved = begun[slot[:2]]
             scope.backward_began = now
@@ -157,10 +118,6 @@ def trace_of_step(profile: StepProfile, plan: Plan, slower: float = 1.0) -> tupl
     return trace, now + slower * profile.tail
 
 
-def _times(profile: StepProfile, slot: Slot, placement: Placement) -> Timing:
-    return profile.timing(slot.layer, computed_as(placement))
-
-
 def _saved(
     kind: LayerKind,
     kept: frozenset[int],
@@ -174,25 +131,11 @@ def _saved(
         return []
     saved = []
     for number, each in enumerate(kind.activations):
-        is_rebuilt = placement is Placement.OFFLOAD_REMAT and each.rebuilt
-        treatment = (
-            Treatment.REBUILT
-            if is_rebuilt
-            else Treatment.PLANNED_KEEP
-            if number in kept
-            else Treatment.OFFLOADED
-        )
+        treatment = Treatment.PLANNED_KEEP if number in kept else Treatment.OFFLOADED
+        if placement is Placement.OFFLOAD_REMAT and each.rebuilt:
+            treatment = Treatment.REBUILT
         activation = ActivationTrace(
             ActivationKey(key, number), each.nbytes, treatment, began + each.at * seconds
         )
         saved.append((activation, each.until))
     return saved
-
-
-def watching(session: Session) -> Controller:
-    """A controller that watches a session whose layers are all placed by the user."""
-    layers = tuple((layer.chunk, layer.id.name) for layer in session.layers)
-    limits = Limits(None, session.plan.window)
-    controller = Controller(Task(session.plan.placements, layers, limits, Objective.MEMORY))
-    session.planning.start(session.plan, controller)
-    return controller

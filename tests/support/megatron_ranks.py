@@ -29,7 +29,6 @@ import types
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -171,7 +170,6 @@ class History:
         losses: Of every step, what the loss function reported for each micro-batch: numbers in hexadecimal.
         evaluations: Likewise of the evaluations.
         norms: The norm of the gradients of every step.
-        runs: How often a layer ran forward, recomputations and evaluations included.
         placements: Of every step, the name of each layer of this rank → what the session did with it.
         proposals: Likewise, what this rank wanted whenever the ranks had to agree.
         tensors: Gradients of every step, parameters, the optimizer's copies of them, buffers, random states.
@@ -180,7 +178,6 @@ class History:
     losses: list[list[list[str]]] = dataclasses.field(default_factory=list)
     evaluations: list[list[list[str]]] = dataclasses.field(default_factory=list)
     norms: list[str] = dataclasses.field(default_factory=list)
-    runs: int = 0
     placements: list[dict[str, str]] = dataclasses.field(default_factory=list)
     proposals: list[dict[str, str]] = dataclasses.field(default_factory=list)
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -270,7 +267,6 @@ def train(layout: Layout, flags: list[str] | None, steps: int = STEPS, *, at_odd
     optimizer = make_optimizer(layout, config, chunks)
     count_micro_batches(layout)
     history = History()
-    runs = count_runs(chunks)
     schedule, close = get_forward_backward_func(), no_session
     if flags is not None:
         schedule, close = attach(layout, flags, chunks, schedule)
@@ -301,7 +297,6 @@ def train(layout: Layout, flags: list[str] | None, steps: int = STEPS, *, at_odd
             evaluate(history, chunks, functools.partial(run, data_iterator=make_data(layout, EVALUATION)))
     close()
     note_state(history, chunks)
-    history.runs = runs.qsize()
     return history
 
 
@@ -346,30 +341,6 @@ def count_micro_batches(layout: Layout) -> None:
 def numbers_of(reported: dict[str, Tensor]) -> list[str]:
     """What the loss function reported for one micro-batch, to the last bit."""
     return [number.hex() for value in reported.values() for number in value.double().flatten().tolist()]
-
-
-def count_runs(chunks: list[nn.Module]) -> SimpleQueue[None]:
-    """Has each run of a layer leave an item in a queue.
-
-    From inside of the layers and without a hook, because the planner recomputes no layer that has one; and a
-    queue is nothing that is turned back for a second run.
-    """
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    runs: SimpleQueue[None] = SimpleQueue()
-
-    def counted(forward: Callable[..., object]) -> Callable[..., object]:
-        def run(*args: object, **kwargs: object) -> object:
-            runs.put(None)
-            return forward(*args, **kwargs)
-
-        return run
-
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, TransformerLayer):
-                module.mlp.forward = counted(module.mlp.forward)
-    return runs
 
 
 def note_placements(history: History) -> None:
@@ -558,6 +529,7 @@ def make_config(layout: Layout) -> Any:
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "sequence_parallel": layout.sequence_parallel,
+        "expert_model_parallel_size": layout.expert,
         "deallocate_pipeline_outputs": True,  # like the scripts: what a stage has sent is freed
     }
     if layout.chunks > 1:
@@ -568,56 +540,37 @@ def make_config(layout: Layout) -> Any:
         }
     if layout.recompute_attention:
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return TransformerConfig(**settings, **_STYLES.get(layout.model, _plain)(layout))
+    return TransformerConfig(**settings | _STYLES.get(layout.model, {}))
 
 
-def _plain(_: Layout) -> dict[str, Any]:
-    return {}
-
-
-def _llama(_: Layout) -> dict[str, Any]:
-    return {
+_MOE: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_tensor_parallel_size": 1,
+    "add_bias_linear": False,
+}
+_STYLES: dict[str, dict[str, Any]] = {
+    "llama": {
         "num_query_groups": 2,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
         "ffn_hidden_size": 64,
-    }
-
-
-def _moe(layout: Layout) -> dict[str, Any]:
-    return {
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.01,
-        "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": 1,
-        "add_bias_linear": False,
-    }
-
-
-def _balanced(layout: Layout) -> dict[str, Any]:
-    """Routers count tokens in buffers, and balance by averages over micro-batches and by a bias."""
-    return _moe(layout) | {
+    },
+    "moe": _MOE,
+    # Routers count tokens in buffers, and balance by averages over micro-batches and by a bias.
+    "balanced moe": _MOE
+    | {
         "moe_router_load_balancing_type": "global_aux_loss",
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.01,
-    }
-
-
-def _mtp(_: Layout) -> dict[str, Any]:
-    return {"mtp_num_layers": 1}
-
-
-_STYLES: dict[str, Callable[[Layout], dict[str, Any]]] = {
-    "llama": _llama,
-    "moe": _moe,
-    "balanced moe": _balanced,
-    "mtp": _mtp,
+    },
+    "mtp": {"mtp_num_layers": 1},
 }
 
 

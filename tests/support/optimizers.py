@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +116,35 @@ class Given(Training):
         return dict(self.model.named_parameters())[name].detach().cpu()
 
 
+class Mixed(Given):
+    """A model in bf16, and an optimizer over copies of its parameters in fp32.
+
+    Attributes:
+        masters: The copies, and the parameters that they are copies of.
+    """
+
+    def __init__(self, make: Make | str, device: str = "cpu", model: nn.Module | None = None) -> None:
+        make = MAKERS[make] if isinstance(make, str) else make
+        super().__init__(make, torch.bfloat16, device)
+        self.model = self.model if model is None else model  # type: ignore[assignment]
+        self.masters = {each.detach().clone().float(): each for each in self.model.parameters()}
+        self.optimizer = make(self.masters)
+
+    def gradients(self, seed: int) -> None:
+        super().gradients(seed)
+        for master, parameter in self.masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+
+    def step(self, seed: int, *, copies: bool = True) -> None:
+        """One update, which copies the masters that are offloaded; here the others are."""
+        self.gradients(seed)
+        nn.utils.clip_grad_norm_(self.masters, 0.5)
+        self.optimizer.step()
+        for master, parameter in self.masters.items():
+            if copies or master.numel() == 1:
+                parameter.data.copy_(master)
+
+
 def pair(
     make: Make | str, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[Training, Training]:
@@ -125,10 +153,28 @@ def pair(
     return Training(made, dtype, device), Training(made, dtype, device)
 
 
-def policy(directory: Path, **settings: Any) -> dict[str, Any]:
-    """States in small sub-groups in a file."""
-    store = {"kind": "file", "directories": [str(directory)], **settings.pop("store", {})}
-    return {"states": {"sub_group_bytes": SUB_GROUP}, "store": store, **settings}
+def train(
+    found: Training, expected: Training, *seeds: int, before: Callable[[Training, int], object] | None = None
+) -> None:
+    """Give two trainings the same updates, before each of which something may happen to both."""
+    for seed in seeds:
+        for training in (found, expected):
+            if before is not None:
+                before(training, seed)
+            training.step(seed)
+
+
+def policy(
+    directory: Path,
+    kind: str = "file",
+    *,
+    states: dict[str, Any] | None = None,
+    store: dict[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """States in small sub-groups in a file, or in host memory."""
+    place = {"kind": kind, "directories": [str(directory)] if kind == "file" else []}
+    return {"states": {"sub_group_bytes": SUB_GROUP, **(states or {})}, "store": place | (store or {})} | settings
 
 
 def assert_same(found: Training, expected: Training) -> None:
@@ -153,13 +199,8 @@ def assert_same_state_dicts(found: dict[str, Any], expected: dict[str, Any]) -> 
                 assert other == value, (number, key)
 
 
-def plain_copy(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint as it comes from a file: nothing in it is shared with an optimizer."""
-    return copy.deepcopy(state_dict)
-
-
 def copied(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint that shares no tensor with an optimizer; not every device has deep copies."""
+    """A checkpoint as it comes from a file: it shares no tensor with an optimizer."""
     states = {
         number: {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
         for number, entry in state_dict["state"].items()

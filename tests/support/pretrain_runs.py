@@ -17,7 +17,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from children import environment
@@ -72,14 +72,6 @@ slow = pytest.mark.skipif(
     not has_training(), reason="slow: runs beside Megatron's training loop only, by run_megatron_training.sh"
 )
 """Leaves a test of megatron-core to one of the two environments that have it."""
-
-
-@dataclass(frozen=True)
-class Child:
-    """A process, and the file that it writes to."""
-
-    process: subprocess.Popen[bytes]
-    output: TextIO
 
 
 @dataclass(frozen=True)
@@ -162,7 +154,7 @@ def run(how: Sequence[str], *flags: str) -> Finished:
     """Starts the script as one rank, and waits for it."""
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return wait_for(start([sys.executable, *how, str(SCRIPT), *flags], variables | here))
+    return finish([sys.executable, *how, str(SCRIPT), *flags], variables | here)
 
 
 def free_port() -> int:
@@ -172,28 +164,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(command: Sequence[str], variables: Mapping[str, str]) -> Child:
-    """A child at the head of a process group of its own, so that none of its children is left."""
-    output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would hold it up
-    process = subprocess.Popen(
-        command,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env=environment() | OWN | dict(variables),
-        start_new_session=True,
-    )
-    return Child(process, output)
-
-
-def wait_for(child: Child) -> Finished:
-    """Waits until it has ended, and kills what is left of its group."""
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.process.wait(PATIENCE)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.process.pid, signal.SIGKILL)
-        status = child.process.wait()
-    with child.output as output:
+def finish(command: Sequence[str], variables: Mapping[str, str]) -> Finished:
+    """Runs a command at the head of a process group of its own, of which nothing is left in the end."""
+    with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would hold it up
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment() | OWN | dict(variables),
+            start_new_session=True,
+        )
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            status = process.wait()
         output.seek(0)
         return Finished(abs(status), output.read())

@@ -90,11 +90,9 @@ rebuilding_profiles = st.builds(
     seconds=st.one_of(st.none(), st.floats(0.0, 0.02)),
 )
 
-
 all_profiles = st.one_of(profiles, rebuilding_profiles)
 drives = st.builds(Bandwidth, st.floats(5e7, 2e10), st.floats(5e7, 2e10))
 small_capacities = st.integers(0, 32 * MIB)
-behind = st.builds(Bandwidth, st.floats(1e6, 2e8), st.floats(5e7, 2e10))
 windows = st.one_of(st.none(), st.integers(MIB, 64 * MIB))
 shares = st.floats(0.05, 1.2)
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import KIB, Drive, session_for
-from models import same_bits
 from torch import Tensor, nn
 
 from tba_offload.config.policy import Placement
@@ -42,10 +41,6 @@ class Plain(nn.Module):
 
     def noise(self, x: Tensor) -> Tensor:
         return x
-
-    @staticmethod
-    def rewind() -> None:
-        """Has state that lies elsewhere begin anew."""
 
 
 def layer_of(noise: Any = Plain.noise, *, inner: Callable[[], nn.Module] = nn.Identity) -> type[Plain]:
@@ -84,26 +79,38 @@ def seed() -> None:
     np.random.seed(1)  # noqa: NPY002
 
 
-def train(net: Net, session: Session | None = None, *, steps: int = 6) -> list[Tensor]:
-    """All losses, gradients and buffers of some steps."""
+def train(
+    net: Net,
+    session: Session | None = None,
+    *,
+    steps: int = 6,
+    parts: int = 1,
+    between: Callable[[Net], object] = id,
+) -> list[Tensor]:
+    """All losses, gradients and buffers of some steps.
+
+    Args:
+        net: The model.
+        session: The session that is attached to it.
+        steps: How many steps.
+        parts: Micro-batches of a step, which all go forward before one goes back.
+        between: What happens between forward and backward.
+    """
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     seed()
-    net.layers[0].rewind()  # type: ignore[operator]
     found: list[Tensor] = []
     for number in range(steps):
+        net.train()
         with session.step() if session is not None else nullcontext():
-            loss = net(batch(number)).pow(2).mean()
-            loss.backward()
-        found += [loss.detach(), *(parameter.grad.clone() for parameter in net.parameters())]  # type: ignore[union-attr]
-        found += [buffer.clone() for buffer in net.buffers()]
+            losses = [net(batch(number + part)).pow(2).mean() for part in range(parts)]
+            between(net)
+            for loss in losses:
+                loss.backward()
+        found += [*(loss.detach() for loss in losses), *(buffer.clone() for buffer in net.buffers())]
+        found += [parameter.grad.clone() for parameter in net.parameters()]  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()
     return found
-
-
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def auto_session(net: Net, **options: Any) -> Session:

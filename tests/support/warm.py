@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 import types
-import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -48,18 +47,15 @@ class Warm:
         self._folder = folder
         self._complaints = folder / "complaints"
 
-    def run(
-        self, *arguments: str, timeout: float = 600, is_strict: bool = False
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         """What ``subprocess.run`` of the interpreter with these arguments returns.
 
         Args:
             arguments: ``-c`` and code, ``-m`` and a module, or a path; then those of the program.
             timeout: Seconds, after which it is killed, and the test fails. Products in bf16 take a hundred
                 times as long on CPUs without instructions for it.
-            is_strict: Whether warnings are errors, as with ``-W error``.
         """
-        (finished,) = self.run_together([arguments], [{}], timeout=timeout, is_strict=is_strict)
+        (finished,) = self.run_together([arguments], [{}], timeout=timeout)
         return finished
 
     def run_together(
@@ -68,7 +64,6 @@ class Warm:
         variables: Sequence[Mapping[str, str]],
         *,
         timeout: float,
-        is_strict: bool = False,
     ) -> list[subprocess.CompletedProcess[str]]:
         """As :meth:`run`, for programs that run at once; where one fails, the others may not go on for long.
 
@@ -76,12 +71,10 @@ class Warm:
             programs: The arguments of each.
             variables: What each has in its environment beside what all have.
             timeout: Seconds, after which all are killed, and the test fails.
-            is_strict: Whether warnings are errors.
         """
         places = [(self._folder / f"output{n}", self._folder / f"errors{n}") for n in range(len(programs))]
         jobs = [
-            {"arguments": arguments, "environment": own, "is_strict": is_strict}
-            | {"output": str(output), "errors": str(errors)}
+            {"arguments": arguments, "environment": own, "output": str(output), "errors": str(errors)}
             for arguments, own, (output, errors) in zip(programs, variables, places, strict=True)
         ]
         assert self._process.stdin is not None
@@ -175,8 +168,6 @@ def become(job: dict[str, Any]) -> None:
     atexit.register(gc.unfreeze)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells have it for jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if job["is_strict"]:
-        warnings.simplefilter("error")
     kind, *rest = job["arguments"]
     if kind == "-c":
         sys.path[0] = ""

@@ -246,27 +246,19 @@ PLACEMENTS = ["offload", "recompute", "recompute-offload", "recompute-except-att
 
 @pytest.mark.parametrize(("name", "placement"), in_turn(list(USED_LATER), PLACEMENTS))
 def test_what_one_node_changes_and_another_one_uses_is_noticed(name: str, placement: str) -> None:
-    def block() -> Block:
-        return Block(USED_LATER[name])
-
+    block = partial(Block, USED_LATER[name])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         train(make_net(block), 0)
     with attached(block, default=placement) as (net, session):
         for step in range(2):  # in the second one what `offload-remat` makes again does not travel
-            with (
-                pytest.raises(
-                    SavedTensorModifiedError, match=r"layer 2.*changed in place|changed in place.*layer 2"
-                ),
-                session.step(),
-            ):
+            named = r"layer 2.*changed in place|changed in place.*layer 2"
+            with pytest.raises(SavedTensorModifiedError, match=named), session.step():
                 train(net, step)
 
 
 @pytest.mark.parametrize(("name", "placement"), in_turn(list(USED_NO_MORE), PLACEMENTS))
 def test_what_a_node_changes_for_itself_is_no_error(name: str, placement: str) -> None:
-    def block() -> Block:
-        return Block(USED_NO_MORE[name])
-
+    block = partial(Block, USED_NO_MORE[name])
     expected = run(make_net(block), train, None, 3)
     with attached(block, default=placement) as (net, session):
         assert_same(run(net, train, session, 3), expected)

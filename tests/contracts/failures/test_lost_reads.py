@@ -38,7 +38,7 @@ def test_a_step_whose_bytes_are_lost_fails_by_name_and_the_next_one_is_right(fir
     with session_for(model, drive=drive, default=first, in_flight=WINDOW) as session:
         expected = gradients_of_a_step(model, session)
         session.apply(config_for(default=Placement.OFFLOAD, in_flight=WINDOW))
-        drive.reads.fail(StoreError(errno.ENODEV, "the drive is gone"), since=drive.reads.started + 1)
+        drive.reads.fail_with(lambda: StoreError(errno.ENODEV, "the drive is gone"))
         with pytest.raises(TransferError) as caught:
             gradients_of_a_step(model, session)
         message = str(caught.value)

@@ -7,10 +7,9 @@ import unicodedata
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from click.testing import CliRunner
+from commands import call
 from run_logs import plan_event
 
-from tba_offload.cli import main
 from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
@@ -21,12 +20,7 @@ EVIL = "\x1b[2J\x1b]0;owned\x07=cmd|'/c calc'!A1 <script>&\u202e\ud800$x_1$[red]
 
 def outcome(*arguments: object) -> tuple[int, str, str]:
     """Exit status, standard output and standard error; any exception but that of an exit is the test's."""
-    runner = (
-        CliRunner(mix_stderr=False)
-        if "mix_stderr" in CliRunner.__init__.__code__.co_varnames
-        else CliRunner()
-    )
-    result = runner.invoke(main, [str(argument) for argument in arguments])
+    result = call(*arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code in {0, 1, 2}

@@ -202,9 +202,6 @@ def test_schedules_of_micro_batches(name: str, default: str) -> None:
     assert records[-1].offloaded_bytes > 0
 
 
-# A slow drive
-
-
 # Somebody else's hooks
 
 

@@ -60,10 +60,8 @@ def mixing(mix: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
 
 
 def made_again(records: list[StepRecord]) -> list[int]:
-    """Bytes that each layer had made again, step by step."""
-    found = [divmod(record.rebuilt_bytes, LAYERS) for record in records]
-    assert all(rest == 0 for _, rest in found)
-    return [nbytes for nbytes, _ in found]
+    """Bytes that all layers had made again, step by step."""
+    return [record.rebuilt_bytes for record in records]
 
 
 def gated(h: Tensor) -> Tensor:
@@ -117,20 +115,17 @@ ARGUMENTS = {"a norm that is written out": ONE}
 def test_what_is_made_again_is_not_written(name: str) -> None:
     """From the first step on."""
     block, nbytes = MADE_AGAIN[name]
-    for settled in (True, False):
-        records = assert_transparent(block=block, settled=settled, **REMAT)
-        assert made_again(records) == [nbytes] * 3
-    written = [record.offloaded_bytes for record in assert_transparent(block=block, **REMAT)]
-    plainly = [record.offloaded_bytes for record in assert_transparent(block=block, default="offload")]
+    unsettled = assert_transparent(block=block, settled=False, **REMAT)
+    written = assert_transparent(block=block, **REMAT)
+    assert made_again(unsettled) == made_again(written) == [LAYERS * nbytes] * 3
+    plainly = assert_transparent(block=block, default="offload")
     spared = LAYERS * (nbytes - ARGUMENTS.get(name, 0))
-    assert [a - b for a, b in zip(plainly, written, strict=True)] == [spared] * 3
+    assert [a.offloaded_bytes - b.offloaded_bytes for a, b in zip(plainly, written, strict=True)] == [spared] * 3
 
 
-def changed_by_no_grad(h: Tensor) -> Tensor:
-    y = F.gelu(h)
-    with torch.no_grad():
-        y.mul_(2)
-    return y
+@torch.no_grad()
+def doubled(y: Tensor) -> Tensor:
+    return y.mul_(2)
 
 
 WRITTEN: dict[str, Callable[[], nn.Module]] = {
@@ -139,7 +134,7 @@ WRITTEN: dict[str, Callable[[], nn.Module]] = {
     "sum": mixing(lambda h: h + 1),
     "dropout": mixing(partial(F.dropout, p=0.2)),
     "changed in place": mixing(lambda h: F.gelu(h).add_(1)),
-    "changed without a graph": mixing(changed_by_no_grad),
+    "changed without a graph": mixing(lambda h: doubled(F.gelu(h))),
     "in place": mixing(lambda h: F.silu(h, inplace=True)),
     "columns first": mixing(lambda h: F.gelu(h.transpose(1, 2)).transpose(1, 2)),
     "TorchScript": mixing(lambda h: scripted_gate()(h)),
@@ -167,19 +162,14 @@ def test_what_is_offloaded_plainly(name: str) -> None:
 # Models of transformers
 
 
-def model_of(kind: str) -> nn.Module:
-    width, layers = 256, 4
-    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4, "vocab_size": 512}
-    sizes |= {"intermediate_size": 688, "num_key_value_heads": 2, "use_cache": False, "head_dim": width // 4}
+def model_of(family: str) -> nn.Module:
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512}
+    if family != "GPT2":
+        sizes |= {"intermediate_size": 688, "num_key_value_heads": 2, "head_dim": 64}
     torch.manual_seed(1)
-    model: nn.Module = {
-        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)),
-        "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)),
-        "gpt2": lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(n_embd=width, n_layer=layers, n_head=4, vocab_size=512, use_cache=False)
-        ),
-    }[kind]()
-    return model.to(torch.bfloat16).train()
+    config = getattr(transformers, f"{family}Config")(**sizes, use_cache=False)
+    kind = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
+    return kind(config).to(torch.bfloat16).train()
 
 
 def next_tokens(model: nn.Module, number: int) -> Tensor:
@@ -187,7 +177,7 @@ def next_tokens(model: nn.Module, number: int) -> Tensor:
     return model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("kind", "mib"), [("llama", 26), ("qwen3", 31), ("gpt2", 142)])
+@pytest.mark.parametrize(("kind", "mib"), [("Llama", 26), ("Qwen3", 31), ("GPT2", 142)])
 def test_models_of_transformers_write_less_and_train_to_the_same_bits(kind: str, mib: int) -> None:
     """From the first step on, in bf16; offloaded plainly 43.6, 52.6 and 162 MiB."""
     expected = train(model_of(kind), steps=2, loss=next_tokens)
@@ -196,9 +186,6 @@ def test_models_of_transformers_write_less_and_train_to_the_same_bits(kind: str,
         found = train(model, session, steps=2, loss=all_written(session, next_tokens))
         assert_same_history(found, expected)
         assert all(0 < record.offloaded_bytes <= mib * 1024 * KIB for record in session.report())
-
-
-# Functions of other packages
 
 
 # Lifetimes
@@ -245,7 +232,7 @@ def test_a_gradient_of_a_gradient() -> None:
         gradient.pow(2).sum().backward()
         return [gradient.detach()]
 
-    assert made_again(assert_transparent(work, mixing(F.gelu), **REMAT)) == [ONE] * 3
+    assert made_again(assert_transparent(work, mixing(F.gelu), **REMAT)) == [LAYERS * ONE] * 3
 
 
 # Precision

@@ -13,16 +13,17 @@ import lagging
 import pytest
 import torch
 from covering import each_once
-from models import same_bits
+from models import assert_same_tensors, same_bits
 from optimizers import (
     MAKERS,
     Given,
-    Training,
+    Mixed,
     assert_same,
     assert_same_state_dicts,
     copied,
     go_on_from,
     policy,
+    train,
 )
 from torch import optim
 
@@ -38,9 +39,7 @@ SAME_KERNELS = [name for name in MAKERS if "fused" not in name and name != "adam
 
 
 def lanes(tmp_path: Path, update: str = "auto", **states: Any) -> dict[str, Any]:
-    chosen = policy(tmp_path, store={"kind": "host", "directories": []})
-    chosen["states"] |= {"update": update, **states}
-    return chosen
+    return policy(tmp_path, "host", states={"update": update, **states})
 
 
 def looped(make: Callable[..., optim.Optimizer] | str) -> Callable[[Any], optim.Optimizer]:
@@ -59,12 +58,6 @@ def looped(make: Callable[..., optim.Optimizer] | str) -> Callable[[Any], optim.
 
 def pair(make: Callable[..., optim.Optimizer] | str = "adamw") -> tuple[Given, Given]:
     return Given(looped(make), device=lagging.LAG), Given(looped(make), device=lagging.LAG)
-
-
-def train(found: Training, expected: Training, *seeds: int) -> None:
-    for seed in seeds:
-        found.step(seed)
-        expected.step(seed)
 
 
 @pytest.fixture(autouse=True)
@@ -172,41 +165,17 @@ def test_on_a_stream_of_the_program(tmp_path: Path) -> None:
                 assert_same(found, expected)
 
 
-class Mixed(Given):
-    """A model in bf16, and an optimizer over copies of its parameters in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__(looped("adamw"), torch.bfloat16, lagging.LAG)
-        self.masters = {each.detach().float().clone(): each for each in self.model.parameters()}
-        self.optimizer = looped("adamw")(self.masters)
-
-    def step(self, seed: int) -> None:
-        self.gradients(seed)
-        for master, each in self.masters.items():
-            master.grad = None if each.grad is None else each.grad.float()
-        self.optimizer.step()
-
-    def copy(self, *, only_small: bool) -> None:
-        for master, each in self.masters.items():
-            if not only_small or master.numel() == 1:
-                each.data.copy_(master)
-
-
 @pytest.mark.parametrize("update", UPDATES)
 def test_masters_are_updated_in_host_memory(update: str, tmp_path: Path) -> None:
-    found, expected = Mixed(), Mixed()
-    chosen = lanes(tmp_path, update)
-    with tba.offload_optimizer(found.optimizer, chosen, masters=found.masters) as states:
+    found, expected = (Mixed(looped("adamw"), lagging.LAG) for _ in range(2))
+    with tba.offload_optimizer(found.optimizer, lanes(tmp_path, update), masters=found.masters) as states:
         for seed in range(4):
-            found.step(seed)
-            found.copy(only_small=True)
+            found.step(seed, copies=False)
             expected.step(seed)
-            expected.copy(only_small=False)
         assert states.records[1].on_host
         assert_same_state_dicts(found.optimizer.state_dict(), expected.optimizer.state_dict())
-    named = zip(found.model.named_parameters(), expected.model.parameters(), strict=True)
-    assert [name for (name, a), b in named if not same_bits(a.detach(), b.detach())] == []
-    assert all(same_bits(a, b) for a, b in zip(found.masters, expected.masters, strict=True))
+    assert_same_tensors(found.model.parameters(), expected.model.parameters())
+    assert_same_tensors(found.masters, expected.masters)
 
 
 # What goes wrong, and what it goes with

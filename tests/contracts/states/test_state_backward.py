@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from covering import combinations
 from faults import inject
-from live_bytes import LiveBytes
-from models import same_bits
-from optimizers import Training, assert_same, pair, plain_copy, policy
+from models import assert_same_tensors, same_bits
+from optimizers import Training, assert_same, copied, pair, policy, train
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
@@ -29,21 +29,14 @@ if TYPE_CHECKING:
     Act = Callable[[Training], Any]
 
 
-def settings(directory: Path, micro_batches: int = 1, **others: Any) -> dict[str, Any]:
-    made = policy(directory, **others)
-    made["states"] |= {"when": "backward", "micro_batches": micro_batches}
-    return made
+BACKWARD = {"when": "backward"}
 
 
-def offloaded(training: Training, directory: Path, **others: Any) -> tba.OptimizerStates:
-    return tba.offload_optimizer(training.optimizer, settings(directory, **others), model=training.model)
-
-
-def step(training: Training, *seeds: int) -> None:
-    training.optimizer.zero_grad()
-    for seed in seeds:
-        training.backward(seed)
-    training.optimizer.step()
+def offloaded(
+    training: Training, directory: Path, kind: str = "file", micro_batches: int = 1
+) -> tba.OptimizerStates:
+    chosen = policy(directory, kind, states=BACKWARD | {"micro_batches": micro_batches})
+    return tba.offload_optimizer(training.optimizer, chosen, model=training.model)
 
 
 def begun(training: Training) -> None:
@@ -51,11 +44,6 @@ def begun(training: Training) -> None:
     training.step(0)
     training.optimizer.zero_grad()
     training.backward(1)
-
-
-def assert_same_parameters(found: Training, expected: Training) -> None:
-    pairs = zip(found.model.parameters(), expected.model.parameters(), strict=True)
-    assert all(same_bits(a.detach(), b.detach()) for a, b in pairs)
 
 
 OPTIMIZERS = ("adam-foreach", "adamw", "adamw-fused", "sgd-momentum", "adagrad", "adafactor")
@@ -68,17 +56,14 @@ OPTIMIZERS = ("adam-foreach", "adamw", "adamw-fused", "sgd-momentum", "adagrad",
 )
 def test_training(name: str, dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
     found, expected = pair(name, dtype)
-    store = {} if kind == "file" else {"kind": "host", "directories": []}
-    with offloaded(found, tmp_path, store=store) as states:
+    with offloaded(found, tmp_path, kind) as states:
         for seed in range(5):
-            found.step(seed)
-            expected.step(seed)
+            train(found, expected, seed)
             assert_same(found, expected)
         for record in [*states.records][1:]:  # the first makes states
             assert record.in_backward >= record.sub_groups - 1  # that of a parameter without a gradient waits
     assert_same(found, expected)
-    found.step(9)
-    expected.step(9)
+    train(found, expected, 9)
     assert_same(found, expected)
 
 
@@ -92,7 +77,7 @@ def test_parameters_are_updated_when_backward_returns(
             expected.step(seed)
             found.optimizer.zero_grad()
             found.backward(seed)
-            assert_same_parameters(found, expected)
+            assert_same_tensors(found.model.parameters(), expected.model.parameters())
             weight = found.model.head.weight
             plain = expected.optimizer.state[expected.model.head.weight]
             assert same_bits(states.read(weight)["exp_avg"], plain["exp_avg"])
@@ -113,29 +98,12 @@ def test_micro_batches(tmp_path: Path) -> None:
     with offloaded(found, tmp_path, micro_batches=3) as states:
         for number, count in enumerate([3, 3, 1, 3]):
             for training in (found, expected):
-                step(training, *range(10 * number, 10 * number + count))
+                training.optimizer.zero_grad()
+                for seed in range(10 * number, 10 * number + count):
+                    training.backward(seed)
+                training.optimizer.step()
             assert_same(found, expected)
         assert [record.in_backward > 0 for record in states.records] == [False, True, False, True]
-
-
-def test_gradients_do_not_grow_with_depth(tmp_path: Path) -> None:
-    width, peaks = 64, {}
-    for depth in (32, 96):
-        with LiveBytes() as meter:
-            model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
-            optimizer = optim.AdamW(model.parameters(), fused=True)
-            made = settings(tmp_path)
-            made["states"]["sub_group_bytes"] = 8 * width * width * 4
-            with tba.offload_optimizer(optimizer, made, model=model):
-                for _ in range(3):
-                    optimizer.zero_grad()
-                    loss = model(torch.ones(2, width)).sum()
-                    before = meter.peak = meter.live
-                    loss.backward()
-                    optimizer.step()
-                    peaks[depth] = meter.peak - before
-    assert peaks[96] < peaks[32] + 50_000  # counts of steps, and tensors that have no memory
-    assert peaks[96] < 96 * width * width * 4 / 2
 
 
 # ---- weights of other layers, graphs that are used again -----------------------------------------
@@ -165,20 +133,21 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def plain(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)  # type: ignore[no-any-return]
+
+
 def borrowed(
-    directory: Path,
-    use: str,
-    run: Callable[..., Tensor],
-    placement: str | None,
-    when: str | None,
+    directory: Path, use: str, placement: str | None = None, run: Callable[..., Tensor] = plain
 ) -> list[Tensor]:
+    """Parameters after four steps; plain ones where no placement is given."""
     torch.manual_seed(0)
     layers = [Borrowing() for _ in range(3)]
     model = nn.ModuleList([Borrowing(USES[use], layers[2]), *layers])
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
 
-    def train(*seeds: int) -> list[Tensor]:
-        for seed in seeds:
+    def trained() -> list[Tensor]:
+        for seed in range(4):
             x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))
             for layer in model:
                 x = run(layer, x)
@@ -187,18 +156,14 @@ def borrowed(
             optimizer.zero_grad()
         return [each.detach() for each in model.parameters()]
 
-    if when is None:
-        return train(*range(4))
-    chosen = settings(directory, default=placement, min_tensor_bytes=1)
-    chosen["states"] |= {"sub_group_bytes": "8KiB"}
+    if placement is None:
+        return trained()
+    states = BACKWARD | {"sub_group_bytes": "8KiB"}
+    chosen = policy(directory, states=states, default=placement, min_tensor_bytes=1)
     with tba.attach(model, chosen, layers=list(model), optimizer=optimizer) as session:
-        done = train(*range(4))
+        done = trained()
         assert session.states[0].records[-1].in_backward > 0
         return done
-
-
-def plain(layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -206,9 +171,7 @@ def plain(layer: nn.Module, x: Tensor) -> Tensor:
     [*combinations(list(USES), ["keep", "offload"], together=1), ("tied", "recompute")],
 )
 def test_a_layer_uses_the_weight_of_a_later_one(use: str, placement: str, tmp_path: Path) -> None:
-    expected = borrowed(tmp_path, use, plain, None, None)
-    found = borrowed(tmp_path, use, plain, placement, "backward")
-    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert_same_tensors(borrowed(tmp_path, use, placement), borrowed(tmp_path, use))
 
 
 @pytest.mark.parametrize("use", ["detach", "norm"])
@@ -216,23 +179,18 @@ def test_a_recomputed_layer_that_reads_the_weight_of_a_later_one_is_an_error(
     use: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RecomputationError, match=r"states\.when: step"):
-        borrowed(tmp_path, use, plain, "recompute", "backward")
+        borrowed(tmp_path, use, "recompute")
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_of_pytorch(reentrant: bool, tmp_path: Path) -> None:
+def test_checkpoints_of_pytorch(tmp_path: Path) -> None:
     """A reentrant one is a backward pass of its own."""
 
-    def run(layer: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(layer, x.requires_grad_(), use_reentrant=reentrant)  # type: ignore[no-any-return]
+    def run(layer: nn.Module, x: Tensor, *, use_reentrant: bool = False) -> Tensor:
+        return checkpoint(layer, x.requires_grad_(), use_reentrant=use_reentrant)  # type: ignore[no-any-return]
 
-    expected = borrowed(tmp_path, "tied", run, None, None) if not reentrant else []
-    if reentrant:
-        with pytest.raises(SessionError, match="use_reentrant=False"):
-            borrowed(tmp_path, "tied", run, "keep", "backward")
-        return
-    found = borrowed(tmp_path, "tied", run, "keep", "backward")
-    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert_same_tensors(borrowed(tmp_path, "tied", "keep", run), borrowed(tmp_path, "tied", run=run))
+    with pytest.raises(SessionError, match="use_reentrant=False"):
+        borrowed(tmp_path, "tied", "keep", partial(run, use_reentrant=True))
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "adafactor"])
@@ -288,72 +246,41 @@ def test_what_asks_for_a_gradient_is_an_error(ask: Act, tmp_path: Path) -> None:
 # ---- what comes between backward and the step ----------------------------------------------------
 
 
-def another_rate(training: Training) -> None:
-    training.optimizer.param_groups[0]["lr"] = 0.5
+BETWEEN: dict[str, Act] = {
+    "rate": lambda training: training.optimizer.param_groups[0].update(lr=0.5),
+    "number in a list": lambda training: training.optimizer.param_groups[0]["betas"].reverse(),
+    "value": lambda training: training.model.head.weight.detach().mul_(2),
+    "element": lambda training: training.model.layers[0].weight.data[3, 5].zero_(),
+    "no gradient": lambda training: setattr(training.model.head.weight, "grad", None),
+    "gradient": lambda training: setattr(training.model.unused, "grad", torch.ones(40, 40)),
+    "state": lambda training: training.optimizer.state[training.model.head.weight].update(
+        exp_avg=torch.zeros(5, 48)
+    ),
+    "no states": lambda training: training.optimizer.state.clear(),
+}
 
 
-def another_number_in_a_list(training: Training) -> None:
-    training.optimizer.param_groups[0]["betas"][0] *= 0.9
-
-
-def another_value(training: Training) -> None:
-    with torch.no_grad():
-        training.model.head.weight.mul_(2)
-
-
-def another_element(training: Training) -> None:
-    training.model.layers[0].weight.data[3, 5] = 0
-
-
-def no_gradient(training: Training) -> None:
-    training.model.head.weight.grad = None
-
-
-def another_gradient(training: Training) -> None:
-    training.model.unused.grad = torch.ones(40, 40)
-
-
-def another_state(training: Training) -> None:
-    weight = training.model.head.weight
-    training.optimizer.state[weight]["exp_avg"] = torch.zeros_like(weight)
-
-
-def no_states(training: Training) -> None:
-    training.optimizer.state.clear()
-
-
-BETWEEN: list[Act] = [
-    *(another_rate, another_number_in_a_list, another_value, another_element),
-    *(no_gradient, another_gradient, another_state, no_states),
-]
-
-
-@pytest.mark.parametrize("act", BETWEEN)
-def test_what_a_plain_step_would_have_used_is_an_error(act: Act, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", BETWEEN)
+def test_what_a_plain_step_would_have_used_is_an_error(changed: str, tmp_path: Path) -> None:
     found, _ = pair("adamw")
     found.optimizer.param_groups[0]["betas"] = [0.9, 0.99]
     with offloaded(found, tmp_path):
         begun(found)
-        act(found)
+        BETWEEN[changed](found)
         with pytest.raises(SessionError, match=r"another .* came after backward\(\).*states.when to step"):
             found.optimizer.step()
 
 
-def test_another_pass_before_the_step_is_an_error(tmp_path: Path) -> None:
-    found, _ = pair("adamw")
-    with offloaded(found, tmp_path):
-        begun(found)
-        found.optimizer.zero_grad()
+def test_a_pass_or_a_step_without_the_other_is_an_error(tmp_path: Path) -> None:
+    one, other = pair("adamw")
+    with offloaded(one, tmp_path), offloaded(other, tmp_path):
+        begun(one)
+        one.optimizer.zero_grad()
         with pytest.raises(SessionError, match=r"another backward pass came .*states.micro_batches is 1"):
-            found.backward(2)
-
-
-def test_another_step_is_an_error(tmp_path: Path) -> None:
-    found, _ = pair("adamw")
-    with offloaded(found, tmp_path):
-        found.step(0)
+            one.backward(2)
+        other.step(0)
         with pytest.raises(SessionError, match="without a backward pass since the last one"):
-            found.optimizer.step()
+            other.optimizer.step()
 
 
 # ---- faults --------------------------------------------------------------------------------------
@@ -382,18 +309,14 @@ def test_a_backward_that_fails_halfway_is_an_error_until_a_checkpoint_is_loaded(
 ) -> None:
     found, expected = pair("adamw")
     with offloaded(found, tmp_path):
-        for training in (found, expected):
-            training.step(0)
-            training.step(1)
+        train(found, expected, 0, 1)
         found.optimizer.zero_grad()
         failing(found)
         with pytest.raises(SessionError, match="halfway"):
             go_on(found)
         found.model.load_state_dict(expected.model.state_dict())
-        found.optimizer.load_state_dict(plain_copy(expected.optimizer.state_dict()))
-        for training in (found, expected):
-            training.step(2)
-            training.step(3)
+        found.optimizer.load_state_dict(copied(expected.optimizer.state_dict()))
+        train(found, expected, 2, 3)
         assert_same(found, expected)
 
 

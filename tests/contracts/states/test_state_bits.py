@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable
+from collections import defaultdict
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,14 @@ import pytest
 import torch
 from covering import each_once, of_which
 from models import same_bits
-from optimizers import MAKERS, Training, assert_same, assert_same_state_dicts, pair, policy
+from optimizers import MAKERS, Training, assert_same, assert_same_state_dicts, copied, pair, policy, train
 from torch import nn, optim
 
 import tba_offload as tba
 from tba_offload.errors import StatesAwayError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -33,23 +32,10 @@ UNSTEADY = {"sgd-fused"}
 def offloaded(make: Any, place: Path, **settings: Any) -> Iterator[tuple[Training, Training, Any]]:
     """Two trainings that are alike at the end, within and when all is closed, one of which is offloaded."""
     found, expected = pair(make)
-    chosen = policy(place)
-    chosen["states"] |= settings
-    with tba.offload_optimizer(found.optimizer, chosen) as states:
+    with tba.offload_optimizer(found.optimizer, policy(place, states=settings)) as states:
         yield found, expected, states
         assert_same(found, expected)
     assert_same(found, expected)
-
-
-Change = Callable[[Training, int], object]
-
-
-def train(found: Training, expected: Training, *seeds: int, before: Change | None = None) -> None:
-    for seed in seeds:
-        for training in (found, expected):
-            if before is not None:
-                before(training, seed)
-            training.step(seed)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +44,9 @@ def train(found: Training, expected: Training, *seeds: int, before: Change | Non
 )
 def test_training(name: str, dtype: torch.dtype, threads: int, kind: str, tmp_path: Path) -> None:
     found, expected = pair(name, torch.float32 if name in UNSTEADY else dtype)
-    store = {} if kind == "file" else {"kind": "host", "directories": []}
     torch.set_num_threads(threads)
     try:
-        with tba.offload_optimizer(found.optimizer, policy(tmp_path, store=store)) as states:
+        with tba.offload_optimizer(found.optimizer, policy(tmp_path, kind)) as states:
             train(found, expected, 0, 1, 2, 3)
             assert_same(found, expected)
             record = states.records[-1]
@@ -194,30 +179,26 @@ def test_a_parameter_that_leaves_its_group(then: str, tmp_path: Path) -> None:
             assert same_bits(found.optimizer.state[a][key], value)
 
 
-def _reset(training: Training, how: str) -> None:
-    optimizer, embedding = training.optimizer, training.model.embed.weight
-    if how == "clear":
-        optimizer.state.clear()
-    elif how == "another dictionary":
-        optimizer.state = type(optimizer.state)(dict)
-    elif how == "assign":
-        for parameter in (embedding, training.model.layers[0].weight):
-            optimizer.state[parameter]["exp_avg"] = torch.full_like(parameter, 0.25, requires_grad=False)
-    elif how == "further states":
-        for parameter in (embedding, training.model.layers[0].bias):
-            optimizer.state[parameter]["mine"] = torch.arange(100.0)  # a parameter that has it is not cut
-    else:
-        optimizer.state[embedding] = {}
+def set_states(training: Training, name: str, value: Callable[[Tensor], Tensor]) -> None:
+    """Set a state of a parameter that is cut, and of one that is not."""
+    for parameter in (training.model.embed.weight, training.model.layers[0].weight):
+        training.optimizer.state[parameter][name] = value(parameter.detach())
 
 
-RESETS = ("clear", "another dictionary", "assign", "further states", "anew")
+RESETS: dict[str, Callable[[Training], object]] = {
+    "clear": lambda training: training.optimizer.state.clear(),
+    "another dictionary": lambda training: setattr(training.optimizer, "state", defaultdict(dict)),
+    "assign": lambda training: set_states(training, "exp_avg", lambda each: torch.full_like(each, 0.25)),
+    "further states": lambda training: set_states(training, "mine", lambda _: torch.arange(100.0)),
+    "anew": lambda training: training.optimizer.state.update({training.model.embed.weight: {}}),
+}
 
 
 @pytest.mark.parametrize("reset", RESETS)
 def test_states_that_a_training_sets_itself(reset: str, tmp_path: Path) -> None:
     def change(training: Training, seed: int) -> None:
         if seed == 2:
-            _reset(training, reset)
+            RESETS[reset](training)
 
     with offloaded("adamw", tmp_path) as (found, expected, _):
         train(found, expected, *range(5), before=change)
@@ -279,8 +260,7 @@ class ByAName(optim.SGD):
 def test_a_state_of_no_parameter_is_refused(when: int, tmp_path: Path) -> None:
     """In the first step, or at once where there is one already."""
     found, _ = pair(lambda parameters: ByAName(parameters, 1e-2, momentum=0.9))
-    settings = policy(tmp_path)
-    settings["states"]["trust"] = True
+    settings = policy(tmp_path, states={"trust": True})
     for seed in range(when):
         found.step(seed)
     with pytest.raises(tba.UnsupportedError, match=r"ByAName keeps .* for all .* at once"):
@@ -313,8 +293,7 @@ class Overriding(optim.AdamW):
     ],
 )
 def test_what_no_trust_makes_right_is_refused(make: Any, message: str, tmp_path: Path) -> None:
-    settings = policy(tmp_path)
-    settings["states"]["trust"] = True
+    settings = policy(tmp_path, states={"trust": True})
     with pytest.raises(tba.UnsupportedError, match=message):
         tba.offload_optimizer(make([nn.Parameter(torch.ones(3))]), settings)
 
@@ -349,12 +328,12 @@ def test_a_checkpoint_that_is_loaded_in_the_middle(of: str, tmp_path: Path) -> N
         train(found, expected, 0)
         source = expected if of == "itself" else pair("sgd-momentum")[0]
         source.step(1)
-        saved = copy.deepcopy(source.optimizer.state_dict())
+        saved = copied(source.optimizer.state_dict())
         if source is expected:
             found.step(1)
         train(found, expected, 2, 3)
         for training in (found, expected):
-            training.optimizer.load_state_dict(copy.deepcopy(saved))
+            training.optimizer.load_state_dict(copied(saved))
         train(found, expected, 4, 5)
 
 

@@ -10,13 +10,7 @@ import torch
 from covering import of_which
 from faults import inject
 from models import same_bits
-from optimizers import (
-    Training,
-    assert_same,
-    pair,
-    plain_copy,
-    policy,
-)
+from optimizers import Training, assert_same, copied, pair, policy, train
 from torch import Tensor, optim
 
 import tba_offload as tba
@@ -36,8 +30,7 @@ FULL = ["fail-write", "fail-write:n=2", "fail-write:chance=0.5,seed=3", "nothing
 def test_states_that_cannot_be_written_are_an_error_that_loses_none(fault: str, tmp_path: Path) -> None:
     found, expected = pair("adamw")
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        for training in (found, expected):
-            training.step(0)
+        train(found, expected, 0)
         why = r"states of parameters? \d+.* cannot be written.*; if training has begun, load a checkpoint"
         with inject(fault) as faults, pytest.raises(TransferError, match=why):
             for seed in range(1, 4):
@@ -54,19 +47,15 @@ def test_states_that_cannot_be_written_are_an_error_that_loses_none(fault: str, 
 @pytest.mark.parametrize("when", ["step", "backward"])
 def test_an_optimizer_whose_states_cannot_be_taken_is_as_it_was(when: str, tmp_path: Path) -> None:
     found, expected = pair("adamw")
-    settings = policy(tmp_path, store={"capacity": "64KiB"})
-    settings["states"] |= {"when": when}
-    for training in (found, expected):
-        training.step(0)
+    settings = policy(tmp_path, states={"when": when}, store={"capacity": "64KiB"})
+    train(found, expected, 0)
     with pytest.raises(TransferError, match=r"cannot be written.* Make room"):
         tba.offload_optimizer(found.optimizer, settings, model=found.model)
-    for training in (found, expected):
-        training.step(1)
+    train(found, expected, 1)
     assert_same(found, expected)
     settings["store"].pop("capacity")
     with tba.offload_optimizer(found.optimizer, settings, model=found.model):
-        for training in (found, expected):
-            training.step(2)
+        train(found, expected, 2)
         assert_same(found, expected)
 
 
@@ -76,9 +65,7 @@ def test_an_optimizer_whose_states_cannot_be_taken_is_as_it_was(when: str, tmp_p
 def test_a_read_that_fails_once_is_tried_again(fault: str, tmp_path: Path) -> None:
     found, expected = pair("adamw")
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)), inject(fault) as faults:
-        for seed in range(4):
-            found.step(seed)
-            expected.step(seed)
+        train(found, expected, *range(4))
         assert faults.fired
         assert_same(found, expected)
 
@@ -91,8 +78,7 @@ def test_states_that_are_lost_are_an_error_until_a_checkpoint_is_loaded(
     fault: str, cause: type[Exception], tmp_path: Path
 ) -> None:
     found, expected = pair("adamw")
-    found.step(0)
-    expected.step(0)
+    train(found, expected, 0)
     torch.save((found.model.state_dict(), found.optimizer.state_dict()), tmp_path / "checkpoint")
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
         with inject(fault):
@@ -105,14 +91,13 @@ def test_states_that_are_lost_are_an_error_until_a_checkpoint_is_loaded(
         model, optimizer = torch.load(tmp_path / "checkpoint")
         found.model.load_state_dict(model)
         found.optimizer.load_state_dict(optimizer)
-        found.step(1)
-        expected.step(1)
+        train(found, expected, 1)
         assert_same(found, expected)
 
 
 def load(found: Training, expected: Training) -> None:
     found.model.load_state_dict(expected.model.state_dict())
-    found.optimizer.load_state_dict(plain_copy(expected.optimizer.state_dict()))
+    found.optimizer.load_state_dict(copied(expected.optimizer.state_dict()))
 
 
 @pytest.mark.filterwarnings("ignore:nothing has moved")
@@ -133,8 +118,7 @@ def test_what_comes_after_a_write_that_hangs(then: str, tmp_path: Path) -> None:
                 load(found, expected)
             faults.release()
             load(found, expected)
-            for training in (found, expected):
-                training.step(1)
+            train(found, expected, 1)
             assert_same(found, expected)
             states.close()
     assert all(type(value) is Tensor for each in found.optimizer.state.values() for value in each.values())
@@ -155,8 +139,7 @@ class Failing(optim.AdamW):
 def test_an_interrupt_inside_an_update_loses_no_state(tmp_path: Path) -> None:
     """What was updated before it stays so, as without offloading; training goes on."""
     found, _ = pair(Failing)
-    settings = policy(tmp_path)
-    settings["states"]["trust"] = True
+    settings = policy(tmp_path, states={"trust": True})
     with tba.offload_optimizer(found.optimizer, settings):
         found.step(0)
         before = found.optimizer.state_dict()["state"]
@@ -173,8 +156,7 @@ def test_an_interrupt_inside_an_update_loses_no_state(tmp_path: Path) -> None:
 def test_a_forked_child_cannot_use_them(tmp_path: Path) -> None:
     found, expected = pair("adamw")
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
-        found.step(0)
-        expected.step(0)
+        train(found, expected, 0)
         child = os.fork()
         if child == 0:
             try:
@@ -184,8 +166,7 @@ def test_a_forked_child_cannot_use_them(tmp_path: Path) -> None:
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        found.step(1)
-        expected.step(1)
+        train(found, expected, 1)
         assert_same(found, expected)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from children import run_tests
-from optimizers import assert_same, pair, policy
+from optimizers import assert_same, pair, policy, train
 
 import tba_offload as tba
 
@@ -25,11 +25,8 @@ def test_two_lanes_on_a_device_that_lags(lane: str) -> None:
 
 def test_on_a_cpu_the_memory_of_the_device_is_that_of_the_host(tmp_path: Path) -> None:
     found, expected = pair("adamw")
-    chosen = policy(tmp_path)
-    chosen["states"]["update"] = "host"
+    chosen = policy(tmp_path, states={"update": "host"})
     with tba.offload_optimizer(found.optimizer, chosen) as states:
-        for seed in range(3):
-            found.step(seed)
-            expected.step(seed)
+        train(found, expected, 0, 1, 2)
         assert_same(found, expected)
         assert [record.on_host for record in states.records] == [0, 0, 0]

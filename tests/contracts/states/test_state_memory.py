@@ -1,4 +1,7 @@
-"""At most three sub-groups of states are in memory, and those that stay; in the first update too."""
+"""At most three sub-groups of states are in memory, and those that stay; in the first update too.
+
+Fused Adam has no temporary tensors, so that nothing else is counted.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from live_bytes import LiveBytes
-from models import same_bits
-from optimizers import Training, assert_same, assert_same_state_dicts, pair, plain_copy, policy
+from models import assert_same_tensors
+from optimizers import assert_same, assert_same_state_dicts, copied, pair, policy, train
 from torch import nn, optim
 
 import tba_offload as tba
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from tba_offload.states import OptimizerStates
 
 WIDTH = 64
 SUB_GROUP = 2 * 4 * WIDTH * WIDTH * 4
@@ -31,8 +32,8 @@ def chain(depth: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
 
 
-def settings(directory: Path) -> dict[str, Any]:
-    return policy(directory) | {"states": {"sub_group_bytes": SUB_GROUP}}
+def settings(directory: Path, **states: Any) -> dict[str, Any]:
+    return policy(directory, states={"sub_group_bytes": SUB_GROUP, **states})
 
 
 def updated(model: nn.Module, optimizer: optim.Optimizer, meter: LiveBytes) -> int:
@@ -46,7 +47,6 @@ def updated(model: nn.Module, optimizer: optim.Optimizer, meter: LiveBytes) -> i
 
 @pytest.mark.parametrize("depth", [32, 96])
 def test_updates_stay_below_three_sub_groups(depth: int, tmp_path: Path) -> None:
-    """Fused Adam has no temporary tensors, so that nothing else is counted."""
     with LiveBytes() as meter:
         model = chain(depth)
         optimizer = optim.AdamW(model.parameters(), fused=True)
@@ -57,6 +57,24 @@ def test_updates_stay_below_three_sub_groups(depth: int, tmp_path: Path) -> None
                 most = 3 * SUB_GROUP + SMALL - states.records[0].slot_bytes
                 assert updated(model, optimizer, meter) <= most
             assert states.records[-1].slot_bytes <= 3 * SUB_GROUP
+
+
+def test_gradients_do_not_grow_with_depth_where_backward_updates(tmp_path: Path) -> None:
+    peaks = {}
+    for depth in (32, 96):
+        with LiveBytes() as meter:
+            model = chain(depth)
+            optimizer = optim.AdamW(model.parameters(), fused=True)
+            with tba.offload_optimizer(optimizer, settings(tmp_path, when="backward"), model=model):
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    loss = model(torch.ones(2, WIDTH)).sum()
+                    before = meter.peak = meter.live
+                    loss.backward()
+                    optimizer.step()
+                    peaks[depth] = meter.peak - before
+    assert peaks[96] < peaks[32] + 50_000  # counts of steps, and tensors that have no memory
+    assert peaks[96] < 96 * WIDTH * WIDTH * 4 / 2
 
 
 @pytest.mark.parametrize(("large", "small"), [(1, 1), (1, 2), (1, 40), (2, 40)])
@@ -76,7 +94,7 @@ def test_slots_hold_no_more_than_the_largest_sub_groups(large: int, small: int, 
             assert states.device_bytes <= sum(sorted(states.sizes)[-3:])
             made = max(states.sizes) if seed == 0 else 0  # by the optimizer, before they have a place
             assert meter.peak - before <= sum(sorted(states.sizes)[-3:]) - slots + made + SMALL
-        assert all(same_bits(each.detach(), weights[0].detach()[:1].expand_as(each)) for each in weights)
+        assert_same_tensors(weights, [weights[0].detach()[:1].expand_as(each) for each in weights])
 
 
 def test_a_large_embedding_is_updated_in_slices(tmp_path: Path) -> None:
@@ -91,7 +109,7 @@ def test_a_large_embedding_is_updated_in_slices(tmp_path: Path) -> None:
         model(torch.randint(len(plain[0].weight), (64,), generator=generator)).square().sum().backward()
 
     def assert_same_bits() -> None:
-        assert all(map(same_bits, ours.state_dict().values(), plain.state_dict().values()))
+        assert_same_tensors(ours.parameters(), plain.parameters())
         assert_same_state_dicts(found.state_dict(), expected.state_dict())
         assert list(found.state_dict()["state"]) == list(expected.state_dict()["state"])
 
@@ -107,7 +125,7 @@ def test_a_large_embedding_is_updated_in_slices(tmp_path: Path) -> None:
             assert max(states.sizes) <= SUB_GROUP
             assert_same_bits()
             if seed == 2:
-                found.load_state_dict(plain_copy(expected.state_dict()))
+                found.load_state_dict(copied(expected.state_dict()))
     assert_same_bits()
 
 
@@ -140,34 +158,33 @@ def test_a_checkpoint_is_loaded_without_all_of_it_beside_it(tmp_path: Path) -> N
 # ---- sub-groups that stay ------------------------------------------------------------------------------
 
 
-def train(found: Training, expected: Training, states: OptimizerStates, *counts: int) -> None:
-    for seed, count in enumerate(counts):
-        found.step(seed)
-        expected.step(seed)
-        states.arrange(min(count, len(states.sizes)))
-
-
 def test_what_stays_neither_travels_nor_is_forgotten(tmp_path: Path) -> None:
     found, expected = pair("adamw-fused")
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
-        train(found, expected, states, 99, 99)
+
+        def travel(*counts: int) -> None:
+            for seed, count in enumerate(counts):
+                train(found, expected, seed)
+                states.arrange(min(count, len(states.sizes)))
+
+        travel(99, 99)
         sizes, (_, all_away) = states.sizes, states.records
         assert len(sizes) > 6
-        train(found, expected, states, 5, 5)
+        travel(5, 5)
         some = states.records[-1]
         assert some.staying == len(sizes) - 5
         assert some.states_bytes == sum(sizes[:5])
         assert 0 < some.read_bytes <= some.states_bytes < all_away.states_bytes
-        saved = plain_copy(found.optimizer.state_dict())
+        saved = copied(found.optimizer.state_dict())
         for training in (found, expected):
-            training.optimizer.load_state_dict(plain_copy(saved))
-        train(found, expected, states, 5, 5)
+            training.optimizer.load_state_dict(copied(saved))
+        travel(5, 5)
         assert states.records[-1].staying == len(sizes) - 5
         for training in (found, expected):
             first = training.optimizer.param_groups[0]
             gone = [first["params"].pop(3) for _ in range(2)]
             training.optimizer.add_param_group({"params": gone, "lr": 1e-3})
-        train(found, expected, states, 4, 4, 2, 0, 0)
+        travel(4, 4, 2, 0, 0)
         none = states.records[-1]
         assert (none.read_bytes, none.written_bytes, none.slot_bytes) == (0, 0, 0)
         assert_same(found, expected)

@@ -1,4 +1,4 @@
-"""Between updates a state that is away is an error to use, never a number."""
+"""Between updates a state or a master that is away is an error to use, never a number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from models import same_bits
-from optimizers import Training, pair, policy
+from optimizers import Mixed, Training, pair, policy, train
 from torch import nn, optim
 
 import tba_offload as tba
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 USES: dict[str, Callable[[Any], object]] = {
     "sum": lambda state: state.sum(),
+    "changed through data": lambda state: state.data.copy_(torch.zeros(301, 48)),
     "in a list": lambda state: torch.stack([torch.zeros(301, 48), state]),
     "copy to another": lambda state: torch.empty(301, 48).copy_(state),
     "deepcopy": copy.deepcopy,
@@ -51,13 +52,21 @@ def test_uses_are_errors_that_name_the_parameter(use: str, training: Training) -
         USES[use](state)
 
 
+@pytest.mark.parametrize("use", ["sum", "in a list", "deepcopy", "pickle", "changed through data"])
+def test_uses_of_masters_are_errors_that_name_the_parameter(use: str, tmp_path: Path) -> None:
+    found = Mixed("adamw-fused")
+    model, masters = found.model, found.masters
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path), model=model, masters=masters):
+        found.step(0, copies=False)
+        with pytest.raises(StatesAwayError, match=r"the master of embed.weight is not in memory between upd"):
+            USES[use](next(each for each in masters if each.shape == (301, 48)))
+
+
 def test_states_are_read_by_name(tmp_path: Path) -> None:
     """Slices too, and what a program has set, which is its own object."""
     found, expected = pair("adam-foreach")
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)) as states:
-        for seed in range(2):
-            found.step(seed)
-            expected.step(seed)
+        train(found, expected, 0, 1)
         pairs = zip(found.model.parameters(), expected.model.parameters(), strict=True)
         for mine, its in [*pairs][::-1]:
             entry = states.read(mine)
@@ -71,17 +80,10 @@ def test_states_are_read_by_name(tmp_path: Path) -> None:
         assert states.read(bias).keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
-WAYS_TO_COPY: dict[str, Callable[[Any], Any]] = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": pickle.dumps,
-}
-
-
-@pytest.mark.parametrize("way", WAYS_TO_COPY)
-def test_the_whole_optimizer_is_not_copied(way: str, training: Training) -> None:
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_the_whole_optimizer_is_not_copied(way: Callable[[object], object], training: Training) -> None:
     with pytest.raises(StatesAwayError, match=r"state_dict\(\)"):
-        WAYS_TO_COPY[way](training.optimizer)
+        way(training.optimizer)
 
 
 def test_what_goes_around_the_update_is_an_error(tmp_path: Path) -> None:

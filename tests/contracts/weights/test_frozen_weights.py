@@ -11,7 +11,7 @@ import torch
 from covering import of_which
 from faults import inject
 from harness import PLACEMENTS
-from models import same_bits
+from models import assert_same_tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -63,16 +63,13 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = (layer(x) if self.reentrant is None or not self.training else self._made_again(layer, x))[
-                "hidden"
-            ]
+
+            def run(x: Tensor, layer: nn.Module = layer) -> Tensor:
+                return layer(x)["hidden"]
+
+            is_checkpointed = self.training and self.reentrant is not None
+            x = checkpoint(run, x, use_reentrant=self.reentrant) if is_checkpointed else run(x)
         return self.head(x)
-
-    def _made_again(self, layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
-        def run(x: Tensor) -> Tensor:
-            return layer(x)["hidden"]
-
-        return {"hidden": checkpoint(run, x, use_reentrant=self.reentrant)}
 
 
 def trained(model: Model, *, steps: int = 3) -> list[Tensor]:
@@ -93,25 +90,17 @@ def trained(model: Model, *, steps: int = 3) -> list[Tensor]:
     return losses + [p.detach().clone() for p in model.parameters() if p.requires_grad]
 
 
+def policy(directory: Path, **settings: Any) -> dict[str, Any]:
+    store = {"kind": "file", "directories": [str(directory)]}
+    return {"min_tensor_bytes": "2KiB", "weights": {"frozen": "offload"}, "store": store} | settings
+
+
 def offloaded(model: Model, directory: Path, **settings: Any) -> tba.FrozenWeights:
-    policy = {
-        "min_tensor_bytes": "2KiB",
-        "store": {"kind": "file", "directories": [str(directory)]},
-    } | settings
-    return tba.offload_frozen(model, policy)
+    return tba.offload_frozen(model, policy(directory, **settings))
 
 
-def frozen(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
-
-
-def away_of(layer: nn.Module) -> list[bool]:
-    """Of each frozen weight of a layer, in their order, whether it is in the store now."""
-    return [bool(part.base.weight.isnan().all()) for part in (layer.one, layer.two)]
-
-
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+def frozen(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters() if not parameter.requires_grad]
 
 
 # The same bits, and memory that does not grow with depth
@@ -131,9 +120,8 @@ def test_training_has_the_same_bits_on_the_memory_of_two_layers(
         found = trained(model)
         assert WEIGHTS <= weights.peak_bytes <= 2 * WEIGHTS
         assert weights.resident_bytes == 0
-    assert_same(found, expected)
-    after = frozen(model)
-    assert all(same_bits(after[name], before[name]) for name in before)
+    assert_same_tensors(found, expected)
+    assert_same_tensors(frozen(model), before)
 
 
 @pytest.mark.parametrize("percent", [10, 50, 90])
@@ -143,13 +131,14 @@ def test_a_share_of_the_bytes_travels_evenly_over_the_layers(percent: int, tmp_p
     each = WEIGHTS // 2  # of one weight
     with offloaded(model, tmp_path, weights={"frozen": f"offload-{percent}%"}) as weights:
         assert abs(weights.nbytes - percent / 100 * LAYERS * WEIGHTS) <= each / 2
-        away = [is_away for layer in model.layers for is_away in away_of(layer)]
+        parts = [part for layer in model.layers for part in (layer.one, layer.two)]
+        away = [bool(part.base.weight.isnan().all()) for part in parts]
         assert sum(away) == weights.nbytes // each
         assert all(abs(sum(away[:n]) - percent / 100 * n) <= 1 / 2 for n in range(2 * LAYERS + 1))
         weights.peak_bytes = 0
         found = trained(model)
         assert each <= weights.peak_bytes <= min(2 * WEIGHTS, weights.nbytes)
-    assert_same(found, expected)
+    assert_same_tensors(found, expected)
     assert not any(parameter.isnan().any() for parameter in model.parameters())
 
 
@@ -157,18 +146,12 @@ def test_a_share_of_the_bytes_travels_evenly_over_the_layers(percent: int, tmp_p
 def test_the_same_bits_beside_activations_that_travel(placement: str, tmp_path: Path) -> None:
     expected = trained(Model())
     model = Model()
-    policy = {
-        "default": placement,
-        "min_tensor_bytes": "1KiB",
-        "weights": {"frozen": "offload"},
-        "store": {"kind": "file", "directories": [str(tmp_path)]},
-    }
-    if placement == "auto":
-        policy["budget"] = {"activation_bytes": "1MiB"}
-    with tba.attach(model, policy) as session:
+    budget = {"activation_bytes": "1MiB"} if placement == "auto" else {}
+    chosen = policy(tmp_path, default=placement, min_tensor_bytes="1KiB", budget=budget)
+    with tba.attach(model, chosen) as session:
         assert session.weights is not None
         assert session.weights.nbytes == LAYERS * WEIGHTS
-        assert_same(trained(model), expected)
+        assert_same_tensors(trained(model), expected)
         assert session.report()[-1].weights_read_bytes
         session.weights.close()
         trained(model, steps=1)
@@ -177,12 +160,7 @@ def test_the_same_bits_beside_activations_that_travel(placement: str, tmp_path: 
 
 def test_the_run_log_tells_what_weights_move_and_how_long_layers_wait_for_them(tmp_path: Path) -> None:
     model, delay, log = Model(), 0.005, tmp_path / "run.jsonl"
-    policy = {
-        "min_tensor_bytes": "2KiB",
-        "weights": {"frozen": "offload"},
-        "store": {"kind": "file", "directories": [str(tmp_path)]},
-    }
-    with inject(f"delay-read:seconds={delay}"), tba.attach(model, policy, run_log=log) as session:
+    with inject(f"delay-read:seconds={delay}"), tba.attach(model, policy(tmp_path), run_log=log) as session:
         for number in range(3):
             with session.step(trace=number == 2) as step:
                 model(torch.ones(8, WIDTH)).sum().backward()
@@ -207,14 +185,8 @@ def test_a_model_of_transformers_with_lora(tmp_path: Path) -> None:
 
     def made() -> Any:
         torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=100,
-        )
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 100}
+        config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
         lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], lora_dropout=0.1)
         return peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
 
@@ -228,15 +200,14 @@ def test_a_model_of_transformers_with_lora(tmp_path: Path) -> None:
             losses[-1].backward()
             optimizer.step()
             optimizer.zero_grad()
-        written = [
-            model.generate(input_ids=torch.ones(1, 4, dtype=torch.long), max_new_tokens=4, do_sample=False)
-        ]
-        return [*losses, *written, *(p.detach().clone() for p in model.parameters() if p.requires_grad)]
+        words = torch.ones(1, 4, dtype=torch.long)
+        losses.append(model.generate(input_ids=words, max_new_tokens=4, do_sample=False))
+        return [*losses, *(p.detach().clone() for p in model.parameters() if p.requires_grad)]
 
     expected, model = run(made()), made()
     with tba.offload_frozen(model, {"min_tensor_bytes": "1KiB"}, directories=tmp_path) as weights:
         assert weights.nbytes == 3 * 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
-        assert_same(run(model), expected)
+        assert_same_tensors(run(model), expected)
 
 
 def test_a_backward_pass_that_fails_leaves_no_weights(tmp_path: Path) -> None:
@@ -250,7 +221,7 @@ def test_a_backward_pass_that_fails_leaves_no_weights(tmp_path: Path) -> None:
             model(torch.ones(8, WIDTH)).sum().backward()
         handles.pop().remove()
         model.zero_grad()
-        assert_same(trained(model, steps=1), trained(plain, steps=1))
+        assert_same_tensors(trained(model, steps=1), trained(plain, steps=1))
         assert weights.resident_bytes == 0
 
 
@@ -275,10 +246,10 @@ def test_a_checkpoint_has_the_weights_and_can_be_loaded(tmp_path: Path) -> None:
     with offloaded(model, tmp_path):
         saved = model.state_dict()
         assert set(saved) == set(Model().state_dict())
-        assert_same(list(saved.values()), list(Model().state_dict().values()))
+        assert_same_tensors(saved.values(), Model().state_dict().values())
         model.load_state_dict(other.state_dict())
-        assert_same(list(model.state_dict().values()), list(other.state_dict().values()))
-    assert_same(list(model.parameters()), list(other.parameters()))
+        assert_same_tensors(model.state_dict().values(), other.state_dict().values())
+    assert_same_tensors(model.parameters(), other.parameters())
 
 
 def thawed(model: Model) -> None:
@@ -306,7 +277,7 @@ def test_a_weight_that_was_changed_while_it_was_away_is_named(
         model(torch.ones(1, WIDTH))
     weights.close()
     change(expected := Model())
-    assert_same(list(model.parameters()), list(expected.parameters()))
+    assert_same_tensors(model.parameters(), expected.parameters())
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])
@@ -343,7 +314,7 @@ def test_a_drive_that_is_full(tmp_path: Path) -> None:
     model = Model()
     with pytest.raises(TransferError, match=r"frozen weights of .* cannot be written.* Make room"):
         offloaded(model, tmp_path, store=store)
-    assert_same(list(model.parameters()), list(Model().parameters()))
+    assert_same_tensors(model.parameters(), Model().parameters())
 
 
 # What cannot travel is named
@@ -353,20 +324,14 @@ class Quantized(nn.Parameter):
     """Stands for weights whose bytes are read by their address."""
 
 
-def quantize(model: Model, adapters: tuple[str, ...]) -> None:
-    for layer in model.layers:
-        for name in adapters:
-            base = getattr(layer, name).base
-            base.weight = Quantized(base.weight.data, requires_grad=False)
-
-
 def test_weights_of_other_classes_stay_and_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = trained(Model())
     model = Model()
-    quantize(model, ("one",))
+    for layer in model.layers:
+        layer.one.base.weight = Quantized(layer.one.base.weight.data, requires_grad=False)
     with offloaded(model, tmp_path) as weights:
         assert weights.nbytes == LAYERS * WEIGHTS // 2
-        assert_same(trained(model), expected)
+        assert_same_tensors(trained(model), expected)
     assert f"stay in memory: {LAYERS} of the class test_frozen_weights.Quantized (45KiB)" in caplog.text

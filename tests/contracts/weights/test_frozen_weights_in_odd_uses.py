@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from models import same_bits
-from test_frozen_weights import WEIGHTS, WIDTH, Model, assert_same, offloaded
+from models import assert_same_tensors, same_bits
+from test_frozen_weights import WEIGHTS, WIDTH, Model, offloaded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -37,9 +37,11 @@ def test_a_part_that_runs_without_its_layer_has_its_weights(tmp_path: Path) -> N
         found.backward()
         assert WEIGHTS <= weights.peak_bytes <= 2 * WEIGHTS
     assert same_bits(found.detach(), expected.detach())
-    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (mine.grad is None) == (its.grad is None)
-        assert mine.grad is None or its.grad is None or same_bits(mine.grad, its.grad)
+    assert_same_tensors(*(gradients_of(each) for each in (model, plain)))
+
+
+def gradients_of(model: Model) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def rows() -> Tensor:
@@ -82,15 +84,10 @@ def with_an_evaluation_inside(model: Model, x: Tensor) -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize(
-    "backward",
-    [
-        of_inner_module,
-        of_checkpointed_pairs,
-        with_a_gradient_inside,
-        with_an_evaluation_inside,
-    ],
-)
+WAYS = (of_inner_module, of_checkpointed_pairs, with_a_gradient_inside, with_an_evaluation_inside)
+
+
+@pytest.mark.parametrize("backward", WAYS)
 def test_backward_comes_to_a_layer_in_another_way(
     backward: Callable[[Model, Tensor], None], tmp_path: Path
 ) -> None:
@@ -104,8 +101,9 @@ def test_backward_comes_to_a_layer_in_another_way(
             with offloaded(model, tmp_path) as weights:
                 backward(model, x)
                 assert weights.resident_bytes == 0
-        gradients.append([p.grad for p in (*model.parameters(), x) if p.grad is not None])
-    assert_same(*gradients)
+        assert x.grad is not None
+        gradients.append([*gradients_of(model), x.grad])
+    assert_same_tensors(*gradients)
 
 
 def second_derivative(model: Model) -> None:
@@ -136,11 +134,8 @@ def test_after_an_interrupt_training_goes_on(at_backward: bool, tmp_path: Path) 
     model, other = Model().eval(), Model().eval()
     inner = model.layers[2].two
     with offloaded(model, tmp_path) as weights:
-        handle = (
-            inner.up.weight.register_hook(interrupt)
-            if at_backward
-            else inner.register_forward_pre_hook(interrupt)
-        )
+        hook = inner.up.weight.register_hook if at_backward else inner.register_forward_pre_hook
+        handle = hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             model(rows()).sum().backward()
         handle.remove()
@@ -151,4 +146,4 @@ def test_after_an_interrupt_training_goes_on(at_backward: bool, tmp_path: Path) 
         for each in (model, other):
             each(rows()).sum().backward()
         assert weights.resident_bytes == 0
-    assert_same(*([p.grad for p in each.parameters() if p.grad is not None] for each in (model, other)))
+    assert_same_tensors(*(gradients_of(each) for each in (model, other)))

@@ -6,9 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from click.testing import CliRunner, Result
-
-from tba_offload import cli
+from commands import call
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,13 +28,9 @@ def policy(tmp_path: Path) -> Path:
     return path
 
 
-def check(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.main, ["check", *map(str, arguments)])
-
-
 def test_json_is_one_object_and_nothing_else(policy: Path) -> None:
     policy.write_text(f"{POLICY}states:\n  when: backward\nweights:\n  frozen: offload-25%\n")
-    result = check(policy, "--layers", "6", "--json")
+    result = call("check", policy, "--layers", "6", "--json")
     assert json.loads(result.stdout) == {
         "layers": [
             {"layers": "0-3", "placement": "recompute", "why": "rule '0-3' (line 3)"},
@@ -48,7 +42,7 @@ def test_json_is_one_object_and_nothing_else(policy: Path) -> None:
         "warnings": [],
         "problems": [],
     }
-    assert check(policy, "--layers", "6").stdout.splitlines()[-2:] == [
+    assert call("check", policy, "--layers", "6").stdout.splitlines()[-2:] == [
         "states: offload, updated in backward",
         "weights: offload-25%, if frozen",
     ]
@@ -56,12 +50,12 @@ def test_json_is_one_object_and_nothing_else(policy: Path) -> None:
 
 def test_everything_wrong_is_told_by_line(policy: Path) -> None:
     policy.write_text(POLICY.replace("last 2", "30") + "on_full: drop\nbudget: {activation: 1GiB}\n")
-    result = check(policy, "--layers", 24)
+    result = call("check", policy, "--layers", 24)
     assert (result.exit_code, result.stdout) == (1, "")
     messages = result.stderr.splitlines()
     assert [message.split(": ")[1] for message in messages] == [f"{policy}:{line}" for line in (5, 7, 8)]
     assert "the rule '30' (line 5) matches no layer; the layers are 0-23" in messages[0]
-    result = check(policy, "--layers", 24, "--json")
+    result = call("check", policy, "--layers", 24, "--json")
     assert result.exit_code == 1
     problems = json.loads(result.stdout)["problems"]
     assert [(problem["line"], f"Error: {problem['message']}") for problem in problems] == [
@@ -78,6 +72,6 @@ def test_everything_wrong_is_told_by_line(policy: Path) -> None:
     ],
 )
 def test_a_wrong_command_line_has_exit_status_2(layers: list[str], message: str, policy: Path) -> None:
-    result = check(policy, *(word for number in layers for word in ("--layers", number)))
+    result = call("check", policy, *(word for number in layers for word in ("--layers", number)))
     assert result.exit_code == 2
     assert message in result.stderr

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 from children import environment
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from commands import call
 
 import tba_offload
 from tba_offload import cli
@@ -46,10 +47,6 @@ def write_run(path: Path, strategy: str, *, peak: int, seconds: float) -> str:
                 )
             )
     return str(path)
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, arguments)
 
 
 def test_json_and_csv_are_alone_on_the_standard_output(runs: list[str]) -> None:

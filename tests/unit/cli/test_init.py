@@ -6,10 +6,9 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from click.testing import CliRunner, Result
+from commands import call
 from store_contract import CPU
 
-from tba_offload import cli
 from tba_offload import device as streams
 from tba_offload.config import SCHEMA_URL, load_config
 
@@ -23,12 +22,8 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, ["init", *arguments])
-
-
 def test_it_writes_a_policy_that_check_takes(tmp_path: Path) -> None:
-    result = call(str(tmp_path), "-o", "own.yaml")
+    result = call("init", tmp_path, "-o", "own.yaml")
     assert result.exit_code == 0, result.output
     text = (tmp_path / "own.yaml").read_text()
     assert text.startswith(f"# yaml-language-server: $schema={SCHEMA_URL}\n")
@@ -36,11 +31,11 @@ def test_it_writes_a_policy_that_check_takes(tmp_path: Path) -> None:
     config = load_config(tmp_path / "own.yaml")
     assert [str(each) for each in config.store.directories] == [str(tmp_path)]
     assert (config.default, config.store.kind, config.on_full) == ("auto", "auto", "keep")
-    assert CliRunner().invoke(cli.main, ["check", "own.yaml", "--layers", "8"]).exit_code == 0
+    assert call("check", "own.yaml", "--layers", 8).exit_code == 0
 
 
 def test_what_is_commented_out_can_be_taken_in(tmp_path: Path) -> None:
-    call(str(tmp_path))
+    call("init", tmp_path)
     policy = tmp_path / "policy.yaml"
     settings = ("layers:", '  - match: "last 2"', "    placement: keep")
     text = policy.read_text()
@@ -62,7 +57,7 @@ def test_a_directory_that_cannot_be_used_is_named_and_nothing_is_written(tmp_pat
         tmp_path / "file": "'file' is not a directory",
         tmp_path / "link": f"mkdir -p {tmp_path / 'away'}",
     }.items():
-        result = call(str(path))
+        result = call("init", path)
         assert result.exit_code == 1
         assert message in result.stderr
         assert "Errno" not in result.stderr
@@ -74,7 +69,7 @@ def test_without_directories_it_is_that_of_temporary_files(
 ) -> None:
     """Or mount points of NVMe drives, where there are some: no more than one for each."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    result = call("--json")
+    result = call("init", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["directories"]
     devices = [each["device"] for each in found]

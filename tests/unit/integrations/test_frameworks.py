@@ -31,18 +31,8 @@ if TYPE_CHECKING:
 
     from tba_offload.config import OffloadConfig
 
-accelerate, datasets, lightning, peft, pytorch_lightning, tokenizers, transformers, trl = (
-    Later(name)
-    for name in (
-        "accelerate",
-        "datasets",
-        "lightning.pytorch",
-        "peft",
-        "pytorch_lightning",
-        "tokenizers",
-        "transformers",
-        "trl",
-    )
+accelerate, lightning, pytorch_lightning, transformers = (
+    Later(name) for name in ("accelerate", "lightning.pytorch", "pytorch_lightning", "transformers")
 )
 
 
@@ -88,17 +78,9 @@ def config() -> OffloadConfig:
 
 def tiny_llama() -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-            pad_token_id=0,
-        )
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 0}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
 
 def texts() -> list[dict[str, Tensor]]:
@@ -116,16 +98,7 @@ def is_given_back(model: nn.Module) -> bool:
 # The Trainer of transformers
 
 
-def trainer_of(
-    directory: Path,
-    model: nn.Module,
-    callbacks: list[Any],
-    kind: type | None = None,
-    arguments: type | None = None,
-    settings: dict[str, Any] | None = None,
-    **more: Any,
-) -> Any:
-    kind, arguments = kind or transformers.Trainer, arguments or transformers.TrainingArguments
+def trainer_of(directory: Path, callbacks: list[Any], settings: dict[str, Any]) -> Any:
     fixed: dict[str, Any] = {
         "output_dir": str(directory),
         "use_cpu": True,
@@ -136,12 +109,9 @@ def trainer_of(
         "report_to": "none",
         "disable_tqdm": True,
     }
-    return kind(
-        model=model,
-        args=arguments(**{**fixed, **(settings or {})}),
-        callbacks=callbacks,
-        **{"train_dataset": texts(), "eval_dataset": texts()[:4], **more},
-    )
+    arguments = transformers.TrainingArguments(**fixed | settings)
+    data = {"train_dataset": texts(), "eval_dataset": texts()[:4]}
+    return transformers.Trainer(model=tiny_llama(), args=arguments, callbacks=callbacks, **data)
 
 
 def history_of(trainer: Any) -> History:
@@ -166,12 +136,12 @@ ACCUMULATING = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eva
 
 def test_a_trainer(tmp_path: Path) -> None:
     """Gradients are accumulated and clipped, under autocast, and there are evaluations in between."""
-    plain = trainer_of(tmp_path, tiny_llama(), [], settings=ACCUMULATING)
+    plain = trainer_of(tmp_path, [], ACCUMULATING)
     plain.train()
     logged: list[dict[str, float]] = []
     log = tmp_path / "run.jsonl"
     callback = OffloadCallback(config(), run_log=log)
-    trainer = trainer_of(tmp_path, tiny_llama(), [recorder_into(logged), callback], settings=ACCUMULATING)
+    trainer = trainer_of(tmp_path, [recorder_into(logged), callback], ACCUMULATING)
     trainer.train()
     told = read_run_log(log).header.model
     assert (told["name"], told["batch_size"]) == (type(trainer.model).__name__, 2 * BATCH)
@@ -201,7 +171,7 @@ def test_a_trainer_whose_optimizer_states_are_offloaded(tmp_path: Path) -> None:
     policy = {"states": {"sub_group_bytes": "64KiB"}, "store": {"directories": [str(tmp_path)]}}
     trainers = []
     for name, callbacks in (("plain", []), ("offload", [OffloadCallback(policy)])):
-        trainer = trainer_of(tmp_path / name, tiny_llama(), callbacks, settings=saving)
+        trainer = trainer_of(tmp_path / name, callbacks, saving)
         trainer.train()
         trainers.append(trainer)
     plain, trainer = trainers
@@ -209,7 +179,7 @@ def test_a_trainer_whose_optimizer_states_are_offloaded(tmp_path: Path) -> None:
     files = [torch.load(tmp_path / name / "checkpoint-4" / "optimizer.pt") for name in ("plain", "offload")]
     assert_same_state_dicts(files[1], files[0])
     for name, callbacks in (("plain", [OffloadCallback(policy)]), ("offload", [])):
-        again = trainer_of(tmp_path / name, tiny_llama(), callbacks, settings=saving)
+        again = trainer_of(tmp_path / name, callbacks, saving)
         again.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-2"))
         assert_same_history(history_of(again), history_of(plain))
         if callbacks:

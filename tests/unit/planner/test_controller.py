@@ -86,21 +86,26 @@ def peak_of_keep(profile: StepProfile) -> int:
     return play(profile, all_of(profile, KEEP), Bandwidth(1e12, 1e12)).peak_bytes
 
 
-def task_of(layers: int, limits: Limits, agree: Agree | None = None) -> Task:
-    names = tuple((0, f"layers.{layer}") for layer in range(layers))
-    return Task((AUTO,) * layers, names, limits, agree=agree)
+def machine_of(
+    profile: StepProfile, rate: float, budget: int, *, agree: Agree | None = None, fits: bool = False
+) -> Machine:
+    """A machine whose drive writes and reads at a rate; ``fits``: what the device has is the budget."""
+    names = tuple((0, f"layers.{layer}") for layer in range(len(profile.layers)))
+    limits = Limits(budget, 64 * MIB if fits else 512 * MIB, is_fit=fits)
+    task = Task((AUTO,) * len(names), names, limits, agree=agree)
+    return Machine(Controller(task), profile, Bandwidth(rate, rate))
 
 
 def run(
     chance: random.Random,
     profile: StepProfile,
-    bandwidth: Bandwidth,
+    rate: float,
     budget: int,
     steps: int,
     before: Callable[[int, Machine], object] = lambda _step, _machine: None,
 ) -> list[tuple[float, int, Plan]]:
     """Steps on a busy machine: seconds and peak of each, and the plan that was in force."""
-    machine = Machine(Controller(task_of(len(profile.layers), Limits(budget, 512 * MIB))), profile, bandwidth)
+    machine = machine_of(profile, rate, budget)
     found = []
     for step in range(steps):
         before(step, machine)
@@ -120,28 +125,25 @@ def test_no_step_is_over_the_budget_and_plans_settle(seed: int) -> None:
     """Of 40 steps; a race of two plans is decided once."""
     chance = random.Random(seed)
     profile, needed = drawn(chance, kinds=chance.choice([1, 1, 2]))
-    bandwidth = Bandwidth(*(needed * chance.uniform(0.15, 1.2),) * 2)
+    rate = needed * chance.uniform(0.15, 1.2)
     budget = int(peak_of_keep(profile) * chance.choice([0.3, 0.4, 0.5, 0.65, 0.8]))
-    found = run(chance, profile, bandwidth, budget, 40)
+    found = run(chance, profile, rate, budget, 40)
     assert max(peak for _, peak, _ in found) <= budget
     plans = [dataclasses.replace(plan, prediction=None) for _, _, plan in found]
     assert len(set(plans[3:])) <= 5
     assert len(set(plans[12:])) <= 2
-    keep = play(profile, all_of(profile, KEEP), bandwidth).seconds
+    keep = play(profile, all_of(profile, KEEP), Bandwidth(rate, rate)).seconds
     assert statistics.mean(seconds for seconds, *_ in found[8:]) <= 1.25 * keep
 
 
 def test_a_plan_is_predicted_within_three_percent() -> None:
     chance = random.Random(1)
     profile, needed = drawn(chance, layers=16)
-    bandwidth = Bandwidth(0.5 * needed, 0.5 * needed)
     for share in (0.3, 0.5, 0.8):
-        machine = Machine(
-            Controller(task_of(16, Limits(int(share * peak_of_keep(profile)), 512 * MIB))), profile, bandwidth
-        )
+        machine = machine_of(profile, 0.5 * needed, int(share * peak_of_keep(profile)))
         machine.run(12)
         assert machine.plan.prediction is not None
-        outcome = play(profile, machine.plan, bandwidth)
+        outcome = play(profile, machine.plan, machine.bandwidth)
         assert machine.plan.prediction.activation_peak == pytest.approx(outcome.activation_peak, rel=0.03)
         assert machine.plan.prediction.seconds == pytest.approx(outcome.seconds, rel=0.03)
 
@@ -156,7 +158,7 @@ def test_a_drive_that_falls_to_a_quarter_is_answered_within_a_few_steps(seed: in
         if step == 16:
             machine.bandwidth = machine.bandwidth.scaled(0.25)
 
-    found = run(chance, profile, Bandwidth(needed, needed), budget, 48, before)
+    found = run(chance, profile, needed, budget, 48, before)
     assert max(peak for _, peak, _ in found) <= budget
     later = statistics.median(seconds for seconds, *_ in found[36:])
     assert next(step for step, each in enumerate(found[16:]) if each[0] < 1.1 * later) <= 4
@@ -190,7 +192,7 @@ def test_a_larger_step_keeps_to_the_budget(seed: int) -> None:
     def before(step: int, machine: Machine) -> None:
         machine.profile = large if step in (12, 13) or step > 20 else profile
 
-    found = run(chance, profile, Bandwidth(0.8 * needed, 0.8 * needed), budget, 40, before)
+    found = run(chance, profile, 0.8 * needed, budget, 40, before)
     assert max(peak for _, peak, _ in found) <= budget
 
 
@@ -211,9 +213,7 @@ def test_ranks_with_unlike_drives_recompute_the_same_layers() -> None:
             barrier.wait(60)
             return found  # type: ignore[no-any-return]
 
-        rate = needed * (0.3, 0.6, 1.0, 0.2)[rank]
-        task = task_of(12, Limits(budget, 512 * MIB), agree)
-        machine = Machine(Controller(task), profile, Bandwidth(rate, rate))
+        machine = machine_of(profile, needed * (0.3, 0.6, 1.0, 0.2)[rank], budget, agree=agree)
         for _ in range(24):
             plan = machine.step()
             recomputed[rank].append(tuple(way.recomputes for way in plan.placements))
@@ -234,13 +234,11 @@ def test_first_steps_that_are_slow_decide_nothing(seed: int) -> None:
     """In them the drive seems fast enough for plans that wait for it later."""
     chance = random.Random(seed)
     profile, needed = drawn(chance, layers=12, passes=(1, 1))
-    bandwidth = Bandwidth(0.4 * needed, 0.4 * needed)
-    limits = Limits(int(0.4 * peak_of_keep(profile)), 512 * MIB)
-    machine = Machine(Controller(task_of(12, limits)), profile, bandwidth)
+    machine = machine_of(profile, 0.4 * needed, int(0.4 * peak_of_keep(profile)))
     plans = [machine.step(slower=slower) for slower in (3.0, 2.0, 1.8, *[1.0] * 13)]
-    best = solve(Case(profile, bandwidth, limits, (AUTO,) * 12)).prediction
+    best = solve(Case(profile, machine.bandwidth, machine.controller.task.limits, (AUTO,) * 12)).prediction
     assert best is not None
-    assert play(profile, plans[-1], bandwidth).seconds <= 1.03 * best.seconds
+    assert play(profile, plans[-1], machine.bandwidth).seconds <= 1.03 * best.seconds
     assert not any(way.recomputes for way in plans[3].placements)
     assert any(all(way.recomputes or way is KEEP for way in plan.placements) for plan in plans[4:])
 
@@ -248,9 +246,7 @@ def test_first_steps_that_are_slow_decide_nothing(seed: int) -> None:
 def test_without_a_limit_each_plan_peaks_at_most_twice_as_high_as_what_was_seen() -> None:
     """Until everything is kept."""
     profile, needed = drawn(random.Random(6), layers=12, passes=(1, 1))
-    device = 4 * peak_of_keep(profile)
-    task = task_of(12, Limits(device, 64 * MIB, is_fit=True))
-    machine = Machine(Controller(task), profile, Bandwidth(needed, needed))
+    machine = machine_of(profile, needed, 4 * peak_of_keep(profile), fits=True)
     peaks = [play(profile, plan, machine.bandwidth).peak_bytes for plan in machine.run(16)]
     assert all(peak <= 2 * max(peaks[:step]) for step, peak in enumerate(peaks) if step)
     assert set(machine.plan.placements) == {KEEP}
@@ -259,9 +255,7 @@ def test_without_a_limit_each_plan_peaks_at_most_twice_as_high_as_what_was_seen(
 def test_without_a_limit_the_device_is_filled() -> None:
     profile, needed = drawn(random.Random(7), layers=12, passes=(1, 1))
     device = int(0.6 * peak_of_keep(profile))
-    machine = Machine(
-        Controller(task_of(12, Limits(device, 64 * MIB, is_fit=True))), profile, Bandwidth(needed, needed)
-    )
+    machine = machine_of(profile, needed, device, fits=True)
     peaks = [play(profile, plan, machine.bandwidth).peak_bytes for plan in machine.run(24)]
     assert max(peaks) <= device
     assert peaks[-1] >= 0.8 * device
@@ -269,8 +263,7 @@ def test_without_a_limit_the_device_is_filled() -> None:
 
 def test_layers_that_must_not_run_twice_are_not_recomputed() -> None:
     profile, needed = drawn(random.Random(8), layers=12, passes=(1, 1))
-    task = task_of(12, Limits(int(0.3 * peak_of_keep(profile)), 512 * MIB))
-    machine = Machine(Controller(task), profile, Bandwidth(0.2 * needed, 0.2 * needed))
+    machine = machine_of(profile, 0.2 * needed, int(0.3 * peak_of_keep(profile)))
     machine.never = frozenset({2, 7})
     plans = machine.run(10)
     assert any(way.recomputes for way in plans[-1].placements)
@@ -279,11 +272,10 @@ def test_layers_that_must_not_run_twice_are_not_recomputed() -> None:
 
 def test_an_error_of_the_planner_ends_no_step_and_is_told_once() -> None:
     profile, needed = drawn(random.Random(9), layers=8, passes=(1, 1))
-    controller = Controller(task_of(8, Limits(int(0.5 * peak_of_keep(profile)), 512 * MIB)))
-    machine = Machine(controller, profile, Bandwidth(needed, needed))
+    machine = machine_of(profile, needed, int(0.5 * peak_of_keep(profile)))
     machine.run(2)
     before = machine.plan
     seen: Any = SimpleNamespace(plan=before, loads=None)  # a record that nothing can be made of
     with pytest.warns(RuntimeWarning, match="no plan could be made after step 3: .*please report") as told:
-        assert [controller.observe(seen) for _ in range(2)] == [before] * 2
+        assert [machine.controller.observe(seen) for _ in range(2)] == [before] * 2
     assert len(told) == 1

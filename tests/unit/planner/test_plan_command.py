@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
-from click.testing import CliRunner
+from commands import call
 from harness import MIB, config_for
 from models import make_model, train
 
 import tba_offload as tba
-from tba_offload.cli import main
 from tba_offload.config import load_config
 from tba_offload.config.policy import LayerId, Placement
 from tba_offload.planner.model import Plan
@@ -40,7 +39,7 @@ def run_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def invoke_plan(*arguments: object, whole_sweep: bool = False) -> Any:
     """What the command prints; of the budgets of its sweep two, unless the test is about the sweep."""
     with mock.patch("tba_offload.planner.what_if.FRONTIER", FRONTIER if whole_sweep else (0.25, 1.05)):
-        return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+        return call("plan", *arguments)
 
 
 def run_plan(*arguments: object, whole_sweep: bool = False) -> Any:

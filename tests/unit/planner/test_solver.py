@@ -37,6 +37,7 @@ from tba_offload.planner.measure import Rates
 from tba_offload.planner.model import Bandwidth, Limits, Plan, StepProfile, Timing
 from tba_offload.planner.play import play
 from tba_offload.planner.solve import Case, solve
+from tba_offload.planner.window import Window
 from tba_offload.store.base import DriveLoad, Load
 
 if TYPE_CHECKING:
@@ -152,6 +153,30 @@ def test_rates_are_the_median_of_three_steps_and_no_less_than_a_probe_as_long_as
     for rate in (5e8, 3e8, 9e8):
         rates.note([DriveLoad(Load(int(rate), 1.0), Load(int(rate), 1.0))], fell_back=False)
     assert rates.bandwidth() == Bandwidth(5e8, 5e8)
+
+
+# The window
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "in_flight", "read_ahead", "more", "across_forward", "may"),
+    [
+        (None, 10**15, 10**15, 10**15, True, True),
+        (100, 60, 0, 40, False, True),
+        (100, 60, 0, 41, False, False),
+        (100, 0, 0, 101, False, False),  # read on demand
+        (100, 10, 10, 15, True, True),
+        (100, 10, 10, 16, True, False),
+        (100, 10, 10, 16, False, True),
+        (100, 0, 0, 60, True, True),  # the first one, however large
+        (100, 60, 0, 41, True, False),
+    ],
+)
+def test_what_may_be_read_ahead(
+    nbytes: int | None, in_flight: int, read_ahead: int, more: int, *, across_forward: bool, may: bool
+) -> None:
+    window = Window(nbytes)
+    assert window.may_read_ahead(in_flight, read_ahead, more, across_forward=across_forward) is may
 
 
 # The solver

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from click.testing import CliRunner
+from commands import call
 from run_logs import memory_event, peak, write_run
 
-from tba_offload import cli
 from tba_offload.errors import MissingDependencyError
 from tba_offload.report.log import read_run_log
 from tba_offload.report.page import page
@@ -89,10 +88,10 @@ def test_what_a_log_says_is_text(tmp_path: Path) -> None:
 
 def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, out = run(tmp_path / "a.jsonl"), tmp_path / "a.html"
-    result = CliRunner().invoke(cli.main, ["report", str(log), "-o", str(out), "--json"])
+    result = call("report", log, "-o", out, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["bytes"] == out.stat().st_size
-    assert CliRunner().invoke(cli.main, ["report", str(log), "-o", str(log)]).exit_code == 1
+    assert call("report", log, "-o", log).exit_code == 1
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'tba-offload\[report\]'"):
         page_of(log)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from click.testing import CliRunner
+from commands import call
 
-from tba_offload.cli import main
 from tba_offload.errors import RunLogError
 from tba_offload.report.log import RunHeader, RunLogWriter, StepRecord, read_run_log
 from tba_offload.report.ranks import merged, path_of_rank, paths_of_ranks, read_runs
@@ -62,7 +61,7 @@ def test_the_name_of_the_run_stands_for_its_ranks(two_ranks: list[Path], tmp_pat
     write(tmp_path / "running.rank0.jsonl", 0, run="another")  # a longer name is another run
     (tmp_path / "run.rank9.txt").touch()
     assert paths_of_ranks(tmp_path / "run.jsonl") == sorted(two_ranks)
-    done = CliRunner().invoke(main, ["rok", str(tmp_path / "run.jsonl"), "--csv", "-"])
+    done = call("rok", tmp_path / "run.jsonl", "--csv", "-")
     assert done.exit_code == 0, done.output
     assert done.output.splitlines()[1].startswith(f"offload,4,{2 * GIB},{1e12},FLOP/s,2.0")
 

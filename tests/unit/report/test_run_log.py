@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from tba_offload.errors import RunLogError
 from tba_offload.report.log import (
-    SCHEMA,
     RunHeader,
     RunLog,
     RunLogWriter,
@@ -50,15 +49,6 @@ def write_log(path: Path, *records: StepRecord, header: RunHeader = HEADER) -> P
         for record in records:
             log.write(record)
     return path
-
-
-def write_lines(path: Path, *events: object) -> Path:
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    return path
-
-
-def run_event(**more: object) -> dict[str, object]:
-    return {"event": "run", "schema": SCHEMA, "strategy": "keep"} | more
 
 
 def open_descriptors() -> set[str]:
@@ -179,10 +169,9 @@ def test_a_log_that_cannot_be_written_is_told_once_and_ends(
 
 @pytest.mark.parametrize("schema", [2, "1", None])
 def test_another_schema_is_refused_and_both_are_named(tmp_path: Path, schema: object) -> None:
-    path = write_lines(tmp_path / "run.jsonl", run_event(schema=schema))
-    with pytest.raises(
-        RunLogError, match=rf"with schema {schema!r} of the run log.* reads schema 1; read it"
-    ):
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps({"event": "run", "schema": schema, "strategy": "keep"}) + "\n")
+    with pytest.raises(RunLogError, match=rf"with schema {schema!r} of the run log.* reads schema 1; read"):
         read_run_log(path)
 
 
@@ -191,18 +180,14 @@ def test_another_schema_is_refused_and_both_are_named(tmp_path: Path, schema: ob
 
 def test_steps_that_count_for_figures_are_told_by_one_rule() -> None:
     assert [warm_up_steps(total) for total in (0, 1, 2, 6, 7, 100)] == [0, 0, 1, 1, 3, 3]
+    sources = {1: "mallinfo2", 6: "mallinfo2"}
     steps = tuple(
-        StepRecord(
-            step=number,
-            seconds=1.0,
-            skipped=number == 5,
-            peak_source="mallinfo2" if number in {1, 6} else None,
-        )
+        StepRecord(step=number, seconds=1.0, skipped=number == 5, peak_source=sources.get(number))
         for number in range(1, 9)
     )
-    counted = counted_steps(RunLog(header=HEADER, steps=steps, path=Path("run.jsonl")))
+    log = RunLog(header=HEADER, steps=steps, path=Path("run.jsonl"))
+    counted = counted_steps(log)
     assert [step.step for step in counted] == [4, 6, 7, 8]
     assert [step.step for step in timed_steps(counted)] == [4, 7, 8]
     assert timed_steps(counted[1:2]) == counted[1:2]  # better than none
-    with_less = counted_steps(RunLog(header=HEADER, steps=steps, path=Path("run.jsonl")), warm_up=0)
-    assert len(with_less) == 7
+    assert len(counted_steps(log, warm_up=0)) == 7

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from click.testing import CliRunner, Result
+from commands import call
 from run_logs import MIB, logged
 
-from tba_offload import cli
 from tba_offload.errors import ConfigError
 from tba_offload.report import rok
 from tba_offload.report.log import TIMELINE, read_run_log
@@ -48,10 +47,6 @@ def event(step: int = 3, **more: Any) -> dict[str, Any]:
             [2, False, 0.4, 0.4, 1 * MIB, 4],
         ],
     } | more
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.main, list(map(str, arguments)))
 
 
 def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:

@@ -6,10 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from click.testing import CliRunner, Result
+from commands import call
 from run_logs import MIB, memory_event, peak, write_run
 
-from tba_offload import cli
 from tba_offload.report.ranks import path_of_rank
 from tba_offload.report.why import Diagnosis, why
 
@@ -37,10 +36,6 @@ def diagnosed(tmp_path: Path, *events: dict[str, Any], **fields: Any) -> Diagnos
 
 def saved_by(found: Diagnosis) -> dict[str, int]:
     return {each.cause: each.saves // MIB for each in found.findings}
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.main, list(map(str, arguments)))
 
 
 def test_the_peak_is_that_of_the_fullest_phase_by_holder(tmp_path: Path) -> None:

@@ -27,6 +27,10 @@ def looks(model: nn.Module, log: Path, steps: int = 2, **settings: Any) -> list[
             loss_of(model, make_tokens(number)).backward()
             optimizer.step()
             optimizer.zero_grad()
+    return memory_events(log)
+
+
+def memory_events(log: Path) -> list[dict[str, Any]]:
     return [event for event in read_run_log(log).others if event["event"] == "memory"]
 
 
@@ -73,5 +77,4 @@ def test_parameters_of_an_optimizer_that_are_not_the_models_count_as_states(tmp_
             model.layers[0](torch.randn(2, 8, 64)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    events = [event for event in read_run_log(tmp_path / "run.jsonl").others if event["event"] == "memory"]
-    assert events[-1]["static"]["states"] == master.nbytes
+    assert memory_events(tmp_path / "run.jsonl")[-1]["static"]["states"] == master.nbytes

@@ -8,23 +8,13 @@ import warnings
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from harness import KIB, MIB, config_for, session_for
-from models import loss_of, make_model, make_tokens
+from models import make_model, train
 
 import tba_offload as tba
 
 if TYPE_CHECKING:
-    from models import Model
     from warm import Warm
-
-
-def train(model: Model, steps: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for number in range(steps):
-        loss_of(model, make_tokens(number)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def test_each_step_is_told_on_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -34,7 +24,7 @@ def test_each_step_is_told_on_request(caplog: pytest.LogCaptureFixture) -> None:
             caplog.at_level(logging.INFO, logger="tba_offload.session"),
             tba.attach(model, config_for(), status=status),
         ):
-            train(model, 2)
+            train(model, steps=2)
         told = [record.getMessage() for record in caplog.records if record.name == "tba_offload.session"]
         assert len(told) == (2 if status else 0)
     for number, line in enumerate(told, start=1):
@@ -46,7 +36,7 @@ def test_each_new_plan_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model(layers=4)
     config = config_for(default=tba.Placement.AUTO, in_flight=256 * KIB)
     with caplog.at_level(logging.INFO, logger="tba_offload.session"), tba.attach(model, config):
-        train(model, 6)
+        train(model, steps=6)
     told = [record.getMessage() for record in caplog.records if "plan after step" in record.getMessage()]
     assert told
     assert told[0].startswith("plan after step 3: ")
@@ -84,11 +74,11 @@ def test_a_window_that_holds_most_of_a_step_is_told_with_a_better_one(layers: in
     model = make_model(layers=layers)
     with session_for(model, in_flight=window) as session:
         with pytest.warns(tba.NothingSavedWarning, match="frees little here") as said:
-            train(model, 2)
+            train(model, steps=2)
         assert len(said) == 1
         assert session.report()[-1].in_flight_peak_bytes
     named = re.search(r"with in_flight_bytes: (\d+)KiB", str(said[0].message))
     assert named is not None
     with session_for(model, in_flight=int(named[1]) * KIB), warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(model, 2)
+        train(model, steps=2)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from harness import KIB, config_for, session_for
-from models import loss_of, make_model, make_tokens, same_bits, train
+from models import assert_same_tensors, loss_of, make_model, make_tokens, train
 from torch import nn
 
 import tba_offload as tba
@@ -94,12 +94,11 @@ def test_the_run_log_holds_every_step(model: Model, tmp_path: Path) -> None:
     assert log.header.store["kind"] == "host"
     assert log.header.versions["torch"] == torch.__version__
     assert tba.OffloadConfig.from_yaml(log.header.policy or "") == config
-    placed = {
-        number: (said["layer"], said["placement"]) for number, said in enumerate(log.header.plan.values())
+    assert log.header.plan == {
+        "layers.0": {"layer": 0, "placement": "keep", "why": "rule '0'"},
+        "layers.1": {"layer": 1, "placement": "offload", "why": "default"},
+        "layers.2": {"layer": 2, "placement": "offload", "why": "default"},
     }
-    assert placed == {0: (0, "keep"), 1: (1, "offload"), 2: (2, "offload")}
-    assert list(log.header.plan) == [layer.id.name for layer in session.layers]
-    assert [said["why"] for said in log.header.plan.values()] == ["rule '0'", "default", "default"]
 
 
 # What opens and what does not
@@ -116,24 +115,18 @@ def test_nothing_is_left_attached_when_the_store_cannot_be_opened(model: Model, 
     assert threading.active_count() == threads
 
 
-def test_apply_changes_placements_between_steps(model: Model) -> None:
-    with session_for(model) as session:
+def test_apply_changes_placements_between_steps_and_the_run_log_tells_it(
+    model: Model, tmp_path: Path
+) -> None:
+    log, wanted = tmp_path / "run.jsonl", config_for(default="recompute", min_tensor_bytes=123)
+    with tba.attach(model, config_for(), run_log=log) as session:
         assert one_step(session, model).recomputed_scopes == 0
-        session.apply(config_for(default="recompute"))
+        session.apply(wanted)
         assert one_step(session, model).recomputed_scopes == 3
         session.apply(config_for(default="keep"))
         record = one_step(session, model)
         assert (record.recomputed_scopes, record.offloaded_bytes, record.forwarded_bytes) == (0, 0, 0)
-
-
-def test_the_run_log_tells_what_was_applied(model: Model, tmp_path: Path) -> None:
-    log = tmp_path / "run.jsonl"
-    wanted = config_for(default="recompute", min_tensor_bytes=123)
-    with tba.attach(model, config_for(), run_log=log) as session:
-        one_step(session, model)
-        session.apply(wanted)
-        one_step(session, model)
-    (event,) = (each for each in read_run_log(log).others if each["event"] == "policy")
+    event, _ = (each for each in read_run_log(log).others if each["event"] == "policy")
     assert event["step"] == 1
     assert tba.OffloadConfig.from_yaml(event["policy"]) == wanted
     assert [said["placement"] for said in event["plan"].values()] == ["recompute"] * 3
@@ -200,7 +193,7 @@ def test_a_backward_after_the_step_or_after_the_session(model: Model) -> None:
         found = [parameter.grad for parameter in model.parameters()]
     plain = make_model(layers=3)
     loss_of(plain, make_tokens(0)).backward()
-    assert all(same_bits(a, b.grad) for a, b in zip(found, plain.parameters(), strict=True))  # type: ignore[arg-type]
+    assert_same_tensors(found, [parameter.grad for parameter in plain.parameters()])  # type: ignore[misc]
     with pytest.raises(tba.TbaError, match="closed"):
         losses[1].backward()
 

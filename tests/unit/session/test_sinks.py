@@ -6,9 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from harness import config_for
-from models import loss_of, make_model, make_tokens
+from models import make_model, train
 
 import tba_offload as tba
 from tba_offload.report.log import FIGURES, StepRecord, read_run_log
@@ -19,11 +18,7 @@ if TYPE_CHECKING:
 
 
 RECORD = StepRecord(step=2, seconds=0.1, loss=math.nan, offloaded_bytes=2**40, stall_seconds=1e-300)
-KNOWN = {
-    name: value
-    for name, value in {name: getattr(RECORD, name) for name in FIGURES}.items()
-    if value is not None
-}
+KNOWN = {name: value for name in FIGURES if (value := getattr(RECORD, name)) is not None}
 
 
 class Writer:
@@ -51,21 +46,13 @@ class Run:
         self.rows.append(data)
 
 
-def train(model: Any, steps: int, **options: Any) -> tba.Session:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with tba.attach(model, config_for(), **options) as session:
-        for number in range(steps):
-            loss_of(model, make_tokens(number)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return session
-
-
 def test_each_step_comes_once_and_in_order_to_all(tmp_path: Path) -> None:
     one: list[StepRecord] = []
     other: list[StepRecord] = []
     log = tmp_path / "run.jsonl"
-    session = train(make_model(layers=2), 3, on_step=[one.append, other.append], run_log=log)
+    model, both = make_model(layers=2), [one.append, other.append]
+    with tba.attach(model, config_for(), on_step=both, run_log=log) as session:
+        train(model, steps=3)
     assert one == other == session.report() == list(read_run_log(log).steps)
     assert [record.step for record in one] == [1, 2, 3]
 

@@ -15,7 +15,7 @@ import torch
 from covering import of_which
 from exact_memory import exact_memory
 from harness import PATIENCE, Drive, config_for, session_for
-from models import loss_of, make_model, make_tokens, same_bits
+from models import assert_same_tensors, loss_of, make_model, make_tokens
 from torch import Tensor, nn
 
 import tba_offload as tba
@@ -50,6 +50,8 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0
 
 
 def scopes_of(session: tba.Session) -> list[int]:
+    """Runs of layers in each step, of which none was skipped."""
+    assert not any(record.skipped for record in session.report())
     return [record.scopes or 0 for record in session.report()]
 
 
@@ -66,9 +68,7 @@ def test_attaching_is_enough(model: Model) -> None:
             assert len(session.report()) == number + 1
     assert scopes_of(session) == [LAYERS] * 3
     assert all(record.in_flight_peak_bytes for record in session.report())
-    assert not any(record.skipped for record in session.report())
-    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-        assert same_bits(a, b)
+    assert_same_tensors(model.parameters(), plain.parameters())
 
 
 @pytest.mark.parametrize("zeroed", ["none at the end", "none before backward", "zeros at the end"])
@@ -85,7 +85,6 @@ def test_all_micro_batches_are_one_step(model: Model, zeroed: str) -> None:
             if zeroed != "none before backward":
                 optimizer.zero_grad(set_to_none=zeroed == "none at the end")
         assert scopes_of(session) == [4 * LAYERS] * 3
-        assert not any(record.skipped for record in session.report())
 
 
 def test_an_evaluation_is_no_part_of_a_step(model: Model) -> None:
@@ -115,7 +114,6 @@ def test_a_loop_that_updates_the_weights_itself(model: Model) -> None:
                     parameter -= 1e-3 * parameter.grad
                     parameter.grad = None
         assert scopes_of(session) == [LAYERS] * 3
-        assert not any(record.skipped for record in session.report())
 
 
 # Optimizers
@@ -166,9 +164,7 @@ def test_an_optimizer_that_calls_a_closure(model: Model) -> None:
             assert len(session.report()) == number + 1
         assert runs[0] > 1
         assert scopes_of(session) == [count * LAYERS for count in runs]
-        for record in session.report():
-            assert not record.skipped
-            assert record.optimizer_seconds is not None
+        assert all(record.optimizer_seconds is not None for record in session.report())
 
 
 def test_optimizers_that_step_within_backward(model: Model) -> None:
@@ -185,7 +181,6 @@ def test_optimizers_that_step_within_backward(model: Model) -> None:
             micro_batch(model, number)
         assert scopes_of(session) == [LAYERS] * 3
         for record in session.report():
-            assert not record.skipped
             assert record.optimizer_seconds is not None
             assert 0 < record.optimizer_seconds < record.seconds + record.optimizer_seconds
 
@@ -204,8 +199,8 @@ def test_a_step_that_a_gradient_scaler_skips(model: Model, *, skipped: int, set_
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=set_to_none)
-    assert [record.skipped for record in session.report()] == [number == skipped for number in range(4)]
-    assert scopes_of(session) == [LAYERS] * 4
+    found = [(record.scopes, record.skipped) for record in session.report()]
+    assert found == [(LAYERS, number == skipped) for number in range(4)]
 
 
 def test_nothing_is_planned_from_a_skipped_step(model: Model, tmp_path: Path) -> None:
@@ -261,10 +256,8 @@ def test_gradients_that_hooks_add_up_elsewhere_end_no_step(model: Model, through
             for parameter in model.parameters():
                 parameter.grad, parameter.main_grad = None, torch.zeros_like(parameter)  # type: ignore[attr-defined]
         assert scopes_of(session) == [4 * LAYERS] * 3
-        assert not any(record.skipped for record in session.report())
     assert nodes or through == "parameters"
-    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-        assert same_bits(a, b)
+    assert_same_tensors(model.parameters(), plain.parameters())
 
 
 @pytest.mark.parametrize("taken_by", ["hooks", "autograd.grad"])
@@ -425,9 +418,6 @@ def test_a_step_of_another_thread_is_left_to_it(model: Model) -> None:
         assert len(two.report()) == 1
 
 
-# Tokens
-
-
 @pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "many"])
 def test_tokens_that_cannot_be(model: Model, tokens: Any) -> None:
     with pytest.raises(tba.ConfigError, match=r"tokens is .* give the tokens of one micro-batch"):
@@ -441,27 +431,24 @@ def test_tokens_that_cannot_be(model: Model, tokens: Any) -> None:
 @pytest.mark.parametrize("where", ["forward", "head", "loss", "backward", "optimizer"])
 def test_after_an_exception_the_next_step_is_a_whole_one(model: Model, where: str) -> None:
     optimizer = adam(model)
-    broken = True
 
     def fail(*_: object) -> None:
-        if broken:
-            raise ZeroDivisionError
+        raise ZeroDivisionError
 
-    if where == "forward":
-        model.layers[1].register_forward_pre_hook(fail)
-    if where == "head":  # after the layers, within the model's forward
-        model.head.register_forward_pre_hook(fail)
-    if where == "backward":
-        model.layers[1].qkv.weight.register_hook(fail)
-    if where == "optimizer":
-        optimizer.register_step_pre_hook(fail)
+    hooks = {
+        "forward": model.layers[1].register_forward_pre_hook,
+        "head": model.head.register_forward_pre_hook,  # after the layers, within the model's forward
+        "backward": model.layers[1].qkv.weight.register_hook,
+        "optimizer": optimizer.register_step_pre_hook,
+    }
     with session_for(model) as session:
+        handle = hooks[where](fail) if where in hooks else None
         with pytest.raises(ZeroDivisionError):
             if where == "loss":
                 loss_of(model, make_tokens(0)).item() / 0
-                raise ZeroDivisionError
             one_step(model, optimizer)
-        broken = False
+        if handle is not None:
+            handle.remove()
         optimizer.zero_grad()
         one_step(model, optimizer)
         assert scopes_of(session) == [LAYERS]
@@ -479,7 +466,7 @@ def test_a_failed_write_is_raised_before_the_weights_change(model: Model) -> Non
             for number in range(2):
                 micro_batch(model, number)
                 optimizer.step()
-        assert all(same_bits(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert_same_tensors(model.parameters(), before)
         drive.writes.recover()
         optimizer.zero_grad()
         one_step(model, optimizer)
@@ -487,7 +474,8 @@ def test_a_failed_write_is_raised_before_the_weights_change(model: Model) -> Non
 
 
 NEVER_CLOSED = """
-import sys
+import sys, warnings
+warnings.simplefilter("error")
 import torch
 import tba_offload as tba
 
@@ -497,17 +485,17 @@ model = torch.nn.Sequential(*layers)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 config = tba.OffloadConfig(min_tensor_bytes=0, budget=tba.BudgetConfig(in_flight_bytes=8192))
 session = tba.attach(model, config, run_log=sys.argv[1], tokens=32)
-for _ in range(3):
+for _ in range(2):
     model(torch.ones(32, 64)).sum().backward()
-    if _ < 2:
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+model(torch.ones(32, 64)).sum().backward()
 """
 
 
 def test_a_session_that_is_never_closed_has_a_whole_run_log(tmp_path: Path, python_with_torch: Warm) -> None:
     log = tmp_path / "run.jsonl"
-    done = python_with_torch.run("-c", NEVER_CLOSED, str(log), is_strict=True)
+    done = python_with_torch.run("-c", NEVER_CLOSED, str(log))
     assert (done.returncode, done.stderr) == (0, "")
     read = read_run_log(log)
     assert not read.truncated
