@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from live_bytes import ResizedBytes
-from models import same_bits
+from models import assert_same_tensors, same_bits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -196,8 +196,7 @@ class Resident(TorchDispatchMode):
 
 def check_same(found: Run, expected: Run) -> None:
     """Parameters of the model are alike, and masters are away."""
-    pairs = zip(found.parameters, expected.parameters, strict=True)
-    assert all(same_bits(a.detach(), b.detach()) for a, b in pairs)
+    assert_same_tensors(found.parameters, expected.parameters)
     assert sum(map(nbytes_of, found.masters())) == 0
 
 
@@ -286,7 +285,7 @@ def train(kind: Kind, store: Path, _: Path) -> dict[str, Any]:
     figures["away"] = records[-1].states_bytes
     figures["masters"] = sum(master.nbytes for master in away.masters())
     away.close()
-    assert all(map(same_bits, away.masters(), plain.masters()))
+    assert_same_tensors(away.masters(), plain.masters())
     check_same_values(away.optimizer.state_dict(), plain.optimizer.state_dict())
     return figures
 
@@ -328,7 +327,7 @@ def compare(away: Run, plain: Run, *, steps: int) -> None:
         assert away.step(seed) == plain.step(seed)
         check_same(away, plain)
     away.close()
-    assert all(map(same_bits, away.masters(), plain.masters()))
+    assert_same_tensors(away.masters(), plain.masters())
     check_same_values(away.optimizer.state_dict(), plain.optimizer.state_dict())
 
 
