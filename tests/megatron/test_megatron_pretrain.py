@@ -276,7 +276,8 @@ def last_plan(log: RunLog) -> dict[str, str]:
 
 
 def test_a_flag_that_is_in_the_way_is_named_before_training(tmp_path: Path) -> None:
-    wrong = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    wrong = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+    wrong += ("--recompute-num-layers", "1")
     finished = run(OFFLOADING, *TINY, *ON_A_CPU, *wrong, *tba_flags(tmp_path))
     assert finished.status == 2
     assert "does not go together with --recompute-granularity full" in " ".join(finished.output.split())

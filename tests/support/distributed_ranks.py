@@ -268,11 +268,15 @@ def compare(spread: str, rank: int, default: str) -> dict[str, Any]:
     return {"different": sum(not same_bits(a, b) for a, b in pairs), "steps": steps}
 
 
-COMPARED = dict.fromkeys(
-    ("offload", "offload-remat", "recompute", "recompute-offload", "recompute-except-attention"),
-    [*SPREAD, IN_STAGES],
-)
-COMPARED["auto"] = ["by batch", "by shards", "by parameters", "by columns", IN_STAGES]
+EVERYWHERE = (*SPREAD, IN_STAGES)
+COMPARED = {
+    "offload": EVERYWHERE,
+    "offload-remat": EVERYWHERE,
+    "recompute": EVERYWHERE,
+    "recompute-offload": EVERYWHERE,
+    "recompute-except-attention": EVERYWHERE,
+    "auto": ("by batch", "by shards", "by parameters", "by columns", IN_STAGES),
+}
 """Which placements are compared with plain training of models that are spread how."""
 
 

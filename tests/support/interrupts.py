@@ -1,4 +1,4 @@
-"""Ctrl-C at chosen points of a step or an update: a program, because an interrupt must not hit the test runner.
+"""Ctrl-C at chosen points of a step or an update: a program, as an interrupt must not hit the test runner.
 
 A signal is handled between two operations of the main thread: at the start of a Python function and after a
 call. Those points are counted in one step, and each trial interrupts another one of them.

@@ -174,7 +174,8 @@ def policy(
 ) -> dict[str, Any]:
     """States in small sub-groups in a file, or in host memory."""
     place = {"kind": kind, "directories": [str(directory)] if kind == "file" else []}
-    return {"states": {"sub_group_bytes": SUB_GROUP, **(states or {})}, "store": place | (store or {})} | settings
+    settings["states"] = {"sub_group_bytes": SUB_GROUP} | (states or {})
+    return {"store": place | (store or {}), **settings}
 
 
 def assert_same(found: Training, expected: Training) -> None:

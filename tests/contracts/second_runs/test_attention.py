@@ -117,10 +117,14 @@ def assert_same_steps(
     return current.record.offloaded_bytes + current.record.forwarded_bytes
 
 
+CALLS = {causal: 1, twice: 2, grouped: 1, by_products: 0, compiled: 0, masked: None, dropping: None}
+"""Outputs of fused attention that travel, where their number is known."""
+
+
 @COMPILER_LOOKS
 @pytest.mark.parametrize(
     ("attend", "calls"),
-    [(causal, 1), (twice, 2), (grouped, 1), (by_products, 0), (compiled, 0), (masked, None), (dropping, None)],
+    CALLS.items(),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_all_attention_has_the_bits_of_plain_training(attend: Attend, calls: int | None) -> None:
