@@ -183,7 +183,8 @@ class FileStore(Store):
         if end <= self.size:
             return
         system = os.fstatvfs(self.fd)
-        free, spared = system.f_bavail * system.f_frsize, left_to_others(system)
+        free = system.f_bavail * system.f_frsize
+        spared = max(system.f_blocks * system.f_frsize // _LEFT_FREE_SHARE, _LEFT_FREE_BYTES)
         limit = self.size + max(free - spared, 0) if self.capacity is None else self.capacity
         room = f"{free} are free, and without store.capacity {spared} of them are left to others"
         what = f"the file cannot grow from {self.size} to {end} bytes: {room}"
@@ -217,9 +218,16 @@ class FileStore(Store):
         self._slabs.clear()
 
     def abandon(self) -> None:
-        """In a forked child: close the descriptor, which would keep the disk space; leave the slabs alone."""
+        """In a forked child: close each descriptor of the file, which would keep the disk space.
+
+        A library may have opened the file once more. The slabs stay: freeing them would call the driver.
+        """
         never_freed(self._slabs)
-        os.close(self.fd)
+        own = os.fstat(self.fd)
+        for path in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # the listing's own
+                if os.path.samestat(path.stat(), own):
+                    os.close(int(path.name))
 
     def _create(self) -> None:
         """Create the file in a new directory, where nobody can touch its name, and remove both names."""
@@ -288,11 +296,6 @@ class FileStore(Store):
         fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
         what = "buffered I/O instead of direct I/O, so bytes pass through the page cache"
         logger.warning("%s: %s: %s", self.name, what, self.reason)
-
-
-def left_to_others(room: os.statvfs_result) -> int:
-    """Return the bytes of a file system that a store without a capacity never takes."""
-    return max(room.f_blocks * room.f_frsize // _LEFT_FREE_SHARE, _LEFT_FREE_BYTES)
 
 
 # ---- the way to a directory --------------------------------------------------------------------------------

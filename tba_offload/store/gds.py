@@ -120,15 +120,6 @@ class GdsStore(FileStore):
             self._cufile.close()
         super().close()
 
-    def abandon(self) -> None:
-        """Close the descriptors in a forked child, cuFile's own too; cuFile must not be called there."""
-        status = os.fstat(self.fd)
-        for path in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # the listing's own
-                other = path.stat()
-                if (other.st_dev, other.st_ino) == (status.st_dev, status.st_ino):
-                    os.close(int(path.name))
-
 
 # ---- kvikio --------------------------------------------------------------------------------------
 
