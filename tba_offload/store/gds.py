@@ -135,10 +135,8 @@ def import_kvikio() -> Any:
         import kvikio.cufile_driver
         import kvikio.defaults
     except (ImportError, RuntimeError) as error:  # kvikio raises RuntimeError where a library is missing
-        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "kvikio"
-        package = "kvikio" if is_missing else f"a part of kvikio ({error})"
         extra = "gds-cu13" if (torch.version.cuda or "").startswith("13.") else "gds-cu12"
-        raise MissingDependencyError(package, "store kind 'gds'", extra=extra) from error
+        raise MissingDependencyError(f"kvikio ({error})", "store kind 'gds'", extra=extra) from error
     return kvikio
 
 
@@ -156,15 +154,11 @@ def driver_versions() -> dict[str, str | None]:
 
 def _path_of(kvikio: Any) -> tuple[str, str | None]:
     """Return the way of the bytes of a file that cuFile has taken, and why not the direct one."""
-    try:
-        through_driver = bool(kvikio.cufile_driver.get("is_gds_available"))
-    except (RuntimeError, KeyError) as error:
-        return "cuFile", f"cuFile does not say how it works: {error}"
-    if through_driver and NVIDIA_FS.exists():
+    if not kvikio.cufile_driver.get("is_gds_available"):
+        return "cuFile compatibility", "the nvidia-fs driver is not loaded, so bytes pass through host memory"
+    if NVIDIA_FS.exists():
         return "GDS", None
-    if through_driver:
-        return "GDS without nvidia-fs", "cuFile moves bytes by PCIe peer-to-peer"
-    return "cuFile compatibility", "the nvidia-fs driver is not loaded, so bytes pass through host memory"
+    return "GDS without nvidia-fs", "cuFile moves bytes by PCIe peer-to-peer"
 
 
 # ---- cuFile's own calls --------------------------------------------------------------------------

@@ -56,16 +56,9 @@ def test_the_contract_and_every_fault_on_the_real_kvikio(variables: dict[str, st
 
 
 @pytest.mark.parametrize(
-    ("error", "missing"),
-    [
-        (ModuleNotFoundError("No module named 'kvikio'", name="kvikio"), "kvikio"),
-        (ModuleNotFoundError("No module named 'cuda'", name="cuda"), r"a part of kvikio \(No module.*\)"),
-        (RuntimeError("cannot open"), "a part of kvikio .cannot open."),
-    ],
+    "error", [ModuleNotFoundError("No module named 'cuda'"), RuntimeError("cannot open")]
 )
-def test_a_library_that_is_missing_is_named(
-    error: Exception, missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_is_missing_is_named(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def failing(name: str, *arguments: Any, **options: Any) -> Any:
@@ -76,7 +69,8 @@ def test_a_library_that_is_missing_is_named(
     monkeypatch.setattr(builtins, "__import__", failing)
     for version, extra in ((None, "gds-cu12"), ("12.9", "gds-cu12"), ("13.0", "gds-cu13")):
         monkeypatch.setattr(torch.version, "cuda", version)
-        with pytest.raises(MissingDependencyError, match=rf"{missing}, .* 'tba-offload\[{extra}\]'"):
+        said = f"needs kvikio ({error}), which is not installed; pip install 'tba-offload[{extra}]'"
+        with pytest.raises(MissingDependencyError, match=re.escape(said)):
             gds.import_kvikio()
 
 
