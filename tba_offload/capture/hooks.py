@@ -16,41 +16,21 @@ filling one again raises its version.
 from __future__ import annotations
 
 import weakref
+from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tba_offload import torch_private
+from tba_offload.capture import views
 from tba_offload.capture.schedule import PrefetchSchedule
-from tba_offload.capture.scope import ActivationKey, ScopeKey
-from tba_offload.capture.trace import ActivationTrace, StepTrace, Treatment
-from tba_offload.capture.views import (
-    StaticStorages,
-    View,
-    dense_copy,
-    is_nothing,
-    is_understood,
-    local_of,
-    restore,
-    spread_out,
-    version_probe,
-    view_of,
-    viewed,
-)
+from tba_offload.capture.trace import ActivationKey, ActivationTrace, ScopeKey, StepTrace, Treatment
 from tba_offload.layers.graph import check_version
-from tba_offload.torch_private import (
-    current_backward,
-    hooks_on_top,
-    latest_node,
-    pop_hooks,
-    push_hooks,
-    shares_version,
-    untraced,
-)
 from tba_offload.transfer.saved import Handle, SavedRef, SavedStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable
 
     from tba_offload.transfer.offloader import Offloader
 
@@ -60,7 +40,7 @@ SPARSE = 4
 """A view is copied densely if it needs less than one ``SPARSE``-th of its storage."""
 
 RELEARN_AFTER = 32
-"""Steps after which an activation that was found to be kept elsewhere is offloaded again, to see."""
+"""Every so many steps activations that were found to be kept elsewhere are offloaded again, to see."""
 
 
 class Kept:
@@ -81,13 +61,13 @@ class Kept:
         alone = type(tensor) is torch.nn.Parameter and tensor.is_leaf
         self.tensor = self.probe = tensor if alone else tensor.detach()
         self.version = tensor._version
-        self.view: View | None = None
+        self.view: views.View | None = None
 
     def shrink(self) -> None:
         """Keep the elements of a sparse view without keeping the large storage that it looks at."""
-        whole = local_of(self.tensor)
-        self.view, self.address = view_of(whole), whole.data_ptr()
-        self.probe, self.tensor = version_probe(self.tensor), dense_copy(whole)
+        whole = views.local_of(self.tensor)
+        self.view, self.address = views.view_of(whole), whole.data_ptr()
+        self.probe, self.tensor = views.version_probe(self.tensor), views.dense_copy(whole)
 
 
 class Packed(Handle):
@@ -102,7 +82,7 @@ class Packed(Handle):
 
     __slots__ = ("address", "probe", "version", "view")
 
-    view: View
+    view: views.View
     probe: torch.Tensor
     version: int
     address: int
@@ -114,47 +94,44 @@ class Capture:
     Args:
         offloader: Moves the bytes.
         min_tensor_bytes: Storages of fewer bytes stay in memory.
-        budget_bytes: The budget of resident activations that layers placed ``auto`` keep to.
 
     Attributes:
         static: The storages of the model itself.
         schedule: What to read ahead.
         trace: What happens in this step.
+        budget_bytes: The budget of resident activations that layers placed ``auto`` keep to.
         slow_kept_bytes: Bytes kept in this step because the drive did not follow.
+        learned: Number and bytes of each layer's activations that something else keeps alive: they stay.
     """
 
-    def __init__(
-        self, offloader: Offloader, *, min_tensor_bytes: int, budget_bytes: int | None = None
-    ) -> None:
+    def __init__(self, offloader: Offloader, *, min_tensor_bytes: int) -> None:
         self.offloader, self.device = offloader, offloader.device.torch_device
-        self.min_tensor_bytes, self.budget_bytes = min_tensor_bytes, budget_bytes
-        self.static, self.schedule, self.trace = StaticStorages(), PrefetchSchedule(offloader), StepTrace()
+        # Not 0: a tensor without elements stays, and no more than that of its storage.
+        self.min_tensor_bytes = max(min_tensor_bytes, 1)
+        self.budget_bytes: int | None = None
+        self.static = views.StaticStorages()
+        self.schedule, self.trace = PrefetchSchedule(offloader), StepTrace()
         self.slow_kept_bytes = self._largest = self._step = 0
         self.look_at_memory: Callable[[], object] | None = None
         # By the address of a storage object, with the view where that was copied densely. An address may
         # belong to another storage by now, so a weak reference answers.
         self.saved: dict[object, SavedRef] = {}
         self.kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._learned: dict[int, dict[tuple[int, int], int]] = {}  # of each layer, until which step
+        self.learned: dict[int, set[tuple[int, int]]] = {}
 
     # ---- pack: the rest is in LayerHooks ---------------------------------------------------------
 
     def find(
-        self, storage: torch.UntypedStorage, tensor: torch.Tensor, view: View | None = None
+        self, storage: torch.UntypedStorage, tensor: torch.Tensor, view: views.View | None = None
     ) -> SavedStorage | None:
         """Return what was saved of a storage in this step, if ``tensor`` shows that it is unchanged."""
         address = storage._cdata
         ref = self.saved.get(address if view is None else (address, view))
         saved = ref() if ref is not None else None
-        if (
-            saved is None
-            or saved.source() is not storage
-            or tensor._version != saved.version
-            # With a counter of its own a tensor may have been changed without this one's noticing.
-            or not shares_version(saved.probe, tensor)
-        ):
+        if saved is None or saved.source() is not storage or tensor._version != saved.version:
             return None
-        return saved
+        # With a counter of its own a tensor may have been changed without this one's noticing.
+        return saved if torch_private.shares_version(saved.probe, tensor) else None
 
     def is_kept(self, storage: torch.UntypedStorage) -> bool:
         """Return True if this very storage stays in this step, so that it is no activation."""
@@ -190,7 +167,7 @@ class Capture:
                 check_version(packed.probe, packed.version, "a kept activation")
             if packed.view is None:
                 return packed.tensor
-            return self._spread_out(packed.tensor, packed.view, packed)
+            return self._spread_out(packed.tensor.untyped_storage(), packed.view, packed)
         saved, is_first = packed.saved, packed.unread is not None
         if self.look_at_memory is not None:
             self.look_at_memory()
@@ -199,22 +176,24 @@ class Capture:
         storage, start = self.offloader.fetch(packed)
         # Before I/O threads are woken: these calls let go of the GIL, and they would take it.
         if not packed.address:
-            tensor = restore(storage, packed.view, packed.probe, start)
+            tensor = views.restore(storage, packed.view, packed.probe, start)
         else:
-            dtype = packed.view[0]
-            dense = viewed(storage, (dtype, (saved.nbytes // dtype.itemsize,), (1,), 0), start)
-            tensor = self._spread_out(dense, packed.view, packed)
-        if is_first and saved.trace.unpacked_at is None:
-            saved.trace.unpacked_at = perf_counter()
-            if saved.was_held:
-                self._learn(saved.trace)
-            self.schedule.used(saved.trace.key)
+            tensor = self._spread_out(storage, packed.view, packed, start)
+        trace: ActivationTrace = saved.trace
+        if is_first and trace.unpacked_at is None:
+            trace.unpacked_at = perf_counter()
+            if saved.was_held:  # something else keeps it: keep it too from the next step on
+                learned = self.learned.setdefault(trace.key.scope.layer, set())
+                learned.add((trace.key.number, trace.nbytes))
+            self.schedule.used(trace.key)
         return tensor
 
-    def _spread_out(self, dense: torch.Tensor, view: View, packed: Kept | Packed) -> torch.Tensor:
+    def _spread_out(
+        self, dense: torch.UntypedStorage, view: views.View, packed: Kept | Packed, start: int = 0
+    ) -> torch.Tensor:
         """Return the saved tensor that a dense copy was made of."""
-        storage, view, start = spread_out(dense, view, packed.address, self.offloader.device)
-        return restore(storage, view, packed.probe, start)
+        room = views.spread_out(dense, start, view, packed.address, self.offloader.device)
+        return views.restore(room.storage, (*view[:3], 0), packed.probe, room.start)
 
     def protect(self, storage: torch.UntypedStorage) -> None:
         """Take the call before the owner of a storage resizes it: see :meth:`Offloader.release_memory`."""
@@ -232,8 +211,8 @@ class Capture:
             look_at_memory: Called with each tensor, where a meter sees only what it looks at.
         """
         self._step += 1
-        for layer, learned in list(self._learned.items()):
-            self._learned[layer] = {kept: until for kept, until in learned.items() if until > self._step}
+        if self._step % RELEARN_AFTER == 0:
+            self.learned.clear()
         self.look_at_memory = look_at_memory
         self.trace, self.slow_kept_bytes = StepTrace(), 0
         self.schedule.begin_step()
@@ -248,36 +227,21 @@ class Capture:
         self.saved.clear()
         self.kept.clear()
         if failed:
-            self._pop_left_hooks()
+            top = torch_private.hooks_on_top()
+            # An interrupt may have kept layers from popping their hooks.
+            while top is not None and getattr(getattr(top[0], "__self__", None), "capture", None) is self:
+                torch_private.pop_hooks()
+                top = torch_private.hooks_on_top()
             self.schedule.abandon_step()
         if is_broken:
             self.offloader.abandon()
         else:
             self.offloader.end_step()
 
-    def _pop_left_hooks(self) -> None:
-        """Pop the hooks of layers that an interrupt kept from popping them."""
-        while (top := hooks_on_top()) is not None:
-            layer_hooks = getattr(top[0], "__self__", None)
-            if not isinstance(layer_hooks, LayerHooks) or layer_hooks.capture is not self:
-                return
-            pop_hooks()
-
-    # ---- what something else keeps ---------------------------------------------------------------
-
-    def learned(self, layer: int) -> Container[tuple[int, int]]:
-        """Return number and bytes of the activations of a layer that something else keeps alive."""
-        return self._learned.get(layer, ())
-
-    def _learn(self, trace: ActivationTrace) -> None:
-        """Something else keeps the storage of this activation: keep it too from the next step on."""
-        learned = self._learned.setdefault(trace.key.scope.layer, {})
-        learned[trace.key.number, trace.nbytes] = self._step + RELEARN_AFTER
-
     def forget_learned(self, layers: set[int]) -> None:
         """Forget what was learned of layers that are placed anew."""
         for layer in layers:
-            self._learned.pop(layer, None)
+            self.learned.pop(layer, None)
 
 
 class LayerHooks:
@@ -291,34 +255,17 @@ class LayerHooks:
             in the order of saving, of each once.
     """
 
-    __slots__ = (
-        "_count",
-        "_filling",
-        "_key",
-        "_learned",
-        "_may_keep",
-        "_node",
-        "_stays",
-        "_unpack",
-        "_when_slow",
-        "capture",
-    )
     is_of_tba_offload = True  # transforms of torch.func begin without these hooks
 
     def __init__(
-        self,
-        capture: Capture,
-        key: ScopeKey,
-        *,
-        when_slow: bool,
-        stays: Callable[[int], bool] | None = None,
+        self, capture: Capture, key: ScopeKey, *, when_slow: bool, stays: Callable[[int], bool] | None = None
     ) -> None:
         self.capture, self._key, self._when_slow, self._stays = capture, key, when_slow, stays
-        self._learned = capture.learned(key.layer)
+        self._learned = capture.learned.get(key.layer, ())
         self._may_keep = bool(self._learned) or when_slow or stays is not None
         # What gives back what is packed here: it must not know this object, which is of one scope only.
         self._unpack: Unpack = capture.unpack
-        self._count = 0
+        self._numbers = count()  # of activations
         self._filling: list[Kept | SavedStorage] = []  # saved by an operation that may not have ended
         self._node = 0  # number of the latest node when they were saved
 
@@ -327,7 +274,7 @@ class LayerHooks:
         unpack, asked = self._unpack, set[tuple[int, int]]()
 
         def watched(packed: Any) -> torch.Tensor:
-            question = current_backward(), id(packed)
+            question = torch_private.current_backward(), id(packed)
             if question in asked and question[0] != -1:
                 tell()
             asked.add(question)
@@ -337,26 +284,26 @@ class LayerHooks:
 
     def __enter__(self) -> None:
         self.capture.offloader.raise_failures()
-        push_hooks(self.pack, self._unpack)
+        torch_private.push_hooks(self.pack, self._unpack)
 
     def __exit__(self, *error: object) -> None:
-        pop_hooks()
+        torch_private.pop_hooks()
         if self._filling:
             self._operation_ended()
         offloader = self.capture.offloader
         if self._when_slow or not offloader.window.held_back:
             offloader.flush()
 
-    @untraced
+    @torch_private.untraced
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
         """Decide what becomes of a saved tensor, and queue its write."""
         capture = self.capture
-        if self._filling and latest_node() != self._node:
+        if self._filling and torch_private.latest_node() != self._node:
             self._operation_ended()
-        if type(tensor) is torch.nn.Parameter or current_backward() != -1:
+        if type(tensor) is torch.nn.Parameter or torch_private.current_backward() != -1:
             return Kept(tensor)
-        local = tensor if type(tensor) is torch.Tensor else local_of(tensor)
-        if type(local) is not torch.Tensor and not is_understood(local, capture.device):
+        local = tensor if type(tensor) is torch.Tensor else views.local_of(tensor)
+        if type(local) is not torch.Tensor and not views.is_understood(local, capture.device):
             return self._keep_odd(tensor)
         try:
             storage = local.untyped_storage()
@@ -375,10 +322,10 @@ class LayerHooks:
             capture.trace.kept_bytes += nbytes
             return Kept(tensor)
         # No earlier: it takes as long as all that comes before.
-        if not is_understood(local, capture.device):
+        if not views.is_understood(local, capture.device):
             return self._keep_odd(tensor)
         if address in capture.saved and (saved := capture.find(storage, tensor)) is not None:
-            return self._pack_again(tensor, local, saved)
+            return self._packed(tensor, local, saved)
         if address in capture.kept and capture.is_kept(storage):
             return Kept(tensor)
         return self._pack_new(tensor, local, storage)
@@ -393,8 +340,7 @@ class LayerHooks:
         is_apart = local.nbytes < nbytes and tensor._base is None and tensor.requires_grad and local is tensor
         if is_apart or local.nbytes * SPARSE < nbytes:
             return self._pack_sparse(tensor, local, storage)
-        key = ActivationKey(self._key, self._count)
-        self._count += 1
+        key = ActivationKey(self._key, next(self._numbers))
         if self._may_keep and (kept := self._keep(tensor, key, nbytes)) is not None:
             self.capture.note_kept(storage)
             return kept
@@ -404,36 +350,27 @@ class LayerHooks:
         saved = self.capture.offloader.save(storage, key, at_once=self._when_slow, is_filling=is_filling)
         if is_filling:
             self._filling.append(saved)
-            self._node = latest_node()
-        return self._packed(tensor, local, saved, key, storage._cdata)
+            self._node = torch_private.latest_node()
+        return self._packed(tensor, local, saved, storage._cdata)
 
     def _packed(
-        self,
-        tensor: torch.Tensor,
-        local: torch.Tensor,
-        saved: SavedStorage,
-        key: ActivationKey,
-        place: object,
+        self, tensor: torch.Tensor, local: torch.Tensor, saved: SavedStorage, place: object = None
     ) -> Packed:
-        """Return the handle of a storage that was saved for the first time."""
-        capture = self.capture
-        saved.probe, saved.version = version_probe(tensor), tensor._version
-        saved.trace = ActivationTrace(key, saved.nbytes, Treatment.OFFLOADED, perf_counter())
-        capture.trace.activations.append(saved.trace)
-        capture.saved[place] = saved.ref
-        capture.schedule.saved(saved.ref)
-        packed = Packed(saved)
+        """Return a handle of a saved storage; ``place`` is where to find one that was not saved before."""
+        capture, packed = self.capture, Packed(saved)
         packed.view = local.dtype, local.shape, local.stride(), local.storage_offset()  # type: ignore[assignment]
-        packed.probe, packed.version, packed.address = saved.probe, saved.version, 0
-        return packed
-
-    def _pack_again(self, tensor: torch.Tensor, local: torch.Tensor, saved: SavedStorage) -> Packed:
-        """Return another handle of a storage that was saved before."""
-        self.capture.trace.deduplicated_bytes += local.nbytes
-        packed = Packed(saved)
-        packed.view = local.dtype, local.shape, local.stride(), local.storage_offset()  # type: ignore[assignment]
-        is_like = type(tensor) is torch.Tensor and saved.probe.dtype is tensor.dtype
-        packed.probe = saved.probe if is_like else version_probe(tensor)
+        if place is None:
+            capture.trace.deduplicated_bytes += local.nbytes
+            is_like = type(tensor) is torch.Tensor and saved.probe.dtype is tensor.dtype
+            packed.probe = saved.probe if is_like else views.version_probe(tensor)
+        else:
+            key: Any = saved.key
+            packed.probe = saved.probe = views.version_probe(tensor)
+            saved.version = tensor._version
+            saved.trace = ActivationTrace(key, saved.nbytes, Treatment.OFFLOADED)
+            capture.trace.activations.append(saved.trace)
+            capture.saved[place] = saved.ref
+            capture.schedule.saved(saved.ref)
         packed.version, packed.address = saved.version, 0
         return packed
 
@@ -445,22 +382,22 @@ class LayerHooks:
         The large storage is then free to go. Without a graph its storage may be the user's data set, and the
         operation may not have filled it.
         """
-        capture, view, nbytes = self.capture, view_of(local), local.nbytes
+        capture, view, nbytes = self.capture, views.view_of(local), local.nbytes
         if nbytes < capture.min_tensor_bytes or not tensor.requires_grad:
             return self._keep_few(tensor, nbytes)
         saved, address = capture.find(storage, tensor, view), local.data_ptr()
         if saved is not None:
-            packed = self._pack_again(tensor, local, saved)
+            packed = self._packed(tensor, local, saved)
         else:
-            key = self._next_key()
+            key = ActivationKey(self._key, next(self._numbers))
             if (kept := self._keep(tensor, key, nbytes)) is not None:
                 kept.shrink()
                 return kept
             capture.offloader.make_room(nbytes)
-            copy = dense_copy(local).untyped_storage()
+            copy = views.dense_copy(local).untyped_storage()
             saved = capture.offloader.save(copy, key, at_once=self._when_slow)
             saved.source = weakref.ref(storage)
-            packed = self._packed(tensor, local, saved, key, (storage._cdata, view))
+            packed = self._packed(tensor, local, saved, (storage._cdata, view))
         packed.address = address
         return packed
 
@@ -479,13 +416,11 @@ class LayerHooks:
         else:
             return None
         trace.kept_bytes += nbytes
-        trace.activations.append(ActivationTrace(key, nbytes, treatment, perf_counter()))
+        trace.activations.append(ActivationTrace(key, nbytes, treatment))
         return Kept(tensor)
 
     def _keep_odd(self, tensor: torch.Tensor) -> Kept:
         """Keep what is not understood; a parameter of such a kind is no activation."""
-        if is_nothing(tensor):
-            return self._keep_few(tensor, 0)  # or it would keep what it is a view of
         if not (tensor.is_leaf and tensor.requires_grad):
             self.capture.trace.kept_bytes += tensor.numel() * tensor.itemsize
         return Kept(tensor)
@@ -498,7 +433,7 @@ class LayerHooks:
             kept.shrink()
         else:
             self._filling.append(kept)
-            self._node = latest_node()
+            self._node = torch_private.latest_node()
         return kept
 
     def _operation_ended(self) -> None:
@@ -509,8 +444,3 @@ class LayerHooks:
                 each.shrink()
             else:
                 each.is_filling = False
-
-    def _next_key(self) -> ActivationKey:
-        key = ActivationKey(self._key, self._count)
-        self._count += 1
-        return key

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from tba_offload.capture.hooks import LayerHooks, Packed
-from tba_offload.capture.trace import Treatment
+from tba_offload.capture.trace import ActivationKey, ActivationTrace, Treatment
 from tba_offload.capture.views import View, is_understood, restore, version_probe, view_of, viewed
 from tba_offload.layers.graph import check_version
 from tba_offload.recompute.digest import fold, mix
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tba_offload.capture.hooks import Capture
-    from tba_offload.capture.scope import ScopeKey
+    from tba_offload.capture.trace import ScopeKey
     from tba_offload.recompute.verify import Verifier
 
 _NAMES = (
@@ -113,15 +113,17 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
             return super().pack(tensor)
         if call.digest is None:
             call.cost, call.digest = 0, mix(fold(viewed(tensor.untyped_storage(), call.view)))
-            self.capture.trace.saved(self._next_key(), call.nbytes, Treatment.REBUILT)
+            key = ActivationKey(self._key, next(self._numbers))
+            self.capture.trace.activations.append(ActivationTrace(key, call.nbytes, Treatment.REBUILT))
             self.capture.trace.rebuilt_bytes += call.nbytes
         return _Remade(call, tensor)
 
     def _pack_argument(self, tensor: Tensor) -> object:
         """Save an argument; it is no activation of the layer's own unless autograd saves it as well."""
-        count, activations = self._count, self.capture.trace.activations
+        activations = self.capture.trace.activations
+        count = len(activations)
         packed = super().pack(tensor)
-        if self._count > count and isinstance(packed, Packed) and activations[-1] is packed.saved.trace:
+        if isinstance(packed, Packed) and len(activations) > count:
             self.capture.trace.sources.append(activations.pop())
         return packed
 
@@ -269,9 +271,8 @@ class _Argument:
         """Return it again, for a call."""
         if self._maker is not None:
             return viewed(self._maker.storage(capture, verifier), self._view)
-        check_version(
-            self._packed.probe, self._packed.version, f"{call.name} needs it: place the layer offload"
-        )
+        needed = f"{call.name} needs it: place the layer offload"
+        check_version(self._packed.probe, self._packed.version, needed)
         # Compiled functions ask whether arguments need a gradient, and may compute otherwise if they do not.
         return capture.unpack(self._packed).detach().requires_grad_(self._needs_grad)
 

@@ -2,9 +2,9 @@
 
 A step repeats its order: whatever the schedule is (gradient accumulation, 1F1B, interleaved), the
 activations that backward asked for in one step it asks for in the next, in the same order. So prefetch
-follows the order recorded in the last step. Where there is none yet, or the step departs from it, the
-activations saved last are expected first. An activation that the last step did not save, because its layer
-had another placement, is expected after those saved later in the forward.
+follows the order recorded in the last step. An activation that the last step did not use, because its layer
+had another placement, is expected after those that its micro-batch saved later. So in the first step the
+activations saved last are expected first.
 
 With several micro-batches under way backward passes take turns with forward passes. What is used after the
 next forward pass is read ahead with restraint, because that pass needs the window for what it saves.
@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from tba_offload.capture.scope import ActivationKey, ScopeKey
+    from tba_offload.capture.trace import ActivationKey, ScopeKey
     from tba_offload.transfer.offloader import Offloader
     from tba_offload.transfer.saved import SavedRef
 
@@ -35,9 +35,6 @@ class PrefetchSchedule:
         self._new: list[SavedRef] = []
         self.saved = self._new.append
         self._recorded: list[tuple[ActivationKey, int]] = []
-        self._expected: list[tuple[ActivationKey, int]] = []
-        self._position: dict[ActivationKey, int] = {}
-        self._next, self._last, self._pass, self._was_taken = 0, -1, 0, False
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -48,7 +45,7 @@ class PrefetchSchedule:
         self._recorded = []
         self._passes = 0  # how often forward came after backward in this step
         self._given_up = 0
-        self._has_new = self._in_backward = False
+        self._in_backward = False
 
     def abandon_step(self) -> None:
         """Forget a step that did not end; the order before it stands."""
@@ -62,11 +59,6 @@ class PrefetchSchedule:
             self._note_saved()
         begins, self._in_backward = not self._in_backward, True
         self._recorded.append((key, self._passes))
-        if key not in self._position and self._is_lost():
-            self._has_new = False
-            self._expect([(saved, self._passes) for saved in reversed(list(self._refs))])
-        elif self._has_new:
-            self._insert_new()
         position = self._position.get(key)
         if position is not None:
             self._follow(position)
@@ -74,23 +66,18 @@ class PrefetchSchedule:
         if self._next < len(self._expected) and (
             begins or self._window.in_flight <= self._window.fills_below
         ):
-            self._read_ahead()
+            self._offloader.prefetch(self)
 
     def reached(self) -> None:
         """Backward has come to a layer, perhaps one that saved nothing: reads start all the same."""
         if self._new:
             self._note_saved()
-        if self._has_new and not self._is_lost():  # or there is nothing yet to go by
-            self._insert_new()
         is_worth_it = not self._in_backward or self._window.in_flight <= self._window.fills_below
         if self._next < len(self._expected) and is_worth_it:
-            self._read_ahead()
-
-    def _read_ahead(self) -> None:
-        self._was_taken = False
-        self._offloader.prefetch(self)
+            self._offloader.prefetch(self)
 
     def __iter__(self) -> Self:
+        self._was_taken = False
         return self
 
     def __next__(self) -> tuple[SavedRef, bool]:
@@ -116,16 +103,18 @@ class PrefetchSchedule:
         if self._in_backward:
             self._in_backward = False
             self._passes += 1
-        new = self._new[:]
+        new, has_unexpected = self._new[:], False
         for ref in new:
             key: Any = ref.key
             self._refs[key] = ref
             position = self._position.get(key)
             if position is None:
-                self._has_new = True
+                has_unexpected = True
             elif position < self._next:
                 self._next = position
         del self._new[: len(new)]  # another thread may be saving
+        if has_unexpected:
+            self._insert_unexpected()
 
     def _follow(self, position: int) -> None:
         """Backward is at a position of the order: what comes after it is read next.
@@ -141,35 +130,23 @@ class PrefetchSchedule:
             self._given_up = given_up
             self._next = position + 1
 
-    def _is_lost(self) -> bool:
-        """Return True if the expected order says little about what was saved in this step."""
-        saved = list(self._refs)  # another thread may be saving
-        return 2 * sum(key in self._position for key in saved) <= len(saved)
-
-    def _insert_new(self) -> None:
-        """Expect what is new: of each micro-batch after what was saved later."""
-        self._has_new = False
-        followers: dict[ActivationKey, ActivationKey] = {}
-        order: list[tuple[ActivationKey, int]] = []
-        later: dict[int, ActivationKey] = {}
-        for key in reversed(list(self._refs)):
-            if key not in self._position:
-                after = later.get(key.scope.micro_batch)
-                if after is None:
-                    order.append((key, self._passes))
-                else:
-                    followers[after] = key
-            later[key.scope.micro_batch] = key
-        last = self._expected[self._last][0] if self._last >= 0 else None
-        now, merged = self._pass, list[tuple["ActivationKey", int]]()
-        for first, passes in order + self._expected:
-            following: ActivationKey | None = first
-            while following is not None:
-                merged.append((following, passes))
-                following = followers.get(following)
-        self._expect(merged)
-        self._pass = now
-        self._last = self._position[last] if last is not None else -1
+    def _insert_unexpected(self) -> None:
+        """Expect what the order does not have yet: of each micro-batch after what was saved later."""
+        placed = [((place, 0), expected) for place, expected in enumerate(self._expected)]
+        later: dict[int, int] = {}  # of each micro-batch, where in the order what was saved later is
+        for number, key in enumerate(reversed(list(self._refs)), 1):
+            position = self._position.get(key)
+            if position is not None:
+                later[key.scope.micro_batch] = position
+                continue
+            place = later.get(key.scope.micro_batch, -1)
+            passes = self._passes if place < 0 else self._expected[place][1]
+            placed.append(((place, number), (key, passes)))
+        placed.sort()
+        last = self._expected[self._last] if self._last >= 0 else None
+        self._expect([expected for _, expected in placed])
+        if last is not None:
+            self._last, self._pass = self._position[last[0]], last[1]
 
     def _expect(self, order: list[tuple[ActivationKey, int]]) -> None:
         """Expect activations in this order; each with the number of the backward pass that uses it."""

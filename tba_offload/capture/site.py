@@ -12,13 +12,12 @@ import copy
 import copyreg
 import functools
 import sys
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from tba_offload.capture.scope import ScopeKey
+from tba_offload.capture.trace import ScopeKey
 from tba_offload.errors import SessionError, warn
 from tba_offload.torch_private import CALLS, is_compiled, is_recomputation, not_traced, switch_tracer
 
@@ -43,33 +42,25 @@ Run = Callable[["Site", tuple[object, ...], dict[str, object]], object]
 """Runs a layer in the place of its own forward."""
 
 
-@dataclass(slots=True)
 class Site:
-    """Where a session has put itself into a layer.
+    """A place in front of a layer where a session stands.
 
-    Attributes:
+    Args:
         layer: The layer.
         index: Its place among those of the session.
+
+    Attributes:
         own: Its own forward.
         runs: How often it ran in this step.
         waiting: How many of these runs wait for their backward.
         tracer: What compiles the model that called it last.
     """
 
-    layer: Layer
-    index: int
-    own: Callable[..., Any] = field(init=False)
-    runs: int = 0
-    waiting: int = 0
-    tracer: Tracer = None
-    _copies: HookFreeCopies | None = None
-
-    def __post_init__(self) -> None:
-        self.own = self.layer.module.forward
-
-    def begin_step(self) -> None:
-        """In the step that begins the layer has not run yet."""
+    def __init__(self, layer: Layer, index: int) -> None:
+        self.layer, self.index = layer, index
+        self.own: Callable[..., Any] = layer.module.forward
         self.runs = self.waiting = 0
+        self.tracer: Tracer = None
 
     def next_run(self, micro_batch: Callable[[nn.Module], int | None] | None) -> ScopeKey:
         """Begin a run of the layer, and return its key.
@@ -81,15 +72,6 @@ class Site:
         told = micro_batch(layer.module) if micro_batch is not None else None
         self.runs += 1
         return ScopeKey(layer.id.number, count if told is None else told, layer.chunk, layer.id.name)
-
-    def wait(self) -> int:
-        """Record that a run begins to wait for its backward; return how many of them do now."""
-        self.waiting += 1
-        return self.waiting
-
-    def come_back(self) -> None:
-        """Backward has come to one of the runs that wait for it."""
-        self.waiting -= 1
 
     def forward(self, /, *args: object, **kwargs: object) -> object:
         """Run the layer's own forward, compiled if its caller is, and so in backward too."""
@@ -106,11 +88,6 @@ class Site:
         """Whether the layer runs as a graph of the compiler."""
         return self.tracer is not None or is_compiled(self.own)
 
-    def called_by(self, tracer: Tracer) -> None:
-        """Note that something else compiles the caller than before; in backward nothing does."""
-        if tracer is not None or not is_recomputation():
-            self.tracer = tracer
-
     @property
     def is_method(self) -> bool:
         """Whether the layer's forward is its class's, not something that stood on the instance."""
@@ -123,13 +100,11 @@ class Site:
             run: Called with the site and the layer's arguments, by position and by name; returns its output.
         """
         self.layer.module.forward = _AttachedForward(run, self)
-        self._copies = HookFreeCopies([self.layer.module])
+        copy_without_hooks([self.layer.module])
 
     def uninstall(self) -> None:
         """Put the layer's own forward back: the class's method, or what stood on the instance."""
         module = self.layer.module
-        if self._copies is not None:
-            self._copies.remove()
         if not isinstance(module.forward, _AttachedForward) or module.forward._site is not self:
             return  # wrapped since by another library; ours stays below and passes everything through
         if self.is_method:
@@ -152,36 +127,16 @@ class InstalledHook:
         return getattr, (nullcontext(), "__exit__")
 
 
-class HookFreeCopies:
-    """Copies and pickles of modules without any :class:`InstalledHook`, until :meth:`remove` is called.
+def copy_without_hooks(modules: Iterable[nn.Module]) -> None:
+    """Have copies and pickles of modules come without any :class:`InstalledHook`.
 
     A file that was saved from an attached model is that of the bare model: ``torch.load`` needs no other safe
     globals, and no package. Python's registry of reducers is by class, and tells the reducer which object is
-    copied, also where copies share the attributes of another module.
-
-    Args:
-        modules: The modules.
+    copied, also where copies share the attributes of another module. Classes stay in the registry: a module
+    without such hooks is copied as ever.
     """
-
-    _users: ClassVar[Counter[type]] = Counter()
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._kinds = [
-            kind
-            for kind in set(map(type, modules))
-            if copyreg.dispatch_table.get(kind, _reduce_without_hooks) is _reduce_without_hooks
-        ]
-        self._users.update(self._kinds)
-        for kind in self._kinds:
-            copyreg.pickle(kind, _reduce_without_hooks)
-
-    def remove(self) -> None:
-        """Have modules copied as ever. May be called twice."""
-        kinds, self._kinds = self._kinds, []
-        self._users.subtract(kinds)
-        for kind in kinds:
-            if not self._users[kind]:
-                del self._users[kind], copyreg.dispatch_table[kind]
+    for kind in set(map(type, modules)) - copyreg.dispatch_table.keys():
+        copyreg.pickle(kind, _reduce_without_hooks)
 
 
 def _reduce_without_hooks(module: nn.Module) -> Any:
@@ -224,26 +179,24 @@ class _AttachedForward(InstalledHook):
     def __call__(self, /, *args: object, **kwargs: object) -> object:
         tracer, site = switch_tracer(None), self._site
         try:
-            copied = _copy_of(site.layer.module, sys._getframe(1)) if site.is_method else None
+            copied = self._copy_in(sys._getframe(1))
             if copied is not None:
-                return self._run_copy(copied, tracer, args, kwargs)
-            if tracer is not site.tracer:
-                site.called_by(tracer)
+                warn(_COPIES)
+                switch_tracer(tracer)
+                return type(copied).forward(copied, *args, **kwargs)
+            if tracer is not site.tracer and (tracer is not None or not is_recomputation()):
+                site.tracer = tracer  # in backward nothing compiles the caller
             return self._run(site, args, kwargs)
         finally:
             switch_tracer(tracer)
 
-    def _run_copy(
-        self,
-        copied: nn.Module,
-        tracer: Tracer,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> object:
-        """Run a copy of the layer, with its own parameters, as it would run without a session."""
-        warn(_COPIES)
-        switch_tracer(tracer)
-        return type(copied).forward(copied, *args, **kwargs)
+    def _copy_in(self, caller: FrameType) -> nn.Module | None:
+        """Return the copy of the layer whose forward a frame calls; ``None`` for the layer itself."""
+        called, layer = None, self._site.layer.module
+        if caller.f_code.co_filename == CALLS:
+            called = caller.f_locals.get("self")
+        is_copy = called is not layer and type(called) is type(layer) and self._site.is_method
+        return called if is_copy else None
 
     @property
     def replaced(self) -> object:  # type: ignore[override]
@@ -255,14 +208,6 @@ class _AttachedForward(InstalledHook):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return getattr, (self._site.layer.module, "forward")
-
-
-def _copy_of(module: nn.Module, frame: FrameType) -> nn.Module | None:
-    """Return the copy of a module whose forward is called from a frame; None if that is none, or unknown."""
-    if frame.f_code.co_filename != CALLS:
-        return None
-    called = frame.f_locals.get("self")
-    return called if called is not module and type(called) is type(module) else None
 
 
 def check_unattached(layers: Sequence[Layer]) -> None:

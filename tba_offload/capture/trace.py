@@ -2,22 +2,50 @@
 
 All times are the host's, by :func:`time.perf_counter`. On a device that runs behind the host they are the
 times at which work was given. So there the trace holds marks in the device's work as well, if a planner is
-going to ask for them; :class:`DeviceTimes` turns them into times after the step.
+going to ask for them; :meth:`StepTrace.device_times` turns them into times after the step.
 """
 
 from __future__ import annotations
 
 import enum
-import time
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tba_offload.capture.scope import ActivationKey, ScopeKey
     from tba_offload.device import Device, Mark
+
+
+class ScopeKey(NamedTuple):
+    """One execution of a layer.
+
+    Attributes:
+        layer: Global number of the layer, from 0.
+        micro_batch: How often the layer ran before in this step, or the schedule's own number.
+        chunk: Model chunk of an interleaved pipeline.
+        name: Module name of the layer.
+    """
+
+    layer: int
+    micro_batch: int
+    chunk: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} ({self.name}), micro-batch {self.micro_batch}"
+
+
+class ActivationKey(NamedTuple):
+    """One storage that a scope saved; ``number`` counts them within the scope."""
+
+    scope: ScopeKey
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.scope}, activation {self.number}"
 
 
 class Treatment(enum.Enum):
@@ -41,8 +69,7 @@ class ScopeTimes(NamedTuple):
     backward_began: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """When everything in a step was, by one clock; only differences mean something.
 
     Attributes:
@@ -55,7 +82,7 @@ class StepTimes:
 
     began: float
     ended: float
-    scopes: Sequence[ScopeTimes]
+    scopes: Sequence[ScopeTimes | ScopeTrace]
     backward_ends: Sequence[float]
     stalls: Sequence[tuple[float, float]]
 
@@ -71,7 +98,7 @@ class ActivationTrace:
     key: ActivationKey
     nbytes: int
     treatment: Treatment
-    packed_at: float
+    packed_at: float = field(default_factory=perf_counter)
     unpacked_at: float | None = None
 
 
@@ -81,11 +108,11 @@ class StepMarks:
 
     device: Device
     began: Mark
-    ended: Mark | None = None
+    ended: Mark = None
     backward_ends: list[Mark] = field(default_factory=list)
 
     def seconds(self) -> float:
-        """How long the step took; waits for its end."""
+        """Return how long the step took; wait for its end."""
         began, ended = self.device.seconds([self.began, self.ended])
         return ended - began
 
@@ -100,8 +127,8 @@ class ScopeTrace:
             or ``keep`` if it was left alone.
         forward_began: When it started.
         input_bytes: Bytes of the activations that it was given.
-        forward_ended: When it returned.
-        backward_began: When backward came back to it.
+        forward_ended: When it returned; 0 before that.
+        backward_began: When backward came back to it; 0 before that.
         marks: The same three in the work of a device that runs behind the host.
         attention_bytes: Bytes that its fused attention put out, if they travel without the rest.
         forward_gradients: Bytes of gradients that there were when it started; ``None`` if they were not
@@ -113,8 +140,8 @@ class ScopeTrace:
     placement: str
     forward_began: float
     input_bytes: int = 0
-    forward_ended: float | None = None
-    backward_began: float | None = None
+    forward_ended: float = 0.0
+    backward_began: float = 0.0
     marks: list[Mark] = field(default_factory=list)
     attention_bytes: int = 0
     forward_gradients: int | None = None
@@ -160,19 +187,19 @@ class StepTrace:
         self.marks = StepMarks(device, device.mark())
 
     def end_step(self) -> None:
-        """Note that the step is over."""
+        """Record that the step is over."""
         if self.marks is not None:
             self.marks.ended = self.marks.device.mark()
 
     def begin_scope(self, key: ScopeKey, placement: str, *, inputs: int = 0) -> ScopeTrace:
-        """Note that a layer starts to run.
+        """Record that a layer starts to run.
 
         Args:
             key: Which run it is.
             placement: Where what it saves goes.
             inputs: Bytes of the activations that it is given.
         """
-        scope = ScopeTrace(key, placement, time.perf_counter(), input_bytes=inputs)
+        scope = ScopeTrace(key, placement, perf_counter(), input_bytes=inputs)
         if self.marks is not None:  # not in a function: it is a call for each run of a layer
             scope.marks.append(self.marks.device.mark())
         if self.gradients is not None:
@@ -181,20 +208,14 @@ class StepTrace:
         return scope
 
     def end_scope(self, scope: ScopeTrace) -> None:
-        """Note that a layer has returned."""
-        scope.forward_ended = time.perf_counter()
+        """Record that a layer has returned."""
+        scope.forward_ended = perf_counter()
         if self.marks is not None:
             scope.marks.append(self.marks.device.mark())
 
-    def saved(self, key: ActivationKey, nbytes: int, treatment: Treatment) -> ActivationTrace:
-        """Note that a storage was saved."""
-        activation = ActivationTrace(key, nbytes, treatment, time.perf_counter())
-        self.activations.append(activation)
-        return activation
-
     def backward_reached(self, scope: ScopeTrace) -> bool:
-        """Note that backward arrives at a scope; tell whether it is the first of its pass."""
-        scope.backward_began = time.perf_counter()
+        """Record that backward arrives at a scope; return whether it is the first of its pass."""
+        scope.backward_began = perf_counter()
         del scope.marks[2:]  # of an earlier backward through the same graph
         if self.marks is not None:
             scope.marks.append(self.marks.device.mark())
@@ -205,9 +226,9 @@ class StepTrace:
         return is_first
 
     def backward_ended(self) -> None:
-        """Note that a backward pass is over."""
+        """Record that a backward pass is over."""
         if self._backward_began is not None:
-            self.backward_ends.append(time.perf_counter())
+            self.backward_ends.append(perf_counter())
             self.backward_seconds += self.backward_ends[-1] - self._backward_began
             self._backward_began = None
             if self.marks is not None:
@@ -219,7 +240,7 @@ class StepTrace:
         return self._backward_began is not None
 
     def whole_scopes(self) -> list[ScopeTrace]:
-        """Those whose forward and backward both took place, in the order of their forward."""
+        """Return the scopes whose forward and backward both took place, in the order of their forward."""
         return [scope for scope in self.scopes if scope.forward_ended and scope.backward_began]
 
     def host_times(self, stalls: Sequence[tuple[float, float]], *, began: float, ended: float) -> StepTimes:
@@ -230,48 +251,31 @@ class StepTrace:
             began: When the step began.
             ended: When it ended.
         """
-        scopes = [
-            ScopeTimes(scope.forward_began, scope.forward_ended or 0.0, scope.backward_began or 0.0)
-            for scope in self.whole_scopes()
-        ]
-        return StepTimes(began, ended, scopes, self.backward_ends, stalls)
+        return StepTimes(began, ended, self.whole_scopes(), self.backward_ends, stalls)
 
-    def forward_seconds(self) -> float:
-        """Time inside the layers' forward, summed."""
-        return sum(s.forward_ended - s.forward_began for s in self.scopes if s.forward_ended is not None)
+    def device_times(self, stalls: Sequence[tuple[Mark, Mark]]) -> StepTimes:
+        """Return the times by the clock of the device; wait for the end of the step, which has marks.
 
+        The marks of a stall lie before and after a wait. When the device comes to the first, it has done all
+        that it was given until then; it comes to the second when that is given to it, or, where its stream
+        waits as well, when the bytes have come. So between them it stood still, and for no time if it had
+        work for as long as the host waited.
 
-class DeviceTimes:
-    """The times of a step by the clock of its device, for callers that may wait for them after the step.
-
-    The marks of a stall lie before and after a wait. When the device comes to the first, it has done all
-    that it was given until then; it comes to the second when that is given to it, or, where its stream waits
-    as well, when the bytes have come. So what lies between them is the time that it stood still, and nothing
-    if it had work for as long as the host waited.
-
-    Args:
-        trace: What the step recorded, with marks.
-        stalls: Marks around each wait for bytes that had not come.
-    """
-
-    def __init__(self, trace: StepTrace, stalls: Sequence[tuple[Mark, Mark]]) -> None:
-        assert trace.marks is not None  # noqa: S101 - for the type checker
-        self._marks, self._stalls = trace.marks, stalls
-        self._scopes = [scope.marks for scope in trace.whole_scopes()]
-
-    def step_seconds(self) -> float:
-        """Return how long the step took; waits for its end."""
-        return self._marks.seconds()
-
-    def read(self) -> StepTimes:
-        """Return all times; waits for the end of the step."""
-        marks, scopes = self._marks, self._scopes
-        points = [marks.began, marks.ended, *marks.backward_ends, *chain(*scopes), *chain(*self._stalls)]
+        Args:
+            stalls: Marks around each wait for bytes that had not come.
+        """
+        marks: Any = self.marks
+        scopes = [scope.marks for scope in self.whole_scopes()]
+        points = [marks.began, marks.ended, *marks.backward_ends, *chain(*scopes), *chain(*stalls)]
         seconds = iter(marks.device.seconds(points))
         return StepTimes(
             began=next(seconds),
             ended=next(seconds),
             backward_ends=[next(seconds) for _ in marks.backward_ends],
             scopes=[ScopeTimes(*islice(seconds, 3)) for _ in scopes],
-            stalls=sorted((next(seconds), next(seconds)) for _ in self._stalls),
+            stalls=sorted((next(seconds), next(seconds)) for _ in stalls),
         )
+
+    def forward_seconds(self) -> float:
+        """Return the time inside the layers' forward, summed."""
+        return sum(s.forward_ended - s.forward_began for s in self.scopes if s.forward_ended)

@@ -13,12 +13,13 @@ from __future__ import annotations
 import sys
 import weakref
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from tba_offload.device import aligned_range, blank
+from tba_offload.device import ByteRange, aligned_range, blank
 from tba_offload.layers.nested import modules_in
 from tba_offload.torch_private import is_transform_wrapper
 
@@ -59,27 +60,29 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spread_out(
-    dense: torch.Tensor, view: View, address: int, device: Device
-) -> tuple[torch.UntypedStorage, View, int]:
+    dense: torch.UntypedStorage, start: int, view: View, address: int, device: Device
+) -> ByteRange:
     """Put copied elements back to the strides of their view; what lies between them is undefined.
 
     Kernels choose their way by strides, and by the address of the first element modulo a cache line.
 
     Args:
         dense: The elements, as :func:`dense_copy` returned them.
+        start: The elements begin at this byte.
         view: How the saved tensor looked at its storage.
         address: Where its first element lay.
         device: Of the memory.
 
     Returns:
-        A new storage, how the tensor looks at it, and where it begins in it.
+        New memory, which begins with the first element.
     """
     dtype, shape, stride, _ = view
     sizes = _distinct(shape, stride)
     reach = 0 if 0 in sizes else 1 + sum((n - 1) * step for n, step in zip(sizes, stride, strict=True))
     room = aligned_range(reach * dtype.itemsize, address, 1, device)
-    viewed(room.storage, (dtype, sizes, stride, 0), room.start).copy_(dense.view(sizes))
-    return room.storage, (dtype, shape, stride, 0), room.start
+    elements = viewed(dense, (dtype, (prod(sizes),), (1,), 0), start)
+    viewed(room.storage, (dtype, sizes, stride, 0), room.start).copy_(elements.view(sizes))
+    return room
 
 
 def _distinct(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
@@ -150,10 +153,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
     """Return True if a saved tensor is a plain strided one on ``device`` that its bytes can rebuild.
 
-    Subclasses, sparse, quantized and functorch tensors, lazy conjugates, empty tensors, implicit zeros and
-    elements that straddle their alignment are not.
+    Subclasses, sparse, quantized and functorch tensors, lazy conjugates, implicit zeros and elements that
+    straddle their alignment are not.
     """
-    if type(tensor) not in _PLAIN or tensor.device != device or not tensor.numel():
+    if type(tensor) not in _PLAIN or tensor.device != device:
         return False
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return False
@@ -163,15 +166,8 @@ def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
         address = tensor.data_ptr()
     except RuntimeError:  # functorch's wrappers have no storage
         return False
-    # Where restored bytes can be: tensors of implicit zeros are nowhere.
-    return address != 0 and address % tensor.itemsize == 0
-
-
-def is_nothing(tensor: torch.Tensor) -> bool:
-    """Return True if a saved tensor is a plain one without elements; it may view a large storage."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    return tensor.numel() == 0 and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    # Where restored bytes can be: tensors of implicit zeros are nowhere, as are those without elements.
+    return not tensor.numel() if address == 0 else address % tensor.itemsize == 0
 
 
 # Storages of the model
@@ -200,9 +196,6 @@ class StaticStorages:
         found = self.addresses.get(storage._cdata)
         # A gradient may be freed during the step, and its address belong to an activation.
         return found is not None and found() is storage
-
-    def __len__(self) -> int:
-        return len(self.addresses)
 
 
 def _static_tensors(module: torch.nn.Module) -> list[Any]:

@@ -32,7 +32,7 @@ from tba_offload.planner.play import layer_under
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from tba_offload.capture.trace import ActivationTrace, DeviceTimes, ScopeTrace, StepTimes, StepTrace
+    from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTimes, StepTrace
     from tba_offload.planner.model import Plan, Timings
     from tba_offload.report.log import StepRecord
     from tba_offload.store.base import DriveLoad
@@ -83,7 +83,7 @@ class StepObservation:
         record: The figures of the step.
         began: Time at which the step began, by :func:`time.perf_counter`.
         beside: Bytes in memory beside the activations of layers; ``None`` if they were not measured.
-        on_device: Times of the step by the clock of an asynchronous device.
+        on_device: Returns the times of the step by the clock of an asynchronous device.
         not_recomputed: Layers that must not run twice.
     """
 
@@ -94,7 +94,7 @@ class StepObservation:
     record: StepRecord
     began: float
     beside: SeenBeside | None = None
-    on_device: DeviceTimes | None = None
+    on_device: Callable[[], StepTimes] | None = None
     not_recomputed: frozenset[int] = frozenset()
 
 
@@ -131,7 +131,7 @@ def profile_of(
     """
     trace, ended = seen.trace, seen.began + seen.record.seconds
     on_host = trace.host_times(seen.stalls, began=seen.began, ended=ended)
-    times = on_host if seen.on_device is None else seen.on_device.read()
+    times = on_host if seen.on_device is None else seen.on_device()
     index = {key: number for number, key in enumerate(layers)}
     saved, sources = _by_scope(trace.activations), _by_scope(trace.sources)
     times_of = zip(trace.whole_scopes(), _stretches(times), _stretches(on_host), strict=True)

@@ -199,8 +199,9 @@ class LayerRuns:
         if session.planning.has_budget and _has_backward(site.layer.module, arguments):
             gradients = (0, 0)
             if session.budget.limits.nets_gradients:  # those take room from activations
-                gradients = rough_bytes(session.gradients.alone() or 0), session.gradients.trained
-            size = (site.wait(), *gradients, *_dimensions(arguments))
+                gradients = rough_bytes(session.gradients.alone() or 0), len(session.gradients.watched)
+            site.waiting += 1
+            size = (site.waiting, *gradients, *_dimensions(arguments))
             session.planning.leave_if_outgrown(site.index, size)
         given = (each for each in arguments if isinstance(each, torch.Tensor) and each.requires_grad)
         return sum(each.numel() * each.itemsize for each in given)
@@ -264,8 +265,8 @@ class BackwardWatch:
     ) -> None:
         """Backward has come back to a run of a layer."""
         memory, loop, is_current = self._memory, self._loop, step is self._loop.step
-        if is_current and site.waiting and scope.backward_began is None:
-            site.come_back()
+        if is_current and site.waiting and not scope.backward_began:
+            site.waiting -= 1
         is_first = trace.backward_reached(scope)
         memory.enter(BACKWARD, site.index, scope.key)
         if is_first:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tba_offload.capture.site import HookFreeCopies, InstalledHook
+from tba_offload.capture.site import InstalledHook, copy_without_hooks
 from tba_offload.errors import ConfigError, SessionError
 from tba_offload.report.log import StepRecord, read_event
 from tba_offload.report.timeline import TimelineEvent
@@ -167,7 +167,7 @@ class Loop:
         self._has_closure = False  # which that optimizer calls
         self._outermost: nn.Module | None = None  # whose forward runs
         self._tokens_are_known = False  # of that forward
-        self._handles: list[RemovableHandle | HookFreeCopies] = []
+        self._handles: list[RemovableHandle] = []
         if count_tokens is not None:
             self._count_tokens = count_tokens
             self._install(list(_callers(session.modules, [layer.module for layer in session.layers])))
@@ -175,8 +175,8 @@ class Loop:
     def _install(self, callers: Sequence[nn.Module]) -> None:
         """Hear of the model's forwards and of every optimizer's step."""
         own = weakref.ref(self)  # the hooks are global, and must not keep a model alive
+        copy_without_hooks(callers)
         self._handles += [
-            HookFreeCopies(callers),
             register_optimizer_step_pre_hook(_Hook(own, Loop._optimizer_begins)),
             register_optimizer_step_post_hook(_Hook(own, Loop._optimizer_ended)),
         ]
@@ -286,12 +286,12 @@ class Loop:
         if step.has_failed or trace.in_backward:  # an exception ended it
             return True
         if step.updates:
-            return at_forward or bool(gradients.born_within(step.updated))
+            return at_forward or bool(gradients.born.keys() <= step.updated)
         if not trace.backward_ends:
             return bool(trace.scopes) and all(graph() is None for graph in step.graphs)
-        is_unseen = not gradients.are_there and not self.session.optimizers
-        is_long = is_unseen and len(trace.backward_ends) >= MOST_UNSEEN
-        return is_long or bool(gradients.are_cleared)
+        if not gradients.born:
+            return not self.session.optimizers and len(trace.backward_ends) >= MOST_UNSEEN
+        return bool(gradients.are_cleared)
 
     def _conclude(self, step: Step) -> None:
         """End a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""
@@ -301,8 +301,8 @@ class Loop:
         if not is_whole and step.updates and not step.has_failed and not trace.left_alone:
             self.session.notices.no_layer_trained(self.session, step.number)
         if is_whole and not step.updates:
-            is_gone = gradients.are_cleared or not gradients.are_there
-            step.is_skipped = gradients.was_dropped or (is_gone and not gradients.updated)
+            is_gone = gradients.are_cleared and not gradients.updated
+            step.is_skipped = gradients.was_dropped or is_gone
         self.end(step, failed=not is_whole, is_broken=is_broken)
 
     # ---- the model -------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from tba_offload.states.parameters import parameters_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from tba_offload.capture.scope import ScopeKey
+    from tba_offload.capture.trace import ScopeKey
     from tba_offload.session.loop import Step
     from tba_offload.session.session import Session
     from tba_offload.store.base import Moved
@@ -368,7 +368,7 @@ class StepCurve:
 
         scopes: list[list[Any]] = []
         for run in trace.scopes[:_MOST]:
-            times = at(run.forward_began, run.forward_ended, run.backward_began)
+            times = at(run.forward_began, run.forward_ended or None, run.backward_began or None)
             scopes.append([names.index(run.key.name), run.key.micro_batch, *times])
         found = [(move, what) for what, moves in self._moves.items() for move in list(moves)]
         found = sorted((each for each in found if each[0].began >= began), key=lambda each: each[0].began)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import is_lazy
 
-from tba_offload.capture.trace import DeviceTimes
 from tba_offload.device import device_of
 from tba_offload.placements import Placement
 from tba_offload.planner.measure import StepObservation
@@ -301,7 +300,7 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
             record=record,
             began=step.began,
             beside=session.memory.beside,
-            on_device=DeviceTimes(trace, stats.marked_stalls) if trace.marks is not None else None,
+            on_device=partial(trace.device_times, stats.marked_stalls) if trace.marks is not None else None,
             not_recomputed=chosen - repeatable,
         )
     )

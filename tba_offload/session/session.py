@@ -250,7 +250,7 @@ class Session:
         samples = step.meter is not None and step.meter.samples
         self.capture.begin_step(look_at_memory=memory.sample if samples else None)
         for site in self.sites:
-            site.begin_step()
+            site.runs = site.waiting = 0
         self.planning.begin_step()
         # Observers begin last: nothing of the above is theirs.
         # The planner asks for times of a device that does its work later than the host gives it out, and

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tba_offload.capture.scope import ActivationKey, ScopeKey
-from tba_offload.capture.trace import ActivationTrace, ScopeTrace, StepTrace, Treatment
+from tba_offload.capture.trace import (
+    ActivationKey,
+    ActivationTrace,
+    ScopeKey,
+    ScopeTrace,
+    StepTrace,
+    Treatment,
+)
 from tba_offload.config.policy import Placement
 from tba_offload.planner.measure import StepObservation
 from tba_offload.planner.model import computed_as

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from blocks import Net, assert_same, gradients, make_input
+from blocks import Net, assert_same, forward_backward, make_net, run
 from covering import each_once, of_which
 from harness import KIB, PLACEMENTS, session_for
 from torch import Tensor, nn
@@ -68,22 +68,12 @@ def compiler() -> Iterator[Compiler]:
 
 
 def make() -> Net:
-    torch.manual_seed(0)
-    return Net(Layer, LAYERS)
+    return make_net(Layer, LAYERS)
 
 
-def train(model: nn.Module, session: Session | None = None, steps: int = STEPS) -> list[list[Tensor]]:
+def train(model: Any, session: Session | None = None, steps: int = STEPS) -> list[list[Tensor]]:
     """Losses and gradients of a few steps."""
-    history = []
-    for number in range(steps):
-        torch.manual_seed(number)
-        x = make_input(number)
-        with session.step() if session is not None else nullcontext():
-            loss = model(x).pow(2).mean()
-            loss.backward()
-        assert x.grad is not None
-        history.append([loss.detach(), x.grad, *gradients(model)])
-    return history
+    return run(model, forward_backward, session, steps)
 
 
 def attach(model: Net, default: str) -> Session:

@@ -1,15 +1,20 @@
-"""Models of Hugging Face's at their defaults: caches, padding, dropout, tied weights, two stacks."""
+"""Models of Hugging Face's at their defaults, but small: the bits of plain runs, caches, checkpointing.
+
+Every two of family, way of training and placement in the full run of the tests; otherwise each family once,
+with ways and placements in turn.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from covering import of_which
-from harness import KIB, Drive, session_for
+from covering import EVERYTHING, combinations, of_which
+from harness import KIB, PLACEMENTS, Drive, session_for
 from later import Later
 from models import History, assert_same_history, same_bits
 from torch import Tensor, nn
@@ -23,9 +28,10 @@ transformers = Later("transformers")
 
 CACHE = "the model fills a cache of keys and values"
 CHECKPOINTING = "gradient checkpointing is switched on in"
-STEPS = 3
+STEPS = 2
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
 LANGUAGE = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 DECODER = {**SIZES, **LANGUAGE, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -76,24 +82,87 @@ def vit() -> nn.Module:
     )
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    make.__name__: make for make in (llama, qwen2, mistral, gpt2, bert, t5, vit)
+def gemma2() -> nn.Module:
+    """Its attention and its logits are capped; every other layer looks at a window only."""
+    return transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**DECODER, head_dim=16, query_pre_attn_scalar=16, sliding_window=8)
+    )
+
+
+def phi3() -> nn.Module:
+    """Queries, keys and values come from one projection, gate and up from another."""
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**DECODER))
+
+
+def opt() -> nn.Module:
+    small = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 128}
+    return transformers.OPTForCausalLM(
+        transformers.OPTConfig(**small, **LANGUAGE, max_position_embeddings=64, word_embed_proj_dim=64)
+    )
+
+
+def gpt_neox() -> nn.Module:
+    """Attention and MLP run side by side."""
+    small = {key: value for key, value in DECODER.items() if key != "num_key_value_heads"}
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**small))
+
+
+def mixtral() -> nn.Module:
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, **MOE))
+
+
+def qwen2_moe() -> nn.Module:
+    """With a shared expert beside those that tokens are routed to."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return transformers.Qwen2MoeForCausalLM(
+        transformers.Qwen2MoeConfig(**DECODER, **experts, shared_expert_intermediate_size=64)
+    )
+
+
+def mamba() -> nn.Module:
+    """No attention: a scan over states."""
+    small = {"hidden_size": 64, "num_hidden_layers": 3, "state_size": 8}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**small, **LANGUAGE))
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    make.__name__: make
+    for make in (
+        *(llama, qwen2, mistral, gpt2, bert, t5, vit),
+        *(gemma2, phi3, opt, gpt_neox, mixtral, qwen2_moe, mamba),
+    )
 }
 CACHING = ("llama", "qwen2", "mistral", "gpt2", "t5")
 """They fill a cache in training too, unless they are told not to."""
 
+LORA = {"r": 4, "lora_dropout": 0.1}
+EVERYWHERE: dict[str, Any] = {"target_modules": "all-linear"}
+ADAPTED: dict[str, dict[str, Any]] = {
+    "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+    "mixtral": {"target_modules": ["q_proj", "v_proj"]},
+    "mamba": {"target_modules": ["in_proj", "x_proj"]},  # peft refuses the others
+}
+WAYS = ("defaults", "lora", "autocast", "accumulation", "generation")
 
-def make(kind: str, **settings: object) -> nn.Module:
+
+def cases() -> list[tuple[str, str, str]]:
+    if EVERYTHING:
+        return combinations(list(FAMILIES), WAYS, PLACEMENTS)
+    turns = zip(FAMILIES, itertools.cycle(WAYS), itertools.cycle(PLACEMENTS), strict=False)
+    return list(turns)
+
+
+def make(family: str, way: str = "defaults", **settings: object) -> Any:
     torch.manual_seed(0)
-    model = MODELS[kind]().train()
+    model: Any = FAMILIES[family]().train()
     for part in model.modules():  # T5's decoder has a configuration of its own
         for name, value in settings.items() if hasattr(part, "config") else ():
             setattr(part.config, name, value)
+    if way == "lora":
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(**LORA, **ADAPTED.get(family, EVERYWHERE)))
     return model
-
-
-def layers_of(kind: str) -> int:
-    return 4 if kind == "t5" else 3
 
 
 def batch_of(kind: str, number: int) -> dict[str, Tensor]:
@@ -110,25 +179,60 @@ def batch_of(kind: str, number: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
 
 
-def train(kind: str, model: nn.Module, *, steps: int = STEPS) -> History:
+def train(family: str, model: Any, way: str = "defaults", *, steps: int = STEPS) -> History:
     """A few steps of AdamW, in a loop that knows of no session."""
     history = History()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
     for number in range(steps):
         torch.manual_seed(number)
-        result = model(**batch_of(kind, number)).loss
-        result.backward()
+        for micro_batch in range(3 if way == "accumulation" else 1):
+            with torch.autocast("cpu", torch.bfloat16) if way == "autocast" else nullcontext():
+                loss = model(**batch_of(family, 10 * number + micro_batch)).loss
+            loss.backward()
+            history.losses.append(loss.detach())
+        history.gradients += [each.grad.clone() for each in trained if each.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
-        history.losses.append(result.detach())
+        if way == "generation":
+            use(family, model, number)
     history.parameters = [parameter.detach().clone() for parameter in model.parameters()]
     history.random_states = [torch.get_rng_state()]
     return history
 
 
+def use(family: str, model: Any, number: int) -> None:
+    """What happens between steps: some words are generated, or a model that has none is evaluated."""
+    batch = {name: tensor[:1] for name, tensor in batch_of(family, number).items() if name != "labels"}
+    model.eval()
+    with torch.no_grad():
+        if family in {"bert", "vit"}:
+            model(**batch)
+        else:
+            model.generate(**batch, max_new_tokens=3, do_sample=False)
+    model.train()
+
+
 @functools.cache
-def plain(kind: str, *, steps: int = STEPS) -> History:
-    return train(kind, make(kind), steps=steps)
+def plain(family: str, way: str = "defaults", *, steps: int = STEPS) -> History:
+    return train(family, make(family, way), way, steps=steps)
+
+
+@pytest.mark.filterwarnings(f"ignore:{CACHE}", "ignore:the budget of .* cannot be met")
+@pytest.mark.filterwarnings("ignore:`is_gradient_check:FutureWarning")
+@pytest.mark.parametrize(("family", "way", "placement"), cases())
+def test_the_bits_are_those_of_the_plain_run(family: str, way: str, placement: str) -> None:
+    model = make(family, way)
+    budget = {"activation": 600 * KIB} if placement == "auto" else {}
+    with session_for(model, in_flight=128 * KIB, default=Placement(placement), **budget) as session:
+        assert_same_history(train(family, model, way), plain(family, way))
+        report = session.report()
+    assert len(report) == STEPS
+    assert all(record.scopes > 0 for record in report)
+    if placement.startswith("recompute"):
+        assert all(record.recomputed_scopes == record.scopes for record in report)
+    elif placement != "keep":
+        assert report[0].offloaded_bytes > 0
 
 
 # Caches of keys and values
@@ -149,7 +253,7 @@ def test_layers_that_fill_a_cache_are_recomputed(kind: str) -> None:
     model = make(kind)
     with session_for(model, in_flight=128 * KIB, default=Placement.RECOMPUTE_OFFLOAD) as session:
         assert_same_history(train(kind, model), plain(kind))
-        assert {record.recomputed_scopes for record in session.report()} == {layers_of(kind)}
+        assert {record.recomputed_scopes for record in session.report()} == {4 if kind == "t5" else 3}
 
 
 @pytest.mark.filterwarnings(f"ignore:{CACHE}")
@@ -208,11 +312,11 @@ def test_checkpointed_layers_are_told_and_their_inputs_travel(placement: str, us
         # After the model was attached, as a trainer does it.
         model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
         with pytest.warns(UserWarning, match=f"{CHECKPOINTING} 3 of the 3 layers") as told:
-            assert_same_history(train("llama", model), plain("llama"))
+            assert_same_history(train("llama", model, steps=3), plain("llama", steps=3))
         report = session.report()
     assert len(told) == 1
     inputs = 4 * 24 * 64 * 4
-    assert len(report) == STEPS
+    assert len(report) == 3
     assert {record.scopes for record in report} == {3}
     if placement == "offload":
         assert all(0 < record.offloaded_bytes <= 3 * inputs for record in report)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from harness import KIB, session_for
+from models import same_bits
 from torch import Tensor
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 def build_te_gpt(*, fp8: bool) -> Any:
@@ -58,23 +56,16 @@ def test_layers_of_transformer_engine(*, fp8: bool, placement: str, monkeypatch:
         seed_all(3)
         tokens = torch.randint(0, 512, (2, 128), device="cuda")
         positions = torch.arange(128, device="cuda").expand(2, -1)
-
-        def steps(session: Any) -> list[Tensor]:
-            losses = []
+        losses = []
+        settings: dict[str, Any] = {"default": default, "in_flight": 1024 * KIB}
+        with nullcontext() if default is None else session_for(model, **settings) as session:
             for _ in range(3):
-                with session.step() if session is not None else torch.enable_grad():
+                with nullcontext() if session is None else session.step():
                     loss = model(tokens, positions, None, labels=tokens).mean()
                     loss.backward()
                 losses.append(loss.detach())
-            return losses
-
-        if default is None:
-            losses = steps(None)
-        else:
-            with session_for(model, default=default, in_flight=1024 * KIB) as session:
-                losses = steps(session)
-                assert all(record.scopes == 4 for record in session.report())
+            assert session is None or all(record.scopes == 4 for record in session.report())
         return [*losses, *(parameter.grad for parameter in model.parameters())]
 
     with single_process(seed=1):
-        assert equal(run(placement), run(None))
+        assert all(map(same_bits, run(placement), run(None)))

@@ -34,19 +34,11 @@ INPUTS = "recompute-offload"
 ATTENTION = "recompute-except-attention"
 LAYERS = 3
 STEPS = 2
+UNIFORM = ("keep", "offload", "recompute", INPUTS, ATTENTION, "offload-50%", "offload-remat", "auto")
+MIXED = Placement.OFFLOAD, (Rule("0", Placement.RECOMPUTE), Rule("*layers.2", Placement.KEEP))
 PLACEMENTS: dict[str, tuple[Placement, tuple[Rule, ...]]] = {
-    "keep": (Placement.KEEP, ()),
-    "offload": (Placement.OFFLOAD, ()),
-    "recompute": (Placement.RECOMPUTE, ()),
-    INPUTS: (Placement.RECOMPUTE_OFFLOAD, ()),
-    ATTENTION: (Placement.RECOMPUTE_EXCEPT_ATTENTION, ()),
-    "offload-50%": (Placement("offload-50%"), ()),
-    "offload-remat": (Placement.OFFLOAD_REMAT, ()),
-    "auto": (Placement.AUTO, ()),
-    "mixed": (
-        Placement.OFFLOAD,
-        (Rule("0", Placement.RECOMPUTE), Rule("*layers.2", Placement.KEEP)),
-    ),
+    **{name: (Placement(name), ()) for name in UNIFORM},
+    "mixed": MIXED,
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WINDOW = 256 * 1024
