@@ -40,7 +40,7 @@ SPARSE = 4
 """A view is copied densely if it needs less than one ``SPARSE``-th of its storage."""
 
 RELEARN_AFTER = 32
-"""Every so many steps activations that were found to be kept elsewhere are offloaded again, to see."""
+"""Every so many steps, activations that something else kept alive are offloaded again, to see."""
 
 
 class Kept:
@@ -49,7 +49,7 @@ class Kept:
     Attributes:
         tensor: The tensor, or a dense copy of the few elements that it needs of a large storage.
         probe: Shares the version counter of the saved tensor.
-        version: What that counter said, for the check that hooks switch off in autograd.
+        version: The value of that counter at pack. Hooks switch off the check of autograd's own.
         view: If it is a copy: how the saved tensor looked at its storage.
         address: Where its first element lay.
     """
@@ -139,7 +139,7 @@ class Capture:
         return kept is not None and kept() is storage
 
     def note_kept(self, storage: torch.UntypedStorage) -> None:
-        """Have a storage stay in this step, however often it is saved."""
+        """Keep a storage in memory in this step, however often it is saved."""
         self.kept[storage._cdata] = weakref.ref(storage)
 
     def keeps_when_slow(self, nbytes: int) -> bool:
@@ -196,7 +196,7 @@ class Capture:
         return views.restore(room.storage, (*view[:3], 0), packed.probe, room.start)
 
     def protect(self, storage: torch.UntypedStorage) -> None:
-        """Take the call before the owner of a storage resizes it: see :meth:`Offloader.release_memory`."""
+        """Release a storage that its owner is about to resize: see :meth:`Offloader.release_memory`."""
         ref = self.saved.get(storage._cdata)
         saved = ref() if ref is not None else None
         if saved is not None and saved.source() is storage:
@@ -205,7 +205,7 @@ class Capture:
     # ---- steps -----------------------------------------------------------------------------------
 
     def begin_step(self, *, look_at_memory: Callable[[], object] | None = None) -> None:
-        """Start a new trace; what was learned long ago is put to the test again.
+        """Start a new trace; now and then forget what was learned, to see whether it still holds.
 
         Args:
             look_at_memory: Called with each tensor, where a meter sees only what it looks at.
@@ -251,8 +251,8 @@ class LayerHooks:
         capture: What the session captures.
         key: The scope.
         when_slow: Whether activations may be kept when the window is full.
-        stays: Of a layer that is offloaded in part: says of each activation, by its bytes, whether it stays;
-            in the order of saving, of each once.
+        stays: For a layer that is offloaded in part: returns whether an activation of so many bytes stays.
+            Called once for each activation, in the order of saving.
     """
 
     is_of_tba_offload = True  # transforms of torch.func begin without these hooks
@@ -270,7 +270,7 @@ class LayerHooks:
         self._node = 0  # number of the latest node when they were saved
 
     def watch_for_second_use(self, tell: Callable[[], object]) -> None:
-        """Have a function told when backward asks for a saved tensor twice, which checkpoints give once."""
+        """Call ``tell`` when a backward pass asks for a saved tensor twice: checkpoints give each once."""
         unpack, asked = self._unpack, set[tuple[int, int]]()
 
         def watched(packed: Any) -> torch.Tensor:

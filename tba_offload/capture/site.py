@@ -42,77 +42,6 @@ Run = Callable[["Site", tuple[object, ...], dict[str, object]], object]
 """Runs a layer in the place of its own forward."""
 
 
-class Site:
-    """A place in front of a layer where a session stands.
-
-    Args:
-        layer: The layer.
-        index: Its place among those of the session.
-
-    Attributes:
-        own: Its own forward.
-        runs: How often it ran in this step.
-        waiting: How many of these runs wait for their backward.
-        tracer: What compiles the model that called it last.
-    """
-
-    def __init__(self, layer: Layer, index: int) -> None:
-        self.layer, self.index = layer, index
-        self.own: Callable[..., Any] = layer.module.forward
-        self.runs = self.waiting = 0
-        self.tracer: Tracer = None
-
-    def next_run(self, micro_batch: Callable[[nn.Module], int | None] | None) -> ScopeKey:
-        """Begin a run of the layer, and return its key.
-
-        Args:
-            micro_batch: Tells its number, where the framework has one; otherwise runs are counted.
-        """
-        layer, count = self.layer, self.runs
-        told = micro_batch(layer.module) if micro_batch is not None else None
-        self.runs += 1
-        return ScopeKey(layer.id.number, count if told is None else told, layer.chunk, layer.id.name)
-
-    def forward(self, /, *args: object, **kwargs: object) -> object:
-        """Run the layer's own forward, compiled if its caller is, and so in backward too."""
-        if self.tracer is None:
-            return self.own(*args, **kwargs)
-        before = switch_tracer(self.tracer)
-        try:
-            return self.own(*args, **kwargs)
-        finally:
-            switch_tracer(before)
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the layer runs as a graph of the compiler."""
-        return self.tracer is not None or is_compiled(self.own)
-
-    @property
-    def is_method(self) -> bool:
-        """Whether the layer's forward is its class's, not something that stood on the instance."""
-        return getattr(self.own, "__self__", None) is self.layer.module
-
-    def install(self, run: Run) -> None:
-        """Have calls of the layer go through ``run``.
-
-        Args:
-            run: Called with the site and the layer's arguments, by position and by name; returns its output.
-        """
-        self.layer.module.forward = _AttachedForward(run, self)
-        copy_without_hooks([self.layer.module])
-
-    def uninstall(self) -> None:
-        """Put the layer's own forward back: the class's method, or what stood on the instance."""
-        module = self.layer.module
-        if not isinstance(module.forward, _AttachedForward) or module.forward._site is not self:
-            return  # wrapped since by another library; ours stays below and passes everything through
-        if self.is_method:
-            del module.forward
-        else:
-            module.forward = self.own
-
-
 class InstalledHook:
     """A hook on a module, or a function among its attributes, that belongs to one session.
 
@@ -161,53 +90,117 @@ def _reduce_without_hooks(module: nn.Module) -> Any:
     return (*reduced[:2], state, *reduced[3:])
 
 
-class _AttachedForward(InstalledHook):
-    """Stands in front of a layer's forward.
+class Site(InstalledHook):
+    """A session's place in front of a layer: it stands in for the layer's forward.
 
     A callable rather than module hooks, because its ``finally`` also runs on KeyboardInterrupt. Copies and
     pickles of the layer get the layer's own forward: a session belongs to one model. A copy that shares the
     layer's attributes, as ``nn.DataParallel`` and meta-learning make them, has this object too, and only its
     caller tells.
+
+    Args:
+        layer: The layer.
+        index: Its place among those of the session.
+
+    Attributes:
+        own: Its own forward.
+        runs: How often it ran in this step.
+        waiting: How many of these runs wait for their backward.
+        tracer: What compiles the model that called it last.
     """
 
-    def __init__(self, run: Run, site: Site) -> None:
+    def __init__(self, layer: Layer, index: int) -> None:
+        self.own: Callable[..., Any] = layer.module.forward
+        functools.update_wrapper(self, self.own)
+        self.layer, self.index = layer, index
+        self.runs = self.waiting = 0
+        self.tracer: Tracer = None
+
+    def install(self, run: Run) -> None:
+        """Have calls of the layer go through ``run``.
+
+        Args:
+            run: Called with the site and the layer's arguments, by position and by name; returns its output.
+        """
         self._run = run
-        self._site = site
-        functools.update_wrapper(self, site.own)
+        self.layer.module.forward = self
+        copy_without_hooks([self.layer.module])
+
+    def uninstall(self) -> None:
+        """Put the layer's own forward back: the class's method, or what stood on the instance."""
+        module = self.layer.module
+        if module.forward is not self:
+            return  # wrapped since by another library; ours stays below and passes everything through
+        if self.is_method:
+            del module.forward
+        else:
+            module.forward = self.own
 
     @not_traced
     def __call__(self, /, *args: object, **kwargs: object) -> object:
-        tracer, site = switch_tracer(None), self._site
+        """Run the layer as the session says."""
+        tracer = switch_tracer(None)
         try:
             copied = self._copy_in(sys._getframe(1))
             if copied is not None:
                 warn(_COPIES)
                 switch_tracer(tracer)
                 return type(copied).forward(copied, *args, **kwargs)
-            if tracer is not site.tracer and (tracer is not None or not is_recomputation()):
-                site.tracer = tracer  # in backward nothing compiles the caller
-            return self._run(site, args, kwargs)
+            if tracer is not self.tracer and (tracer is not None or not is_recomputation()):
+                self.tracer = tracer  # in backward nothing compiles the caller
+            return self._run(self, args, kwargs)
         finally:
             switch_tracer(tracer)
 
     def _copy_in(self, caller: FrameType) -> nn.Module | None:
         """Return the copy of the layer whose forward a frame calls; ``None`` for the layer itself."""
-        called, layer = None, self._site.layer.module
+        called, layer = None, self.layer.module
         if caller.f_code.co_filename == CALLS:
             called = caller.f_locals.get("self")
-        is_copy = called is not layer and type(called) is type(layer) and self._site.is_method
+        is_copy = called is not layer and type(called) is type(layer) and self.is_method
         return called if is_copy else None
+
+    def next_run(self, micro_batch: Callable[[nn.Module], int | None] | None) -> ScopeKey:
+        """Begin a run of the layer, and return its key.
+
+        Args:
+            micro_batch: Tells its number, where the framework has one; otherwise runs are counted.
+        """
+        layer, count = self.layer, self.runs
+        told = micro_batch(layer.module) if micro_batch is not None else None
+        self.runs += 1
+        return ScopeKey(layer.id.number, count if told is None else told, layer.chunk, layer.id.name)
+
+    def forward(self, /, *args: object, **kwargs: object) -> object:
+        """Run the layer's own forward, compiled if its caller is, and so in backward too."""
+        if self.tracer is None:
+            return self.own(*args, **kwargs)
+        before = switch_tracer(self.tracer)
+        try:
+            return self.own(*args, **kwargs)
+        finally:
+            switch_tracer(before)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the layer runs as a graph of the compiler."""
+        return self.tracer is not None or is_compiled(self.own)
+
+    @property
+    def is_method(self) -> bool:
+        """Whether the layer's forward is its class's, not something that stood on the instance."""
+        return getattr(self.own, "__self__", None) is self.layer.module
 
     @property
     def replaced(self) -> object:  # type: ignore[override]
         """The forward that stood on the instance."""
-        return None if self._site.is_method else self._site.own
+        return None if self.is_method else self.own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> object:
-        return copy.deepcopy(self._site.own, memo)
+        return copy.deepcopy(self.own, memo)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return getattr, (self._site.layer.module, "forward")
+        return getattr, (self.layer.module, "forward")
 
 
 def check_unattached(layers: Sequence[Layer]) -> None:
@@ -217,7 +210,7 @@ def check_unattached(layers: Sequence[Layer]) -> None:
         SessionError: Names the layer.
     """
     for layer in layers:
-        if isinstance(layer.module.forward, _AttachedForward):
+        if isinstance(layer.module.forward, Site):
             raise SessionError(
                 f"{layer.id} is attached already; close that session first: "
                 "tba_offload.session_of(model).close()"

@@ -75,7 +75,7 @@ class StepTimes(NamedTuple):
     Attributes:
         began: When the step began.
         ended: When it ended.
-        scopes: Of each of :meth:`StepTrace.whole_scopes`, in their order.
+        scopes: Times of each of :meth:`StepTrace.whole_scopes`, in their order.
         backward_ends: When the backward passes ended.
         stalls: When compute waited for I/O: from, until; in order.
     """
