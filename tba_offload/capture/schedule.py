@@ -42,6 +42,7 @@ class PrefetchSchedule:
         self._refs: dict[ActivationKey, SavedRef] = {}
         self._new.clear()
         self._expect(self._recorded)
+        self._has_order = bool(self._recorded)
         self._recorded = []
         self._passes = 0  # how often forward came after backward in this step
         self._given_up = 0
@@ -72,8 +73,9 @@ class PrefetchSchedule:
         """Backward has come to a layer, perhaps one that saved nothing: reads start all the same."""
         if self._new:
             self._note_saved()
-        is_worth_it = not self._in_backward or self._window.in_flight <= self._window.fills_below
-        if self._next < len(self._expected) and is_worth_it:
+        has_room = not self._in_backward or self._window.in_flight <= self._window.fills_below
+        # Before the first use of all, nothing tells which micro-batch comes first.
+        if self._has_order and has_room and self._next < len(self._expected):
             self._offloader.prefetch(self)
 
     def __iter__(self) -> Self:
