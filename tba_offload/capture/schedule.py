@@ -34,6 +34,7 @@ class PrefetchSchedule:
         self._offloader, self._window = offloader, offloader.window
         self._new: list[SavedRef] = []
         self.saved = self._new.append
+        self._next = self._last = self._pass = 0
         self._recorded: list[tuple[ActivationKey, int]] = []
         self.begin_step()
 
