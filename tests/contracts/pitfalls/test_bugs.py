@@ -344,6 +344,9 @@ class Lasting(nn.Module):
         self.weight.main_grad = self.flat_grad[WIDTH * WIDTH :].view(WIDTH, WIDTH)  # type: ignore[attr-defined]
         self.other = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.other.grad = torch.randn(WIDTH, WIDTH)
+        self.more = nn.ParameterList(torch.ones(8) for _ in range(100))
+        for each in self.more:
+            each.grad = torch.ones(8)
         self.register_buffer("table", torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -351,14 +354,12 @@ class Lasting(nn.Module):
 
 
 def at_the_address_of_a_gradient(layer: Lasting) -> Tensor:
-    gradient, layer.other.grad = layer.other.grad, None
-    assert gradient is not None
-    address = gradient.untyped_storage()._cdata
-    del gradient
+    addresses = {each.grad.untyped_storage()._cdata for each in layer.more if each.grad is not None}
+    layer.more.zero_grad()
     found = [torch.ones(WIDTH, WIDTH)]
-    while found[-1].untyped_storage()._cdata != address:
+    while found[-1].untyped_storage()._cdata not in addresses:
         found.append(torch.ones(WIDTH, WIDTH))
-        assert len(found) < 10_000, "the address was not used again"
+        assert len(found) < 10_000, "no address was used again"
     return found[-1]
 
 
