@@ -23,7 +23,7 @@ from tba_offload.errors import DeviceError, HangingError, StoreError, TransferEr
 from tba_offload.store.pool import Transfer
 from tba_offload.torch_private import keeps_graph
 from tba_offload.transfer.errors import is_full, outage, transfer_error, unusable
-from tba_offload.transfer.saved import Handle, SavedRef, SavedStorage, State
+from tba_offload.transfer.saved import ALONE, NOBODY, Handle, SavedRef, SavedStorage, State
 from tba_offload.transfer.window import NOTICEABLE, InFlightWindow
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class Offloader:
         self._epoch, self._told = 0, set[str]()
         self._lock = Lock()
         store.completed = self._completed = deque[Transfer]()
-        self._dead = deque[SavedRef]()  # filled by finalizers
+        self._dead = deque[SavedRef]()
+        self._died = self._dead.append  # the finalizer
         self._refs = set[SavedRef]()  # keeps the weak handles alive: their callbacks would not run
         self._pending = deque[SavedRef]()  # oldest first
         self._pending_bytes = 0
@@ -95,7 +96,7 @@ class Offloader:
                 self._drain()
             if window.nbytes is not None and window.in_flight and window.in_flight + nbytes > window.nbytes:
                 self._make_room(nbytes)
-            saved = SavedStorage(storage, nbytes, key, self._epoch, self._dead.append)
+            saved = SavedStorage(storage, nbytes, key, self._epoch, self._died)
             saved.is_filling = is_filling
             if self.device.runs_behind:
                 saved.stream = self.device.stream()
@@ -191,7 +192,9 @@ class Offloader:
             memory = saved.alive()  # as in_memory(), but for a call on the hot path
             if memory is not None and memory.nbytes() < saved.nbytes:
                 memory = None
-            handle.unread = None  # not before: it may be all that keeps restored memory
+            if handle.unread is ALONE:
+                saved.unread = NOBODY
+            handle.unread = handle.memory = None  # not before: they may be all that keeps restored memory
             if ref.read is not None:
                 memory = self._arrived(saved)
             elif memory is None:

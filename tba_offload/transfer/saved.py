@@ -35,7 +35,8 @@ class Unread:
     """The handles of a saved storage that backward has not used yet; each of them holds this object.
 
     With the last of them, used or dropped, restored data loses its strong reference. A count would need a
-    finalizer.
+    finalizer. A handle that is alone stands for itself: most are, and the cyclic collector takes time for each
+    object.
 
     Attributes:
         memory: The restored storage.
@@ -43,29 +44,37 @@ class Unread:
 
     __slots__ = ("__weakref__", "memory")
 
-    memory: torch.UntypedStorage
+    def __init__(self, memory: torch.UntypedStorage | None = None) -> None:
+        self.memory = memory
 
 
-_NOBODY: weakref.ref[Unread] = weakref.ref(Unread())
+NOBODY: weakref.ref[Unread] = weakref.ref(Unread())
+ALONE = Unread()
 
 
-class Handle:
+class Handle(Unread):
     """A saved tensor's share of a saved storage. Autograd owns it.
 
     Attributes:
         saved: The saved storage.
-        unread: Held until backward uses this handle.
+        unread: Held until backward uses this handle; ``ALONE`` while it is the only one.
     """
 
     __slots__ = ("saved", "unread")
 
     def __init__(self, saved: SavedStorage) -> None:
         self.saved = saved
+        self.memory = None
         unread = saved.unread()
         if unread is None:
-            unread = Unread()
+            self.unread: Unread | None = ALONE
+            saved.unread = weakref.ref(self)
+            return
+        if isinstance(unread, Handle):
+            first, unread = unread, Unread(unread.memory)
+            first.unread, first.memory = unread, None
             saved.unread = weakref.ref(unread)
-        self.unread: Unread | None = unread
+        self.unread = unread
 
 
 class SavedStorage:
@@ -118,7 +127,7 @@ class SavedStorage:
         self.state = State.PENDING
         self.stream: Any = None
         self.is_filling = self.is_restored = self.was_used = self.was_held = False
-        self.unread = _NOBODY
+        self.unread = NOBODY
         self.ref = ref = SavedRef(self, died)  # without a constructor of its own, which would be a call more
         ref.key = key
         ref.nbytes = ref.charged = nbytes
