@@ -27,7 +27,7 @@ from tba_offload.device import READY
 from tba_offload.device.host_memory import never_freed
 from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
 from tba_offload.store import posix
-from tba_offload.store.base import BLOCK, Checksum, Store, round_up
+from tba_offload.store.base import BLOCK, Checksum, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,34 +113,34 @@ class FileStore(Store):
 
     def write(self, extent: Extent, source: ByteRange) -> int | None:
         """Write the bytes of an extent, from where they are if that is possible; see :meth:`Store.write`."""
-        hasher, span = self.checksum.begin(), round_up(extent.lead + extent.nbytes, self.block)
-        is_still = span == extent.nbytes or not self._stable_pages  # what is beside the payload may change
-        if is_still and self._is_in_place(extent, source):
-            self.checksum.add(hasher, source.address, extent.nbytes)
-            self._move("write", posix.pwrite, source.address - extent.lead, span, extent.offset)
-        else:
-            for staged, data, address, length, offset in self._pieces(extent, source, span):
-                self.device.copy(staged, data, READY)
-                self.checksum.add(hasher, staged.data_ptr(), staged.numel())
-                self._move("write", posix.pwrite, address, length, offset)
+        lead, nbytes, block = extent.lead, extent.nbytes, self.block
+        span = -(-(lead + nbytes) // block) * block
+        is_still = span == nbytes or not self._stable_pages  # what is beside the payload may change
+        if is_still and source.address % block == lead and not self.device.pins_memory:
+            checksum = self.checksum.of(source.address, nbytes)
+            self._move("write", posix.pwrite, source.address - lead, span, extent.offset)
+            return checksum
+        hasher = self.checksum.begin()
+        for staged, data, address, length, offset in self._pieces(extent, source, span):
+            self.device.copy(staged, data, READY)
+            self.checksum.add(hasher, staged.data_ptr(), staged.numel())
+            self._move("write", posix.pwrite, address, length, offset)
         return None if hasher is None else hasher.intdigest()
 
     def read(self, extent: Extent, target: ByteRange) -> int | None:
         """Read the bytes of an extent, to where they belong if that is possible; see :meth:`Store.read`."""
-        hasher, span = self.checksum.begin(), round_up(extent.lead + extent.nbytes, self.block)
-        has_padding = 0 <= target.start - extent.lead <= target.storage.nbytes() - span
-        if has_padding and self._is_in_place(extent, target):
-            self._move("read", posix.pread, target.address - extent.lead, span, extent.offset)
-            self.checksum.add(hasher, target.address, extent.nbytes)
-        else:
-            for staged, data, address, length, offset in self._pieces(extent, target, span):
-                self._move("read", posix.pread, address, length, offset)
-                self.checksum.add(hasher, staged.data_ptr(), staged.numel())
-                self.device.copy(data, staged, READY)
+        lead, nbytes, block = extent.lead, extent.nbytes, self.block
+        span = -(-(lead + nbytes) // block) * block
+        has_padding = 0 <= target.start - lead <= target.storage.nbytes() - span
+        if has_padding and target.address % block == lead and not self.device.pins_memory:
+            self._move("read", posix.pread, target.address - lead, span, extent.offset)
+            return self.checksum.of(target.address, nbytes)
+        hasher = self.checksum.begin()
+        for staged, data, address, length, offset in self._pieces(extent, target, span):
+            self._move("read", posix.pread, address, length, offset)
+            self.checksum.add(hasher, staged.data_ptr(), staged.numel())
+            self.device.copy(data, staged, READY)
         return None if hasher is None else hasher.intdigest()
-
-    def _is_in_place(self, extent: Extent, memory: ByteRange) -> bool:
-        return not self.device.pins_memory and memory.address % self.block == extent.lead
 
     def _pieces(
         self, extent: Extent, memory: ByteRange, span: int
@@ -163,13 +163,21 @@ class FileStore(Store):
         self._slabs.append(slab)
 
     def _move(self, verb: str, call: posix.Call, address: int, nbytes: int, offset: int) -> None:
+        """Repeat a call until all bytes have moved."""
+        done = 0
         try:
-            moved = posix.transfer(call, self.fd, address, nbytes, offset, self.block)
+            while done < nbytes:
+                moved = call(self.fd, address + done, nbytes - done, offset + done)
+                if done + moved < nbytes:
+                    moved -= moved % self.block  # direct I/O goes on from a whole block
+                if moved == 0:
+                    break
+                done += moved
         except OSError as error:
             what = f"{verb} of {nbytes} bytes at offset {offset} failed"
             raise store_error(what, error, self.name) from error
-        if moved != nbytes:
-            what = f"{verb} of {nbytes} bytes at offset {offset} stopped after {moved}"
+        if done != nbytes:
+            what = f"{verb} of {nbytes} bytes at offset {offset} stopped after {done}"
             why = "the drive or the file system is failing, or another process truncated the file"
             raise ShortTransferError(errno.EIO, f"{what}; {why}: check the system log", self.name)
 

@@ -20,7 +20,6 @@ from typing import NamedTuple
 Call = Callable[[int, int, int, int], int]
 """Type of :func:`pwrite` and :func:`pread`: descriptor, address, bytes, offset to bytes moved."""
 
-_MOST = 0x7FFFF000  # Linux moves at most this many bytes in one call
 _GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602  # FS_IOC_GETFLAGS and FS_IOC_SETFLAGS of most architectures
 _NO_COPY_ON_WRITE = 0x00800000  # FS_NOCOW_FL
 
@@ -49,28 +48,6 @@ def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
         OSError: The call failed.
     """
     return os.preadv(fd, [_memory(address, nbytes, _WRITABLE)], offset)
-
-
-def transfer(call: Call, fd: int, address: int, nbytes: int, offset: int, alignment: int) -> int:
-    """Repeat :func:`pwrite` or :func:`pread` until all bytes have moved or nothing moves any more.
-
-    A short transfer goes on from the last multiple of ``alignment``, as direct I/O demands.
-
-    Returns:
-        Bytes moved; less than ``nbytes`` only where the file ended or the drive took nothing more.
-
-    Raises:
-        OSError: A call failed.
-    """
-    done = 0
-    while done < nbytes:
-        moved = call(fd, address + done, min(nbytes - done, _MOST), offset + done)
-        if done + moved < nbytes:
-            moved -= moved % alignment
-        if moved == 0:
-            break
-        done += moved
-    return done
 
 
 def fallocate(fd: int, offset: int, nbytes: int) -> None:

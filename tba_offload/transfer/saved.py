@@ -35,8 +35,8 @@ class Unread:
     """The handles of a saved storage that backward has not used yet; each of them holds this object.
 
     With the last of them, used or dropped, restored data loses its strong reference. A count would need a
-    finalizer. A handle that is alone stands for itself: most are, and the cyclic collector takes time for each
-    object.
+    finalizer. A handle that is alone stands for itself: most are, and each object more costs the cyclic
+    collector time.
 
     Attributes:
         memory: The restored storage.
