@@ -233,8 +233,8 @@ class Accelerator(Device):
 
 
 def default_device() -> Device:
-    """Return the current accelerator where there is one, else the CPU."""
-    return device_of(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    """Return the current GPU of CUDA or ROCm where there is one, else the CPU."""
+    return device_of("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_of(device: torch.device | str) -> Device:

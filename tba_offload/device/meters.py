@@ -181,7 +181,8 @@ class MallocMeter(MemoryMeter):
         self._heights: list[tuple[int, int]] = []  # live bytes and number of looks in a step watched closely
         self._highest: set[int] = set()  # numbers of the looks that no step skips
         self._watching, self._closed = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+        watched = weakref.ref(self), self._watching, self._closed
+        self._thread = threading.Thread(target=_watch, args=watched, name="tba-memory", daemon=True)
 
     def live(self) -> int:
         """Return the bytes that malloc has given out and that count."""
@@ -197,9 +198,7 @@ class MallocMeter(MemoryMeter):
             self._heights.clear()
             self._watching.set()
         self.cut()
-        if self._thread is None:
-            watched = weakref.ref(self), self._watching, self._closed
-            self._thread = threading.Thread(target=_watch, args=watched, name="tba-memory", daemon=True)
+        if self._thread.ident is None:
             self._thread.start()
 
     def sample(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample is of a moment
@@ -260,7 +259,7 @@ class MallocMeter(MemoryMeter):
         """End the thread."""
         self._closed.set()
         self._watching.set()
-        if self._thread is not None:
+        if self._thread.ident is not None:
             self._thread.join()
 
 
@@ -307,8 +306,7 @@ def malloc_count() -> Callable[[], tuple[int, int]]:
 
         before, _ = count()
         probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
-        grown = count()[0] - before
-        if abs(grown - probe.nbytes) < _PROBE_BYTES // 16:
+        if abs(count()[0] - before - probe.nbytes) < _PROBE_BYTES // 16:
             return count
     raise UnsupportedError(
         "the activation peak on a CPU is malloc's, and mallinfo2 of glibc (2.33 or later) does not count "
