@@ -10,10 +10,9 @@ import fake_kvikio
 import pytest
 import torch
 from fake_kvikio import HAS_KVIKIO, PinningDevice
-from store_contract import CPU, descriptors, get, pattern, put
+from store_contract import descriptors, get, pattern, put
 
 from tba_offload.device import Accelerator, ByteRange
-from tba_offload.errors import ConfigError
 from tba_offload.store import Transfer, gds, open_store
 
 if TYPE_CHECKING:
@@ -87,12 +86,6 @@ def test_auto_is_file_on_each_drive_whose_files_cufile_refuses(
         assert [part["kind"] for part in parts] == ["file", "gds"]
         assert "GPUDirect Storage cannot be had there: not taken" in parts[0]["reason"]
     assert descriptors() == before
-
-
-@pytest.mark.parametrize("value", [0, 257, 2.5, True, "many"])
-def test_a_number_of_threads_is_a_number(value: object, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no number of threads; write one from 1 to 256"):
-        open_store(kind="file", directories=[tmp_path], device=CPU, writers=value)
 
 
 # On a GPU

@@ -13,11 +13,11 @@ import pytest
 import stub_driver
 import torch
 from places import ROOT
-from store_contract import CPU, at_lead, pattern
+from store_contract import at_lead, pattern
 
 from tba_offload.device.digest import sums
-from tba_offload.errors import MissingDependencyError, UnsupportedError
-from tba_offload.store import gds, open_store
+from tba_offload.errors import MissingDependencyError
+from tba_offload.store import gds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,12 +72,6 @@ def test_a_library_that_is_missing_is_named(error: Exception, monkeypatch: pytes
         said = f"needs kvikio ({error}), which is not installed; pip install 'tba-offload[{extra}]'"
         with pytest.raises(MissingDependencyError, match=re.escape(said)):
             gds.import_kvikio()
-
-
-@pytest.mark.usefixtures("kvikio")
-def test_activations_on_the_cpu_need_no_gds(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="moves GPU memory; on a CPU use 'file'"):
-        open_store(kind="gds", directories=[tmp_path], device=CPU)
 
 
 # Sums

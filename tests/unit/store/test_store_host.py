@@ -10,8 +10,8 @@ import torch
 from store_contract import CPU, MIB, StoreContract, get, pattern, put
 
 from tba_offload.device import ByteRange, Device
-from tba_offload.errors import ConfigError, StoreFullError
-from tba_offload.store import MultiStore, open_store
+from tba_offload.errors import StoreFullError
+from tba_offload.store import MultiStore
 from tba_offload.store.host import HostStore
 
 if TYPE_CHECKING:
@@ -77,8 +77,3 @@ def test_no_more_memory_is_a_full_store_that_goes_on() -> None:
         store.release(extents[0])
         assert torch.equal(get(store, put(store, pattern(MIB, 7))), pattern(MIB, 7))
         assert torch.equal(get(store, extents[1]), pattern(MIB, 1))
-
-
-def test_open_store_does_not_ignore_directories(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="directories"):
-        open_store(kind="host", directories=[tmp_path], device=CPU)
