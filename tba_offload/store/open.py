@@ -6,7 +6,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,10 +53,7 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
     if not config.directories and config.kind != "host":
         config = replace(config, directories=(Path(temporary_directory()),))
     with ExitStack() as stack:  # the open places are closed again if the next one cannot be opened
-        places: list[Store] = []
-        for place in _places(config, device):
-            places.append(place)
-            stack.callback(place.close)
+        places = [stack.enter_context(closing(place)) for place in _places(config, device)]
         store = MultiStore(places, readers=readers, writers=writers, stall_seconds=config.stall_seconds)
         stack.pop_all()
     return store

@@ -25,14 +25,10 @@ if TYPE_CHECKING:
     from tba_offload.session import Session
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(128, 512)
-        self.outer = nn.Linear(512, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outer(nn.functional.gelu(self.inner(x)))
+def blocks() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(4))
+    )
 
 
 def offloading(*directories: Path) -> dict[str, object]:
@@ -90,7 +86,7 @@ def free(place: Path) -> int:
 @pytest.mark.filterwarnings("ignore:the store is full")
 def test_checkpoints_are_saved_to_the_disk_of_the_activations(disk: Callable[[int], Path]) -> None:
     """It has less than a store leaves to others, so activations stay in memory."""
-    place, model = disk(128 * MIB), nn.Sequential(*(Block() for _ in range(4)))
+    place, model = disk(128 * MIB), blocks()
     before = free(place)
     with tba.attach(model, offloading(place)) as session:
         for _ in range(2):
@@ -101,7 +97,7 @@ def test_checkpoints_are_saved_to_the_disk_of_the_activations(disk: Callable[[in
 
 
 def test_room_that_no_step_needs_any_more_is_given_back(disk: Callable[[int], Path]) -> None:
-    place, model = disk(2048 * MIB), nn.Sequential(*(Block() for _ in range(4)))
+    place, model = disk(2048 * MIB), blocks()
     before, left = free(place), []
     with tba.attach(model, offloading(place)) as session:
         for rows in (6000, *5 * [600]):
@@ -119,7 +115,7 @@ def test_a_missing_directory_for_temporary_files_is_told(
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     monkeypatch.setenv("TMP", str(tmp_path))
-    model = nn.Sequential(Block(), Block())
+    model = blocks()
     with (
         pytest.warns(UserWarning, match="TMPDIR names .*scratch', which does not exist, so files go to"),
         tba.attach(model, {"default": "offload"}) as session,
@@ -136,10 +132,7 @@ def test_an_overlay_whose_upper_layer_is_memory_is_memory(
         (memory / name).mkdir()
     (tmp_path / "lower").mkdir()
     layers = f"lowerdir={tmp_path / 'lower'},upperdir={memory / 'upper'},workdir={memory / 'work'}"
-    place, model = (
-        mounted("layers", "-t", "overlay", "overlay", "-o", layers),
-        nn.Sequential(Block(), Block()),
-    )
+    place, model = mounted("layers", "-t", "overlay", "overlay", "-o", layers), blocks()
     with (
         pytest.warns(tba.errors.NothingSavedWarning, match=f"{place} lies in host memory"),
         tba.attach(model, offloading(place)) as session,
@@ -151,7 +144,7 @@ def test_an_overlay_whose_upper_layer_is_memory_is_memory(
 def test_a_server_may_give_all_files_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that squashes root does: files that this process has just made are not its own."""
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    model = nn.Sequential(*(Block() for _ in range(4)))
+    model = blocks()
     with tba.attach(model, offloading(tmp_path)) as session:
         step(session, model, 3000)
     assert session.report()[-1].read_bytes > 0
