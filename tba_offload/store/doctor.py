@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import time
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,14 +24,10 @@ if TYPE_CHECKING:
     from tba_offload.store.multi import MultiStore
 
 BLOCKS = (256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-"""Sizes of transfers that :func:`bench` tries: activations from small to large models."""
+"""Sizes of transfers to compare: activations from small to large models."""
 
 THREADS = (1, 2, 4)
-"""Numbers of threads for each direction that :func:`bench` tries."""
-
-_ENOUGH = 0.95  # share of the highest rate that counts as the highest: drives differ by that from run to run
-_WORTH_IT = 0.5  # share of the highest rate below which a size of blocks is not worth a transfer
-_MOST_LEFT = 1 << 20  # bytes up to which activations may stay in memory because they are small
+"""Numbers of threads for each direction to compare."""
 
 
 # ---- rates -------------------------------------------------------------------------------------------------
@@ -105,46 +100,6 @@ def measure(
         store.take_loads()
 
 
-def bench(directory: str, device: Device, *, seconds: float = 0.2) -> Iterator[dict[str, Any]]:
-    """Measure a directory by size of blocks and number of threads, with two transfers in flight a thread.
-
-    Nothing stays in the directory, which needs room for half a GiB.
-
-    Args:
-        directory: Where to write.
-        device: The device that the bytes are on.
-        seconds: How long each rate is measured.
-
-    Yields:
-        Rows of JSON values: ``block_bytes``, ``threads`` in each direction, and the :class:`Rates`.
-
-    Raises:
-        StoreError: The directory cannot be used, or a transfer failed or hangs.
-    """
-    for threads in THREADS:
-        with open_store(directories=[directory], device=device, readers=threads, writers=threads) as store:
-            for nbytes in BLOCKS:
-                rates = measure(store, device, extent_bytes=nbytes, extents=2 * threads, seconds=seconds)
-                yield {"block_bytes": nbytes, "threads": threads, **rates._asdict()}
-
-
-def advised(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Return the settings that follow from a measurement.
-
-    Returns:
-        ``writers`` and ``readers``, the fewest threads within 5 % of the highest rate, and
-        ``min_tensor_bytes``, the smallest block that reaches half of that rate both ways, at most 1 MiB.
-    """
-    settings = {"min_tensor_bytes": 0}
-    for setting, name in (("writers", "write"), ("readers", "read")):
-        best = max(rows, key=itemgetter(name))
-        alike = [row for row in rows if row["block_bytes"] == best["block_bytes"]]
-        settings[setting] = min(row["threads"] for row in alike if row[name] >= _ENOUGH * best[name])
-        worth = min(row["block_bytes"] for row in rows if row[name] >= _WORTH_IT * best[name])
-        settings["min_tensor_bytes"] = max(settings["min_tensor_bytes"], min(worth, _MOST_LEFT))
-    return settings
-
-
 # ---- directories -------------------------------------------------------------------------------------------
 
 
@@ -189,16 +144,19 @@ def location_of(directory: str) -> Location:
     return Location(words, device, free, findings)
 
 
-def examine(directories: Sequence[str], device: Device) -> dict[str, Any]:
+def examine(directories: Sequence[str], device: Device, *, bench: bool = False) -> dict[str, Any]:
     """Try the path that a store takes to each directory; nothing is made there that stays.
 
     Args:
         directories: One for each drive.
         device: The device that activations are going to be on.
+        bench: Whether to measure by size of blocks and number of threads too, which takes about 15 seconds
+            and room for half a GiB in each directory.
 
     Returns:
         JSON values: ``machine``, and of each directory either its ``error``, or its ``location``, its
-        ``store`` with the kind and the path that ``auto`` takes and why, and ``bytes_per_second``.
+        ``store`` with the kind and the path that ``auto`` takes and why, ``bytes_per_second``, and in
+        ``bench`` a row for each size of blocks and number of threads.
     """
     where = device.torch_device
     machine = {
@@ -208,21 +166,33 @@ def examine(directories: Sequence[str], device: Device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         **gds.driver_versions(),
     }
-    return {"machine": machine, "directories": {each: _examine(each, device) for each in directories}}
+    found = {directory: _examine(directory, device, bench=bench) for directory in directories}
+    return {"machine": machine, "directories": found}
 
 
-def _examine(directory: str, device: Device) -> dict[str, Any]:
+def _examine(directory: str, device: Device, *, bench: bool) -> dict[str, Any]:
     try:
         location = location_of(directory)
         with open_store(directories=[directory], device=device) as store:
             rates = measure(store, device)
+        rows = list(_bench(directory, device)) if bench else []
     except StoreError as error:
         return {"error": error.strerror}
     return {
         "location": location._asdict(),
         "store": store.description,
         "bytes_per_second": rates._asdict(),
+        "bench": rows,
     }
+
+
+def _bench(directory: str, device: Device) -> Iterator[dict[str, Any]]:
+    """Yield rates by size of blocks and number of threads, with two transfers in flight a thread."""
+    for threads in THREADS:
+        with open_store(directories=[directory], device=device, readers=threads, writers=threads) as store:
+            for nbytes in BLOCKS:
+                rates = measure(store, device, extent_bytes=nbytes, extents=2 * threads)
+                yield {"block_bytes": nbytes, "threads": threads, **rates._asdict()}
 
 
 def lines(findings: dict[str, Any]) -> Iterator[str]:
@@ -233,10 +203,17 @@ def lines(findings: dict[str, Any]) -> Iterator[str]:
         if "error" in found:
             yield visible(f"  cannot be used: {found['error']}")
             continue
-        store, rates = found["store"], found["bytes_per_second"]
+        store = found["store"]
         yield visible(f"  on    {found['location']['words']}")
         why = "" if store["reason"] is None else f", because {store['reason']}"
         yield visible(f"  by    kind {store['kind']}, path {store['path']}{why}")
-        yield "  moves " + ", ".join(f"{name} {readable_rate(rate)}" for name, rate in rates.items())
+        yield f"  moves {_in_words(found['bytes_per_second'])}"
+        for row in found["bench"]:
+            size = f"{readable_size(row['block_bytes']):>8} by {row['threads']} threads each way"
+            yield f"  {size}: {_in_words(row)}"
         for doubt in found["location"]["findings"]:
             yield visible(f"  - {doubt}")
+
+
+def _in_words(rates: dict[str, float]) -> str:
+    return ", ".join(f"{name} {readable_rate(rates[name]):>9}" for name in Rates._fields)

@@ -264,13 +264,10 @@ class FileStore(Store):
         the same owner is our own.
         """
         mode = (run.st_mode | file.st_mode) & 0o777
-        if run.st_uid != file.st_uid:
-            what = f"user {run.st_uid} replaced a new directory there; name one that only you may write to"
-            raise StoreError(errno.EPERM, what, self.name)
-        if mode & 0o077:
-            what = f"the file system keeps no modes, so that others may read a new file ({mode:04o})"
-            remedy = f"mount it with umask=077 and uid={os.geteuid()}, or name another directory"
-            raise StoreError(errno.EPERM, f"{what}; {remedy}", self.name)
+        if run.st_uid != file.st_uid or mode & 0o077:
+            what = f"a new file there belongs to user {file.st_uid}, its directory to {run.st_uid}"
+            remedy = "name a directory that only you may write to, and mount it with umask=077"
+            raise StoreError(errno.EPERM, f"{what}, with mode {mode:04o}; {remedy}", self.name)
 
     def _remove(self, parent: int) -> None:
         try:
@@ -362,15 +359,10 @@ def _open_directory(path: str) -> int:
         raise StoreError(errno.ENOENT, f"{wrong.name!r} does not exist; {remedy}", path) from None
 
 
-_REMEDIES = {
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name a directory that you may write to"),
-    **dict.fromkeys(_FULL, "free some space, name another directory or set store.capacity"),
-}
-
-
 def store_error(what: str, error: OSError, directory: str) -> StoreError:
     """Return the error of a system call with the directory and a remedy."""
-    remedy = _REMEDIES.get(error.errno or 0, "check the drive and the system log, or name another directory")
-    kind = StoreFullError if error.errno in _FULL else StoreError
-    return kind(error.errno, f"{what}: {error.strerror}; {remedy}", directory)
+    if error.errno in _FULL:
+        remedy = "free some space, name another directory or set store.capacity"
+        return StoreFullError(error.errno, f"{what}: {error.strerror}; {remedy}", directory)
+    remedy = "check your rights there, the drive and the system log, or name another directory"
+    return StoreError(error.errno, f"{what}: {error.strerror}; {remedy}", directory)

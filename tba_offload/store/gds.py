@@ -30,7 +30,6 @@ import torch
 
 from tba_offload.device.digest import sums
 from tba_offload.errors import MissingDependencyError, StoreError
-from tba_offload.store import posix
 from tba_offload.store.base import BLOCK
 from tba_offload.store.file import FileStore
 
@@ -71,8 +70,6 @@ class GdsStore(FileStore):
 
     def start(self) -> None:
         """Have cuFile take the file, which it opens by its name, and move a block of it there and back."""
-        if self.mount.place == posix.MEMORY:
-            raise self._refused(f"{self.mount.kind} lies in memory, and cuFile needs direct I/O")
         if self._kvikio.defaults.is_compat_mode_preferred():
             why = f"KVIKIO_COMPAT_MODE is ON, libcufile is not found, or in a container there is no {UDEV}"
             raise self._refused(f"kvikio is in compatibility mode: {why}, where cuFile looks for drives")
