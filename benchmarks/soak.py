@@ -135,7 +135,7 @@ class Soak:
             "descriptors": len(list(Path("/proc/self/fd").iterdir())),
             "threads": len(list(Path("/proc/self/task").iterdir())),
             "extents": session.store.used_bytes,
-            "window": session.offloader.in_flight,
+            "window": session.offloader.window.in_flight,
             "resident": pages * os.sysconf("SC_PAGESIZE"),
             "run_log": self.log.stat().st_size,
             "failed_steps": self.failed,

@@ -233,7 +233,7 @@ class Memory:
         if self.meter is None or not self.is_on:
             return
         live, now, trace = self.meter.cut(), self._now, self._capture.trace
-        own = self._offloader.in_flight + self._offloader.window.settled
+        own = self._offloader.window.in_flight + self._offloader.window.settled
         if now.left is not None:
             self.left.subtract(now.left)
         if now.way is not None:

@@ -137,7 +137,7 @@ def warn_after(session: Session, record: StepRecord) -> None:
         record: Of the step.
     """
     notices, budget, number = session.notices, session.budget, record.step
-    trace, stats = session.capture.trace, session.offloader.stats
+    trace, stats = session.capture.trace, session.offloader.window.stats
     was_reached = trace.backward_ends or trace.in_backward or record.left_alone_scopes
     if record.gradient_bytes and not was_reached:
         notices.no_layer_trained(session, number)

@@ -213,7 +213,7 @@ def record_of(
         weights: What frozen weights moved; ``None`` if none are offloaded.
     """
     gradients, budget, prediction = session.gradients.live, session.budget, session.plan.prediction
-    trace, stats = session.capture.trace, session.offloader.stats
+    trace, stats = session.capture.trace, session.offloader.window.stats
     figures = session.memory.figures | {f"{name}_bytes": getattr(stats, name) for name in _MOVED}
     figures |= {f"{name}_bytes": getattr(trace, f"{name}_bytes") for name in _SAVED}
     if not session.device.runs_behind:  # how long a device is given its work is not how long that takes
@@ -290,7 +290,7 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
         return
     may_plan = session.world.may_plan_recomputation
     repeatable = {index for index in chosen if may_plan and session.runs.recomputed[index].may_plan}
-    stats = session.offloader.stats
+    stats = session.offloader.window.stats
     news = planning.learn(
         StepObservation(
             trace=trace,

@@ -314,7 +314,7 @@ class Session:
         record = self.records.add(record_of(self, step, loads, moved), step, self.capture.trace.marks)
         if self.memory.is_due:
             self.records.note(MEMORY, memory_event(self, step))
-        waits = sorted([*self.offloader.stats.stalls, *(() if moved is None else moved.waits)])
+        waits = sorted([*self.offloader.window.stats.stalls, *(() if moved is None else moved.waits)])
         if (curve := self.memory.curve) is not None:
             step.over_time = {"step": step.number, **curve.figures(self, step, waits)}
             self.records.note(TIMELINE, step.over_time)

@@ -64,7 +64,7 @@ class MultiStore:
     Attributes:
         completed: Gets each transfer that has run, on its I/O thread; ``None`` if nobody looks.
         stall_seconds: As given; infinite for never.
-        spill_bytes: As above.
+        spill_bytes: As above; may be set at any time.
         alignment: The largest of the places; what suits it suits all.
         kind: Kinds of the places.
         beside: Index of the host memory that is used beside drives; ``None`` without.
@@ -352,14 +352,6 @@ class MultiStore:
     def place(self, extent: Extent) -> str:
         """Return the name of an extent's place: its directory, or what else it is."""
         return self._places[extent.drive].store.name
-
-    def resize_window(self, window: int | None) -> None:
-        """Set when host memory beside drives takes writes.
-
-        Args:
-            window: The most bytes in flight; ``None`` for no limit.
-        """
-        self.spill_bytes = Window(window).spills_above
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
         """Have a function called after each transfer that moved bytes, on its I/O thread.

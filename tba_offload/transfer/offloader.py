@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from tba_offload.device import Device, Mark
     from tba_offload.store.multi import MultiStore
-    from tba_offload.transfer.window import TransferStats
 
 READ_AGAIN = (0.01, 0.1, 1.0)
 """Seconds before the second, third and fourth attempt to read bytes that backward waits for."""
@@ -189,8 +188,8 @@ class Offloader:
             ref = saved.ref
             if ref.epoch != self._epoch:
                 raise unusable(saved.key, is_inert=False)
-            memory = saved.alive()  # as in_memory(), but for a call on the hot path
-            if memory is not None and memory.nbytes() < saved.nbytes:
+            memory = saved.alive()
+            if memory is not None and memory.nbytes() < saved.nbytes:  # its owner has resized it to nothing
                 memory = None
             if handle.unread is ALONE:
                 saved.unread = NOBODY
@@ -481,7 +480,8 @@ class Offloader:
             return
         with self._lock:
             self._drain()
-            ref, is_there = saved.ref, saved.in_memory() is not None
+            ref, memory = saved.ref, saved.alive()
+            is_there = memory is not None and memory.nbytes() >= saved.nbytes
             if is_there and saved.state is not State.STORED and ref.epoch == self._epoch:
                 self._stay(saved, storage)
                 if ref.write is not None:
@@ -622,18 +622,8 @@ class Offloader:
     def resize_window(self, window: int | None) -> None:
         """Set the most bytes in flight; between steps."""
         self.window.resize(window)
-        self.store.resize_window(window)
+        self.store.spill_bytes = self.window.rules.spills_above
 
     def become_inert(self) -> None:
         """Leave everything to the parent: this is a forked child."""
         self._is_inert = True
-
-    @property
-    def stats(self) -> TransferStats:
-        """Figures since the step began."""
-        return self.window.stats
-
-    @property
-    def in_flight(self) -> int:
-        """Bytes in flight now."""
-        return self.window.in_flight

@@ -136,12 +136,6 @@ class SavedStorage:
         ref.is_pending = True
         ref.extent = ref.write = ref.read = None
 
-    def in_memory(self) -> torch.UntypedStorage | None:
-        """Return the storage with the bytes if anything at all keeps it alive."""
-        memory = self.alive()
-        # A storage that its owner has resized to nothing is alive but empty.
-        return memory if memory is not None and memory.nbytes() >= self.nbytes else None
-
 
 class SavedRef(weakref.ref["SavedStorage"]):
     """Weak handle of a :class:`SavedStorage`, with all that must be given back when it dies.

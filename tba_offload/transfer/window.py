@@ -104,13 +104,12 @@ class InFlightWindow:
         ref.settled += ref.charged
         ref.charged = 0
 
-    def reset_stats(self) -> TransferStats:
-        """Start new :attr:`stats` and return the old ones."""
-        old, self.stats = self.stats, TransferStats()
+    def reset_stats(self) -> None:
+        """Start new :attr:`stats`."""
+        self.stats = TransferStats()
         self._largest_before, self._largest = self._largest, 0
         self.add(0)
         self.tight_above = self.rules.tight_above(self._largest_before)
-        return old
 
     def reset(self) -> None:
         """Count nothing any more: the step was thrown away."""

@@ -230,5 +230,6 @@ def assert_all_given_back(session: Session) -> None:
     in_time(session.offloader.quiesce)
     wait_until(lambda: session.store.pending() == 0, "transfers are still pending")
     session.offloader.drain()
-    wait_until(lambda: session.offloader.in_flight == 0, f"{session.offloader.in_flight} bytes in flight")
+    window = session.offloader.window
+    wait_until(lambda: window.in_flight == 0, f"{window.in_flight} bytes in flight")
     wait_until(lambda: session.store.used_bytes == 0, f"{session.store.used_bytes} bytes of extents")
