@@ -152,14 +152,19 @@ class MultiStore:
         meter, move = (place.writes, _write) if writes else (place.reads, _read)
         memory: Any = transfer.memory
         error: StoreError | None = None
-        began, change, nbytes = 0.0, 0, 0
+        began, nbytes = 0.0, 0
         try:
             transfer.after.synchronize()  # the kernel that made the bytes, or that used this memory before
             _check_still_there(memory)
             with self._lock:
                 extent: Any = place.reserve(transfer, memory.address) if is_new else transfer.extent
-                began = meter.note(1)
-                change = -1
+                end = extent.offset + extent.length
+                if not writes or end <= place.grown:
+                    began = meter.note(1)
+            if not began:
+                place.grow(end)  # rarely; it says nothing of a rate
+                with self._lock:
+                    began = meter.note(1)
             move(place, extent, memory)
             nbytes = transfer.nbytes  # a transfer that fails, perhaps at once, says nothing of a rate
         except BaseException as failure:  # noqa: BLE001 - the thread that waits for it has to know
@@ -167,7 +172,7 @@ class MultiStore:
             error = _store_error(failure, f"{verb} {transfer.nbytes} bytes of {place.store.name}")
         del memory  # whoever waits may count on it
         with self._lock:
-            ended = meter.note(change, nbytes)
+            ended = meter.note(-1 if began else 0, nbytes)
             if transfer in self._transfers:  # else its step was thrown away
                 self._end(transfer, place, error, is_new=is_new)
         if nbytes and (seen := self._seen) is not None:
@@ -446,8 +451,6 @@ def _check_still_there(memory: ByteRange) -> None:
 
 
 def _write(place: Place, extent: Extent, memory: ByteRange) -> None:
-    if extent.offset + extent.length > place.grown:
-        place.grow(extent.offset + extent.length)
     extent.checksum = place.store.write(extent, memory)
 
 

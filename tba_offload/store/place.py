@@ -33,8 +33,12 @@ STEPS_KEPT = 3
 FIRST_RATE = 1e9
 """Bytes a second that a place is taken to write before it was measured."""
 
-RECENT_BYTES = 64 << 20
-"""Reach of a measured rate in bytes: what came before so many bytes counts half, or less."""
+FIRST_BYTES, RECENT_BYTES = 8 << 20, 64 << 20
+"""Reach of a measured rate in bytes. Before so many have moved, the first rate counts too.
+
+One small transfer whose thread had to wait for the processor says nothing of its drive. What came before
+so many recent bytes counts half, or less.
+"""
 
 
 class Place:
@@ -189,14 +193,12 @@ class Meter:
     def __init__(self) -> None:
         self._moving, self._since = 0, 0.0
         self._nbytes, self._seconds = 0, 0.0
-        self._recent_bytes, self._recent_seconds = 0.0, 0.0
+        self._recent_bytes, self._recent_seconds = float(FIRST_BYTES), FIRST_BYTES / FIRST_RATE
 
     @property
     def rate(self) -> float:
         """Bytes a second of late."""
-        if self._recent_bytes and self._recent_seconds:
-            return self._recent_bytes / self._recent_seconds
-        return FIRST_RATE
+        return self._recent_bytes / self._recent_seconds
 
     def note(self, change: int, nbytes: int = 0) -> float:
         """Note that a transfer begins (1), or ends (-1) and has moved so many bytes; return the time."""

@@ -30,7 +30,6 @@ from store_contract import (
     write,
 )
 
-import tba_offload as tba
 from tba_offload.device import ByteRange
 from tba_offload.errors import (
     ConfigError,
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import tba_offload as tba
     from tba_offload.device import ByteRange as Bytes
     from tba_offload.store import Extent
 
