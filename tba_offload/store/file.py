@@ -44,6 +44,7 @@ SLAB_BYTES = 8 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)  # a container may forbid unknown calls
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 20, 1 << 30  # a twentieth of the file system, at least 1 GiB
+_GROWTH = 64 << 20  # a file grows ahead of need by so much
 _MOST_LINKS = 40
 # Small blocks save memory: a buffer for a read is padded to blocks. File systems other than these may take
 # less than their own block, and move it through the page cache without a word.
@@ -193,19 +194,23 @@ class FileStore(Store):
         system = os.fstatvfs(self.fd)
         free = system.f_bavail * system.f_frsize
         spared = max(system.f_blocks * system.f_frsize // _LEFT_FREE_SHARE, _LEFT_FREE_BYTES)
-        limit = self.size + max(free - spared, 0) if self.capacity is None else self.capacity
+        if self.capacity is None:
+            limit = self.size + max(free - spared, 0)
+        else:
+            limit = min(self.size + free, self.capacity)
         room = f"{free} are free, and without store.capacity {spared} of them are left to others"
         what = f"the file cannot grow from {self.size} to {end} bytes: {room}"
         if end > limit:
             raise store_error(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.name)
+        ahead = min(end + _GROWTH, limit)
         try:
-            posix.fallocate(self.fd, self.size, end - self.size)
+            posix.fallocate(self.fd, self.size, ahead - self.size)
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
                 os.ftruncate(self.fd, self.size)  # gives back what the failed attempt did get
                 raise store_error(what, error, self.name) from error
-            os.ftruncate(self.fd, end)
-        self.size = end
+            os.ftruncate(self.fd, ahead)
+        self.size = ahead
 
     def shrink(self, end: int) -> None:
         """Free the blocks beyond ``end``, a multiple of 4096; a failing drive says so at its next write."""
