@@ -87,7 +87,7 @@ TESTS=("$PYTHON" -m pytest -m gpu tests/gpu tests/unit/device tests/unit/store
 TOGETHER=(-n "${JOBS:-8}")
 ALONE='times or allocators_peak or marks_tell or kept_busy'
 APART='compiled or another_allocator'
-SMOKE='TestAccelerator or slabs or gpu_memory or (test_same_bits and gpt and dtype0)'
+SMOKE='TestAccelerator or gpu_memory or (test_same_bits and gpt and dtype0)'
 STATES=(--device cuda --store host --precision high --matrices 6 --width 8192 --sub-group 256MiB --rows 32768)
 ORDERLY='TestAccelerator or gpu_memory or stream'
 

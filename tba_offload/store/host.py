@@ -70,23 +70,21 @@ class HostStore(Store):
 
     def write(self, extent: Extent, source: ByteRange) -> None:
         """Copy bytes to host memory."""
-        data = source.tensor()
-        for part, lo, hi in self._parts(extent):
-            self.device.copy(part, data[lo:hi], READY)
+        for part, data in self._parts(extent, source):
+            self.device.copy(part, data, READY)
 
     def read(self, extent: Extent, target: ByteRange) -> None:
         """Copy bytes back."""
-        data = target.tensor()
-        for part, lo, hi in self._parts(extent):
-            self.device.copy(data[lo:hi], part, READY)
+        for part, data in self._parts(extent, target):
+            self.device.copy(data, part, READY)
 
-    def _parts(self, extent: Extent) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Yield the parts of slabs that make up an extent, each with its first and last byte there."""
-        at = 0
+    def _parts(self, extent: Extent, memory: ByteRange) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the parts of slabs that make up an extent, each with its part of the memory."""
+        data, at = memory.tensor(), 0
         while at < extent.nbytes:
             index, start = divmod(extent.offset + at, self._slab_bytes)
             nbytes = min(extent.nbytes - at, self._slab_bytes - start)
-            yield self._slabs[index][start : start + nbytes], at, at + nbytes
+            yield self._slabs[index][start : start + nbytes], data[at : at + nbytes]
             at += nbytes
 
     def grow(self, end: int) -> None:
