@@ -43,8 +43,7 @@ class Gradients:
     ) -> None:
         self.live = LiveBytes(device)
         self.was_dropped = False
-        self._modules = modules
-        self._about_to_count = about_to_count
+        self._modules, self.about_to_count = modules, about_to_count
         self.watched: dict[int, Watched] = {}
         self.born: dict[int, Watched] = {}
         self.also_watch(self.parameters())  # a step may open in a transform, which has others in their place
@@ -127,25 +126,21 @@ class Gradients:
             watched.handle.remove()
         self.watched.clear()
 
-    def accumulated(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Record that a gradient is in its place."""
-        key = id(parameter)
-        watched = self.watched[key]
-        is_again = self.born.get(key) is watched
-        if is_again and watched.gradient() is not gradient and not gradient.requires_grad:
-            self.was_dropped = True  # with a graph of its own it would have been replaced by the sum
-        self.born[key] = watched
-        self._about_to_count(gradient.nbytes if gradient.layout is torch.strided else 0)
-        self.live.add(gradient)
-        watched.parameter_version = parameter._version
-        watched.follow()
-
 
 def _accumulated(own: weakref.ref[Gradients], parameter: torch.Tensor) -> None:
-    gradients, gradient = own(), parameter.grad
-    # A hook before this one may have taken the gradient, as Megatron's does.
-    if gradients is not None and gradient is not None:
-        gradients.accumulated(parameter, gradient)
+    """Record that a gradient is in its place."""
+    gradients, gradient, key = own(), parameter.grad, id(parameter)
+    if gradients is None or gradient is None:  # a hook before this one has taken it, as Megatron's does
+        return
+    watched = gradients.watched[key]
+    is_again = gradients.born.get(key) is watched
+    if is_again and watched.gradient() is not gradient and not gradient.requires_grad:
+        gradients.was_dropped = True  # with a graph of its own it would have been replaced by the sum
+    gradients.born[key] = watched
+    gradients.about_to_count(gradient.nbytes if gradient.layout is torch.strided else 0)
+    gradients.live.add(gradient)
+    watched.parameter_version = parameter._version
+    watched.follow()
 
 
 def _is_trained(parameter: torch.Tensor) -> bool:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from tba_offload.transfer.offloader import Offloader
 
-    Unpack = Callable[[Any], torch.Tensor]
-
 SPARSE = 4
 """A view is copied densely if it needs less than one ``SPARSE``-th of its storage."""
 
@@ -167,7 +165,7 @@ class Capture:
                 check_version(packed.probe, packed.version, "a kept activation")
             if packed.view is None:
                 return packed.tensor
-            return self._spread_out(packed.tensor.untyped_storage(), packed.view, packed)
+            return self._spread_out(packed.tensor.untyped_storage(), packed)
         saved, is_first = packed.saved, packed.unread is not None
         if self.look_at_memory is not None:
             self.look_at_memory()
@@ -178,7 +176,7 @@ class Capture:
         if not packed.address:
             tensor = views.restore(storage, packed.view, packed.probe, start)
         else:
-            tensor = self._spread_out(storage, packed.view, packed, start)
+            tensor = self._spread_out(storage, packed, start)
         trace: ActivationTrace = saved.trace
         if is_first and trace.unpacked_at is None:
             trace.unpacked_at = perf_counter()
@@ -188,12 +186,10 @@ class Capture:
             self.schedule.used(trace.key)
         return tensor
 
-    def _spread_out(
-        self, dense: torch.UntypedStorage, view: views.View, packed: Kept | Packed, start: int = 0
-    ) -> torch.Tensor:
+    def _spread_out(self, dense: torch.UntypedStorage, packed: Any, start: int = 0) -> torch.Tensor:
         """Return the saved tensor that a dense copy was made of."""
-        room = views.spread_out(dense, start, view, packed.address, self.offloader.device)
-        return views.restore(room.storage, (*view[:3], 0), packed.probe, room.start)
+        room = views.spread_out(dense, start, packed.view, packed.address, self.offloader.device)
+        return views.restore(room.storage, (*packed.view[:3], 0), packed.probe, room.start)
 
     def protect(self, storage: torch.UntypedStorage) -> None:
         """Release a storage that its owner is about to resize: see :meth:`Offloader.release_memory`."""
@@ -264,7 +260,7 @@ class LayerHooks:
         self._learned = capture.learned.get(key.layer, ())
         self._may_keep = bool(self._learned) or when_slow or stays is not None
         # What gives back what is packed here: it must not know this object, which is of one scope only.
-        self._unpack: Unpack = capture.unpack
+        self._unpack: Callable[[Any], torch.Tensor] = capture.unpack
         self._numbers = count()  # of activations
         self._filling: list[Kept | SavedStorage] = []  # saved by an operation that may not have ended
         self._node = 0  # number of the latest node when they were saved

@@ -34,7 +34,6 @@ class PrefetchSchedule:
         self._offloader, self._window = offloader, offloader.window
         self._new: list[SavedRef] = []
         self.saved = self._new.append
-        self._next = self._last = self._pass = 0
         self._recorded: list[tuple[ActivationKey, int]] = []
         self.begin_step()
 
@@ -48,6 +47,12 @@ class PrefetchSchedule:
         self._passes = 0  # how often forward came after backward in this step
         self._given_up = 0
         self._in_backward = False
+
+    def _expect(self, order: list[tuple[ActivationKey, int]]) -> None:
+        """Expect activations in this order; each with the number of the backward pass that uses it."""
+        self._expected = order
+        self._position = {key: position for position, (key, _) in enumerate(order)}
+        self._next, self._last, self._pass = 0, -1, 0
 
     def abandon_step(self) -> None:
         """Forget a step that did not end; the order before it stands."""
@@ -65,9 +70,8 @@ class PrefetchSchedule:
         if position is not None:
             self._follow(position)
         # When backward begins, what is still in memory is looked at, however full the window is.
-        if self._next < len(self._expected) and (
-            begins or self._window.in_flight <= self._window.fills_below
-        ):
+        has_room = begins or self._window.in_flight <= self._window.fills_below
+        if has_room and self._next < len(self._expected):
             self._offloader.prefetch(self)
 
     def reached(self) -> None:
@@ -150,12 +154,6 @@ class PrefetchSchedule:
         self._expect([expected for _, expected in placed])
         if last is not None:
             self._last, self._pass = self._position[last[0]], last[1]
-
-    def _expect(self, order: list[tuple[ActivationKey, int]]) -> None:
-        """Expect activations in this order; each with the number of the backward pass that uses it."""
-        self._expected = order
-        self._position = {key: position for position, (key, _) in enumerate(order)}
-        self._next, self._last, self._pass = 0, -1, 0
 
     # ---- what was used, for the meter of memory ---------------------------------------------------
 

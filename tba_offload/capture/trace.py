@@ -103,21 +103,6 @@ class ActivationTrace:
 
 
 @dataclass(slots=True)
-class StepMarks:
-    """Where in the work of a device a step began and ended, and its backward passes ended."""
-
-    device: Device
-    began: Mark
-    ended: Mark = None
-    backward_ends: list[Mark] = field(default_factory=list)
-
-    def seconds(self) -> float:
-        """Return how long the step took; wait for its end."""
-        began, ended = self.device.seconds([self.began, self.ended])
-        return ended - began
-
-
-@dataclass(slots=True)
 class ScopeTrace:
     """One execution of a layer; times are seconds on :func:`time.perf_counter`.
 
@@ -165,7 +150,9 @@ class StepTrace:
             forbids hooks, and were therefore not captured.
         backward_seconds: Time of the backward passes, from the first scope to the end of the graph.
         backward_ends: When they ended.
-        marks: The step in the work of a device that runs behind the host; ``None`` if they are not wanted.
+        device: A device that runs behind the host, in whose work everything is marked too; else ``None``.
+        marks: Where in the work of the device the step began and ended.
+        backward_marks: Where in the work of the device the backward passes ended.
         gradients: Counts the bytes of gradients; ``None`` if it does not matter when they come.
     """
 
@@ -178,18 +165,20 @@ class StepTrace:
     left_alone: int = 0
     backward_seconds: float = 0.0
     backward_ends: list[float] = field(default_factory=list)
-    marks: StepMarks | None = None
+    device: Device | None = None
+    marks: list[Mark] = field(default_factory=list)
+    backward_marks: list[Mark] = field(default_factory=list)
     gradients: Callable[[], int | None] | None = None
     _backward_began: float | None = None
 
     def mark_times(self, device: Device) -> None:
         """Record that the step begins, and from now on everything is marked in the work of ``device`` too."""
-        self.marks = StepMarks(device, device.mark())
+        self.device, self.marks = device, [device.mark()]
 
     def end_step(self) -> None:
         """Record that the step is over."""
-        if self.marks is not None:
-            self.marks.ended = self.marks.device.mark()
+        if self.device is not None:
+            self.marks[1:] = [self.device.mark()]
 
     def begin_scope(self, key: ScopeKey, placement: str, *, inputs: int = 0) -> ScopeTrace:
         """Record that a layer starts to run.
@@ -200,8 +189,8 @@ class StepTrace:
             inputs: Bytes of the activations that it is given.
         """
         scope = ScopeTrace(key, placement, perf_counter(), input_bytes=inputs)
-        if self.marks is not None:  # not in a function: it is a call for each run of a layer
-            scope.marks.append(self.marks.device.mark())
+        if self.device is not None:  # not in a function: it is a call for each run of a layer
+            scope.marks.append(self.device.mark())
         if self.gradients is not None:
             scope.forward_gradients = self.gradients()
         self.scopes.append(scope)
@@ -210,15 +199,15 @@ class StepTrace:
     def end_scope(self, scope: ScopeTrace) -> None:
         """Record that a layer has returned."""
         scope.forward_ended = perf_counter()
-        if self.marks is not None:
-            scope.marks.append(self.marks.device.mark())
+        if self.device is not None:
+            scope.marks.append(self.device.mark())
 
     def backward_reached(self, scope: ScopeTrace) -> bool:
         """Record that backward arrives at a scope; return whether it is the first of its pass."""
         scope.backward_began = perf_counter()
         del scope.marks[2:]  # of an earlier backward through the same graph
-        if self.marks is not None:
-            scope.marks.append(self.marks.device.mark())
+        if self.device is not None:
+            scope.marks.append(self.device.mark())
         if self.gradients is not None:
             scope.backward_gradients = self.gradients()
         is_first = self._backward_began is None
@@ -231,8 +220,8 @@ class StepTrace:
             self.backward_ends.append(perf_counter())
             self.backward_seconds += self.backward_ends[-1] - self._backward_began
             self._backward_began = None
-            if self.marks is not None:
-                self.marks.backward_ends.append(self.marks.device.mark())
+            if self.device is not None:
+                self.backward_marks.append(self.device.mark())
 
     @property
     def in_backward(self) -> bool:
@@ -264,17 +253,23 @@ class StepTrace:
         Args:
             stalls: Marks around each wait for bytes that had not come.
         """
-        marks: Any = self.marks
+        device: Any = self.device
         scopes = [scope.marks for scope in self.whole_scopes()]
-        points = [marks.began, marks.ended, *marks.backward_ends, *chain(*scopes), *chain(*stalls)]
-        seconds = iter(marks.device.seconds(points))
+        points = [*self.marks, *self.backward_marks, *chain(*scopes), *chain(*stalls)]
+        seconds = iter(device.seconds(points))
         return StepTimes(
             began=next(seconds),
             ended=next(seconds),
-            backward_ends=[next(seconds) for _ in marks.backward_ends],
+            backward_ends=[next(seconds) for _ in self.backward_marks],
             scopes=[ScopeTimes(*islice(seconds, 3)) for _ in scopes],
             stalls=sorted((next(seconds), next(seconds)) for _ in stalls),
         )
+
+    def device_seconds(self) -> float:
+        """Return how long the step took by the clock of the device; wait for its end."""
+        device: Any = self.device
+        began, ended = device.seconds(self.marks)
+        return float(ended - began)
 
     def forward_seconds(self) -> float:
         """Return the time inside the layers' forward, summed."""

@@ -214,9 +214,6 @@ def _static_tensors(module: torch.nn.Module) -> list[Any]:
 
 def _has_storage(tensor: object) -> bool:
     """Return True for tensors with bytes of their own; a transform of the model gives it wrappers."""
-    return (
-        isinstance(tensor, torch.Tensor)
-        and not is_lazy(tensor)
-        and tensor.layout is torch.strided
-        and not is_transform_wrapper(tensor)
-    )
+    if not isinstance(tensor, torch.Tensor) or is_lazy(tensor):
+        return False
+    return tensor.layout is torch.strided and not is_transform_wrapper(tensor)

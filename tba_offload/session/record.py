@@ -30,7 +30,7 @@ from tba_offload.session.notices import tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from tba_offload.capture.trace import StepMarks
+    from tba_offload.capture.trace import StepTrace
     from tba_offload.config.policy import LayerId, Policy
     from tba_offload.device import Event
     from tba_offload.session.loop import Step
@@ -111,13 +111,13 @@ class Records:
         others = tuple(self._others.values())
         return RunLog(header=self._header, steps=tuple(self.records), path=path, others=others)
 
-    def add(self, record: StepRecord, step: Step, marks: StepMarks | None) -> StepRecord:
+    def add(self, record: StepRecord, step: Step, trace: StepTrace) -> StepRecord:
         """Add the record of a step that has ended well.
 
         Args:
             record: What is known of it.
             step: The step, whose loss may be late.
-            marks: The step in the work of a device that runs behind the host, as is its time then.
+            trace: The trace of the step, with the time of a step on a device that runs behind the host.
 
         Returns:
             The record, complete if nothing of it is late.
@@ -133,13 +133,14 @@ class Records:
             # Into pinned memory, so that nothing waits.
             loss = loss.detach().to("cpu", non_blocking=True, copy=True)
             late.append(device.event())
-        timed = None if step.had_optimizer else marks  # the time of optimizers, no part of it, is the host's
-        if timed is not None:
-            late.append(timed.device.event())
+        # The time of optimizers, no part of the step, is the host's.
+        clock = None if step.had_optimizer else trace.device
+        if clock is not None:
+            late.append(clock.event())
         self._records[record.step] = record
         if len(self._records) > _STEPS:
             del self._records[next(iter(self._records))]
-        self._waiting.append((late, partial(self._write, record, loss, timed)))
+        self._waiting.append((late, partial(self._write, record, loss, None if clock is None else trace)))
         self.write()
         return self._records[record.step]
 
@@ -185,11 +186,11 @@ class Records:
             if self._run_log is not None:
                 self._run_log.close()
 
-    def _write(self, record: StepRecord, loss: float | torch.Tensor | None, marks: StepMarks | None) -> None:
+    def _write(self, record: StepRecord, loss: float | torch.Tensor | None, trace: StepTrace | None) -> None:
         if isinstance(loss, torch.Tensor):
             record = replace(record, loss=loss.item())
-        if marks is not None:
-            record = replace(record, seconds=marks.seconds())
+        if trace is not None:
+            record = replace(record, seconds=trace.device_seconds())
         if record.step in self._records:
             self._records[record.step] = record
         if self._run_log is not None:
@@ -300,7 +301,7 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
             record=record,
             began=step.began,
             beside=session.memory.beside,
-            on_device=partial(trace.device_times, stats.marked_stalls) if trace.marks is not None else None,
+            on_device=partial(trace.device_times, stats.marked_stalls) if trace.device is not None else None,
             not_recomputed=chosen - repeatable,
         )
     )

@@ -311,7 +311,7 @@ class Session:
         """Record a step that has ended well, and have the next one planned by what it was like."""
         self.gradients.count()
         loads, moved = self.store.take_loads(), self.weights_traffic.take()
-        record = self.records.add(record_of(self, step, loads, moved), step, self.capture.trace.marks)
+        record = self.records.add(record_of(self, step, loads, moved), step, self.capture.trace)
         if self.memory.is_due:
             self.records.note(MEMORY, memory_event(self, step))
         waits = sorted([*self.offloader.window.stats.stalls, *(() if moved is None else moved.waits)])
