@@ -615,9 +615,10 @@ class Offloader:
                 self._told.add(place)
                 warn(outage(place, cause), RuntimeWarning)
         if self._failures:
-            first = self._failures[0]
-            self._failures.clear()  # others that failed with it must not end the next step
-            raise first
+            try:  # a name for the error would be a cycle, and keep the graph of the step alive
+                raise self._failures[0]
+            finally:
+                self._failures.clear()  # others that failed with it must not end the next step
 
     def resize_window(self, window: int | None) -> None:
         """Set the most bytes in flight; between steps."""
