@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import megatron_masters
 import pytest
 from megatron_masters import KINDS, SUB_GROUP
+from pretrain_runs import slow
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +21,9 @@ SMALL = 20_000
 """Bytes that counts of steps and stand-ins may take."""
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[slow] * (not kind.distributed)) for name, kind in KINDS.items()]
+)
 def test_parameters_masters_and_checkpoints_have_the_bits_of_plain_training(
     name: str, python_with_megatron: Warm, tmp_path: Path
 ) -> None:

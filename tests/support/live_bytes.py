@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 from unittest import mock
 
@@ -77,10 +77,18 @@ class ResizedBytes(LiveBytes):
     """Bytes of all storages that were seen, as large as they are now: some lose their memory.
 
     Attributes:
-        most: The most since it was last set.
+        most: The most while :meth:`watching`, since it was last set.
     """
 
     most = 0
+    _is_watching = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Measure at each operation; a look at all storages takes longer than most operations."""
+        self.most, self._is_watching = self.now(), True
+        yield
+        self._is_watching = False
 
     def now(self) -> int:
         """Bytes now."""
@@ -91,5 +99,6 @@ class ResizedBytes(LiveBytes):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        self.most = max(self.most, self.now())
+        if self._is_watching:
+            self.most = max(self.most, self.now())
         return result
