@@ -19,11 +19,12 @@ from pretrain_runs import (
     OFFLOADING,
     ON_A_CPU,
     PLAIN,
+    SCRIPT,
     STEPS,
     TINY,
     Figures,
+    fork,
     needs_training,
-    run,
     train,
 )
 
@@ -222,7 +223,7 @@ def test_the_batch_may_grow(tmp_path: Path, python_with_scripts: Warm) -> None:
 # Several ranks, whose layers are the planner's
 
 STAGES = ("--pipeline-model-parallel-size", "2", "--num-layers", "8", "--eval-interval", "3")
-ITERATIONS, FIRST = 14, 5
+ITERATIONS, FIRST = 12, 5
 """Steps, and those before the run is interrupted; the planner begins anew behind them."""
 LONGER = ("--train-iters", str(ITERATIONS), *REPEATABLE)
 
@@ -275,18 +276,21 @@ def last_plan(log: RunLog) -> dict[str, str]:
 # The command line
 
 
-def test_a_flag_that_is_in_the_way_is_named_before_training(tmp_path: Path) -> None:
+def test_a_flag_that_is_in_the_way_is_named_before_training(
+    tmp_path: Path, python_with_scripts: Warm
+) -> None:
     wrong = ("--recompute-granularity", "full", "--recompute-method", "uniform")
     wrong += ("--recompute-num-layers", "1")
-    finished = run(OFFLOADING, *TINY, *ON_A_CPU, *wrong, *tba_flags(tmp_path))
-    assert finished.status == 2
-    assert "does not go together with --recompute-granularity full" in " ".join(finished.output.split())
+    flags = (*TINY, *ON_A_CPU, *wrong, *tba_flags(tmp_path))
+    status, output = fork(python_with_scripts, (*OFFLOADING, str(SCRIPT), *flags), 1)
+    assert status == 2
+    assert "does not go together with --recompute-granularity full" in " ".join(output.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["drive", "policy.yaml"]
 
 
-def test_every_conflict_is_a_setting_of_some_release() -> None:
+def test_every_conflict_is_a_setting_of_some_release(python_with_scripts: Warm) -> None:
     """A flag that is renamed must not slip through."""
-    text = run(OFFLOADING, "--help").output
+    _, text = fork(python_with_scripts, (*OFFLOADING, str(SCRIPT), "--help"), 1)
     known = {name.replace("-", "_") for name in re.findall(r"--([a-z0-9-]+)", text)}
     older = {"use_custom_fsdp"}
     settings_only = {"cpu_offloading"}  # of the model's configuration, without a flag
