@@ -338,8 +338,8 @@ class Offloader:
                     if memory is not None and not keeps_graph():
                         self._stay(saved, memory)
                 elif memory is None and ref.read is None and not ref.charged and saved.unread() is not None:
-                    found_room = self._find_room(saved, rooms, across_forward=across_forward)
-                    if not found_room:
+                    has_room = self._find_room(saved, rooms, across_forward=across_forward)
+                    if not has_room:
                         break
             if rooms:
                 self.window.add(0)  # its peaks
@@ -406,7 +406,7 @@ class Offloader:
             ref.write = None
             saved = ref()
             if transfer.error is not None:
-                self._not_written(transfer, transfer.error, ref, saved)
+                self._not_written(transfer, ref, saved)
                 continue
             window.stats.offloaded += ref.nbytes
             if saved is not None and saved.state is State.WRITING:
@@ -450,10 +450,9 @@ class Offloader:
         self._writes.pop(write, None)
         return True
 
-    def _not_written(
-        self, transfer: Transfer, error: BaseException, ref: SavedRef, saved: SavedStorage | None
-    ) -> None:
+    def _not_written(self, transfer: Transfer, ref: SavedRef, saved: SavedStorage | None) -> None:
         """Keep in memory what could not be written; the policy says whether that is an error."""
+        error: Any = transfer.error
         memory, transfer.memory = transfer.memory, None
         if saved is None:
             self.window.free(ref)
