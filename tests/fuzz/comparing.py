@@ -22,7 +22,7 @@ from .looping import Training
 
 if TYPE_CHECKING:
     from .choices import Program
-    from .history import History
+    from .looping import History
 
 REFUSALS = (
     tba.ConfigError,

@@ -13,11 +13,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from covering import combinations, full
-from megatron_models import make_megatron_model, train_megatron
-from models import History, assert_same_history, make_model, same_bits, train
+from models import (
+    HEADS,
+    HIDDEN,
+    SEQUENCE,
+    VOCAB,
+    History,
+    assert_same_history,
+    make_model,
+    make_tokens,
+    same_bits,
+    train,
+)
 
 import tba_offload as tba
-from tba_lab.megatron_cpu import single_process
+from tba_lab.gpt import Batch, GptShape, build_gpt, causal_mask, gpt_loss
+from tba_lab.megatron_cpu import seed_all, single_process
 from tba_offload import BudgetConfig, OffloadConfig, Placement, Rule, StoreConfig
 
 if TYPE_CHECKING:
@@ -25,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from _pytest.mark import ParameterSet
-    from torch import nn
+    from torch import Tensor, nn
     from warm import Warm
 
 MEGATRON = "megatron-"
@@ -90,15 +101,33 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def make(kind: str, dtype: str, dropout: float) -> nn.Module:
     if kind.startswith(MEGATRON):
-        return make_megatron_model(
-            kind.removeprefix(MEGATRON), layers=LAYERS, dtype=DTYPES[dtype], dropout=dropout
-        )
+        style = kind.removeprefix(MEGATRON)
+        sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "sequence": SEQUENCE, "vocab": VOCAB}
+        return build_gpt(GptShape(**sizes, dtype=dtype, dropout=dropout, style=style), seed=1)
     return make_model(kind, layers=LAYERS, dtype=DTYPES[dtype], dropout=dropout)
 
 
 def history_of(kind: str, model: nn.Module, session: tba.Session | None, **how: Any) -> History:
-    trainer = train_megatron if kind.startswith(MEGATRON) else train
-    return trainer(model, session, **how)
+    if not kind.startswith(MEGATRON):
+        return train(model, session, **how)
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    history = train(model, session, loss=causal_loss, seed=seed_all, **how)
+    history.random_states += [state.clone() for state in get_cuda_rng_tracker().get_states().values()]
+    return history
+
+
+def causal_loss(model: nn.Module, number: int) -> Tensor:
+    """The loss of the next token on micro-batch ``number``."""
+    tokens = make_tokens(number)
+    batch = Batch(
+        tokens=tokens[:, :-1],
+        labels=tokens[:, 1:],
+        position_ids=torch.arange(SEQUENCE).expand(len(tokens), -1),
+        attention_mask=causal_mask(SEQUENCE),
+        loss_mask=torch.ones(len(tokens), SEQUENCE),
+    )
+    return gpt_loss(model, batch)
 
 
 @functools.cache

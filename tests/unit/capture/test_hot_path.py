@@ -6,18 +6,19 @@ their number says what a hook costs better than a clock on a busy machine does.
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from calls import Calls
 from harness import KIB, MIB, assert_all_given_back, session_for
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+    from types import FrameType
 
     from tba_offload.session import Session
 
@@ -25,6 +26,34 @@ SAVED = 256
 ONE = 64 * KIB
 SHARED = SimpleNamespace(**{f"width_{number}": number for number in range(200)}, more=[SimpleNamespace()] * 9)
 """Settings as frameworks have them in each module of a layer."""
+
+
+WAITS = {"_read_to_end", "_make_room", "quiesce"}
+"""Functions in which the training thread waits for drives: how often it asks there is their affair."""
+
+
+class Calls:
+    """Counts calls of Python on this thread, those while it waits for a drive left out; a block each time."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._waits: FrameType | None = None
+
+    def __enter__(self) -> None:
+        sys.setprofile(self._look)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _look(self, frame: FrameType, event: str, _: object) -> None:
+        if self._waits is not None:
+            if event == "return" and frame is self._waits:
+                self._waits = None
+        elif event == "call":
+            if frame.f_code.co_name in WAITS:
+                self._waits = frame
+            else:
+                self.count += 1
 
 
 class Chain(nn.Module):
