@@ -211,8 +211,16 @@ class MultiStore:
             StoreError: It failed, or was cancelled (``errno.ECANCELED``). A new one each time.
             HangingError: Its place has not answered for ``stall_seconds``, and is left alone from now on.
         """
-        if not transfer.wait(self.stall_seconds * WARN_AFTER):
-            self._wait_on(transfer)
+        limit = self.stall_seconds
+        if not transfer.wait(limit * WARN_AFTER):
+            place = self._places[transfer.drive]
+            what = f"{transfer.nbytes} bytes {'to' if transfer.is_write else 'from'} {place.store.name}"
+            warn(f"nothing has moved for {limit * WARN_AFTER:g} s: {what}", RuntimeWarning)
+            if not transfer.wait(limit * (1 - WARN_AFTER)):
+                hanging = _hanging(f"nothing has moved for {limit:g} s: {what}")
+                with self._lock:
+                    self._leave_alone(place, hanging)
+                raise hanging
         if transfer.is_cancelled:
             raise StoreError(errno.ECANCELED, "the transfer was cancelled before it started")
         if transfer.error is not None:
@@ -220,16 +228,6 @@ class MultiStore:
             error = copy.copy(transfer.error)
             error.__cause__ = transfer.error.__cause__
             raise error
-
-    def _wait_on(self, transfer: Transfer) -> None:
-        place, limit = self._places[transfer.drive], self.stall_seconds
-        what = f"{transfer.nbytes} bytes {'to' if transfer.is_write else 'from'} {place.store.name}"
-        warn(f"nothing has moved for {limit * WARN_AFTER:g} s: {what}", RuntimeWarning)
-        if not transfer.wait(limit * (1 - WARN_AFTER)):
-            hanging = _hanging(f"nothing has moved for {limit:g} s: {what}")
-            with self._lock:
-                self._leave_alone(place, hanging)
-            raise hanging
 
     # ---- places; the lock is held ----------------------------------------------------------------
 

@@ -61,15 +61,12 @@ def unusable(key: Hashable, *, is_inert: bool) -> SessionError:
         key: Names the activation.
         is_inert: Whether this is a forked child.
     """
+    why = "belongs to a step that failed or was interrupted, and whose bytes were thrown away; run the "
+    why += "forward of this graph again"
     if is_inert:
-        return SessionError(
-            f"{key} was saved before this process was forked; only the parent can go "
-            "backward through that graph, not a forked child"
-        )
-    return SessionError(
-        f"{key} belongs to a step that failed or was interrupted, and whose bytes were thrown away; "
-        "run the forward of this graph again"
-    )
+        why = "was saved before this process was forked; only the parent can go backward through that graph, "
+        why += "not a forked child"
+    return SessionError(f"{key} {why}")
 
 
 def outage(place: str, cause: str) -> str:
