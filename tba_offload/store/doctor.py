@@ -177,7 +177,7 @@ def _examine(directory: str, device: Device, *, bench: bool) -> dict[str, Any]:
             rates = measure(store, device)
         rows = list(_bench(directory, device)) if bench else []
     except StoreError as error:
-        return {"error": error.strerror}
+        return {"error": error.strerror or str(error)}
     return {
         "location": location._asdict(),
         "store": store.description,

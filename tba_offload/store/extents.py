@@ -32,18 +32,19 @@ class Extents:
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
         self._high_water = 0
+        self._end = _ENDLESS if capacity is None else capacity // BLOCK * BLOCK
         self.reset()
 
     def reset(self) -> None:
         """Forget all extents."""
-        end = _ENDLESS if self.capacity is None else self.capacity // BLOCK * BLOCK
         self.used = 0
-        self._free: list[tuple[int, int]] = [(0, end)]  # (start, end), sorted, never touching
+        self._free: list[tuple[int, int]] = [(0, self._end)]  # (start, end), sorted, never touching
 
     def take_high_water(self) -> int:
         """Return the largest end of an extent since the last call, bytes."""
         high_water = self._high_water
-        self._high_water = self._free[-1][0] if self._free else (self.capacity or 0) // BLOCK * BLOCK
+        start, end = self._free[-1] if self._free else (self._end, self._end)
+        self._high_water = start if end == self._end else self._end
         return high_water
 
     def reserve(self, nbytes: int, lead: int = 0) -> Extent:

@@ -156,12 +156,14 @@ class FileStore(Store):
         except IndexError:
             slab = self.device.host_memory(SLAB_BYTES)
         data, end = memory.tensor(), extent.lead + extent.nbytes
-        for start in range(0, span, SLAB_BYTES):
-            length = min(SLAB_BYTES, span - start)
-            first, last = max(start, extent.lead), min(start + length, end)
-            part = data[first - extent.lead : last - extent.lead]
-            yield slab[first - start : last - start], part, slab.data_ptr(), length, extent.offset + start
-        self._slabs.append(slab)
+        try:
+            for start in range(0, span, SLAB_BYTES):
+                length = min(SLAB_BYTES, span - start)
+                first, last = max(start, extent.lead), min(start + length, end)
+                part = data[first - extent.lead : last - extent.lead]
+                yield slab[first - start : last - start], part, slab.data_ptr(), length, extent.offset + start
+        finally:
+            self._slabs.append(slab)
 
     def _move(self, verb: str, call: posix.Call, address: int, nbytes: int, offset: int) -> None:
         """Repeat a call until all bytes have moved."""
@@ -202,15 +204,18 @@ class FileStore(Store):
         what = f"the file cannot grow from {self.size} to {end} bytes: {room}"
         if end > limit:
             raise store_error(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.name)
-        ahead = min(end + _GROWTH, limit)
-        try:
-            posix.fallocate(self.fd, self.size, ahead - self.size)
-        except OSError as error:
-            if error.errno not in _NO_FALLOCATE:
-                os.ftruncate(self.fd, self.size)  # gives back what the failed attempt did get
-                raise store_error(what, error, self.name) from error
-            os.ftruncate(self.fd, ahead)
-        self.size = ahead
+        for size in (min(end + _GROWTH, limit), end):  # statvfs knows no quota of a user
+            try:
+                posix.fallocate(self.fd, self.size, size - self.size)
+            except OSError as error:
+                if error.errno not in _NO_FALLOCATE:
+                    os.ftruncate(self.fd, self.size)  # gives back what the failed attempt did get
+                    if size > end:
+                        continue
+                    raise store_error(what, error, self.name) from error
+                os.ftruncate(self.fd, size)
+            self.size = size
+            return
 
     def shrink(self, end: int) -> None:
         """Free the blocks beyond ``end``, a multiple of 4096; a failing drive says so at its next write."""

@@ -239,6 +239,15 @@ class StoreContract:
             store.release(first)
             assert torch.equal(get(store, put(store, pattern(10 * 4096))), pattern(10 * 4096))
 
+    def test_room_before_the_last_extent_of_a_full_place_is_not_taken_from_it(self, tmp_path: Path) -> None:
+        with MultiStore([self.make_store(tmp_path, capacity=8 * 4096)]) as store:
+            *others, last = [put(store, pattern(1, seed)) for seed in range(8)]
+            for extent in others:
+                store.release(extent)
+            for _ in range(4):
+                store.trim()
+            assert torch.equal(get(store, last), pattern(1, 7))
+
     def test_checksums_catch_a_changed_byte(self, tmp_path: Path) -> None:
         place = self.make_store(tmp_path)
         with MultiStore([place]) as store:
