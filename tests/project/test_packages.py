@@ -65,8 +65,9 @@ MISSING = {
     "from tba_offload.report.rok import require_matplotlib as r; r()": "plots",
     """
 from tba_offload.store import open_store
-from tba_offload.device import device_of
-open_store(kind="gds", directories=["/tmp"], device=device_of("cpu"))
+from tba_offload.device import Device
+class Gpu(Device): pins_memory = True
+open_store(kind="gds", directories=["/tmp"], device=Gpu())
 """: f"gds-cu{13 if (torch.version.cuda or '').startswith('13.') else 12}",
 }
 """What needs an optional package, and the extra that brings the package."""
