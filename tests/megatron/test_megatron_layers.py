@@ -34,31 +34,32 @@ def megatron() -> Iterator[None]:
         yield
 
 
-class TestFindLayers:
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-    def test_of_a_model(self, dtype: Literal["fp32", "bf16"]) -> None:
-        """The bf16 model is wrapped; its names are those of the bare one."""
-        model = build_gpt(dataclasses.replace(SHAPE, dtype=dtype), seed=0)
-        found = find_layers(model)
-        assert [layer.id for layer in found] == [LayerId(n, f"decoder.layers.{n}") for n in range(3)]
-        assert {layer.chunk for layer in found} == {0}
-        modules = dict(model.named_modules())
-        prefix = "module." if dtype == "bf16" else ""
-        assert [layer.module for layer in found] == [modules[f"{prefix}decoder.layers.{n}"] for n in range(3)]
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_layers_of_a_model(dtype: Literal["fp32", "bf16"]) -> None:
+    """The bf16 model is wrapped; its names are those of the bare one."""
+    model = build_gpt(dataclasses.replace(SHAPE, dtype=dtype), seed=0)
+    found = find_layers(model)
+    assert [layer.id for layer in found] == [LayerId(n, f"decoder.layers.{n}") for n in range(3)]
+    assert {layer.chunk for layer in found} == {0}
+    modules = dict(model.named_modules())
+    prefix = "module." if dtype == "bf16" else ""
+    assert [layer.module for layer in found] == [modules[f"{prefix}decoder.layers.{n}"] for n in range(3)]
 
-    def test_of_a_model_with_two_stacks(self) -> None:
-        assert [layer.id for layer in find_layers(build_t5())] == [
-            LayerId(0, "encoder.layers.0", "encoder"),
-            LayerId(1, "encoder.layers.1", "encoder"),
-            LayerId(0, "decoder.layers.0", "decoder"),
-            LayerId(1, "decoder.layers.1", "decoder"),
-        ]
 
-    def test_needs_numbers(self) -> None:
-        model = build_gpt(SHAPE, seed=0)
-        del find_layers(model)[1].module.layer_number
-        with pytest.raises(UnsupportedError, match=r"'module\.decoder\.layers\.1' .* has no layer_number"):
-            find_layers(model)
+def test_the_layers_of_a_model_with_two_stacks() -> None:
+    assert [layer.id for layer in find_layers(build_t5())] == [
+        LayerId(0, "encoder.layers.0", "encoder"),
+        LayerId(1, "encoder.layers.1", "encoder"),
+        LayerId(0, "decoder.layers.0", "decoder"),
+        LayerId(1, "decoder.layers.1", "decoder"),
+    ]
+
+
+def test_layers_need_numbers() -> None:
+    model = build_gpt(SHAPE, seed=0)
+    del find_layers(model)[1].module.layer_number
+    with pytest.raises(UnsupportedError, match=r"'module\.decoder\.layers\.1' .* has no layer_number"):
+        find_layers(model)
 
 
 class Mixer(nn.Module):
@@ -104,29 +105,28 @@ def build_mtp() -> nn.Module:
     return GPTModel(config, spec, vocab_size=64, max_sequence_length=16, mtp_block_spec=further)
 
 
-class TestOtherLayers:
-    def test_mamba_layers_are_found(self) -> None:
-        model = build_mamba()
-        assert is_megatron(model)
-        assert [layer.id for layer in find_layers(model)] == [
-            LayerId(number, f"decoder.layers.{number}") for number in range(3)
-        ]
-
-    def test_layers_that_predict_further_tokens_are_found(self) -> None:
-        """Releases number them differently: on from the decoder's, or from 0 in a stack of their own."""
-        ids = [layer.id for layer in find_layers(build_mtp())]
-        assert [id_.name for id_ in ids[:3]] == [f"decoder.layers.{number}" for number in range(3)]
-        assert [id_.name.rpartition(".")[0] for id_ in ids[3:]] == ["mtp.layers.0", "mtp.layers.1"]
-        assert len({(id_.stack, id_.number) for id_ in ids}) == 5
+def test_mamba_layers_are_found() -> None:
+    model = build_mamba()
+    assert is_megatron(model)
+    assert [layer.id for layer in find_layers(model)] == [
+        LayerId(number, f"decoder.layers.{number}") for number in range(3)
+    ]
 
 
-class TestShorten:
-    def test_stacks_are_named_where_numbers_of_any_rank_are_ambiguous(self) -> None:
-        """One pipeline stage has the encoder only, another the decoder only."""
-        encoder = [LayerId(number, f"encoder.layers.{number}", "encoder") for number in range(2)]
-        decoder = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(2)]
-        assert shorten(encoder, encoder + decoder) == encoder
-        assert shorten(decoder[:1], decoder) == [LayerId(0, "decoder.layers.0")]
+def test_layers_that_predict_further_tokens_are_found() -> None:
+    """Releases number them differently: on from the decoder's, or from 0 in a stack of their own."""
+    ids = [layer.id for layer in find_layers(build_mtp())]
+    assert [id_.name for id_ in ids[:3]] == [f"decoder.layers.{number}" for number in range(3)]
+    assert [id_.name.rpartition(".")[0] for id_ in ids[3:]] == ["mtp.layers.0", "mtp.layers.1"]
+    assert len({(id_.stack, id_.number) for id_ in ids}) == 5
+
+
+def test_stacks_are_named_where_numbers_of_any_rank_are_ambiguous() -> None:
+    """One pipeline stage has the encoder only, another the decoder only."""
+    encoder = [LayerId(number, f"encoder.layers.{number}", "encoder") for number in range(2)]
+    decoder = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(2)]
+    assert shorten(encoder, encoder + decoder) == encoder
+    assert shorten(decoder[:1], decoder) == [LayerId(0, "decoder.layers.0")]
 
 
 def build_t5() -> nn.Module:

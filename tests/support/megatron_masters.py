@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from live_bytes import ResizedBytes
@@ -26,27 +25,19 @@ if TYPE_CHECKING:
     from tba_offload.states import OptimizerStates
 
 
-@dataclass(frozen=True)
-class Kind:
-    """An optimizer of Megatron.
-
-    Attributes:
-        dtype: Data type of the model.
-        distributed: Whether it is a distributed one.
-    """
+class Kind(NamedTuple):
+    """An optimizer of Megatron, and in which formats its sharded checkpoints are."""
 
     dtype: torch.dtype
     distributed: bool
-
-    @property
-    def formats(self) -> list[str | None]:
-        """Formats of sharded checkpoints."""
-        return ["dp_reshardable", "fully_reshardable"] if self.distributed else [None]
+    formats: tuple[str | None, ...]
 
 
 KINDS = {
-    "float16, fp16": Kind(torch.float16, distributed=False),
-    "distributed, bf16": Kind(torch.bfloat16, distributed=True),
+    "float16, fp16": Kind(torch.float16, False, (None,)),
+    "distributed, bf16": Kind(
+        torch.bfloat16, distributed=True, formats=("dp_reshardable", "fully_reshardable")
+    ),
 }
 
 HIDDEN, LAYERS, SEQUENCE, VOCAB = 64, 6, 16, 256

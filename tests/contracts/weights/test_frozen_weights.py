@@ -252,31 +252,21 @@ def test_a_checkpoint_has_the_weights_and_can_be_loaded(tmp_path: Path) -> None:
     assert_same_tensors(model.parameters(), other.parameters())
 
 
-def thawed(model: Model) -> None:
-    model.layers[1].one.base.weight.requires_grad_()
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "is trained now": lambda weight: weight.requires_grad_(),
+    "was replaced": lambda weight: setattr(weight, "data", torch.zeros(WIDTH, WIDTH)),
+}
 
 
-def replaced(model: Model) -> None:
-    model.layers[1].one.base.weight.data = torch.zeros(WIDTH, WIDTH)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (thawed, "one.base.weight is trained now while its values are in the store"),
-        (replaced, "one.base.weight was replaced while its values are in the store"),
-    ],
-)
-def test_a_weight_that_was_changed_while_it_was_away_is_named(
-    change: Callable[[Model], None], said: str, tmp_path: Path
-) -> None:
-    model = Model()
+@pytest.mark.parametrize("said", CHANGES)
+def test_a_weight_that_was_changed_while_it_was_away_is_named(said: str, tmp_path: Path) -> None:
+    model, expected = Model(), Model()
     weights = offloaded(model, tmp_path)
-    change(model)
-    with pytest.raises(SessionError, match=said):
+    for each in (model, expected):
+        CHANGES[said](each.layers[1].one.base.weight)
+    with pytest.raises(SessionError, match=f"one.base.weight {said} while its values are in the store"):
         model(torch.ones(1, WIDTH))
     weights.close()
-    change(expected := Model())
     assert_same_tensors(model.parameters(), expected.parameters())
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import random
 import statistics
 import threading
-import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from tba_offload.planner.play import play
 from tba_offload.planner.solve import Case, solve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tba_offload.planner.auto import Agree
     from tba_offload.planner.model import Plan
@@ -30,11 +29,7 @@ if TYPE_CHECKING:
 AUTO = Placement.AUTO
 
 
-@pytest.fixture(autouse=True)
-def _budgets_may_be_tight() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the budget of", RuntimeWarning)
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 
 
 def kind_of(chance: random.Random, scale: int) -> LayerKind:
