@@ -35,9 +35,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "float16, fp16": Kind(torch.float16, False, (None,)),
-    "distributed, bf16": Kind(
-        torch.bfloat16, distributed=True, formats=("dp_reshardable", "fully_reshardable")
-    ),
+    "distributed, bf16": Kind(torch.bfloat16, True, ("dp_reshardable", "fully_reshardable")),
 }
 
 HIDDEN, LAYERS, SEQUENCE, VOCAB = 64, 6, 16, 256
