@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from tba_offload.config.values import STALL_SECONDS
@@ -33,6 +33,7 @@ from tba_offload.errors import (
 from tba_offload.planner.window import Window
 from tba_offload.store.base import Moved, close_after
 from tba_offload.store.place import Place
+from tba_offload.store.pool import TICK
 
 if TYPE_CHECKING:
     from collections import deque
@@ -212,6 +213,9 @@ class MultiStore:
             HangingError: Its place has not answered for ``stall_seconds``, and is left alone from now on.
         """
         limit = self.stall_seconds
+        with suppress(RuntimeError):  # of the device: the transfer will end with it
+            while not (transfer.is_done or transfer.after.query()):  # no drive is to blame for this time
+                transfer.wait(TICK)
         if not transfer.wait(limit * WARN_AFTER):
             place = self._places[transfer.drive]
             what = f"{transfer.nbytes} bytes {'to' if transfer.is_write else 'from'} {place.store.name}"

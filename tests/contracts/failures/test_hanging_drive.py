@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from covering import full
 from faults import inject
-from store_contract import CPU, PATIENCE, READY, io_threads, pattern
+from store_contract import CPU, PATIENCE, READY, io_threads, pattern, write
 
 from tba_offload.device import ByteRange
 from tba_offload.errors import HangingError
@@ -187,3 +187,31 @@ def test_memory_that_a_hanging_write_reads_stays(tmp_path: Path) -> None:
                 thread.join(PATIENCE)
     assert memory() is None
     assert io_threads() == []
+
+
+class LateEvent:
+    """A point of a device's work that is reached after some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._reached = threading.Event()
+        timer = threading.Timer(seconds, self._reached.set)
+        timer.start()
+
+    def synchronize(self) -> None:
+        self._reached.wait()
+
+    def wait(self, stream: object = None) -> None:
+        self._reached.wait()
+
+    def query(self) -> bool:
+        return self._reached.is_set()
+
+
+def test_no_drive_is_to_blame_for_a_device_that_is_late(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    with open_store(kind="file", directories=[tmp_path], device=CPU, stall_seconds=0.5) as store:
+        transfer = write(store, pattern(10_000), after=LateEvent(1.5))
+        store.wait(transfer)
+        assert transfer.extent is not None
+        assert not recwarn.list
