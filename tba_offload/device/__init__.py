@@ -38,8 +38,6 @@ Mark = Any
 class Event:
     """A point in the work of a device, as ``torch.cuda.Event``; this one is reached when it is made."""
 
-    __slots__ = ()
-
     def synchronize(self) -> None:
         """Block the calling thread until the point is reached."""
 
@@ -243,8 +241,7 @@ def device_of(device: torch.device | str) -> Device:
     Raises:
         UnsupportedError: The device is neither a CPU nor a GPU of CUDA or ROCm.
     """
-    device = torch.device(device)
-    return Device() if device.type == "cpu" else Accelerator(device)
+    return Device() if torch.device(device).type == "cpu" else Accelerator(device)
 
 
 def device_of_model(modules: Iterable[torch.nn.Module]) -> Device:
@@ -313,8 +310,7 @@ class ByteRange:
         """
         if not tensor.is_contiguous():
             raise ValueError(f"a tensor with strides {tensor.stride()} is not one range of bytes")
-        start = int(tensor.storage_offset()) * tensor.itemsize
-        return cls(tensor.untyped_storage(), start, tensor.nbytes)
+        return cls(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes)
 
     def part(self, start: int, nbytes: int) -> ByteRange:
         """Return ``nbytes`` of this range from its byte ``start`` on.
@@ -362,6 +358,5 @@ def aligned_range(nbytes: int, address: int, alignment: int, device: Device) -> 
     alignment = max(alignment, CACHE_LINE)
     lead = address % alignment
     padded = -(-(lead + nbytes) // alignment) * alignment
-    size = padded + alignment - CACHE_LINE
-    room = new_storage(size, device.torch_device)
+    room = new_storage(padded + alignment - CACHE_LINE, device.torch_device)
     return ByteRange(room, -room.data_ptr() % alignment + lead, nbytes)

@@ -77,7 +77,9 @@ _THRESHOLD = 128 * 1024  # glibc's own, before it adapts
 _MOST_MAPPINGS = 32768  # half of what Linux allows a process: others need mappings too
 _SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "glibc.malloc.mmap_threshold")
 
-_is_decided = False  # how malloc treats freed memory, by the program or by the first step that wasted some
+_environment = " ".join(os.environ) + os.environ.get("GLIBC_TUNABLES", "")
+_is_decided = any(name in _environment for name in _SETTINGS)
+"""Whether the user, the program or a step that wasted some has chosen what malloc does with freed memory."""
 
 
 def keep_freed_pages() -> bool:
@@ -91,13 +93,11 @@ def keep_freed_pages() -> bool:
     Returns:
         Whether the C library accepted it.
     """
-    global _is_decided  # noqa: PLW0603 - malloc is one for the process
-    _is_decided = True
     return _set_thresholds(_NEVER)
 
 
 def return_freed_pages() -> None:
-    """Tell malloc to give large blocks back when they are freed, once, unless the program decided otherwise.
+    """Tell malloc to give large blocks back when they are freed, once, unless another choice was made before.
 
     glibc raises the size from which it maps blocks to that of the largest one freed. From then on tensors are
     on its heap. ``posix_memalign`` of glibc before 2.38 fits no block into a hole of the same size, so a heap
@@ -105,17 +105,14 @@ def return_freed_pages() -> None:
 
     A process that called :func:`keep_freed_pages`, or set a threshold in its environment, is left alone.
     """
-    global _is_decided  # noqa: PLW0603 - malloc is one for the process
-    if _is_decided:
-        return
-    _is_decided = True
-    environment = " ".join(os.environ) + os.environ.get("GLIBC_TUNABLES", "")
-    if not any(name in environment for name in _SETTINGS) and _set_thresholds(_THRESHOLD):
+    if not _is_decided and _set_thresholds(_THRESHOLD):
         ctypes.CDLL(None).mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _set_thresholds(nbytes: int) -> bool:
     """Have blocks from ``nbytes`` on mapped, and that much freed memory kept; only glibc accepts it."""
+    global _is_decided  # noqa: PLW0603 - malloc is one for the process
+    _is_decided = True
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda _setting, _value: 0)
     return bool(mallopt(_M_MMAP_THRESHOLD, nbytes) and mallopt(_M_TRIM_THRESHOLD, nbytes))

@@ -282,9 +282,6 @@ class _MallInfo2(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS.split())
 
 
-_PROBE_BYTES = 8 * 2**20
-
-
 def malloc_count() -> Callable[[], tuple[int, int]]:
     """Return a function that counts the live bytes of this process, and those that malloc has taken for them.
 
@@ -295,9 +292,8 @@ def malloc_count() -> Callable[[], tuple[int, int]]:
     Raises:
         UnsupportedError: The count does not follow, as with musl, glibc before 2.33, or another allocator.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallinfo2"):
-        function = libc.mallinfo2
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
         function.restype = _MallInfo2
 
         def count() -> tuple[int, int]:
@@ -305,8 +301,8 @@ def malloc_count() -> Callable[[], tuple[int, int]]:
             return info.uordblks + info.hblkhd, info.arena + info.hblkhd
 
         before, _ = count()
-        probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
-        if abs(count()[0] - before - probe.nbytes) < _PROBE_BYTES // 16:
+        probe = torch.empty(8 * 2**20, dtype=torch.uint8)
+        if abs(count()[0] - before - probe.nbytes) < probe.nbytes // 16:
             return count
     raise UnsupportedError(
         "the activation peak on a CPU is malloc's, and mallinfo2 of glibc (2.33 or later) does not count "
