@@ -172,7 +172,7 @@ class Capture:
         if packed.probe._version != packed.version:
             check_version(packed.probe, packed.version, saved.key)
         storage, start = self.offloader.fetch(packed)
-        # Before I/O threads are woken: these calls let go of the GIL, and they would take it.
+        # The tensor is rebuilt before I/O threads wake, because these calls release the GIL.
         if not packed.address:
             tensor = views.restore(storage, packed.view, packed.probe, start)
         else:
@@ -305,7 +305,7 @@ class LayerHooks:
             storage = local.untyped_storage()
         except RuntimeError:  # sparse tensors and functorch's wrappers have none
             return self._keep_odd(tensor)
-        # What looks like a detour spares a call: most addresses are not known, most bases no parameters.
+        # Cheap look-ups come first: most addresses are unknown, and few bases are parameters.
         address, base = storage._cdata, tensor._base
         if address in capture.static.addresses and storage in capture.static:
             return Kept(tensor)
@@ -317,7 +317,7 @@ class LayerHooks:
         if nbytes < capture.min_tensor_bytes:
             capture.trace.kept_bytes += nbytes
             return Kept(tensor)
-        # No earlier: it takes as long as all that comes before.
+        # This check runs last, because it costs as much as all checks before it.
         if not views.is_understood(local, capture.device):
             return self._keep_odd(tensor)
         if address in capture.saved and (saved := capture.find(storage, tensor)) is not None:

@@ -2,9 +2,9 @@
 
 A step repeats its order: whatever the schedule is (gradient accumulation, 1F1B, interleaved), the
 activations that backward asked for in one step it asks for in the next, in the same order. So prefetch
-follows the order recorded in the last step. An activation that the last step did not use, because its layer
-had another placement, is expected after those that its micro-batch saved later. So in the first step the
-activations saved last are expected first.
+follows the order recorded in the last step. Activations without a recorded use, as
+of a layer that had another placement, are expected in the reverse order of saving within their micro-batch.
+In the first step that is the order of all.
 
 With several micro-batches under way backward passes take turns with forward passes. What is used after the
 next forward pass is read ahead with restraint, because that pass needs the window for what it saves.

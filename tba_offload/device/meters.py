@@ -55,8 +55,10 @@ class MemoryMeter:
     samples = False
 
     _COARSE = 1 / 64
-    """A stretch ends before more than this share of the peak is born in it: reading the statistics takes the
-    host about 100 us, too much for every single parameter."""
+    """Share of the peak that may be allocated uncounted in one stretch.
+
+    Reading the statistics takes the host about 100 us, too much for every single parameter.
+    """
 
     def __init__(self, device: torch.device, static: Callable[[], int] = lambda: 0) -> None:
         self.source = f"{device.type} allocator"

@@ -60,8 +60,8 @@ class FileStore(Store):
     Args:
         directory: Where to create the file: a directory that exists.
         device: The device that activations are on.
-        capacity: The most bytes that the file grows to. By default all that is free but a twentieth of the
-            file system, and at least 1 GiB: others, such as checkpoints, need room there too.
+        capacity: The most bytes that the file grows to. By default all free space except a reserve for
+            others, such as checkpoints: a twentieth of the file system, at least 1 GiB.
         checksum: Whether to compute checksums.
         slabs: Staging slabs to pin at once for a GPU, one for each I/O thread: pinning memory inside a step
             would block the device.
