@@ -180,53 +180,54 @@ def attached(model: nn.Module, default: str | None) -> Session | None:
     )
 
 
-def train(
+def trained(
     spread: str, rank: int, default: str | None, steps: int
 ) -> tuple[list[Tensor], list[dict[str, int]]]:
     """Losses and parameters of a new model, and what each step of its session moved."""
     torch.manual_seed(0)
-    model = SPREAD[spread](Net())
+    model = Stage(Net(), rank) if spread == IN_STAGES else SPREAD[spread](Net())
+    run = pipelined(model, rank) if spread == IN_STAGES else partial(forward_backward, model, spread, rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = attached(model, default)
-    found = []
-    shared = spread in {"by columns", "by sequence"}
+    found: list[Tensor] = []
     for step in range(steps):
         torch.manual_seed(step)  # from which dropout draws
-        generator = torch.Generator().manual_seed(step if shared else RANKS * step + rank)
         with session.step() if session is not None else nullcontext():
-            loss = model(torch.randn(ROWS, LENGTH, WIDTH, generator=generator)).float().pow(2).mean()
-            if session is not None:
-                session.offloader.quiesce()  # or what is forwarded while it is written counts twice
-            loss.backward()
+            found += run(step, session)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(local(loss.detach()))
     return [*found, *(local(parameter.detach()) for parameter in model.parameters())], moved(session)
 
 
-def train_in_stages(rank: int, default: str | None, steps: int) -> tuple[list[Tensor], list[dict[str, int]]]:
-    """The same in a pipeline of PyTorch's own, one forward and one backward in turn."""
-    torch.manual_seed(0)
-    stage = Stage(Net(), rank)
+def forward_backward(
+    model: nn.Module, spread: str, rank: int, step: int, session: Session | None
+) -> list[Tensor]:
+    is_shared = spread in {"by columns", "by sequence"}
+    generator = torch.Generator().manual_seed(step if is_shared else RANKS * step + rank)
+    loss = model(torch.randn(ROWS, LENGTH, WIDTH, generator=generator)).float().pow(2).mean()
+    if session is not None:
+        session.offloader.quiesce()  # or what is forwarded while it is written counts twice
+    loss.backward()
+    return [local(loss.detach())]
+
+
+def pipelined(stage: nn.Module, rank: int) -> Callable[[int, Session | None], list[Tensor]]:
+    """Steps in a pipeline of PyTorch's own, one forward and one backward in turn."""
     example = torch.zeros(ROWS, LENGTH, WIDTH)
     pipeline = PipelineStage(stage, rank, RANKS, CPU, input_args=(example,))
     schedule = Schedule1F1B(pipeline, MICRO_BATCHES, loss_fn=lambda out, _: out.pow(2).mean())
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
-    session = attached(stage, default)
-    found = []
-    for step in range(steps):
+
+    def run(step: int, _: Session | None) -> list[Tensor]:
         generator = torch.Generator().manual_seed(step)
         batch = torch.randn(MICRO_BATCHES * ROWS, LENGTH, WIDTH, generator=generator)
         losses: list[Tensor] = []
-        with session.step() if session is not None else nullcontext():
-            if rank == 0:
-                schedule.step(batch)
-            else:
-                schedule.step(target=batch, losses=losses)
-        optimizer.step()
-        optimizer.zero_grad()
-        found += [loss.detach() for loss in losses]
-    return [*found, *(parameter.detach() for parameter in stage.parameters())], moved(session)
+        if rank == 0:
+            schedule.step(batch)
+        else:
+            schedule.step(target=batch, losses=losses)
+        return [loss.detach() for loss in losses]
+
+    return run
 
 
 def moved(session: Session | None) -> list[dict[str, int]]:
@@ -236,22 +237,10 @@ def moved(session: Session | None) -> list[dict[str, int]]:
     with session:
         assert_all_given_back(session)
     figures = (
-        "offloaded_bytes",
-        "forwarded_bytes",
-        "kept_bytes",
-        "rebuilt_bytes",
-        "left_alone_scopes",
-        "recomputed_scopes",
+        *("offloaded_bytes", "forwarded_bytes", "kept_bytes", "rebuilt_bytes"),
+        *("left_alone_scopes", "recomputed_scopes"),
     )
     return [{figure: getattr(record, figure) for figure in figures} for record in session.report()]
-
-
-def trained(
-    spread: str, rank: int, default: str | None, steps: int
-) -> tuple[list[Tensor], list[dict[str, int]]]:
-    if spread == IN_STAGES:
-        return train_in_stages(rank, default, steps)
-    return train(spread, rank, default, steps)
 
 
 @cache

@@ -22,6 +22,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import sys
 import time
@@ -138,20 +139,10 @@ class Job:
     at_odds: tuple[str, ...] = ()
 
     def save(self) -> Path:
-        """Writes the job where :meth:`load` reads it."""
-        path = Path(self.directory) / "job.json"
-        path.write_text(json.dumps(dataclasses.asdict(self)))
+        """Writes the job where the ranks read it."""
+        path = Path(self.directory) / "job"
+        path.write_bytes(pickle.dumps(self))
         return path
-
-    @classmethod
-    def load(cls, path: str) -> Job:
-        """Reads a job."""
-        document = json.loads(Path(path).read_text())
-        layout = document.pop("layout")
-        layout["micro_batches"] = tuple(layout["micro_batches"])
-        layout["stages"] = tuple(map(tuple, layout["stages"]))
-        document["at_odds"] = tuple(document["at_odds"])
-        return cls(layout=Layout(**layout), **document)
 
     def results(self, variant: str, rank: int) -> Path:
         """The file of :class:`History` of a rank."""
@@ -193,7 +184,7 @@ def main() -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # or each collection in a rank would copy all pages
-    statuses = run_ranks(Job.load(sys.argv[1]))
+    statuses = run_ranks(pickle.loads(Path(sys.argv[1]).read_bytes()))
     sys.stdout.write(f"\n{json.dumps(statuses)}\n")
 
 
