@@ -6,12 +6,10 @@ machines with a GPU come with. The names that the package uses of CUDA's modules
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import torch
-from children import environment
+from children import run_python
 from places import ROOT
 
 from tba_offload.device import Accelerator, device_of
@@ -39,14 +37,7 @@ for package in ("tba_offload", "tba_lab"):
 
 
 def test_every_module_can_be_imported_and_none_warns() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IMPORTING],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=environment(),
-    )
+    done = run_python("-W", "error", "-c", IMPORTING, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
@@ -60,14 +51,6 @@ def test_a_gpu_has_a_device() -> None:
 
 
 def test_without_a_gpu_the_example_trains_on_the_cpu(tmp_path: Path) -> None:
-    example = [ROOT / "examples" / "train_pytorch.py", "--steps", "1"]
-    done = subprocess.run(
-        [sys.executable, *example],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=environment(),
-    )
+    done = run_python(ROOT / "examples" / "train_pytorch.py", "--steps", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "peak" in done.stdout

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from children import run_python
 from fake_kvikio import HAS_KVIKIO
 from harness import COMPILER_LOOKS
 from models import (
@@ -25,7 +23,6 @@ from models import (
     make_tokens,
     train,
 )
-from places import ROOT, SUPPORT
 from torch import Tensor, nn
 
 import tba_offload as tba
@@ -284,16 +281,6 @@ def test_same_bits_with_another_allocator(setting: str, store: str, tmp_path: Pa
             found = history_of(model, session)
         assert_same_history(found, expected)
     """
-    environment = os.environ | {
-        "PYTORCH_CUDA_ALLOC_CONF": setting,
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(SUPPORT), str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-    )
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": setting, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    ended = run_python("-c", textwrap.dedent(program), cwd=HERE, **variables)  # where test_gpu is found
     assert ended.returncode == 0, ended.stderr

@@ -23,6 +23,15 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
+def run_python(
+    *arguments: object, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a new interpreter in :func:`environment` and more variables."""
+    command = [sys.executable, *map(str, arguments)]
+    own = environment() | variables
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=own)
+
+
 def run_tests(
     path: Path, lane: str, *options: str, timeout: float, **variables: str
 ) -> subprocess.CompletedProcess[str]:
@@ -67,4 +76,4 @@ def run_without(
     script = BLOCK.format(missing=missing) + code
     if python is not None:
         return python.run("-c", script)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    return run_python("-c", script)

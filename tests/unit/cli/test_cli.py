@@ -5,13 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import click
 import pytest
-from children import environment
+from children import run_python
 from click.testing import CliRunner
 from commands import call
 
@@ -102,6 +100,5 @@ def test_the_module_is_the_same_program_and_needs_no_torch(runs: list[str], tmp_
         "heavy = {'torch', 'megatron', 'matplotlib.pyplot'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    command = [sys.executable, "-c", script, "rok", *runs, "-o", str(tmp_path / "rok.png")]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment())
-    assert (done.stdout, done.stderr) == (call("rok", *runs).stdout, "")
+    done = run_python("-c", script, "rok", *runs, "-o", tmp_path / "rok.png")
+    assert (done.returncode, done.stdout, done.stderr) == (0, call("rok", *runs).stdout, "")

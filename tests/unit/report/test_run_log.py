@@ -6,12 +6,11 @@ import json
 import resource
 import signal
 import stat
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from children import run_python
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -94,7 +93,7 @@ def test_a_killed_process_leaves_every_line(tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     path = tmp_path / "run.jsonl"
-    done = subprocess.run([sys.executable, "-c", program, path], check=False)
+    done = run_python("-c", program, path)
     assert done.returncode == -signal.SIGKILL
     assert [step.step for step in read_run_log(path).steps] == [0, 1, 2]
 
