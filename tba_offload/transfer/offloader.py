@@ -23,7 +23,7 @@ from tba_offload.errors import DeviceError, HangingError, StoreError, TransferEr
 from tba_offload.store.pool import Transfer
 from tba_offload.torch_private import keeps_graph
 from tba_offload.transfer.errors import is_full, outage, transfer_error, unusable
-from tba_offload.transfer.saved import ALONE, NOBODY, Handle, SavedRef, SavedStorage, State
+from tba_offload.transfer.saved import FIRST, Handle, SavedRef, SavedStorage, State
 from tba_offload.transfer.window import NOTICEABLE, InFlightWindow
 
 if TYPE_CHECKING:
@@ -191,9 +191,11 @@ class Offloader:
             memory = saved.alive()
             if memory is not None and memory.nbytes() < saved.nbytes:  # its owner has resized it to nothing
                 memory = None
-            if handle.unread is ALONE:
-                saved.unread = NOBODY
-            handle.unread = handle.memory = None  # not before: they may be all that keeps restored memory
+            if handle.unread is FIRST:
+                saved.first_waits = False
+                if saved.is_restored:
+                    saved.memory = None
+            handle.unread = None  # not before: it may be all that keeps restored memory
             if ref.read is not None:
                 memory = self._arrived(saved)
             elif memory is None:
@@ -214,7 +216,8 @@ class Offloader:
                 saved.was_held = True
                 stats.held += saved.nbytes
         # A graph that is kept may be asked again much later.
-        if saved.state is not State.STORED and saved.unread() is None and not keeps_graph():
+        is_waited_for = saved.first_waits or saved.unread() is not None
+        if saved.state is not State.STORED and not is_waited_for and not keeps_graph():
             if saved.state is not State.KEPT:
                 self._stay(saved, memory)
             self.window.settle(saved.ref)
@@ -282,6 +285,8 @@ class Offloader:
         memory = room.storage
         saved.start, saved.alive = room.start, weakref.ref(memory)
         saved.is_restored = saved.was_used = True
+        if saved.first_waits:
+            saved.memory = memory
         if (unread := saved.unread()) is not None:
             unread.memory = memory
         return memory
@@ -337,7 +342,12 @@ class Offloader:
                         break  # it may have to be read after all
                     if memory is not None and not keeps_graph():
                         self._stay(saved, memory)
-                elif memory is None and ref.read is None and not ref.charged and saved.unread() is not None:
+                elif (
+                    memory is None
+                    and ref.read is None
+                    and not ref.charged
+                    and (saved.first_waits or saved.unread() is not None)
+                ):
                     has_room = self._find_room(saved, rooms, across_forward=across_forward)
                     if not has_room:
                         break

@@ -32,11 +32,10 @@ class State(enum.Enum):
 
 
 class Unread:
-    """The handles of a saved storage that backward has not used yet; each of them holds this object.
+    """All handles of a saved storage but the first that backward has not used yet; each holds this object.
 
     With the last of them, used or dropped, restored data loses its strong reference. A count would need a
-    finalizer. A handle that is alone stands for itself: most are, and each object more costs the cyclic
-    collector time.
+    finalizer.
 
     Attributes:
         memory: The restored storage.
@@ -44,35 +43,34 @@ class Unread:
 
     __slots__ = ("__weakref__", "memory")
 
-    def __init__(self, memory: torch.UntypedStorage | None = None) -> None:
-        self.memory = memory
+    memory: torch.UntypedStorage
 
 
 NOBODY: weakref.ref[Unread] = weakref.ref(Unread())
-ALONE = Unread()
+FIRST = Unread()
 
 
-class Handle(Unread):
+class Handle:
     """A saved tensor's share of a saved storage. Autograd owns it.
+
+    Most storages have one handle. It makes no object more, because each costs the cyclic collector time.
 
     Attributes:
         saved: The saved storage.
-        unread: Held until backward uses this handle; ``ALONE`` while it is the only one.
+        unread: Held until backward uses this handle; ``FIRST`` for the first one.
     """
 
     __slots__ = ("saved", "unread")
 
     def __init__(self, saved: SavedStorage) -> None:
         self.saved = saved
-        self.memory = None
+        self.unread: Unread | None = FIRST
+        if saved.first_waits is None:
+            saved.first_waits = True
+            return
         unread = saved.unread()
         if unread is None:
-            self.unread: Unread | None = ALONE
-            saved.unread = weakref.ref(self)
-            return
-        if isinstance(unread, Handle):
-            first, unread = unread, Unread(unread.memory)
-            first.unread, first.memory = unread, None
+            unread = Unread()
             saved.unread = weakref.ref(unread)
         self.unread = unread
 
@@ -83,8 +81,8 @@ class SavedStorage:
     Attributes:
         key: Names the activation; its text has the layer and the micro-batch.
         nbytes: Size in bytes.
-        memory: The storage while this object keeps it in memory: pending, or kept. A write has its own
-            reference.
+        memory: The storage while this object keeps it in memory: pending, kept, or restored for the first
+            handle. A write has its own reference.
         alive: Weak reference to the original storage; to the restored one after a read.
         start: First byte of the payload in the storage; not 0 where a read placed it to suit direct I/O.
         address: Where the payload lay. Restored bytes lie at the same address modulo the alignment.
@@ -94,7 +92,8 @@ class SavedStorage:
         is_restored: Whether ``alive`` refers to restored memory.
         was_used: Whether backward has used it.
         was_held: Whether its memory was alive at its first use although nothing here kept it.
-        unread: Weak reference to what the unread handles hold.
+        first_waits: Whether the first handle was not used yet; ``None`` before there is one.
+        unread: Weak reference to what the other unread handles hold.
         ref: The offloader's weak handle.
         source: Weak reference to the storage that was saved; not ``alive`` where a sparse view was copied.
         probe: Shares the version counter of the saved tensor.
@@ -103,8 +102,9 @@ class SavedStorage:
     """
 
     __slots__ = (
-        *("__weakref__", "address", "alive", "is_filling", "is_restored", "key", "memory", "nbytes", "probe"),
-        *("ref", "source", "start", "state", "stream", "trace", "unread", "version", "was_held", "was_used"),
+        *("__weakref__", "address", "alive", "first_waits", "is_filling", "is_restored", "key", "memory"),
+        *("nbytes", "probe", "ref", "source", "start", "state", "stream", "trace", "unread", "version"),
+        *("was_held", "was_used"),
     )
 
     probe: Any
@@ -127,6 +127,7 @@ class SavedStorage:
         self.state = State.PENDING
         self.stream: Any = None
         self.is_filling = self.is_restored = self.was_used = self.was_held = False
+        self.first_waits: bool | None = None
         self.unread = NOBODY
         self.ref = ref = SavedRef(self, died)  # without a constructor of its own, which would be a call more
         ref.key = key
