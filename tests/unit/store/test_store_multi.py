@@ -388,12 +388,13 @@ def test_one_place_that_cannot_be_closed_does_not_keep_the_others_open() -> None
 
 
 def test_time_in_which_the_process_is_stopped_counts_little() -> None:
-    with MultiStore([HostStore(device=CPU, slab_bytes=MIB)], stall_seconds=2.5) as store:
-        gate = Gate()
-        transfer = write(store, pattern(5000), gate)
+    drive = DriveInMemory()
+    drive.gate = threading.Event()
+    with MultiStore([drive], stall_seconds=2.5) as store:
+        transfer = write(store, pattern(5000))
         stop = f"sleep 0.3; kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"
         stopping = subprocess.Popen(["sh", "-c", stop])
-        opening = threading.Timer(5.0, gate.open)
+        opening = threading.Timer(5.0, drive.gate.set)
         opening.start()
         with pytest.warns(RuntimeWarning, match="nothing has moved"):
             store.wait(transfer)
