@@ -451,10 +451,9 @@ class Controller:
         moved = was is not None and case.bandwidth.differs_from(was, OTHER_RATE)
         if not (moved or self._limited or self._off >= OFF_STEPS):
             return seen.plan
-        slower = "three steps in a row took another time than before"
-        why = ANOTHER_SHARE if self._limited else slower
-        if moved:
-            why = f"the store now gives {case.bandwidth}, not {was}"
+        why = "three steps in a row took another time than before"
+        if self._limited or moved:
+            why = f"the store now gives {case.bandwidth}, not {was}" if moved else ANOTHER_SHARE
         self._off, self._usual, self._limited = 0, [], False
         now, better = case.predicted(seen.plan), self._solve()
         if not case.fits(now):
@@ -541,7 +540,5 @@ def _is_worth_it(better: Plan, now: Plan) -> bool:
 
 
 def _seconds(seen: StepObservation) -> float:
-    if seen.on_device is None:
-        return seen.record.seconds
-    times = seen.on_device()
-    return times.ended - times.began
+    times = None if seen.on_device is None else seen.on_device()
+    return seen.record.seconds if times is None else times.ended - times.began
