@@ -128,7 +128,7 @@ class Soak:
         session.offloader.quiesce()
         while session.store.pending():
             time.sleep(0.001)
-        session.offloader.drain()
+        session.offloader.quiesce()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {
             "step": step,

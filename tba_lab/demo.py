@@ -21,14 +21,13 @@ from rich.console import Console
 
 import tba_offload as tba
 from tba_lab.gpt import DTYPES, Batch, GptShape, batch_of, build_gpt, choose_dtype, gpt_loss, model_flops
-from tba_lab.megatron_cpu import single_process, training_device
+from tba_lab.megatron_cpu import require_core, single_process, training_device
 from tba_lab.race import MEASURE_EVERY, Entrant, Spread, measures_memory, paired_ratio, race, timed_rounds
 from tba_offload.config import format_size, load_config, parse_size
 from tba_offload.device.host_memory import keep_freed_pages
 from tba_offload.device.meters import available_bytes
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.files import write_regular
-from tba_offload.megatron import require_core
 from tba_offload.report.log import StepRecord, counted_steps, read_run_log
 from tba_offload.report.rok import draw, points, require_matplotlib
 from tba_offload.report.text import Table

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from tba_lab.megatron_cpu import training_device
 from tba_offload.errors import ConfigError
-from tba_offload.megatron import require_core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +72,6 @@ def build_gpt(shape: GptShape, *, seed: int) -> nn.Module:
     It needs an initialised megatron-core, as in :func:`~tba_lab.megatron_cpu.single_process`. A seed gives
     the same weights on every device; the random number generators are left as they were.
     """
-    require_core("building a GPT model")
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.module import Float16Module

@@ -6,6 +6,7 @@ megatron-core assumes that a GPU is there. ``install`` replaces the few assumpti
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import warnings
@@ -15,13 +16,32 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from tba_offload.errors import UnsupportedError
-from tba_offload.megatron import require_core
+from tba_offload.errors import MissingDependencyError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CPU = torch.device("cpu")
+
+
+def require_core(purpose: str) -> None:
+    """Import megatron-core without its warnings of accelerators that are absent.
+
+    Where it is missing, that is a :class:`MissingDependencyError`, which names the purpose.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"megatron\.|torch\.jit\.")
+            for name in (
+                "models.gpt.gpt_layer_specs",
+                "models.bert.bert_layer_specs",
+                "datasets.gpt_dataset",
+            ):
+                importlib.import_module(f"megatron.core.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron", "megatron.core"):
+            raise
+        raise MissingDependencyError("megatron-core", purpose, extra="megatron") from error
 
 
 def training_device() -> torch.device:
@@ -44,15 +64,17 @@ def install() -> None:
     require_core("training on the CPU")
     from megatron.core.tensor_parallel import random
 
-    # Parameters, masks and buffers are created on the current device.
-    replace(torch.cuda, "current_device", _cpu)
-    # Random number regions are seeded through torch.cuda; on a CPU dropout draws from the CPU's generator.
-    replace(torch.cuda, "manual_seed", _seed_generator)
-    replace(torch.cuda, "get_rng_state", _get_state)
-    # A region swaps the generator's state by these. Without CUDA, PyTorch would queue the change until CUDA
-    # starts, so that dropout is not repeated in a recomputation.
-    replace(random, "_get_cuda_rng_state", _get_state)
-    replace(random, "_set_cuda_rng_state", _set_state)
+    # Parameters, masks and buffers are created on the current device. Random number regions are seeded
+    # through torch.cuda; on a CPU dropout draws from the CPU's generator. A region swaps its state by
+    # functions of its own: without CUDA, PyTorch would queue the change, and dropout would not repeat.
+    for owner, name, value in (
+        (torch.cuda, "current_device", lambda: CPU),
+        (torch.cuda, "manual_seed", _seed_generator),
+        (torch.cuda, "get_rng_state", _get_state),
+        (random, "_get_cuda_rng_state", _get_state),
+        (random, "_set_cuda_rng_state", _set_state),
+    ):
+        replace(owner, name, value)
     # Leaving a region warns when the CPU's generator has moved, which here it must.
     logging.getLogger(random.__name__).addFilter(_is_news)
 
@@ -100,10 +122,6 @@ def seed_all(seed: int) -> None:
 def replace(owner: object, name: str, value: object) -> None:
     """Put a substitute in the place of what ``owner`` calls ``name``."""
     setattr(owner, name, value)
-
-
-def _cpu() -> torch.device:
-    return CPU
 
 
 def _seed_generator(seed: int) -> None:

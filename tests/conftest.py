@@ -97,7 +97,7 @@ def is_in_sample(nodeid: str, share: float, seed: int) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # megatron-core warns when it is first imported: no fault of the test that comes first in a process.
     if item.get_closest_marker("megatron") is not None:
-        from tba_offload.megatron import require_core
+        from tba_lab.megatron_cpu import require_core
 
         require_core("a test of the integration")
 

@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    _Arguments = dict[int | str, Any]  # by position or name
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
 

@@ -177,8 +177,7 @@ class MultiStore:
             if transfer in self._transfers:  # else its step was thrown away
                 self._end(transfer, place, error, is_new=is_new)
         if nbytes and (seen := self._seen) is not None:
-            thread = threading.get_ident()
-            seen(Moved(place.index, place.store.name, writes, thread, began, ended, nbytes))
+            seen(Moved(place.index, place.store.name, writes, threading.get_ident(), began, ended, nbytes))
         if writes and error is None:
             transfer.memory = None
         self._finish(transfer, error)

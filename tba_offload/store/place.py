@@ -88,10 +88,9 @@ class Place:
 
     def takes(self, nbytes: int) -> bool:
         """Return whether a write is worth a try; an I/O thread that finds no room all the same says so."""
-        if self.cause is not None and time.monotonic() < self.disabled_until:
-            return False
-        limit = self.limit if self._full_until else self.extents.capacity
-        return limit is None or self.extents.used + self.unreserved + nbytes <= limit
+        is_left_alone = self.cause is not None and time.monotonic() < self.disabled_until
+        limit, taken = self.limit, self.extents.used + self.unreserved
+        return not is_left_alone and (limit is None or taken + nbytes <= limit)
 
     def reserve(self, transfer: Transfer, address: int) -> Extent:
         """Give a write a new extent.

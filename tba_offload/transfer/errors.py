@@ -77,9 +77,7 @@ def outage(place: str, cause: str) -> str:
         cause: Why.
     """
     return (
-        f"a drive failed and is left alone: {place}: {cause}. what was meant for it goes to other drives "
-        "or stays in memory, beyond budget.activation_bytes if it must; it is tried again after 1 s, 2 s, "
-        "4 s and so on. check the drive and the system log, or choose another directory under "
-        "store.directories; on_full: error makes this an error. the run log counts drives_out_of_service "
-        "and fallback_kept_bytes"
+        f"a drive failed and is left alone: {place}: {cause}. Its writes go to other drives or stay in "
+        "memory, beyond budget.activation_bytes if they must; after a pause it is tried again. Check the "
+        "drive, or choose another directory; on_full: error makes this an error"
     )

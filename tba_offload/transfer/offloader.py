@@ -568,7 +568,8 @@ class Offloader:
         self._is_open = True
         if not self.keep_when_full:
             self.store.resume()  # the policy wants errors, and only the drive can tell whether there is one
-        self.drain()
+        with self._lock:
+            self._drain()
         self.raise_failures()
         self.window.reset_stats()
 
@@ -594,12 +595,6 @@ class Offloader:
             self._pending_bytes = 0
             self.window.reset()
             self._is_open = False
-
-    def drain(self) -> None:
-        """Take note of what has ended since the last call."""
-        if not self._is_inert:
-            with self._lock:
-                self._drain()
 
     def quiesce(self) -> None:
         """Wait until every write has ended, and account for dropped handles.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tba_lab.megatron_cpu import require_core
 from tba_offload.errors import MissingDependencyError
-from tba_offload.megatron import require_core
 
 if TYPE_CHECKING:
     from pathlib import Path

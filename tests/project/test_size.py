@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tba_offload
 
-LINES, FILES = 15_173, 119
+LINES, FILES = 14_300, 116
 """Lines of code at most, without blanks, comments and docstrings, and files. Both only shrink."""
 
 IGNORED = {

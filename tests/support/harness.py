@@ -229,7 +229,7 @@ def assert_all_given_back(session: Session) -> None:
     """No graph is alive any more: no byte may be in flight and no extent taken."""
     in_time(session.offloader.quiesce)
     wait_until(lambda: session.store.pending() == 0, "transfers are still pending")
-    session.offloader.drain()
+    session.offloader.quiesce()
     window = session.offloader.window
     wait_until(lambda: window.in_flight == 0, f"{window.in_flight} bytes in flight")
     wait_until(lambda: session.store.used_bytes == 0, f"{session.store.used_bytes} bytes of extents")

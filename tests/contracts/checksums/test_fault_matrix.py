@@ -109,7 +109,7 @@ def test_no_fault_is_silent(
             deadline = time.monotonic() + 15
             while session.store.used_bytes and time.monotonic() < deadline:
                 gc.collect()
-                session.offloader.drain()
+                session.offloader.quiesce()
                 time.sleep(0.001)
             assert session.store.used_bytes == 0
     for number in range(3):
