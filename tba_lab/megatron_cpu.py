@@ -32,12 +32,8 @@ def require_core(purpose: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"megatron\.|torch\.jit\.")
-            for name in (
-                "models.gpt.gpt_layer_specs",
-                "models.bert.bert_layer_specs",
-                "datasets.gpt_dataset",
-            ):
-                importlib.import_module(f"megatron.core.{name}")
+            for part in ("", ".models.gpt.gpt_layer_specs", ".models.bert.bert_layer_specs", ".datasets"):
+                importlib.import_module(f"megatron.core{part}")
     except ModuleNotFoundError as error:
         if error.name not in ("megatron", "megatron.core"):
             raise
