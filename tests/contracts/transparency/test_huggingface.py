@@ -22,17 +22,47 @@ from torch import Tensor, nn
 from tba_offload import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 transformers = Later("transformers")
 
 CACHE = "the model fills a cache of keys and values"
 CHECKPOINTING = "gradient checkpointing is switched on in"
 STEPS = 2
-SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 LANGUAGE = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
-DECODER = {**SIZES, **LANGUAGE, "num_key_value_heads": 2, "max_position_embeddings": 64}
+WIDE = SIZES | {"intermediate_size": 128}
+TEXT = WIDE | LANGUAGE | {"max_position_embeddings": 64}
+DECODER = TEXT | {"num_key_value_heads": 2}
+GPT2 = LANGUAGE | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}
+T5 = LANGUAGE | {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "decoder_start_token_id": 0}
+CAPPED = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+OPT = {"ffn_dim": 128, "max_position_embeddings": 64, "word_embed_proj_dim": 64}
+MAMBA = LANGUAGE | {"hidden_size": 64, "num_hidden_layers": 3, "state_size": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("Llama", "ForCausalLM", DECODER),
+    "qwen2": ("Qwen2", "ForCausalLM", DECODER | {"tie_word_embeddings": True}),
+    "mistral": ("Mistral", "ForCausalLM", DECODER | {"sliding_window": 8}),
+    "gpt2": ("GPT2", "LMHeadModel", GPT2),
+    "bert": ("Bert", "ForMaskedLM", TEXT),
+    "t5": ("T5", "ForConditionalGeneration", T5 | {"num_layers": 2, "num_decoder_layers": 2}),
+    "vit": ("ViT", "ForImageClassification", WIDE | {"image_size": 32, "patch_size": 8, "num_labels": 10}),
+    # Attention and logits are capped; every other layer looks at a window only.
+    "gemma2": ("Gemma2", "ForCausalLM", DECODER | CAPPED),
+    # Queries, keys and values come from one projection, gate and up from another.
+    "phi3": ("Phi3", "ForCausalLM", DECODER),
+    "opt": ("OPT", "ForCausalLM", SIZES | LANGUAGE | OPT),
+    # Attention and MLP run side by side.
+    "gpt_neox": ("GPTNeoX", "ForCausalLM", TEXT),
+    "mixtral": ("Mixtral", "ForCausalLM", DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # With a shared expert beside those that tokens are routed to.
+    "qwen2_moe": ("Qwen2Moe", "ForCausalLM", DECODER | EXPERTS | {"shared_expert_intermediate_size": 64}),
+    # No attention: a scan over states.
+    "mamba": ("Mamba", "ForCausalLM", MAMBA),
+}
+"""Family, task and sizes of each kind of model."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
@@ -45,93 +75,6 @@ def quiet() -> Iterator[None]:
     transformers.logging.set_verbosity(before)
 
 
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
-
-
-def qwen2() -> nn.Module:
-    """Its weights are tied."""
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DECODER, tie_word_embeddings=True))
-
-
-def mistral() -> nn.Module:
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**DECODER, sliding_window=8))
-
-
-def gpt2() -> nn.Module:
-    sizes = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **LANGUAGE))
-
-
-def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(**SIZES, **LANGUAGE, max_position_embeddings=64)
-    )
-
-
-def t5() -> nn.Module:
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, **LANGUAGE, decoder_start_token_id=0)
-    )
-
-
-def vit() -> nn.Module:
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(**SIZES, image_size=32, patch_size=8, num_labels=10)
-    )
-
-
-def gemma2() -> nn.Module:
-    """Its attention and its logits are capped; every other layer looks at a window only."""
-    return transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**DECODER, head_dim=16, query_pre_attn_scalar=16, sliding_window=8)
-    )
-
-
-def phi3() -> nn.Module:
-    """Queries, keys and values come from one projection, gate and up from another."""
-    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**DECODER))
-
-
-def opt() -> nn.Module:
-    small = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 128}
-    return transformers.OPTForCausalLM(
-        transformers.OPTConfig(**small, **LANGUAGE, max_position_embeddings=64, word_embed_proj_dim=64)
-    )
-
-
-def gpt_neox() -> nn.Module:
-    """Attention and MLP run side by side."""
-    small = {key: value for key, value in DECODER.items() if key != "num_key_value_heads"}
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**small))
-
-
-def mixtral() -> nn.Module:
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, **MOE))
-
-
-def qwen2_moe() -> nn.Module:
-    """With a shared expert beside those that tokens are routed to."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    return transformers.Qwen2MoeForCausalLM(
-        transformers.Qwen2MoeConfig(**DECODER, **experts, shared_expert_intermediate_size=64)
-    )
-
-
-def mamba() -> nn.Module:
-    """No attention: a scan over states."""
-    small = {"hidden_size": 64, "num_hidden_layers": 3, "state_size": 8}
-    return transformers.MambaForCausalLM(transformers.MambaConfig(**small, **LANGUAGE))
-
-
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    make.__name__: make
-    for make in (
-        *(llama, qwen2, mistral, gpt2, bert, t5, vit),
-        *(gemma2, phi3, opt, gpt_neox, mixtral, qwen2_moe, mamba),
-    )
-}
 CACHING = ("llama", "qwen2", "mistral", "gpt2", "t5")
 """They fill a cache in training too, unless they are told not to."""
 
@@ -154,7 +97,9 @@ def cases() -> list[tuple[str, str, str]]:
 
 def make(family: str, way: str = "defaults", **settings: object) -> Any:
     torch.manual_seed(0)
-    model: Any = FAMILIES[family]().train()
+    name, task, sizes = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model: Any = getattr(transformers, name + task)(config).train()
     for part in model.modules():  # T5's decoder has a configuration of its own
         for name, value in settings.items() if hasattr(part, "config") else ():
             setattr(part.config, name, value)
