@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from covering import of_which
+from harness import made
 from places import EXAMPLES
 from pretrain_runs import SCRIPT, Figures, figures, finish, free_port, needs_training
 
@@ -52,8 +53,8 @@ def train(name: str, figures_directory: Path, **variables: str) -> list[Figures]
     command = ["bash", str(MEGATRON / f"{name}.sh"), str(SCRIPT), *SMALL, *smaller]
     here = {"CPU": "1", "GPUS_PER_NODE": str(ranks), "MASTER_PORT": str(free_port())}
     here["PYTHON"] = sys.executable
-    finished = finish([*command, "--figures", str(figures_directory)], here | variables)
-    assert finished.status == 0, finished.output[-5000:]
+    status, output = finish([*command, "--figures", str(figures_directory)], here | variables)
+    assert status == 0, output[-5000:]
     return figures(figures_directory)
 
 
@@ -68,9 +69,7 @@ def policy_of(name: str) -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", of_which(LAYOUTS, "pipeline_interleaved"))
 def test_a_script_trains_as_it_does_without_offloading(name: str, tmp_path: Path) -> None:
-    drives = [tmp_path / "drive0", tmp_path / "drive1"]
-    for drive in drives:
-        drive.mkdir()
+    drives = [made(tmp_path / "drive0"), made(tmp_path / "drive1")]
     expected = train(name, tmp_path / "expected", PLAIN="1")
     found = train(
         name,

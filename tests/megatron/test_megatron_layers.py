@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import torch
+from megatron_ranks import Layout, make_config, make_gpt, make_t5
 from torch import Tensor, nn
 
 from tba_lab.gpt import GptShape, build_gpt
-from tba_lab.megatron_cpu import single_process, training_device
+from tba_lab.megatron_cpu import single_process
 from tba_offload.config.policy import LayerId
 from tba_offload.errors import UnsupportedError
 from tba_offload.megatron.layers import find_layers, is_megatron, shorten
@@ -47,7 +48,9 @@ def test_the_layers_of_a_model(dtype: Literal["fp32", "bf16"]) -> None:
 
 
 def test_the_layers_of_a_model_with_two_stacks() -> None:
-    assert [layer.id for layer in find_layers(build_t5())] == [
+    layout = Layout((("encoder:0", "encoder:1", "decoder:0", "decoder:1"),), model="t5")
+    model = make_t5(layout, make_config(layout), pre_process=True, post_process=True)
+    assert [layer.id for layer in find_layers(model)] == [
         LayerId(0, "encoder.layers.0", "encoder"),
         LayerId(1, "encoder.layers.1", "encoder"),
         LayerId(0, "decoder.layers.0", "decoder"),
@@ -80,7 +83,7 @@ def build_mamba() -> nn.Module:
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    config: Any = find_layers(build_gpt(dataclasses.replace(SHAPE, dtype="fp32"), seed=0))[0].module.config
+    config = make_config(Layout((("0", "1", "2"),)))
     parts = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=Mixer, mamba_bda=get_bias_dropout_add)
     groups = ProcessGroupCollection()
     torch.manual_seed(0)
@@ -90,19 +93,6 @@ def build_mamba() -> nn.Module:
         MambaLayer(config, parts, layer_number=number, pg_collection=groups) for number in (1, 2, 3)
     )
     return model
-
-
-def build_mtp() -> nn.Module:
-    """A GPT with two layers that predict further tokens."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-
-    plain = find_layers(build_gpt(dataclasses.replace(SHAPE, dtype="fp32"), seed=0))[0].module
-    config: Any = dataclasses.replace(plain.config, mtp_num_layers=2)  # type: ignore[type-var]
-    spec = get_gpt_layer_local_spec()
-    further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
-    torch.manual_seed(0)
-    return GPTModel(config, spec, vocab_size=64, max_sequence_length=16, mtp_block_spec=further)
 
 
 def test_mamba_layers_are_found() -> None:
@@ -115,7 +105,10 @@ def test_mamba_layers_are_found() -> None:
 
 def test_layers_that_predict_further_tokens_are_found() -> None:
     """Releases number them differently: on from the decoder's, or from 0 in a stack of their own."""
-    ids = [layer.id for layer in find_layers(build_mtp())]
+    layout = Layout((("0", "1", "2"),), model="mtp")
+    config = dataclasses.replace(make_config(layout), mtp_num_layers=2)
+    model = make_gpt(layout, config, pre_process=True, post_process=True)
+    ids = [layer.id for layer in find_layers(model)]
     assert [id_.name for id_ in ids[:3]] == [f"decoder.layers.{number}" for number in range(3)]
     assert [id_.name.rpartition(".")[0] for id_ in ids[3:]] == ["mtp.layers.0", "mtp.layers.1"]
     assert len({(id_.stack, id_.number) for id_ in ids}) == 5
@@ -127,26 +120,3 @@ def test_stacks_are_named_where_numbers_of_any_rank_are_ambiguous() -> None:
     decoder = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(2)]
     assert shorten(encoder, encoder + decoder) == encoder
     assert shorten(decoder[:1], decoder) == [LayerId(0, "decoder.layers.0")]
-
-
-def build_t5() -> nn.Module:
-    """A T5 of megatron-core with two layers in each stack."""
-    from megatron.core.models.T5 import t5_spec
-    from megatron.core.models.T5.t5_model import T5Model
-    from megatron.core.transformer import TransformerConfig
-
-    torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True
-    )
-    model: nn.Module = T5Model(
-        config=config,
-        encoder_config=config,
-        transformer_encoder_layer_spec=t5_spec.get_t5_encoder_with_local_block_spec(2),
-        transformer_decoder_layer_spec=t5_spec.get_t5_decoder_with_local_block_spec(2),
-        vocab_size=32,
-        max_sequence_length=8,
-        pre_process=True,
-        post_process=True,
-    )
-    return model.to(training_device())

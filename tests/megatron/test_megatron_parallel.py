@@ -16,7 +16,7 @@ import megatron_ranks
 import pytest
 import torch
 from covering import of_which
-from harness import PATIENCE
+from harness import PATIENCE, made
 from megatron_ranks import JOB_SECONDS, MICRO_BATCH, SEQUENCE, STEPS, Job, Layout
 from models import same_bits
 from pretrain_runs import slow
@@ -63,13 +63,10 @@ MIXED = ("recompute", "offload", "keep", "auto")
 
 def placements(variant: str, layout: Layout) -> dict[str, str]:
     """Layer → placement, for the layers of all ranks."""
-    layers = sorted((layer for stage in layout.stages for layer in stage), key=_in_order)
+    layers = [layer for stage in layout.stages for layer in stage]
+    layers.sort(key=lambda layer: (not layer.startswith("encoder"), layer))
     wanted = MIXED if variant == "mixed" else [variant]
     return dict(zip(layers, itertools.cycle(wanted), strict=False))
-
-
-def _in_order(layer: str) -> tuple[bool, str]:
-    return not layer.startswith("encoder"), layer
 
 
 IN_TURN = (("offload", "recompute", "mixed"), ("offload", "keep", "mixed"), ("offload", "mixed"))
@@ -105,14 +102,12 @@ def make_job(name: str, directory: Path) -> Job:
     for variant in variants_of(name):
         policy = directory / f"{variant}.yaml"
         policy.write_text(policy_of(variant, layout))
-        drives = [directory / f"{variant}-drive{number}" for number in range(2)]
+        drives = [made(directory / f"{variant}-drive{number}") for number in range(2)]
         variants[variant] = [
             *("--tba-policy", str(policy), "--tba-store", "file"),
             *("--tba-run-log", str(directory / f"{variant}.jsonl")),
             *("--tba-directory", *map(str, drives)),
         ]
-        for drive in drives:
-            drive.mkdir()
     return Job(layout, variants, str(directory))
 
 
@@ -170,8 +165,7 @@ def make_auto_job(layout: Layout, directory: Path) -> Job:
     """Every layer is the planner's; what it plans for differs."""
     variants: dict[str, list[str] | None] = {"plain": None}
     for variant, has_budget in AUTO_VARIANTS.items():
-        drive = directory / f"{variant}-drive"
-        drive.mkdir()
+        drive = made(directory / f"{variant}-drive")
         variants[variant] = [
             *("--tba-placement", "auto", "--tba-store", "file", "--tba-directory", str(drive)),
             *("--tba-run-log", str(directory / f"{variant}.jsonl")),
@@ -295,14 +289,10 @@ def check_header(layout: Layout, variant: str, log: RunLog) -> None:
     wanted = placements(variant, layout)
     assert len(log.header.plan) == len(wanted)
     for name, entry in log.header.plan.items():
-        (layer,) = spellings(name, entry["layer"]) & wanted.keys()
+        # By its number, alone or within a stack, by its name or by what is above it.
+        number, stack, above = entry["layer"], name.partition(".")[0], name.rpartition(".")[0]
+        (layer,) = {str(number), f"{stack}:{number}", name, f"{above}.*"} & wanted.keys()
         assert entry["placement"] == wanted[layer]
-
-
-def spellings(name: str, number: int) -> set[str]:
-    """What a policy may call a layer: its number, alone or within a stack, its name or what is above it."""
-    stack, above = name.partition(".")[0], name.rpartition(".")[0]
-    return {str(number), f"{stack}:{number}", name, f"{above}.*"}
 
 
 def check_steps(

@@ -228,10 +228,6 @@ ITERATIONS, FIRST = 12, 5
 LONGER = ("--train-iters", str(ITERATIONS), *REPEATABLE)
 
 
-def auto_flags(directory: Path, budget: str) -> tuple[str, ...]:
-    return *tba_flags(directory, "offload"), "--tba-placement", "auto", "--tba-activation-bytes", budget
-
-
 def test_two_stages_plan_save_and_resume_and_train_the_same(
     tmp_path: Path, python_with_scripts: Warm
 ) -> None:
@@ -241,7 +237,8 @@ def test_two_stages_plan_save_and_resume_and_train_the_same(
     common, own = (*STAGES, *LONGER, *checkpoints), tmp_path / "run"
 
     def part(name: str, budget: str, *flags: str) -> list[Figures]:
-        more = *common, *flags, *auto_flags(own, budget)
+        auto = "--tba-placement", "auto", "--tba-activation-bytes", budget
+        more = *common, *flags, *tba_flags(own, "offload"), *auto
         return train(python_with_scripts, OFFLOADING, tmp_path / name, *more, ranks=2)
 
     first = part("first", "1GiB", "--exit-interval", str(FIRST))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import yaml
+from harness import made
 
 import tba_offload as tba
 from tba_offload.megatron.training import report_loss
@@ -73,9 +74,7 @@ def run_ranks(
 
 def test_two_stages_are_one_run(tmp_path: Path, python_with_megatron: Warm) -> None:
     """They know the layers of both, share drives out, and agree on a name for a log that was there before."""
-    drives = [tmp_path / name for name in "abc"]
-    for drive in drives:
-        drive.mkdir()
+    drives = [made(tmp_path / name) for name in "abc"]
     (tmp_path / "run.rank1.jsonl").write_text("{}")
     flags = ("--tba-directory", *map(str, drives), "--tba-run-log", str(tmp_path / "run.jsonl"))
     timeouts = ({"distributed_timeout_minutes": 2}, {"distributed_timeout_seconds_after_init": 30})

@@ -102,3 +102,9 @@ class ResizedBytes(LiveBytes):
         if self._is_watching:
             self.most = max(self.most, self.now())
         return result
+
+
+def nbytes_of(master: Tensor) -> int:
+    """Bytes of memory that a master has, whether it tells of them or not."""
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        return master.untyped_storage().nbytes()

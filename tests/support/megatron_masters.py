@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from live_bytes import ResizedBytes
+from live_bytes import ResizedBytes, nbytes_of
 from models import assert_same_tensors, same_bits
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -149,11 +149,6 @@ def offload(optimizer: Any, store: Path) -> Iterator[OptimizerStates]:
         offloaded = tba.offload_optimizer(child.optimizer, config, masters=masters)
         follow(child, offloaded)
         yield offloaded
-
-
-def nbytes_of(master: Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
-        return master.untyped_storage().nbytes()
 
 
 VIEWS = {

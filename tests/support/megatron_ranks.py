@@ -258,7 +258,7 @@ def train(layout: Layout, flags: list[str] | None, steps: int = STEPS, *, at_odd
     optimizer = make_optimizer(layout, config, chunks)
     count_micro_batches(layout)
     history = History()
-    schedule, close = get_forward_backward_func(), no_session
+    schedule, close = get_forward_backward_func(), lambda: None
     if flags is not None:
         schedule, close = attach(layout, flags, chunks, schedule)
         watch_planner(history, at_odds=at_odds)
@@ -406,10 +406,6 @@ def router_losses() -> dict[str, Tensor]:
 
 
 # The session, as a user of Megatron-LM gets it
-
-
-def no_session() -> None:
-    """Nothing is attached."""
 
 
 def attach(
@@ -575,7 +571,7 @@ def make_chunks(layout: Layout, config: Any) -> list[nn.Module]:
         stage = chunk if layout.chunks > 1 else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-        model = _MODELS.get(layout.model, _make_gpt)(
+        model = MODELS.get(layout.model, make_gpt)(
             layout,
             config,
             pre_process=first,
@@ -600,7 +596,7 @@ def make_chunks(layout: Layout, config: Any) -> list[nn.Module]:
     ]
 
 
-def _make_gpt(layout: Layout, config: Any, **where: Any) -> nn.Module:
+def make_gpt(layout: Layout, config: Any, **where: Any) -> nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 
@@ -621,7 +617,7 @@ def _make_gpt(layout: Layout, config: Any, **where: Any) -> nn.Module:
     return model
 
 
-def _make_bert(layout: Layout, config: Any, **where: Any) -> nn.Module:
+def make_bert(layout: Layout, config: Any, **where: Any) -> nn.Module:
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 
@@ -637,7 +633,7 @@ def _make_bert(layout: Layout, config: Any, **where: Any) -> nn.Module:
     return model
 
 
-def _make_t5(layout: Layout, config: Any, **where: Any) -> nn.Module:
+def make_t5(layout: Layout, config: Any, **where: Any) -> nn.Module:
     from megatron.core.models.T5 import t5_spec
     from megatron.core.models.T5.t5_model import T5Model
 
@@ -654,7 +650,7 @@ def _make_t5(layout: Layout, config: Any, **where: Any) -> nn.Module:
     return model
 
 
-_MODELS: dict[str, Callable[..., nn.Module]] = {"bert": _make_bert, "t5": _make_t5}
+MODELS: dict[str, Callable[..., nn.Module]] = {"bert": make_bert, "t5": make_t5}
 
 
 def make_optimizer(layout: Layout, config: Any, chunks: list[nn.Module]) -> Any:

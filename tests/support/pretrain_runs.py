@@ -75,19 +75,6 @@ slow = pytest.mark.skipif(
 
 
 @dataclass(frozen=True)
-class Finished:
-    """How a run ended.
-
-    Attributes:
-        status: The exit status of its process, without a sign.
-        output: What it wrote.
-    """
-
-    status: int
-    output: str
-
-
-@dataclass(frozen=True)
 class Figures:
     """What one rank computed: see ``pretrain_tiny.py``."""
 
@@ -128,8 +115,7 @@ def train(
     size = ("--global-batch-size", str(batch)) if batch else ()
     flags = (*TINY, *size, *ON_A_CPU, "--figures", str(directory), *flags)
     if python is None:
-        finished = run(how, *flags)
-        status, output = finished.status, finished.output
+        status, output = run(how, *flags)
     else:
         status, output = fork(python, (*how, str(SCRIPT), *flags), ranks)
     assert status == 0, output[-5000:]
@@ -150,8 +136,8 @@ def fork(python: Warm, command: Sequence[str], ranks: int) -> tuple[int, str]:
     return max(abs(each.returncode) for each in ended), "\n".join(each.stdout + each.stderr for each in ended)
 
 
-def run(how: Sequence[str], *flags: str) -> Finished:
-    """Starts the script as one rank, and waits for it."""
+def run(how: Sequence[str], *flags: str) -> tuple[int, str]:
+    """Starts the script as one rank, and waits for it; as :func:`fork`."""
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return finish([sys.executable, *how, str(SCRIPT), *flags], variables | here)
@@ -164,8 +150,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def finish(command: Sequence[str], variables: Mapping[str, str]) -> Finished:
-    """Runs a command at the head of a process group of its own, of which nothing is left in the end."""
+def finish(command: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
+    """Runs a command at the head of a process group of its own, of which nothing is left in the end.
+
+    Returns:
+        The exit status without a sign, and what it wrote.
+    """
     with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would hold it up
         process = subprocess.Popen(
             command,
@@ -182,4 +172,4 @@ def finish(command: Sequence[str], variables: Mapping[str, str]) -> Finished:
                 os.killpg(process.pid, signal.SIGKILL)
             status = process.wait()
         output.seek(0)
-        return Finished(abs(status), output.read())
+        return abs(status), output.read()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from live_bytes import ResizedBytes
+from live_bytes import ResizedBytes, nbytes_of
 from models import assert_same_tensors, same_bits
 from optimizers import Mixed, assert_same_state_dicts, copied, policy
 from torch import Tensor, nn
@@ -32,12 +32,6 @@ def embedding_of(training: Mixed) -> Tensor:
     """The master of the embedding, the largest."""
     weight = training.model.embed.weight
     return next(master for master, parameter in training.masters.items() if parameter is weight)
-
-
-def nbytes_of(master: Tensor) -> int:
-    """Bytes of memory that a master has, whether it tells of them or not."""
-    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
-        return master.untyped_storage().nbytes()
 
 
 def assert_same(found: Mixed, expected: Mixed) -> None:
