@@ -14,6 +14,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from tba_offload.report.log import StepRecord
     from tba_offload.session import Session
 
 HIDDEN, HEADS, SEQUENCE, VOCAB = 64, 4, 32, 128
@@ -133,6 +134,14 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def numbered_loss(model: nn.Module, number: int) -> Tensor:
     return loss_of(model, make_tokens(number))
+
+
+def one_step(session: Session, model: nn.Module, number: int = 0) -> StepRecord:
+    with session.step() as step:
+        numbered_loss(model, number).backward()
+    model.zero_grad()
+    assert step.record is not None
+    return step.record
 
 
 @dataclass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,6 @@ from models import assert_same_history, make_model, train
 
 import tba_offload as tba
 from tba_offload.config import BudgetConfig, OffloadConfig, Placement, StoreConfig
-from tba_offload.errors import ConfigError, NoEffectWarning
 from tba_offload.report.log import read_run_log
 
 if TYPE_CHECKING:
@@ -73,15 +70,3 @@ def test_a_limit_that_cannot_be_met_is_said(tmp_path: Path) -> None:
     with tba.attach(model, policy) as session:
         with pytest.warns(RuntimeWarning, match=r"store\.write_bytes_per_day of .* cannot be met: .* a day"):
             train(model, session, steps=8)
-
-
-def test_the_limit_has_to_have_an_effect(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no effect with kind: host"):
-        StoreConfig(kind="host", write_bytes_per_day="1TB")  # type: ignore[arg-type]
-    config = OffloadConfig(store=StoreConfig(directories=(tmp_path,), write_bytes_per_day=10**12))
-    with pytest.warns(NoEffectWarning, match=r"write_bytes_per_day: has no effect: no layer is auto"):
-        tba.attach(make_model(layers=2), config).close()
-    assert OffloadConfig.from_yaml(config.to_yaml()).store.write_bytes_per_day == 10**12
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tba.attach(make_model(layers=2), dataclasses.replace(config, default=Placement.AUTO)).close()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import KIB, session_for
+from harness import KIB, made, session_for
 from later import Later
-from models import Model, loss_of, make_model, make_tokens, same_bits
+from models import Model, loss_of, make_model, make_tokens, one_step, same_bits
 
 import tba_offload as tba
 from tba_offload.errors import ConfigError, NoEffectWarning, NothingSavedWarning
@@ -34,13 +34,6 @@ def model() -> Model:
     return make_model(layers=3)
 
 
-def one_step(session: tba.Session, model: nn.Module) -> None:
-    with session.step() as step:
-        loss_of(model, make_tokens(0)).backward()
-    model.zero_grad()
-    assert step.record is not None
-
-
 # Policies
 
 
@@ -53,9 +46,7 @@ def placed(model: nn.Module, policy: object, **arguments: Any) -> list[str]:
 def test_directories_override_those_of_the_policy(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drives = [tmp_path / "a", tmp_path / "b"]
-    for drive in drives:
-        drive.mkdir()
+    drives = [made(tmp_path / "a"), made(tmp_path / "b")]
     monkeypatch.setenv("SCRATCH", str(tmp_path))
     given: Any = {"word": str(drives[0]), "path": drives[0], "list": drives, "variable": "$SCRATCH/a"}[kind]
     policy = {"store": {"directories": "/no/such/directory"}}
@@ -99,29 +90,13 @@ def warned(config: object, **arguments: Any) -> list[warnings.WarningMessage]:
     return caught
 
 
-def told(config: object) -> list[str]:
-    """What has no effect; that the directory for temporary files may lie in memory is another matter."""
-    return [str(each.message) for each in warned(config) if each.category is NoEffectWarning]
-
-
-@pytest.mark.parametrize("placement", ["keep", "recompute"])
-def test_a_budget_that_no_layer_keeps_to(placement: str) -> None:
-    for budget in ("activation_bytes", "device_bytes"):
-        (said,) = told({"default": placement, "budget": {budget: "2TiB"}})
-        assert said.startswith(f"budget.{budget}: has no effect: no layer is auto")
-
-
 @pytest.mark.parametrize("placement", ["offload", "recompute-offload"])
 def test_a_budget_above_the_limit_of_bytes_in_flight(placement: str, tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(f"default: {placement}\nbudget:\n  activation_bytes: 2GiB\n")
-    (said,) = told(path)
+    # That the directory for temporary files may lie in memory is another matter.
+    (said,) = [str(each.message) for each in warned(path) if each.category is NoEffectWarning]
     assert f"{path}:3: budget.activation_bytes: has no effect" in said
-
-
-def test_a_rule_for_layers_that_are_not_there() -> None:
-    (said,) = told({"layers": [{"match": "2-30", "placement": "keep"}]})
-    assert "the rule '2-30' names layers that there are not; the layers are 0-3" in said
 
 
 def test_host_memory_saves_nothing_of_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

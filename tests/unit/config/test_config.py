@@ -129,6 +129,7 @@ _LIMITS = st.none() | st.integers(1 << 20, 1 << 50)
             directories=st.sets(st.sampled_from(["/a b", "no", "1", "/ü", "x: y", "- z", "null"])).map(tuple),
             capacity=_LIMITS,
             host_capacity=_LIMITS,
+            write_bytes_per_day=_LIMITS,
             checksum=st.booleans(),
             stall_seconds=st.none() | st.floats(0, 1e6),
         ),
@@ -166,6 +167,7 @@ on_full: !!python/object/apply:os.getcwd [] => 1: on_full: the tag 'tag:yaml.org
 default: keep\n---\ndefault: keep => 2: cannot be read: expected a single document in the stream
 store:\n  kind: host\n  host_capacity: 1GiB => 3: store.host_capacity: has no effect with kind: host
 store:\n  directories: [/a]\n  kind: host => 2: store.directories: has no effect with kind: host
+store: {kind: host, write_bytes_per_day: 1TB} => 1: store.write_bytes_per_day: has no effect with kind: host
 store: {directories: ['']} => 1: store.directories: a directory must be a path, not ''
 store: {directories: "/tmp/\0"} => 1: store.directories: a directory must be a path, not '/tmp/\x00'
 store: {directories: [/a, /b, /a/]} => 1: store.directories: '/a' is given twice; name each directory once
@@ -208,7 +210,10 @@ def test_rules_are_judged_by_the_layers_of_a_model() -> None:
 
 NO_EFFECT = r"""
 budget: {activation_bytes: 1GiB} => budget.activation_bytes
-default: keep\nbudget: {device_bytes: 1GiB} => budget.device_bytes
+default: keep\nbudget: {activation_bytes: 2TiB} => budget.activation_bytes: has no effect: no layer is auto
+default: keep\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer is auto
+default: recompute\nbudget: {activation_bytes: 2TiB} => budget.activation_bytes: has no effect: no layer
+default: recompute\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer is auto
 budget: {objective: memory} => budget.objective
 store: {write_bytes_per_day: 1TB} => store.write_bytes_per_day
 layers: [{match: 2-9, placement: keep}] => the rule '2-9'

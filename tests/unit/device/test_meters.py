@@ -310,28 +310,23 @@ def group(folder: str, limit: str, usage: int, cache: int = 0) -> dict[str, str]
     }
 
 
-def test_what_a_group_has_left(machine: Callable[..., int]) -> None:
-    assert machine("0::/user/mine\n", **group("/user/mine", str(8 * GIB), 3 * GIB)) == 5 * GIB
-
-
-def test_page_cache_counts_as_free(machine: Callable[..., int]) -> None:
-    assert machine("0::/mine\n", **group("/mine", str(8 * GIB), 3 * GIB, GIB)) == 6 * GIB
-
-
-def test_a_group_above_may_be_the_limit(machine: Callable[..., int]) -> None:
-    files = group("/user", str(4 * GIB), 3 * GIB) | group("/user/mine", str(8 * GIB), 1 * GIB)
-    assert machine("0::/user/mine\n", **files) == 1 * GIB
-
-
-def test_no_limit(machine: Callable[..., int]) -> None:
-    assert machine("0::/mine\n", **group("/mine", "max", 3 * GIB)) == 20 * GIB
-    assert machine("4:memory:/mine\n") == 20 * GIB
-
-
-def test_in_a_container_the_mount_is_its_own_group(machine: Callable[..., int]) -> None:
-    """The path is that of the host, which does not exist here."""
-    groups = "9:name=systemd:/\n2:cpuacct,cpu:/elsewhere\n0::/docker/0123abc\n"
-    assert machine(groups, **group("", str(3 * GIB), GIB)) == 2 * GIB
+@pytest.mark.parametrize(
+    ("groups", "files", "left"),
+    [
+        ("0::/user/my\n", group("/user/my", str(8 * GIB), 3 * GIB), 5),
+        ("0::/mine\n", group("/mine", str(8 * GIB), 3 * GIB, GIB), 6),
+        ("0::/user/my\n", group("/user", str(4 * GIB), 3 * GIB) | group("/user/my", str(8 * GIB), GIB), 1),
+        ("0::/mine\n", group("/mine", "max", 3 * GIB), 20),
+        ("4:memory:/mine\n", {}, 20),
+        # The mount is the container's own group: the path is that of the host, which does not exist here.
+        ("9:name=systemd:/\n2:cpuacct,cpu:/elsewhere\n0::/docker/0123abc\n", group("", str(3 * GIB), GIB), 2),
+    ],
+    ids=["a group", "page cache is free", "a group above", "no limit", "no group of memory", "a container"],
+)
+def test_what_a_group_has_left(
+    groups: str, files: dict[str, str], left: int, machine: Callable[..., int]
+) -> None:
+    assert machine(groups, **files) == left * GIB
 
 
 def test_a_kernel_that_does_not_say(machine: Callable[..., int]) -> None:

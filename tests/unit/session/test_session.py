@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from harness import KIB, config_for, session_for
-from models import assert_same_tensors, loss_of, make_model, make_tokens, train
+from models import assert_same_tensors, loss_of, make_model, make_tokens, one_step, train
 from torch import nn
 
 import tba_offload as tba
@@ -23,14 +23,6 @@ if TYPE_CHECKING:
 @pytest.fixture
 def model() -> Model:
     return make_model(layers=3)
-
-
-def one_step(session: tba.Session, model: nn.Module, number: int = 0) -> tba.StepRecord:
-    with session.step() as step:
-        loss_of(model, make_tokens(number)).backward()
-    model.zero_grad()
-    assert step.record is not None
-    return step.record
 
 
 # Records

@@ -1,4 +1,4 @@
-"""Stores on machines that are not as usual: full disks, layers in memory, one owner for all, stops."""
+"""Stores on machines that are not as usual: full disks, layers in memory, one owner for all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ import tba_offload as tba
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-    from warm import Warm
 
     from tba_offload.session import Session
 
@@ -148,34 +146,3 @@ def test_a_server_may_give_all_files_another_owner(tmp_path: Path, monkeypatch: 
     with tba.attach(model, offloading(tmp_path)) as session:
         step(session, model, 3000)
     assert session.report()[-1].read_bytes > 0
-
-
-STOPPED = """
-import os, subprocess, time
-
-from store_contract import CPU, MIB, pattern, put
-from tba_offload.store import MultiStore
-from tba_offload.store.host import HostStore
-
-class SlowStore(HostStore):
-    def write(self, extent, source):
-        left = 1.1  # seconds of the time in which this process runs
-        while left > 0:
-            began = time.monotonic()
-            time.sleep(0.01)
-            left -= min(time.monotonic() - began, 0.05)
-        super().write(extent, source)
-
-with MultiStore([SlowStore(device=CPU)], stall_seconds=2.5) as store:
-    stop = f"sleep 0.3; kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"
-    stopping = subprocess.Popen(["sh", "-c", stop])
-    put(store, pattern(MIB))
-stopping.wait()
-print("ended")
-"""
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_drive_is_not_to_blame_for_time_in_which_the_process_was_stopped(python_with_torch: Warm) -> None:
-    done = python_with_torch.run("-c", STOPPED)
-    assert done.stdout == "ended\n", done.stderr
