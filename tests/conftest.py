@@ -72,13 +72,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_wanted(item: pytest.Item, named: Iterable[str]) -> bool:
-    """Whether a run takes a test: of the main lane, of a sample of the others, or by its name."""
+    """Whether a run takes a test: of the main lane, of a sample of the others, or by its name.
+
+    A sample has some per cent of all, others for each seed.
+    """
     if item.get_closest_marker("full") is None or "FULL" in os.environ:
         return True
     if any(is_named(item, argument) for argument in named):
         return True
-    share, seed = float(os.environ.get("SAMPLE", "0")), os.environ.get("SEED", "0")
-    return is_in_sample(item.nodeid, share, int(seed))
+    share, seed = float(os.environ.get("SAMPLE", "0")), int(os.environ.get("SEED", "0"))
+    return zlib.crc32(f"{seed} {item.nodeid}".encode()) % 10000 < share * 100
 
 
 def is_named(item: pytest.Item, argument: str) -> bool:
@@ -87,11 +90,6 @@ def is_named(item: pytest.Item, argument: str) -> bool:
         return False
     own = item.nodeid.partition("::")[2]
     return own == name or own.startswith((f"{name}[", f"{name}::"))
-
-
-def is_in_sample(nodeid: str, share: float, seed: int) -> bool:
-    """Whether a test is among ``share`` per cent of all, others for each seed."""
-    return zlib.crc32(f"{seed} {nodeid}".encode()) % 10000 < share * 100
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -71,6 +71,22 @@ def forward_backward(net: Net, number: int) -> list[Tensor]:
     return [loss.detach(), x.grad]
 
 
+def backward_twice(net: Net, number: int) -> list[Tensor]:
+    x = make_input(number)
+    loss = net(x).pow(2).mean()
+    loss.backward(retain_graph=True)
+    once = [x.grad.clone(), *(p.grad.clone() for p in net.parameters())]  # type: ignore[union-attr]
+    loss.backward()
+    return [*once, x.grad]  # type: ignore[list-item]
+
+
+def double_backward(net: Net, number: int) -> list[Tensor]:
+    x = make_input(number)
+    (grad,) = torch.autograd.grad(net(x).pow(2).mean(), x, create_graph=True)
+    grad.pow(2).sum().backward()
+    return [grad.detach(), x.grad]  # type: ignore[list-item]
+
+
 def gradients(net: nn.Module) -> list[Tensor]:
     found = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
     net.zero_grad(set_to_none=True)

@@ -3,7 +3,7 @@
 A fault strikes in the lowest calls of the file store, ``pwrite``, ``pread`` and ``fallocate``: all above them
 is what runs with a healthy drive too::
 
-    with inject("flip-read:n=3", "hang-write:after=5,drive=1") as faults:
+    with inject("flip-read:n=3", "hang-write:after=5") as faults:
         ...                       # train
     print(faults.fired)           # what was really injected
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 READERS: dict[str, Callable[[str], float]] = {
-    **dict.fromkeys(("n", "after", "times", "drive", "seed"), int),
+    **dict.fromkeys(("n", "after", "times", "seed"), int),
     **dict.fromkeys(("chance", "seconds"), float),
     "bytes": parse_size,
     "errno": lambda name: int(getattr(errno, name)),
@@ -54,7 +54,6 @@ class Fault:
         bytes: Every call with which more bytes than this would have moved.
         chance: Share of the calls, drawn by ``seed``.
         times: Most strikes.
-        drive: On this drive only, by its place among the store's directories, from 0; not for "grow".
         errno: The number that ``fail`` raises.
         seconds: How long ``delay`` takes.
         seed: What draws the calls and the bit that changes.
@@ -67,7 +66,6 @@ class Fault:
     bytes: int | None = None
     chance: float = 1.0
     times: int | None = None
-    drive: int | None = None
     errno: int = errno.EIO
     seconds: float = 0.05
     seed: int = 0
@@ -216,7 +214,7 @@ class Faults:
             return None, 0
         with self._lock:
             for index, fault in enumerate(self._faults):
-                if fault.verb != verb or fault.drive not in {None, drive}:
+                if fault.verb != verb:
                     continue
                 trigger = self._triggers.setdefault((index, drive), _Trigger(fault, drive))
                 if trigger.pulled(nbytes):

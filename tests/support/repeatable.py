@@ -51,9 +51,9 @@ def layer_of(noise: Any = Plain.noise, *, inner: Callable[[], nn.Module] = nn.Id
 class Net(nn.Module):
     """Calls its layers one after the other; those that remember are given a memory."""
 
-    def __init__(self, kind: type[Plain], count: int = LAYERS) -> None:
+    def __init__(self, kind: type[Plain]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(kind() for _ in range(count))
+        self.layers = nn.ModuleList(kind() for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         kind = getattr(self.layers[0], "remembers", None)

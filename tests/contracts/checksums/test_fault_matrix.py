@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from faults import Fault, inject
+from harness import made
 from torch import Tensor, nn
 
 import tba_offload as tba
@@ -85,9 +86,7 @@ def test_no_fault_is_silent(
 ) -> None:
     fault = Fault.parse(spec)
     plain, ours, losses = Training(schedule), Training(schedule), []
-    directories = [tmp_path / str(number) for number in range(drives)]
-    for directory in directories:
-        directory.mkdir()
+    directories = [made(tmp_path / str(number)) for number in range(drives)]
     policy = {
         **placement,
         "budget": {"in_flight_bytes": "64KiB"},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from covering import full
 from faults import inject
+from harness import made
 from store_contract import CPU, PATIENCE, READY, io_threads, pattern, write
 
 from tba_offload.device import ByteRange
@@ -39,7 +40,7 @@ model = torch.nn.Sequential(*layers)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 policy = {
     "budget": {"in_flight_bytes": "512KiB"},
-    "store": {"kind": "file", "directories": DIRECTORIES, "stall_seconds": LIMIT},
+    "store": {"kind": "file", "directories": [DIRECTORY], "stall_seconds": LIMIT},
 }
 
 def train(steps):
@@ -94,11 +95,8 @@ def run(python: Warm, script: str) -> tuple[int, str, float]:
     return ended.returncode, ended.stderr, float(last.split()[2])
 
 
-def told(directories: list[Path], fault: str) -> str:
-    for directory in directories:
-        directory.mkdir()
-    names = [str(directory) for directory in directories]
-    return f"DIRECTORIES, LIMIT, FAULT = {names!r}, {LIMIT!r}, {fault!r}\n{SETUP}"
+def told(directory: Path, fault: str) -> str:
+    return f"DIRECTORY, LIMIT, FAULT = {str(made(directory))!r}, {LIMIT!r}, {fault!r}\n{SETUP}"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +111,7 @@ def told(directories: list[Path], fault: str) -> str:
 def test_a_script_ends_with_the_named_error(
     tmp_path: Path, python_with_torch: Warm, fault: str, end: str
 ) -> None:
-    code, errors, seconds = run(python_with_torch, told([tmp_path / "drive"], fault) + ENDS[end])
+    code, errors, seconds = run(python_with_torch, told(tmp_path / "drive", fault) + ENDS[end])
     assert code == 1
     assert f"RuntimeWarning: nothing has moved for {LIMIT / 10:g} s" in errors
     assert "TransferError: could not" in errors
@@ -125,7 +123,7 @@ def test_a_script_ends_with_the_named_error(
 @pytest.mark.full
 def test_a_loop_that_catches_the_error_goes_on(tmp_path: Path, python_with_torch: Warm) -> None:
     script = (
-        told([tmp_path / "drive"], "hang-write")
+        told(tmp_path / "drive", "hang-write")
         + """
 session = tba.attach(model, policy)
 train(2)
@@ -147,7 +145,7 @@ print(f"{errors} of 20 steps failed", file=sys.stderr)
 def test_a_session_that_was_never_closed(tmp_path: Path, python_with_torch: Warm) -> None:
     """The program ends, and callbacks of others run: one of them says how long."""
     script = (
-        told([tmp_path / "drive"], "hang-write")
+        told(tmp_path / "drive", "hang-write")
         + """
 policy["budget"]["in_flight_bytes"] = "64MiB"
 session = tba.attach(model, policy)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from exact_memory import exact_memory
 from faults import inject
-from harness import MIB
+from harness import MIB, made
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -232,13 +232,11 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_the_cause_is_named_and_its_advice_lowers_the_peak(situation: str, tmp_path: Path) -> None:
     before, after = SITUATIONS[situation]
-    for name in ("before", "after"):
-        (tmp_path / name).mkdir()
-    found = trained(tmp_path / "before", **before)
+    found = trained(made(tmp_path / "before"), **before)
     assert found.cause == situation.partition(":")[0], str(found)
     first, peak = found.findings[0], found.evidence.peak.nbytes
     assert 0 < first.nbytes <= peak
-    then = trained(tmp_path / "after", **after).evidence.peak.nbytes
+    then = trained(made(tmp_path / "after"), **after).evidence.peak.nbytes
     assert 0.6 * first.saves < peak - then < 1.5 * first.saves, (str(found), then / MIB)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from harness import KIB, config_for, session_for
+from harness import KIB, config_for, made, session_for
 from models import loss_of, make_model, make_tokens
 
 import tba_offload as tba
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 LAYERS = 4
 
 
-def logged(tmp_path: Path, *, steps: int, measure_memory: bool = True, drives: int = 1) -> Path:
+def logged(tmp_path: Path, *, steps: int, drives: int = 1) -> Path:
     """Trains; each directory is told apart as if it were a drive."""
-    directories = [tmp_path / f"drive{number}" for number in range(drives)]
-    for directory in directories:
-        directory.mkdir()
+    directories = [made(tmp_path / f"drive{number}") for number in range(drives)]
     model = make_model(layers=LAYERS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     policy = {
@@ -41,7 +39,7 @@ def logged(tmp_path: Path, *, steps: int, measure_memory: bool = True, drives: i
         "min_tensor_bytes": "1KiB",
     }
     path = tmp_path / "run.jsonl"
-    with tba.attach(model, policy, run_log=path, measure_memory=measure_memory):
+    with tba.attach(model, policy, run_log=path, measure_memory=True):
         for number in range(steps):
             for micro_batch in range(2):
                 loss_of(model, make_tokens(2 * number + micro_batch)).backward()

@@ -19,7 +19,7 @@ import pytest
 import torch
 from covering import EVERYTHING, of_which
 from harness import KIB, PATIENCE, PLACEMENTS, assert_all_given_back, session_for, wait_until
-from models import History, Model, assert_same_history, loss_of, make_model, make_tokens, same_bits, train
+from models import History, Model, assert_same_history, loss_of, make_model, make_tokens, same_bits
 from places import ROOT, SUPPORT
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -352,6 +352,5 @@ def train_with_workers(model: Model, session: Session | None) -> History:
 def test_workers_of_a_data_loader(model: Model, tmp_path: Path) -> None:
     expected = train_with_workers(model, None)
     with session_for(model, directory=tmp_path) as session:
-        train(model, None, steps=0)
         assert_same_history(train_with_workers(model, session), expected)
         assert_all_given_back(session)

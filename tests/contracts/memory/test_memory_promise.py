@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from blocks import make_net
 from covering import in_turn
 from exact_memory import exact_memory
 from harness import KIB, Drive, assert_all_given_back, session_for, wait_until
@@ -24,6 +25,8 @@ import tba_offload as tba
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from blocks import Net
 
     from tba_offload.session import Session
 
@@ -70,27 +73,15 @@ def activated() -> Chain:
     return Chain(nn.functional.gelu)
 
 
-class Stack(nn.Module):
-    def __init__(self, block: Callable[[], nn.Module], depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(block() for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def make_stack(block: Callable[[], nn.Module], depth: int) -> Stack:
+def make_stack(block: Callable[[], nn.Module], depth: int) -> Net:
     """Gradients are there from the start: they do not count as activations."""
-    torch.manual_seed(0)
-    stack = Stack(block, depth)
+    stack = make_net(block, depth)
     for parameter in stack.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return stack
 
 
-def accumulate(stack: Stack, order: str) -> None:
+def accumulate(stack: Net, order: str) -> None:
     """``F`` is the forward of the next micro-batch, ``B`` the backward of the oldest."""
     losses: list[Tensor] = []
     for letter in order:
@@ -100,7 +91,7 @@ def accumulate(stack: Stack, order: str) -> None:
             losses.pop(0).backward()
 
 
-def peak_of(stack: Stack, session: Session | None, order: str = "FB") -> int:
+def peak_of(stack: Net, session: Session | None, order: str = "FB") -> int:
     """The most live bytes in one step."""
     with LiveBytes() as bytes_, session.step() if session is not None else nullcontext():
         accumulate(stack, order)
@@ -192,15 +183,6 @@ def test_what_found_no_room_is_counted_as_kept() -> None:
             assert peak <= kept + CEILING + 1.2 * scope
 
 
-def allocated_peak(stack: Stack, session: Session) -> int:
-    """What the allocator says of one step."""
-    with session.step() as step:
-        accumulate(stack, "FB")
-    assert step.record is not None
-    assert step.record.activation_peak_bytes is not None
-    return step.record.activation_peak_bytes
-
-
 @pytest.mark.parametrize("block", [Chain, Heads])
 def test_the_peak_does_not_grow_with_depth(block: type[nn.Module]) -> None:
     """By the storages that are alive, and by the allocator."""
@@ -214,7 +196,9 @@ def test_the_peak_does_not_grow_with_depth(block: type[nn.Module]) -> None:
         ):
             peak_of(stack, session)
             live[depth] = peak_of(stack, session)
-            allocated[depth] = allocated_peak(stack, session)
+            with session.step():
+                accumulate(stack, "FB")
+            allocated[depth] = session.report()[-1].activation_peak_bytes or 0
     assert live[16] <= 1.15 * live[4]
     # How full the window is at the peak is a matter of time; twelve layers hold 45 times as much.
     assert allocated[16] <= allocated[4] + CEILING

@@ -33,6 +33,8 @@ from blocks import (
     assert_same,
     assert_transparent,
     attached,
+    backward_twice,
+    double_backward,
     forward_backward,
     gradients,
     make_input,
@@ -396,22 +398,6 @@ def test_07_weights_that_are_replaced_between_steps() -> None:
 
 
 # 8. Unpack twice, out of order, from another thread, after an exception, or never
-
-
-def backward_twice(net: Net, number: int) -> list[Tensor]:
-    x = make_input(number)
-    loss = net(x).pow(2).mean()
-    loss.backward(retain_graph=True)
-    once = [x.grad.clone(), *(p.grad.clone() for p in net.parameters())]  # type: ignore[union-attr]
-    loss.backward()
-    return [*once, x.grad]  # type: ignore[list-item]
-
-
-def double_backward(net: Net, number: int) -> list[Tensor]:
-    x = make_input(number)
-    (grad,) = torch.autograd.grad(net(x).pow(2).mean(), x, create_graph=True)
-    grad.pow(2).sum().backward()
-    return [grad.detach(), x.grad]  # type: ignore[list-item]
 
 
 def parts_of_a_graph(net: Net, number: int) -> list[Tensor]:

@@ -19,6 +19,7 @@ from blocks import (
     Net,
     assert_same,
     assert_transparent,
+    backward_twice,
     forward_backward,
     gradients,
     make_input,
@@ -175,16 +176,8 @@ def test_inputs_are_freed_however_they_were_given() -> None:
 
 @pytest.mark.parametrize(("default", "settled"), in_turn(list(MADE_AGAIN), [True, False]))
 def test_a_graph_that_is_used_twice(default: str, *, settled: bool) -> None:
-    def work(net: Net, number: int) -> list[Tensor]:
-        loss = net(make_input(number)).pow(2).mean()
-        loss.backward(retain_graph=True)
-        once = [each.clone() for each in gradients(net)]
-        net.zero_grad()
-        loss.backward()
-        assert len(once) == len(list(net.parameters()))
-        return once
-
-    records = assert_transparent(work, MADE_AGAIN[default], default=default, in_flight=ONE, settled=settled)
+    block = MADE_AGAIN[default]
+    records = assert_transparent(backward_twice, block, default=default, in_flight=ONE, settled=settled)
     assert all(map(is_made_again, records))
 
 

@@ -16,10 +16,10 @@ from blocks import (
     ONE,
     ROWS,
     Block,
-    Net,
     assert_same,
     assert_transparent,
     attached,
+    double_backward,
     forward_backward,
     make_input,
     plain,
@@ -226,13 +226,7 @@ def test_neither_arguments_nor_outputs_stay_between_forward_and_backward() -> No
 
 
 def test_a_gradient_of_a_gradient() -> None:
-    def work(net: Net, number: int) -> list[Tensor]:
-        x = make_input(number)
-        (gradient,) = torch.autograd.grad(net(x).pow(2).mean(), x, create_graph=True)
-        gradient.pow(2).sum().backward()
-        return [gradient.detach()]
-
-    assert made_again(assert_transparent(work, mixing(F.gelu), **REMAT)) == [LAYERS * ONE] * 3
+    assert made_again(assert_transparent(double_backward, mixing(F.gelu), **REMAT)) == [LAYERS * ONE] * 3
 
 
 # Precision

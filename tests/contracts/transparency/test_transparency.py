@@ -82,14 +82,10 @@ EACH_KIND = [
 ]
 
 # What ``single_process`` silences is silent in one phase of a test only, and a group outlives the phase.
-pytestmark = pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(mode=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning"),
+    pytest.mark.usefixtures("deterministic"),
+]
 
 
 @pytest.fixture(scope="module", params=EACH_KIND)

@@ -106,24 +106,19 @@ def test_backward_comes_to_a_layer_in_another_way(
     assert_same_tensors(*gradients)
 
 
-def second_derivative(model: Model) -> None:
-    x = rows()
-    torch.autograd.grad(model(x).sum(), x, create_graph=True)
-
-
-def transform(model: Model) -> None:
-    torch.func.grad(lambda x: model.eval()(x).sum())(rows().detach())
-
-
 @pytest.mark.parametrize(
-    ("use", "said"), [(second_derivative, "create_graph=True"), (transform, r"transforms of torch\.func")]
+    ("said", "use"),
+    [
+        ("create_graph=True", lambda net, x: torch.autograd.grad(net(x).sum(), x, create_graph=True)),
+        (r"transforms of torch\.func", lambda net, x: torch.func.grad(lambda y: net(y).sum())(x.detach())),
+    ],
 )
 def test_what_cannot_have_its_weights_is_named(
-    use: Callable[[Model], None], said: str, tmp_path: Path
+    said: str, use: Callable[[Model, Tensor], object], tmp_path: Path
 ) -> None:
-    model = Model()
+    model = Model().eval()
     with offloaded(model, tmp_path), pytest.raises(SessionError, match=said):
-        use(model)
+        use(model, rows())
 
 
 @pytest.mark.parametrize("at_backward", [False, True])

@@ -12,11 +12,11 @@ import pytest
 from children import run_python
 from click.testing import CliRunner
 from commands import call
+from run_logs import write_run
 
 import tba_offload
 from tba_offload import cli
 from tba_offload.errors import TbaError
-from tba_offload.report.log import RunHeader, RunLogWriter, StepRecord
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,25 +26,18 @@ if TYPE_CHECKING:
 def runs(tmp_path: Path) -> list[str]:
     """Two run logs of six steps: keep, and offload at a fifth of its memory."""
     return [
-        write_run(tmp_path / f"{strategy}.jsonl", strategy, peak=peak, seconds=seconds)
+        str(
+            write_run(
+                tmp_path / f"{strategy}.jsonl",
+                header={"strategy": strategy, "model": {"batch_size": 2}},
+                seconds=seconds,
+                model_flops=1e12,
+                activation_peak_bytes=peak * 2**20,
+                peak_source="cuda allocator",
+            )
+        )
         for strategy, peak, seconds in (("keep", 1000, 0.50), ("offload", 200, 0.52))
     ]
-
-
-def write_run(path: Path, strategy: str, *, peak: int, seconds: float) -> str:
-    header = RunHeader(strategy=strategy, model={"batch_size": 2})
-    with RunLogWriter(path, header) as log:
-        for step in range(6):
-            log.write(
-                StepRecord(
-                    step=step,
-                    seconds=seconds + (step == 1),
-                    model_flops=1e12,
-                    activation_peak_bytes=peak * 2**20,
-                    peak_source="cuda allocator",
-                )
-            )
-    return str(path)
 
 
 def test_json_and_csv_are_alone_on_the_standard_output(runs: list[str]) -> None:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import fake_kvikio
 import pytest
-from click.testing import CliRunner, Result
+from commands import call
 from fake_kvikio import PinningDevice
 from store_contract import CPU, descriptors
 
-from tba_offload import cli
 from tba_offload import device as streams
 from tba_offload.store import doctor, gds
 
@@ -32,12 +31,8 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "default_device", lambda: CPU)
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, ["doctor", *arguments])
-
-
 def findings_of(*arguments: str) -> dict[str, Any]:
-    result = call("--json", *arguments)
+    result = call("doctor", "--json", *arguments)
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found
@@ -84,7 +79,7 @@ def test_doubts_about_a_directory_are_told() -> None:
 @pytest.mark.usefixtures("cpu")
 def test_a_directory_that_cannot_be_used_is_status_1(tmp_path: Path) -> None:
     missing = Path("/dev/shm") / f"tba-test-{uuid.uuid4().hex}"
-    result = call(str(tmp_path), str(tmp_path / "not" / "there"), str(missing))
+    result = call("doctor", tmp_path, tmp_path / "not" / "there", missing)
     assert result.exit_code == 1
     assert "cannot be used: 'not' does not exist; mount its drive" in result.stdout
     assert f"mkdir -p {missing}" in result.stdout

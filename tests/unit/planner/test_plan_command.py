@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 from commands import call
-from harness import MIB, config_for
+from harness import MIB, config_for, made
 from models import make_model, train
 
 import tba_offload as tba
@@ -145,8 +145,7 @@ def test_a_policy_that_was_not_planned_is_not_replaced(run_log: Path, tmp_path: 
 
 def test_a_plan_foretells_what_its_own_log_measured_and_its_policy_can_be_attached(tmp_path: Path) -> None:
     """Also after the directory of the run has gone."""
-    drive, path, policy = tmp_path / "drive", tmp_path / "run.jsonl", tmp_path / "policy.yaml"
-    drive.mkdir()
+    drive, path, policy = made(tmp_path / "drive"), tmp_path / "run.jsonl", tmp_path / "policy.yaml"
     model, config = make_model(layers=LAYERS), config_for(in_flight=MIB, default=OFFLOAD, directory=drive)
     with tba.attach(model, config, run_log=path) as session:
         train(model, session, steps=6)

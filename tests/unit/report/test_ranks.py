@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-def write(
-    path: Path, rank: int, ranks: int = 2, *, steps: int = 3, run: str | None = "one", **more: object
-) -> Path:
+def write(path: Path, rank: int, *, steps: int = 3, run: str = "one") -> Path:
     """The log of one rank; rank 1 is slower and has less in memory than rank 0, and knows the loss."""
-    header = RunHeader(strategy="offload", run=run, rank=rank, ranks=ranks, model={"batch_size": 4})
+    header = RunHeader(strategy="offload", run=run, rank=rank, ranks=2, model={"batch_size": 4})
     with RunLogWriter(path, header) as writer:
         for step in range(1, steps + 1):
             record = StepRecord(

@@ -13,6 +13,7 @@ import pytest
 from children import run_python
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from store_contract import descriptors
 
 from tba_offload.errors import RunLogError
 from tba_offload.report.log import (
@@ -48,10 +49,6 @@ def write_log(path: Path, *records: StepRecord, header: RunHeader = HEADER) -> P
         for record in records:
             log.write(record)
     return path
-
-
-def open_descriptors() -> set[str]:
-    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
 # What is written is read back
@@ -119,11 +116,11 @@ def test_a_log_is_never_overwritten_and_has_one_writer(tmp_path: Path) -> None:
         with pytest.raises(RunLogError, match=r"it exists.*such as run\.rank0\.jsonl"):
             RunLogWriter(path, HEADER)
         log.write(RECORD)
-    before, descriptors = path.read_bytes(), open_descriptors()
+    before, opened = path.read_bytes(), descriptors()
     with pytest.raises(RunLogError, match="it exists, and run logs are never overwritten"):
         RunLogWriter(path, HEADER)
     assert path.read_bytes() == before
-    assert open_descriptors() == descriptors
+    assert descriptors() == opened
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import fake_kvikio
 import pytest
 import torch
 from fake_kvikio import HAS_KVIKIO, PinningDevice
+from harness import made
 from store_contract import descriptors, get, pattern, put
 
 from tba_offload.device import Accelerator, ByteRange
@@ -68,9 +69,7 @@ def test_auto_is_file_without_kvikio(
 def test_auto_is_file_on_each_drive_whose_files_cufile_refuses(
     device: PinningDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directories = [tmp_path / "refused", tmp_path / "taken"]
-    for directory in directories:
-        directory.mkdir()
+    directories = [made(tmp_path / "refused"), made(tmp_path / "taken")]
     refusals = iter([OSError(errno.EOPNOTSUPP, "not taken")])
     original = fake_kvikio.CuFile.__init__
 

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import stub_driver
@@ -18,9 +18,6 @@ from store_contract import at_lead, pattern
 from tba_offload.device.digest import sums
 from tba_offload.errors import MissingDependencyError
 from tba_offload.store import gds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # The real kvikio
 
@@ -36,19 +33,14 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return stub_driver.variables(folder)
 
 
-def run(command: Sequence[str | Path], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=False, cwd=ROOT, env=variables
-    )
-
-
 def test_the_contract_and_every_fault_on_the_real_kvikio(variables: dict[str, str]) -> None:
     """The tests of ``gds_on_stub_driver.py``."""
     tests = Path(__file__).with_name("gds_on_stub_driver.py")
     alone = ["-p", "no:xdist", "-p", "no:cacheprovider"]
     # A CUDA build of PyTorch asks the stub for devices, and warns that its own calls are not there.
     no_gpu = ["-W", "ignore:CUDA initialization:UserWarning"]
-    done = run(["-m", "pytest", "-q", *alone, *no_gpu, tests], variables)
+    command = [sys.executable, "-m", "pytest", "-q", *alone, *no_gpu, tests]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     (passed,) = re.findall(r"^(\d+) passed", done.stdout, re.MULTILINE)
     assert int(passed) > 30

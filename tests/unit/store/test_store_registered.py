@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import call
 from harness import MIB, assert_all_given_back
 from models import assert_same_history, make_model, train
 
 import tba_offload as tba
-from tba_offload.cli import main
 from tba_offload.device import READY
 from tba_offload.store import Store, register_kind, unregister_kind
 from tba_offload.store.base import Checksum
@@ -128,7 +127,7 @@ def test_commands_import_what_registers_it(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / f"{module}.py").write_text(code)
 
     def check(*options: Any) -> Any:
-        return CliRunner().invoke(main, [*options, "check", str(policy), "--layers", "2"])
+        return call(*options, "check", policy, "--layers", 2)
 
     unknown = check("--import", module)
     assert unknown.exit_code == 2
