@@ -238,6 +238,8 @@ class Loop:
             self.session.memory.resume()
             return
         if step is not None:
+            if step.opened_itself and self._outermost and not self.session.capture.trace.backward_ends:
+                self.fail()  # the forward before raised an exception, which may keep its graph alive
             if not step.opened_itself or not self._is_over(step, at_forward=True):
                 return
             self._conclude(step)

@@ -530,9 +530,7 @@ class Offloader:
             left -= ref.nbytes
             if left <= 0:
                 break
-        transfer = getattr(ref, verb)
-        if transfer is not None:
-            self._wait(transfer, ref)
+        self._wait(getattr(ref, verb), ref)
 
     def _finish_writes(self) -> bool:
         """Take note of the writes that have ended, or wait for the oldest; return False if there is none."""

@@ -473,6 +473,22 @@ def test_a_failed_write_is_raised_before_the_weights_change(model: Model) -> Non
         assert len(session.report()) == 1
 
 
+def test_a_forward_that_fails_outside_of_layers_ends_its_step(model: Model) -> None:
+    optimizer = adam(model)
+
+    def fail(*_: object) -> None:
+        raise ValueError("of the program")
+
+    with session_for(model) as session:
+        handle = model.layers[-1].register_forward_hook(fail)
+        with pytest.raises(ValueError, match="of the program") as caught:
+            micro_batch(model)
+        handle.remove()
+        one_step(model, optimizer)
+        assert [step.scopes for step in session.report()] == [LAYERS]
+        assert caught.value.__traceback__ is not None  # which keeps the graph of that forward alive
+
+
 NEVER_CLOSED = """
 import sys, warnings
 warnings.simplefilter("error")
