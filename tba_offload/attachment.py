@@ -77,7 +77,7 @@ def attach(
             ``tba_offload.session``, on stderr unless the program has set logging up.
         on_step: A function, or several, to be called with the :class:`StepRecord` of each step when all of it
             is known: on a CPU at the step's end, on an accelerator mostly within the next step. Those of
-            :mod:`tba_offload.sinks` write to TensorBoard or W&B. What it raises ends the training.
+            :mod:`tba_offload.sinks` write to TensorBoard or W&B. An exception of one ends the training.
         trace_steps: Numbers of the steps, from 1, that are recorded over time as ``session.step(trace=True)``
             records one, also where they open by themselves.
 

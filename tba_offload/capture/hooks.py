@@ -38,7 +38,7 @@ SPARSE = 4
 """A view is copied densely if it needs less than one ``SPARSE``-th of its storage."""
 
 RELEARN_AFTER = 32
-"""Every so many steps, activations that something else kept alive are offloaded again, to see."""
+"""Steps after which activations that something else kept alive are tried again."""
 
 
 class Kept:
@@ -247,7 +247,7 @@ class LayerHooks:
         capture: What the session captures.
         key: The scope.
         when_slow: Whether activations may be kept when the window is full.
-        stays: For a layer that is offloaded in part: returns whether an activation of so many bytes stays.
+        stays: Returns whether an activation of a given size in bytes stays; ``None`` to offload all.
             Called once for each activation, in the order of saving.
     """
 

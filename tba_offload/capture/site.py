@@ -91,7 +91,7 @@ def _reduce_without_hooks(module: nn.Module) -> Any:
 
 
 class Site(InstalledHook):
-    """A session's place in front of a layer: it stands in for the layer's forward.
+    """The callable that replaces a layer's forward while a session is open.
 
     A callable rather than module hooks, because its ``finally`` also runs on KeyboardInterrupt. Copies and
     pickles of the layer get the layer's own forward: a session belongs to one model. A copy that shares the

@@ -4,9 +4,9 @@ The CPU is a device on which everything is ready at once. The rest of the packag
 runs on. It takes an event where bytes were produced, hands the event to the thread that moves the bytes, and
 copies with :meth:`Device.copy`.
 
-A device that runs behind the host has a time of its own: the host's clock says when work was given, not when
-it was done. :meth:`Device.mark` marks a point of that work without waiting for it, and :meth:`Device.seconds`
-returns afterwards when each mark was reached.
+An accelerator works later than the host calls it, so the host's clock does not time its work.
+:meth:`Device.mark` marks a point of that work without waiting for it, and :meth:`Device.seconds` returns
+afterwards when each mark was reached.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ class ByteRange:
         """Return ``nbytes`` of this range from its byte ``start`` on.
 
         Raises:
-            ValueError: It does not have so many.
+            ValueError: The range is shorter.
         """
         if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
             raise ValueError(f"bytes {start} to {start + nbytes} are not within {self.nbytes}")
@@ -349,7 +349,7 @@ def aligned_range(nbytes: int, address: int, alignment: int, device: Device) -> 
     Args:
         nbytes: Payload in bytes.
         address: Where the bytes were originally.
-        alignment: What the store asks for, a power of two.
+        alignment: The alignment of the store, bytes; a power of two.
         device: Where to allocate.
 
     Returns:
