@@ -39,7 +39,7 @@ def write_regular(path: str | os.PathLike[str], content: bytes) -> None:
     Args:
         path: A regular file or the name of a new one, and no link; or a stream that a shell has opened, such
             as ``/dev/stdout``.
-        content: What the file is to hold.
+        content: Bytes of the whole file.
 
     Raises:
         OSError: It cannot be written, or is a link or no regular file.

@@ -58,7 +58,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # What is marked ``full`` is left out, unless ``FULL``, a sample or the command line wants it.
+    # Tests marked ``full`` run only with ``FULL``, in a sample, or named on the command line.
     named = [argument for argument in config.args if "::" in argument]
     left = {item for item in items if not is_wanted(item, named)}
     if left:

@@ -150,7 +150,7 @@ class StepTrace:
             forbids hooks, and were therefore not captured.
         backward_seconds: Time of the backward passes, from the first scope to the end of the graph.
         backward_ends: When they ended.
-        device: A device that runs behind the host: its work is marked too. ``None`` for no marks.
+        device: The accelerator whose work is marked; ``None`` for no marks.
         marks: Where in the work of the device the step began and ended.
         backward_marks: Where in the work of the device the backward passes ended.
         gradients: Counts the bytes of gradients; ``None`` if it does not matter when they come.

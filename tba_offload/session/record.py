@@ -117,7 +117,7 @@ class Records:
         Args:
             record: What is known of it.
             step: The step, whose loss may be late.
-            trace: The trace of the step, with the time of a step on a device that runs behind the host.
+            trace: The trace of the step; on an accelerator it has the time of the step there.
 
         Returns:
             The record, complete if nothing of it is late.

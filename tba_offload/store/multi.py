@@ -53,8 +53,8 @@ class MultiStore:
     A write goes wholly to one place that is in service and has room: host memory beside drives while the
     drives have more than ``spill_bytes`` still to write (the rule of TERAIO), or no room; of several drives
     the one with the shortest time for what it holds and has still to do. A place that failed a write is left
-    alone, and tried again by one write after a pause that doubles each time. What is queued for a place that
-    fails, or that turns out to be full, fails with it.
+    alone, and tried again by one write after a pause that doubles each time. Queued writes to a place
+    that fails end with its error; writes to a place that turns out to be full fail where it must grow.
 
     Args:
         stores: At least one place. They are closed with this store.

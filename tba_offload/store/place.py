@@ -34,10 +34,9 @@ FIRST_RATE = 1e9
 """Bytes a second that a place is taken to write before it was measured."""
 
 FIRST_BYTES, RECENT_BYTES = 8 << 20, 64 << 20
-"""Reach of a measured rate in bytes. Before so many have moved, the first rate counts too.
+"""Bytes that count at :data:`FIRST_RATE` at first, and bytes after which older measurements are halved.
 
-One small transfer whose thread had to wait for the processor says nothing of its drive. What came before
-so many recent bytes counts half, or less.
+One small transfer whose thread had to wait for the processor says nothing of its drive.
 """
 
 

@@ -114,8 +114,8 @@ class Mount(NamedTuple):
     Attributes:
         kind: Its type by the kernel, such as ``"nfs4"`` or ``"fuse.sshfs"``; "unknown" if it does not tell.
         source: The mounted device or export, such as ``"/dev/nvme0n1p1"``; empty if unknown.
-        place: Where its bytes are: "memory", "network" (also behind a process in user space), "layers" (an
-            overlay whose upper layer is not seen to be in memory), or "drive" for every other one.
+        place: Where it keeps its bytes: "memory", "network" (also behind a process in user space), "layers"
+            (an overlay whose upper layer is not seen to be in memory), or "drive" for every other one.
     """
 
     kind: str = "unknown"

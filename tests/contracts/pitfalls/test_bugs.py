@@ -335,7 +335,7 @@ def test_06_an_address_that_is_reused_is_another_activation() -> None:
 
 
 class Lasting(nn.Module):
-    """Hands something to be saved that is no activation; its weight lies in flat memory, as in Megatron."""
+    """Saves a tensor that is no activation; its weight is a view of a flat buffer, as in Megatron."""
 
     def __init__(self, find: Callable[[Lasting], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""At most three sub-groups of states are in memory, and those that stay; in the first update too.
+"""Memory holds at most three sub-groups beside the states that stay, from the first update on.
 
 Fused Adam has no temporary tensors, so that nothing else is counted.
 """
