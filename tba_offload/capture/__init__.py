@@ -1,1 +1,1 @@
-"""What a training step does: which tensors its layers save, in which order backward uses them."""
+"""The activations of a training step: tensors that layers save, and the order in which backward uses them."""

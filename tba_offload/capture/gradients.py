@@ -1,7 +1,7 @@
-"""Which gradients have come into being in a step, and how many bytes they take.
+"""The gradients that a step creates, and the bytes that they take.
 
-PyTorch sets gradients to None by default, so that backward allocates all of them anew. They are no
-activations: they grow with the model, not with the batch, and no placement of a layer makes them fewer.
+PyTorch sets gradients to None by default, so backward allocates all of them again. Gradients are no
+activations: their size depends on the model, not on the batch, and no placement changes it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """The gradients of a model, as they are put in place.
+    """The gradients of a model, counted when backward creates them.
 
     Args:
         modules: The model or its chunks.
-        device: Gradients elsewhere take no memory of it.
-        about_to_count: Called with its bytes before one is counted.
+        device: The device whose memory counts. Gradients on other devices are ignored.
+        about_to_count: Called with the bytes of a gradient before that gradient is counted.
 
     Attributes:
-        live: Their bytes.
-        was_dropped: Whether one of this step was freed and made again, so that what was accumulated is lost.
-        watched: The parameters that are trained, or were, by id.
-        born: The watched parameters that got a gradient in this step, unless a hook has taken it away.
+        live: Counts the bytes of gradients that exist.
+        was_dropped: Whether a gradient of this step was freed and created again, so that accumulated values
+            are lost.
+        watched: The parameters with a hook, by ``id()``.
+        born: The watched parameters that got a gradient in this step. A parameter is removed if a hook takes
+            its gradient away.
     """
 
     def __init__(
@@ -46,28 +48,28 @@ class Gradients:
         self._modules, self.about_to_count = modules, about_to_count
         self.watched: dict[int, Watched] = {}
         self.born: dict[int, Watched] = {}
-        self.also_watch(self.parameters())  # a step may open in a transform, which has others in their place
+        self.also_watch(self.parameters())  # a step may begin in a transform, which replaces parameters
 
     def begin_step(self) -> None:
-        """Forget what was born; count what exists, and watch parameters that are new."""
+        """Forget the gradients of the last step, count those that exist, and watch new parameters."""
         self.born.clear()
         self.was_dropped = False
-        # ``functional_call`` gives the model other parameters in each step.
+        # ``functional_call`` gives the model new parameters in each step.
         for key in [key for key, watched in self.watched.items() if watched.parameter() is None]:
             del self.watched[key]
-        parameters = list(self.parameters())  # once: a model may have thousands of modules
+        parameters = list(self.parameters())  # only once, because a model may have thousands of modules
         self._watch(parameters)
         self._count(parameters)
 
     def parameters(self) -> Iterable[torch.Tensor]:
         """Return the trainable parameters of the model, each once.
 
-        Those that were computed, as ``functional_call`` may give the model, get no gradients of their own.
+        Parameters that ``functional_call`` computed are left out, because they get no gradients of their own.
         """
         return filter(_is_trained, parameters_in(self._modules))
 
     def also_watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Count the gradients of parameters of the model, or of those that train together with it."""
+        """Count gradients of these parameters too, for example of a model that trains with it."""
         self._watch(filter(_is_trained, parameters))
 
     def _watch(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -76,9 +78,9 @@ class Gradients:
                 self.watched[id(parameter)] = Watched(parameter, partial(_accumulated, weakref.ref(self)))
 
     def count(self) -> None:
-        """Count gradients that exist and came without a word, as those of sharded parameters do."""
-        told = {key for key, born in self.born.items() if born.own() is not None}
-        self._count(parameter for parameter in self.parameters() if id(parameter) not in told)
+        """Count gradients that exist but reached no hook, such as gradients of sharded parameters."""
+        counted = {key for key, born in self.born.items() if born.own() is not None}
+        self._count(parameter for parameter in self.parameters() if id(parameter) not in counted)
 
     def _count(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -87,55 +89,56 @@ class Gradients:
                     self.live.add(gradient)
 
     def alone(self) -> int | None:
-        """Bytes that there are now; ``None`` where frozen weights come and go beside them."""
+        """Return the bytes of gradients now; ``None`` if bytes of frozen weights are counted with them."""
         gradients, frozen = self.live.parts
         return None if frozen else gradients
 
     @property
     def are_cleared(self) -> bool:
-        """Whether all that this step has made, if any, are gone or zeros again."""
+        """Whether every gradient of this step was freed or set to zero."""
         return all(born.is_cleared() for born in self.born.values())
 
     @property
     def updated(self) -> bool:
-        """Whether a parameter that has one was changed since."""
+        """Whether a parameter was changed after it got its gradient."""
         return any(born.is_updated() for born in self.born.values())
 
     def watches(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is one of the model, or of those that train together with it."""
+        """Return True if the gradients of this parameter are counted."""
         watched = self.watched.get(id(parameter))
         return watched is not None and watched.parameter() is parameter
 
     def pass_ended(self) -> None:
-        """Forget gradients that hooks took away within backward, and follow those that hooks replaced.
+        """Update the gradients of this step at the end of a backward pass.
 
-        Data parallelism does so: the program has not dropped these gradients, they are added up elsewhere, or
-        lie in a bucket.
+        Hooks of data parallelism take gradients away in backward, or replace them by views of a bucket.
+        Gradients that hooks took away are forgotten, because the program has not dropped them. The gradient
+        that replaced another one is watched in its place.
         """
         first = next(iter(self.born.values()), None)
-        if first is not None and first.own() is None:  # of thousands, mostly the others as well
+        if first is not None and first.own() is None:  # then usually all others as well
             self.born = {key: born for key, born in self.born.items() if born.follow()}
 
     def reached(self, module: nn.Module) -> bool:
-        """Whether this step has made a gradient of a parameter of a module."""
+        """Return True if this step has created a gradient of a parameter of ``module``."""
         return any(id(parameter) in self.born for parameter in parameters_in((module,)))
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for watched in self.watched.values():
             watched.handle.remove()
         self.watched.clear()
 
 
 def _accumulated(own: weakref.ref[Gradients], parameter: torch.Tensor) -> None:
-    """Record that a gradient is in its place."""
+    """Count a gradient that backward has just stored in its parameter."""
     gradients, gradient, key = own(), parameter.grad, id(parameter)
-    if gradients is None or gradient is None:  # a hook before this one has taken it, as Megatron's does
+    if gradients is None or gradient is None:  # an earlier hook took it away, as Megatron's does
         return
     watched = gradients.watched[key]
     is_again = gradients.born.get(key) is watched
     if is_again and watched.gradient() is not gradient and not gradient.requires_grad:
-        gradients.was_dropped = True  # with a graph of its own it would have been replaced by the sum
+        gradients.was_dropped = True  # accumulation is in place, except for a gradient with a graph
     gradients.born[key] = watched
     gradients.about_to_count(gradient.nbytes if gradient.layout is torch.strided else 0)
     gradients.live.add(gradient)
@@ -144,34 +147,34 @@ def _accumulated(own: weakref.ref[Gradients], parameter: torch.Tensor) -> None:
 
 
 def _is_trained(parameter: torch.Tensor) -> bool:
-    is_lazy = issubclass(type(parameter), UninitializedParameter)  # isinstance() would be a call in Python
+    is_lazy = issubclass(type(parameter), UninitializedParameter)  # isinstance() would run Python code
     return parameter.requires_grad and parameter.is_leaf and not is_lazy
 
 
 class Watched:
-    """A parameter whose gradients are watched: the hook on it, and the gradient that it got last.
+    """The hook of one parameter, and the gradient that the parameter got last.
 
-    It refers weakly to both, and its hook to what watches: PyTorch holds that where the cyclic collector does
-    not look.
+    Both references are weak. The hook refers weakly to :class:`Gradients`, because PyTorch holds the hook
+    where the cyclic garbage collector does not look.
     """
 
     __slots__ = "gradient", "gradient_version", "handle", "parameter", "parameter_version"
 
-    def __init__(self, parameter: torch.Tensor, told: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, parameter: torch.Tensor, accumulated: Callable[[torch.Tensor], None]) -> None:
         self.parameter = weakref.ref(parameter)
         self.parameter_version = parameter._version
         self.gradient: Callable[[], torch.Tensor | None] = lambda: None
         self.gradient_version = 0
         register: Any = parameter.register_post_accumulate_grad_hook
-        self.handle: RemovableHandle = register(told)
+        self.handle: RemovableHandle = register(accumulated)
 
     def own(self) -> torch.Tensor | None:
-        """Return the gradient that was made, unless it has been taken away or replaced."""
+        """Return the recorded gradient, unless it was taken away or replaced."""
         parameter, gradient = self.parameter(), self.gradient()
         return gradient if parameter is not None and parameter.grad is gradient else None
 
     def follow(self) -> bool:
-        """Take the present gradient for the one that was made; return whether there is one."""
+        """Record the parameter's present gradient; return False if there is none."""
         parameter = self.parameter()
         present = None if parameter is None else parameter.grad
         if present is not None:
@@ -179,15 +182,15 @@ class Watched:
         return present is not None
 
     def is_cleared(self) -> bool:
-        """Return True if the gradient is gone, or zeros."""
+        """Return True if the gradient was freed, or contains only zeros."""
         gradient = self.own()
         if gradient is None:
             return True
-        # A device is asked only where something has written the gradient, as scaling and clipping do too.
+        # Reading values waits for the device. Do it only if the gradient was written, as scaling does too.
         was_written = gradient._version != self.gradient_version
         return was_written and gradient.layout is torch.strided and not bool(gradient.any())
 
     def is_updated(self) -> bool:
-        """Return True if the parameter was changed since."""
+        """Return True if the parameter changed after it got its gradient."""
         parameter = self.parameter()
         return parameter is not None and parameter._version != self.parameter_version

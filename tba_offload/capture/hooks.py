@@ -1,16 +1,16 @@
-"""The saved-tensor hooks: what pack decides and what unpack gives back.
+"""Saved-tensor hooks: ``pack`` decides where a saved tensor goes, ``unpack`` returns it to backward.
 
-One :class:`Capture` serves a session. For each execution of an offloaded layer it pushes the hooks of a
+A session has one :class:`Capture`. Each run of an offloaded layer pushes the hooks of one
 :class:`LayerHooks`, which knows the scope.
 
-``pack`` never returns the saved tensor itself: an operation that saves its own output would then keep
-itself alive if backward never runs. It returns a :class:`Kept` or a :class:`Packed`.
+``pack`` never returns the saved tensor itself. An operation that saves its own output would otherwise keep
+that output alive if backward never runs. ``pack`` returns a :class:`Kept` or a :class:`Packed`.
 
-An operation saves its inputs before its kernel runs, and a kernel may fill one of them: ``rrelu`` its noise.
-So the bytes of a tensor without a graph are read only when the operation that saves it has ended. Its node is
-made before it saves anything, and the next operation's after it has ended: the number that autograd gives to
-the latest node tells. A tensor with a graph was filled before: results get theirs after the kernel, and
-filling one again raises its version.
+An operation saves its inputs before its kernel runs, and the kernel may still write to an input. For example,
+``rrelu`` fills its noise tensor. The bytes of a tensor without a graph are therefore read only after the
+operation has ended. Autograd's node numbers show when this is. An operation creates its node before it saves
+tensors, so a higher node number means that the next operation has started. A tensor with a graph is complete
+when it is saved: an output gets its graph after the kernel, and a later write in place raises its version.
 """
 
 from __future__ import annotations
@@ -35,47 +35,47 @@ if TYPE_CHECKING:
     from tba_offload.transfer.offloader import Offloader
 
 SPARSE = 4
-"""A view is copied densely if it needs less than one ``SPARSE``-th of its storage."""
+"""A view that needs less than one ``SPARSE``-th of its storage is copied into a dense tensor."""
 
 RELEARN_AFTER = 32
-"""Steps after which activations that something else kept alive are tried again."""
+"""Steps after which the session forgets which activations had other references, and offloads them again."""
 
 
 class Kept:
     """A saved tensor that stays in memory.
 
     Attributes:
-        tensor: The tensor, or a dense copy of the few elements that it needs of a large storage.
+        tensor: The tensor, or a dense copy of its elements if they are a small part of a large storage.
         probe: Shares the version counter of the saved tensor.
-        version: The value of that counter at pack. Hooks switch off the check of autograd's own.
-        view: If it is a copy: how the saved tensor looked at its storage.
-        address: Where its first element lay.
+        version: The value of that counter at ``pack``. Hooks switch off autograd's own check.
+        view: The original view of the saved tensor, if ``tensor`` is a copy; else ``None``.
+        address: The original address of the first element, if ``tensor`` is a copy.
     """
 
     __slots__ = ("address", "probe", "tensor", "version", "view")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # A parameter has no graph that it could keep alive.
+        # A leaf parameter has no graph that it could keep alive.
         alone = type(tensor) is torch.nn.Parameter and tensor.is_leaf
         self.tensor = self.probe = tensor if alone else tensor.detach()
         self.version = tensor._version
         self.view: views.View | None = None
 
     def shrink(self) -> None:
-        """Keep the elements of a sparse view without keeping the large storage that it looks at."""
+        """Replace a sparse view by a dense copy, so that its large storage can be freed."""
         whole = views.local_of(self.tensor)
         self.view, self.address = views.view_of(whole), whole.data_ptr()
         self.probe, self.tensor = views.version_probe(self.tensor), views.dense_copy(whole)
 
 
 class Packed(Handle):
-    """A saved tensor whose bytes are with a saved storage.
+    """A saved tensor whose bytes belong to a saved storage.
 
     Attributes:
-        view: How it looked at its storage.
+        view: The view of the saved tensor on its storage.
         probe: Shares the version counter of the saved tensor.
-        version: What that counter said.
-        address: If the saved storage is a dense copy of its elements: where the first one lay; else 0.
+        version: The value of that counter at ``pack``.
+        address: The original address of the first element if the saved storage is a dense copy; else 0.
     """
 
     __slots__ = ("address", "probe", "version", "view")
@@ -87,32 +87,33 @@ class Packed(Handle):
 
 
 class Capture:
-    """What the layers of one session save, step by step.
+    """The saved tensors of one session, step by step.
 
     Args:
         offloader: Moves the bytes.
-        min_tensor_bytes: Storages of fewer bytes stay in memory.
+        min_tensor_bytes: Storages with fewer bytes stay in memory.
 
     Attributes:
         static: The storages of the model itself.
-        schedule: What to read ahead.
-        trace: What happens in this step.
-        budget_bytes: The budget of resident activations that layers placed ``auto`` keep to.
-        slow_kept_bytes: Bytes kept in this step because the drive did not follow.
-        learned: Number and bytes of each layer's activations that something else keeps alive: they stay.
+        schedule: The prefetch schedule.
+        trace: The trace of the current step.
+        budget_bytes: The budget of resident activations for layers placed ``auto``.
+        slow_kept_bytes: Bytes kept in this step because the drive was too slow.
+        learned: Number and bytes of the activations of each layer that other references keep alive. These
+            stay in memory.
     """
 
     def __init__(self, offloader: Offloader, *, min_tensor_bytes: int) -> None:
         self.offloader, self.device = offloader, offloader.device.torch_device
-        # Not 0: a tensor without elements stays, and no more than that of its storage.
+        # At least 1, so that a tensor without elements stays in memory.
         self.min_tensor_bytes = max(min_tensor_bytes, 1)
         self.budget_bytes: int | None = None
         self.static = views.StaticStorages()
         self.schedule, self.trace = PrefetchSchedule(offloader), StepTrace()
         self.slow_kept_bytes = self._largest = self._step = 0
         self.look_at_memory: Callable[[], object] | None = None
-        # By the address of a storage object, with the view where that was copied densely. An address may
-        # belong to another storage by now, so a weak reference answers.
+        # Keys are addresses of storage objects, with the view for a dense copy. An address may be reused, so
+        # the value refers weakly to the storage that had it.
         self.saved: dict[object, SavedRef] = {}
         self.kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.learned: dict[int, set[tuple[int, int]]] = {}
@@ -122,30 +123,30 @@ class Capture:
     def find(
         self, storage: torch.UntypedStorage, tensor: torch.Tensor, view: views.View | None = None
     ) -> SavedStorage | None:
-        """Return what was saved of a storage in this step, if ``tensor`` shows that it is unchanged."""
+        """Return this step's saved storage for ``tensor``; ``None`` if its bytes may have changed."""
         address = storage._cdata
         ref = self.saved.get(address if view is None else (address, view))
         saved = ref() if ref is not None else None
         if saved is None or saved.source() is not storage or tensor._version != saved.version:
             return None
-        # With a counter of its own a tensor may have been changed without this one's noticing.
+        # Tensors with separate version counters do not see each other's changes.
         return saved if torch_private.shares_version(saved.probe, tensor) else None
 
     def is_kept(self, storage: torch.UntypedStorage) -> bool:
-        """Return True if this very storage stays in this step, so that it is no activation."""
+        """Return True if this storage stays in memory in this step, and is therefore no activation."""
         kept = self.kept.get(storage._cdata)
         return kept is not None and kept() is storage
 
     def note_kept(self, storage: torch.UntypedStorage) -> None:
-        """Keep a storage in memory in this step, however often it is saved."""
+        """Keep a storage in memory during this step, even if it is saved again."""
         self.kept[storage._cdata] = weakref.ref(storage)
 
     def keeps_when_slow(self, nbytes: int) -> bool:
-        """Return True if an activation may be kept because the drive does not follow."""
+        """Return True if an activation of this size may stay in memory because the drive is too slow."""
         window = self.offloader.window
         if not window.rules.is_crowded(window.in_flight, nbytes):
             return False
-        # In backward one activation is in use beside those, and another is not yet given back.
+        # Backward needs room for two more activations: one in use, and one not released yet.
         self._largest = max(self._largest, nbytes)
         resident = window.in_flight + self.trace.kept_bytes + nbytes + 2 * self._largest
         return self.budget_bytes is None or resident <= self.budget_bytes
@@ -153,12 +154,12 @@ class Capture:
     # ---- unpack ----------------------------------------------------------------------------------
 
     def unpack(self, packed: Kept | Packed) -> torch.Tensor:
-        """Return the saved tensor: same bytes, same view.
+        """Return the saved tensor with the same bytes and the same view.
 
         Raises:
-            SavedTensorModifiedError: It was changed in place since it was saved.
-            SessionError: Its step was thrown away.
-            TransferError: Its bytes could not be written or read.
+            SavedTensorModifiedError: The tensor was changed in place after it was saved.
+            SessionError: The step that saved the tensor was discarded.
+            TransferError: The bytes could not be written or read.
         """
         if isinstance(packed, Kept):
             if packed.probe._version != packed.version:
@@ -172,7 +173,7 @@ class Capture:
         if packed.probe._version != packed.version:
             check_version(packed.probe, packed.version, saved.key)
         storage, start = self.offloader.fetch(packed)
-        # The tensor is rebuilt before I/O threads wake, because these calls release the GIL.
+        # Rebuild the tensor before I/O threads wake up, because these calls release the GIL.
         if not packed.address:
             tensor = views.restore(storage, packed.view, packed.probe, start)
         else:
@@ -180,19 +181,19 @@ class Capture:
         trace: ActivationTrace = saved.trace
         if is_first and trace.unpacked_at is None:
             trace.unpacked_at = perf_counter()
-            if saved.was_held:  # something else keeps it: keep it too from the next step on
+            if saved.was_held:  # another reference keeps it alive: keep it in later steps
                 learned = self.learned.setdefault(trace.key.scope.layer, set())
                 learned.add((trace.key.number, trace.nbytes))
             self.schedule.used(trace.key)
         return tensor
 
     def _spread_out(self, dense: torch.UntypedStorage, packed: Any, start: int = 0) -> torch.Tensor:
-        """Return the saved tensor that a dense copy was made of."""
+        """Rebuild a saved tensor, with its original strides, from its dense copy."""
         room = views.spread_out(dense, start, packed.view, packed.address, self.offloader.device)
         return views.restore(room.storage, (*packed.view[:3], 0), packed.probe, room.start)
 
     def protect(self, storage: torch.UntypedStorage) -> None:
-        """Release a storage that its owner is about to resize: see :meth:`Offloader.release_memory`."""
+        """Release a storage before its owner resizes it. See :meth:`Offloader.release_memory`."""
         ref = self.saved.get(storage._cdata)
         saved = ref() if ref is not None else None
         if saved is not None and saved.source() is storage:
@@ -201,10 +202,10 @@ class Capture:
     # ---- steps -----------------------------------------------------------------------------------
 
     def begin_step(self, *, look_at_memory: Callable[[], object] | None = None) -> None:
-        """Start a new trace; now and then forget what was learned, to see whether it still holds.
+        """Start a new trace. Every :data:`RELEARN_AFTER` steps, clear :attr:`learned`.
 
         Args:
-            look_at_memory: Called with each tensor, where a meter sees only what it looks at.
+            look_at_memory: Called when a tensor is saved or used, if the memory meter has to sample.
         """
         self._step += 1
         if self._step % RELEARN_AFTER == 0:
@@ -214,17 +215,17 @@ class Capture:
         self.schedule.begin_step()
 
     def end_step(self, *, failed: bool, is_broken: bool) -> None:
-        """Forget the storages of the step; saved ones that autograd still holds live on with their handles.
+        """Forget the storages of this step. Saved storages that autograd still holds stay valid.
 
         Args:
-            failed: Whether it comes to nothing.
-            is_broken: Whether something went wrong in it, so that it is thrown away whole.
+            failed: Whether the step did not complete. Its order of uses is then not recorded.
+            is_broken: Whether the step is in an inconsistent state. The offloader then discards all of it.
         """
         self.saved.clear()
         self.kept.clear()
         if failed:
             top = torch_private.hooks_on_top()
-            # An interrupt may have kept layers from popping their hooks.
+            # After an interrupt, layers may not have popped their hooks.
             while top is not None and getattr(getattr(top[0], "__self__", None), "capture", None) is self:
                 torch_private.pop_hooks()
                 top = torch_private.hooks_on_top()
@@ -235,23 +236,23 @@ class Capture:
             self.offloader.end_step()
 
     def forget_learned(self, layers: set[int]) -> None:
-        """Forget what was learned of layers that are placed anew."""
+        """Clear :attr:`learned` for layers whose placement changes."""
         for layer in layers:
             self.learned.pop(layer, None)
 
 
 class LayerHooks:
-    """The hooks of one scope; a context manager around the layer's forward.
+    """The hooks of one scope: a context manager around the layer's forward.
 
     Args:
-        capture: What the session captures.
+        capture: The session's capture.
         key: The scope.
-        when_slow: Whether activations may be kept when the window is full.
-        stays: Returns whether an activation of a given size in bytes stays; ``None`` to offload all.
-            Called once for each activation, in the order of saving.
+        when_slow: Whether activations may stay in memory when the window is full.
+        stays: Takes the bytes of an activation and returns True if it stays in memory. It is called once for
+            each activation, in the order of saving. ``None`` offloads all activations.
     """
 
-    is_of_tba_offload = True  # transforms of torch.func begin without these hooks
+    is_of_tba_offload = True  # torch.func transforms start with these hooks removed
 
     def __init__(
         self, capture: Capture, key: ScopeKey, *, when_slow: bool, stays: Callable[[int], bool] | None = None
@@ -259,14 +260,14 @@ class LayerHooks:
         self.capture, self._key, self._when_slow, self._stays = capture, key, when_slow, stays
         self._learned = capture.learned.get(key.layer, ())
         self._may_keep = bool(self._learned) or when_slow or stays is not None
-        # What gives back what is packed here: it must not know this object, which is of one scope only.
+        # Returns saved tensors to backward. It must not refer to this object, which belongs to one scope.
         self._unpack: Callable[[Any], torch.Tensor] = capture.unpack
-        self._numbers = count()  # of activations
-        self._filling: list[Kept | SavedStorage] = []  # saved by an operation that may not have ended
-        self._node = 0  # number of the latest node when they were saved
+        self._numbers = count()  # of activations in this scope
+        self._filling: list[Kept | SavedStorage] = []  # their operation may still write to them
+        self._node = 0  # autograd's latest node number when they were saved
 
     def watch_for_second_use(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` when a backward pass asks for a saved tensor twice: checkpoints give each once."""
+        """Call ``tell`` if a backward pass unpacks a tensor twice. A checkpoint unpacks each tensor once."""
         unpack, asked = self._unpack, set[tuple[int, int]]()
 
         def watched(packed: Any) -> torch.Tensor:
@@ -292,7 +293,7 @@ class LayerHooks:
 
     @torch_private.untraced
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
-        """Decide what becomes of a saved tensor, and queue its write."""
+        """Decide where a saved tensor goes, and queue its write if it is offloaded."""
         capture = self.capture
         if self._filling and torch_private.latest_node() != self._node:
             self._operation_ended()
@@ -303,14 +304,14 @@ class LayerHooks:
             return self._keep_odd(tensor)
         try:
             storage = local.untyped_storage()
-        except RuntimeError:  # sparse tensors and functorch's wrappers have none
+        except RuntimeError:  # sparse tensors and functorch wrappers have no storage
             return self._keep_odd(tensor)
-        # Cheap look-ups come first: most addresses are unknown, and few bases are parameters.
+        # Cheap checks come first. Most addresses are unknown, and few bases are parameters.
         address, base = storage._cdata, tensor._base
         if address in capture.static.addresses and storage in capture.static:
             return Kept(tensor)
         if base is not None and base.is_leaf and isinstance(base, torch.nn.Parameter):
-            # A view of weights that were gathered for this scope, as FSDP does it: never an activation.
+            # FSDP gathers weights for this scope. Views of them are saved, but are no activations.
             capture.note_kept(storage)
             return Kept(tensor)
         nbytes = storage.nbytes()
@@ -329,9 +330,9 @@ class LayerHooks:
     def _pack_new(
         self, tensor: torch.Tensor, local: torch.Tensor, storage: torch.UntypedStorage
     ) -> Kept | Packed:
-        """Return an activation that was not saved before in this step, or has changed since."""
+        """Save an activation that is new in this step, or that changed after it was saved."""
         nbytes = storage.nbytes()
-        # Parts made by unsafe_chunk(), as in a GRU, count their changes apart: the rest of the storage may
+        # unsafe_chunk(), as in a GRU, gives each part its own version counter. Other parts of the storage may
         # change while it is written.
         is_apart = local.nbytes < nbytes and tensor._base is None and tensor.requires_grad and local is tensor
         if is_apart or local.nbytes * SPARSE < nbytes:
@@ -352,7 +353,7 @@ class LayerHooks:
     def _packed(
         self, tensor: torch.Tensor, local: torch.Tensor, saved: SavedStorage, place: object = None
     ) -> Packed:
-        """Return a handle of a saved storage; ``place`` is where to find one that was not saved before."""
+        """Return a handle of a saved storage. A new storage is recorded under the key ``place``."""
         capture, packed = self.capture, Packed(saved)
         packed.view = local.dtype, local.shape, local.stride(), local.storage_offset()  # type: ignore[assignment]
         if place is None:
@@ -373,10 +374,10 @@ class LayerHooks:
     def _pack_sparse(
         self, tensor: torch.Tensor, local: torch.Tensor, storage: torch.UntypedStorage
     ) -> Kept | Packed:
-        """Copy the elements of a view that needs little of its storage, or counts its changes apart.
+        """Copy a view that uses little of its storage, or that has its own version counter.
 
-        The large storage is then free to go. Without a graph its storage may be the user's data set, and the
-        operation may not have filled it.
+        The large storage can then be freed. A view without a graph stays in memory: its storage may be the
+        user's data set, and the operation may still write to it.
         """
         capture, view, nbytes = self.capture, views.view_of(local), local.nbytes
         if nbytes < capture.min_tensor_bytes or not tensor.requires_grad:
@@ -397,12 +398,12 @@ class LayerHooks:
         packed.address = address
         return packed
 
-    # ---- what stays ------------------------------------------------------------------------------
+    # ---- tensors that stay in memory -------------------------------------------------------------
 
     def _keep(self, tensor: torch.Tensor, key: ActivationKey, nbytes: int) -> Kept | None:
-        """Keep an activation if the plan, an earlier step or a slow drive says so."""
+        """Keep an activation if the plan says so, another reference holds it, or the drive is too slow."""
         capture, trace = self.capture, self.capture.trace
-        if (key.number, nbytes) in self._learned:  # it costs nothing to keep, so it takes no turn
+        if (key.number, nbytes) in self._learned:  # keeping it costs no memory: it is no part of the share
             treatment = Treatment.LEARNED_KEEP
         elif self._stays is not None and self._stays(nbytes):
             treatment = Treatment.PLANNED_KEEP
@@ -416,13 +417,13 @@ class LayerHooks:
         return Kept(tensor)
 
     def _keep_odd(self, tensor: torch.Tensor) -> Kept:
-        """Keep what is not understood; a parameter of such a kind is no activation."""
+        """Keep a tensor that cannot be rebuilt from its bytes. Such a parameter is no activation."""
         if not (tensor.is_leaf and tensor.requires_grad):
             self.capture.trace.kept_bytes += tensor.numel() * tensor.itemsize
         return Kept(tensor)
 
     def _keep_few(self, tensor: torch.Tensor, nbytes: int) -> Kept:
-        """Keep what a sparse view needs of its large storage, or all of the storage would stay."""
+        """Keep only the elements of a sparse view, so that its large storage can be freed."""
         self.capture.trace.kept_bytes += nbytes
         kept = Kept(tensor)
         if tensor.requires_grad:
@@ -433,7 +434,7 @@ class LayerHooks:
         return kept
 
     def _operation_ended(self) -> None:
-        """Record that what was saved before can be read now."""
+        """Mark the waiting tensors as complete: the operation that saved them has ended."""
         filled, self._filling = self._filling, []
         for each in filled:
             if isinstance(each, Kept):

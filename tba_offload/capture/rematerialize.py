@@ -1,12 +1,13 @@
-"""The hooks of layers placed ``offload-remat``: backward makes the outputs of cheap functions again.
+"""The hooks of layers placed ``offload-remat``: backward computes the outputs of cheap functions again.
 
-While such a layer runs, a ``TorchFunctionMode`` sees each call of a function of PyTorch, and notes by which
-function and from which arguments the outputs of cheap ones were made. When autograd saves such an output, its
-arguments are saved in its place; most of them autograd saves as well. Backward calls the function again, and
-compares a digest over every byte before the optimizer's step.
+While the layer runs, a ``TorchFunctionMode`` sees each call of a PyTorch function. For a cheap function it
+records the function, the arguments and the output. If autograd saves this output, the hooks save the
+arguments in its place. Autograd saves most of these arguments anyway. Backward calls the function again. A
+digest of every byte is compared before the optimizer's step.
 
-PyTorch does not show modules and autograd functions in Python to modes. Those of some classes are therefore
-wrapped. Nor does PyTorch show what a function calls in C++. Within a few, another mode sees that.
+PyTorch does not show modes the calls of modules, and of autograd functions written in Python. Some of these
+classes are therefore wrapped. PyTorch also does not show which functions a function calls in C++. For the
+functions in :data:`COMPOSED`, a second mode records them.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ _NAMES = (
 _PARTS = {torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor}
 
 CHEAP = {getattr(room, x, None) for x in _NAMES.split() for room in (torch, Tensor, nn.functional)} | _PARTS
-"""Functions without random numbers whose time is that of reading and writing memory."""
+"""Functions without random numbers whose time is limited by memory bandwidth."""
 
 COMPOSED = {nn.functional.dropout, torch.dropout, nn.functional.rms_norm, torch.rms_norm}
-"""Functions that are one kernel on a GPU. On a CPU they call others, and save what these put out."""
+"""Functions that are one kernel on a GPU. On a CPU they call other functions and save their outputs."""
 
 DEEPEST = 12
-"""Calls that are made one after the other for one saved tensor, at most."""
+"""The most calls in the chain that rebuilds one saved tensor."""
 
 _CLASSES = (
     ("apex.normalization", "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm"),
@@ -60,27 +61,27 @@ _CLASSES = (
     ("megatron.core.fusions.fused_bias_swiglu", "SwiGLUFunction BiasSwiGLUFunction WeightedSwiGLUFunction"),
     ("megatron.core.fusions.fused_weighted_squared_relu", "WeightedSquaredReLUFunction"),
 )
-"""Cheap modules and autograd functions that modes do not see, by their Python modules."""
+"""Cheap modules and autograd functions that modes do not see, by Python module."""
 
 _wrapped: dict[Any, tuple[str, Any, Any]] = {}
-"""Of each of these classes that is wrapped: the method, what it was, and what it is."""
+"""By wrapped class: the name of the method, the original method, and the wrapper."""
 
 
 class RematerializingHooks(LayerHooks, TorchFunctionMode):
-    """The hooks of one run of a layer that is placed ``offload-remat``.
+    """The hooks of one run of a layer placed ``offload-remat``.
 
     Args:
-        capture: What the session captures.
+        capture: The session's capture.
         key: The run.
-        verifier: Takes the outcomes of comparisons.
-        when_slow: Whether activations may be kept when the window is full.
+        verifier: Collects the results of comparisons.
+        when_slow: Whether activations may stay in memory when the window is full.
     """
 
     def __init__(self, capture: Capture, key: ScopeKey, verifier: Verifier, *, when_slow: bool) -> None:
         LayerHooks.__init__(self, capture, key, when_slow=when_slow)
         self.layer, self.stream = f"layer {key.layer} ({key.name})", capture.offloader.device.stream
         self._unpack = partial(_unpack, capture, verifier)
-        self._calls: dict[object, _Call] = {}  # by the storages of their outputs, and by their nodes
+        self._calls: dict[object, _Call] = {}  # by the storage and by the node of the output
 
     def __enter__(self) -> None:
         LayerHooks.__enter__(self)
@@ -90,11 +91,11 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:  # noqa: PYI036
         TorchFunctionMode.__exit__(self, *error)  # type: ignore[no-untyped-call]
         LayerHooks.__exit__(self, *error)
-        self._calls.clear()  # they refer to tensors that nothing has saved
+        self._calls.clear()  # calls refer to tensors that autograd has not saved
 
     def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of PyTorch, and note the call of a cheap one."""
-        # The compiler traces through this: it compiles the same as without a mode.
+        """Call a PyTorch function, and record the call if the function is cheap."""
+        # The compiler traces through this code, and compiles the same graph as without a mode.
         kwargs, is_compiling = kwargs or {}, torch.compiler.is_compiling()
         if function in COMPOSED and self.capture.device.type == "cpu" and not is_compiling:
             with _Parts(self):
@@ -107,7 +108,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
 
     @untraced
     def pack(self, tensor: Tensor) -> Any:
-        """Save a tensor, or what it is made from."""
+        """Save a tensor, or the arguments that it can be computed from."""
         call = self._call_of(tensor)
         if call is None or not call.save_arguments(self._pack_argument):
             return super().pack(tensor)
@@ -119,7 +120,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return _Remade(call, tensor)
 
     def _pack_argument(self, tensor: Tensor) -> object:
-        """Save an argument; it is no activation of the layer's own unless autograd saves it as well."""
+        """Save an argument. It counts as an activation only if autograd saves it as well."""
         activations = self.capture.trace.activations
         count = len(activations)
         packed = super().pack(tensor)
@@ -128,13 +129,13 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return packed
 
     def note(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Note how an output was made, if it can be made again from less than it takes.
+        """Record a call if its output can be computed again from fewer bytes than the output has.
 
         Args:
-            function: What was called.
-            args: Its arguments by position.
-            kwargs: Its arguments by name.
-            output: What it has returned.
+            function: The function that was called.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            output: Its return value.
         """
         is_plain = isinstance(output, Tensor) and is_understood(output, self.capture.device)
         if not is_plain or output._version or output.nbytes < self.capture.min_tensor_bytes:
@@ -155,12 +156,12 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return _Argument(value, self._call_of(value), view_of(value), cost)
 
     def _call_of(self, tensor: Tensor) -> _Call | None:
-        """Return the call that has made what a tensor looks at, unless that is saved anyway."""
+        """Return the recorded call that made a tensor or its base; ``None`` if saving the tensor is free."""
         if not is_understood(tensor, self.capture.device) or self._is_saved(tensor):
             return None
         cast: Any = tensor if tensor._base is None else tensor._base
         if cast.grad_fn is not None and cast.grad_fn not in self._calls and "ToCopy" in cast.grad_fn.name():
-            # Autocast makes casts below the functions that modes see.
+            # Autocast makes casts at a level that modes do not see.
             node, _ = cast.grad_fn.next_functions[0]
             made = self._calls.get(node)
             source = _Argument(cast, made, made.view, 0) if made else getattr(node, "variable", None)
@@ -170,7 +171,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return call if call is not None and call.is_of(tensor) else None
 
     def _is_saved(self, tensor: Tensor) -> bool:
-        """Whether it costs nothing to save a tensor: it stays, or it is saved already."""
+        """Return True if saving a tensor costs nothing: it stays in memory, or it is saved already."""
         capture, storage = self.capture, tensor.untyped_storage()
         static = storage in capture.static or any(isinstance(x, nn.Parameter) for x in (tensor, tensor._base))
         is_known = capture.is_kept(storage) or capture.find(storage, tensor) is not None
@@ -178,7 +179,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
 
 
 class _Parts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows the hooks of a layer what a composed function calls."""
+    """A mode that shows the hooks of a layer which functions a composed function calls."""
 
     def __init__(self, hooks: RematerializingHooks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -189,21 +190,21 @@ class _Parts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Call:
-    """A call whose output can be made again.
+    """A recorded call whose output can be computed again.
 
-    It holds neither the output nor, once they are saved, its arguments.
+    It holds no reference to the output, and none to its arguments after they are saved.
 
     Args:
-        function: What was called.
+        function: The function that was called.
         given: Its arguments by position and by name; tensors as :class:`_Argument`.
-        output: What it has returned.
-        hooks: Those of the layer that runs.
+        output: Its return value.
+        hooks: The hooks of the layer that runs.
 
     Attributes:
-        cost: Bytes that have to be saved in place of the output.
-        depth: Calls that have to be made, one after the other.
-        digest: That of the output, once autograd has saved it.
-        waiting: Saved tensors that look at the output, and were not asked for.
+        cost: Bytes that must be saved in place of the output.
+        depth: Number of calls in the longest chain that rebuilds the output.
+        digest: Digest of the output, if autograd has saved it.
+        waiting: Saved views of the output that backward has not used yet.
     """
 
     def __init__(self, function: Any, given: dict[Any, Any], output: Tensor, hooks: Any) -> None:
@@ -221,17 +222,17 @@ class _Call:
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor looks at the output, and that has not changed."""
+        """Return True if a tensor is a view of the output, and the output has not changed."""
         return self._alive() is tensor.untyped_storage() and tensor._version == self._probe._version == 0
 
     def save_arguments(self, pack: Callable[[Tensor], object]) -> bool:
-        """Save what the output is made from; return False if some of that has changed since the call."""
+        """Save the arguments; return False if one of them has changed since the call."""
         return all(each.save(pack) for each in self._taken.values())
 
     def storage(self, capture: Capture, verifier: Verifier) -> torch.UntypedStorage:
-        """Return the storage of the output: the one that is still in use, or a new one."""
+        """Return the storage of the output: the original if it is still usable, else a new one."""
         found, stream = self._alive(), capture.offloader.device.stream()
-        # One that its owner has emptied is alive too; one of another stream may not be ready.
+        # The owner may have emptied a storage that is alive. On another stream its bytes may not be ready.
         if found is None or not found.nbytes() or self._probe._version or stream != self._stream:
             made = self._make(capture, verifier)
             if self.digest is not None:
@@ -250,7 +251,7 @@ class _Call:
 
 
 class _Argument:
-    """A tensor that a call takes: it is saved if need be, or made again by another call."""
+    """A tensor argument of a call: it is saved if necessary, or rebuilt by another call."""
 
     def __init__(self, tensor: Tensor, maker: _Call | None, view: View, cost: int) -> None:
         self._maker, self._tensor, self._view = maker, None if maker is not None else tensor, view
@@ -259,7 +260,7 @@ class _Argument:
         self._packed: Any = None
 
     def save(self, pack: Callable[[Tensor], object]) -> bool:
-        """Save it; return False if it has changed since the call."""
+        """Save the argument; return False if it has changed since the call."""
         if self._maker is not None:
             return self._maker.save_arguments(pack)
         tensor, self._tensor = self._tensor, None
@@ -268,17 +269,17 @@ class _Argument:
         return self._packed is not None
 
     def value(self, capture: Capture, verifier: Verifier, call: _Call) -> Tensor:
-        """Return it again, for a call."""
+        """Return the argument for a repeated call."""
         if self._maker is not None:
             return viewed(self._maker.storage(capture, verifier), self._view)
         needed = f"{call.name} needs it: place the layer offload"
         check_version(self._packed.probe, self._packed.version, needed)
-        # Compiled functions ask whether arguments need a gradient, and may compute otherwise if they do not.
+        # Compiled functions check whether arguments require a gradient, and may compute differently if not.
         return capture.unpack(self._packed).detach().requires_grad_(self._needs_grad)
 
 
 class _Remade:
-    """A saved tensor that is made again: a view of the output of a call."""
+    """A saved tensor that backward computes again: a view of the output of a call."""
 
     def __init__(self, call: _Call, tensor: Tensor) -> None:
         self.call, self.view, self.probe = call, view_of(tensor), version_probe(tensor)
@@ -286,7 +287,7 @@ class _Remade:
 
 
 def _unpack(capture: Capture, verifier: Verifier, packed: Any) -> Tensor:
-    """Return a saved tensor as :meth:`Capture.unpack` does, or make it again."""
+    """Return a saved tensor as :meth:`Capture.unpack` does, or compute it again."""
     if not isinstance(packed, _Remade):
         return capture.unpack(packed)
     check_version(packed.probe, 0, packed.call.name)
@@ -295,14 +296,14 @@ def _unpack(capture: Capture, verifier: Verifier, packed: Any) -> Tensor:
 
 
 def _wrap_classes() -> None:
-    """Have modes see the calls of those classes that are loaded, each as one function."""
+    """Make each call of a loaded class of :data:`_CLASSES` visible to modes as one function."""
     for module, names in _CLASSES:
         for name in names.split() if module in sys.modules else ():
             found: Any = getattr(sys.modules[module], name, None)
             if found is not None and found not in _wrapped:
                 method = "apply" if issubclass(found, torch.autograd.Function) else "forward"
                 own = getattr_static(found, method)
-                # Subclasses of tensors are to see no more than before: only its owner is asked, and the mode.
+                # Only the owner and the mode are asked, so that tensor subclasses see no more than before.
                 shown = wrap_torch_function(lambda owner, *_, **__: (owner,))(getattr(own, "__func__", own))
                 shown.__name__ = name
                 CHEAP.add(shown)
@@ -311,7 +312,7 @@ def _wrap_classes() -> None:
 
 
 def unwrap_classes() -> None:
-    """Give classes their own methods back; a layer that runs later wraps them again."""
+    """Restore the methods of the wrapped classes. A layer that runs later wraps them again."""
     while _wrapped:
         found, (method, own, shown) = _wrapped.popitem()
         setattr(found, method, own)

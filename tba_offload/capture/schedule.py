@@ -1,13 +1,14 @@
-"""The order in which backward uses activations, and what to read ahead.
+"""The order in which backward uses activations, and the reads that follow from it.
 
-A step repeats its order: whatever the schedule is (gradient accumulation, 1F1B, interleaved), the
-activations that backward asked for in one step it asks for in the next, in the same order. So prefetch
-follows the order recorded in the last step. Activations without a recorded use, as
-of a layer that had another placement, are expected in the reverse order of saving within their micro-batch.
-In the first step that is the order of all.
+Backward uses activations in the same order in each step. This is true for any schedule: gradient
+accumulation, 1F1B or interleaved. Prefetch therefore follows the order recorded in the last step. Some
+activations have no recorded use, for example if the placement of their layer changed. These are expected in
+reverse order of saving within their micro-batch. In the first step, all activations are expected in this
+order.
 
-With several micro-batches under way backward passes take turns with forward passes. What is used after the
-next forward pass is read ahead with restraint, because that pass needs the window for what it saves.
+With several micro-batches in flight, backward passes alternate with forward passes. Fewer activations are
+prefetched if a forward pass comes before their use, because that pass needs the window for its own
+activations.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class PrefetchSchedule:
-    """The expected order, and the position of backward in it.
+    """The expected order of uses, and the position of backward in it.
 
     Args:
-        offloader: Starts the reads; its window says when to stop.
+        offloader: Starts the reads. Its window limits them.
 
     Attributes:
-        saved: Takes each storage that was saved; a function without a frame, for the hot path.
+        saved: Takes each new saved storage. This is ``list.append`` itself, because it is called often.
     """
 
     def __init__(self, offloader: Offloader) -> None:
@@ -38,30 +39,30 @@ class PrefetchSchedule:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Expect the order that was recorded in the step before."""
+        """Expect the order that the last step recorded."""
         self._refs: dict[ActivationKey, SavedRef] = {}
         self._new.clear()
         self._expect(self._recorded)
         self._has_order = bool(self._recorded)
         self._recorded = []
-        self._passes = 0  # how often forward came after backward in this step
+        self._passes = 0  # backward passes of this step that a forward pass followed
         self._given_up = 0
         self._in_backward = False
 
     def _expect(self, order: list[tuple[ActivationKey, int]]) -> None:
-        """Expect activations in this order; each with the number of the backward pass that uses it."""
+        """Set the expected order. Each activation has the number of the backward pass that uses it."""
         self._expected = order
         self._position = {key: position for position, (key, _) in enumerate(order)}
         self._next, self._last, self._pass = 0, -1, 0
 
     def abandon_step(self) -> None:
-        """Forget a step that did not end; the order before it stands."""
+        """Forget a step that did not end. Keep the order that was expected in it."""
         self._refs.clear()
         self._new.clear()
         self._recorded = self._expected
 
     def used(self, key: ActivationKey) -> None:
-        """Backward used an activation for the first time: read ahead from the one after it."""
+        """Record the first use of an activation in backward, and start the reads that follow."""
         if self._new:
             self._note_saved()
         begins, self._in_backward = not self._in_backward, True
@@ -69,17 +70,17 @@ class PrefetchSchedule:
         position = self._position.get(key)
         if position is not None:
             self._follow(position)
-        # When backward begins, what is still in memory is looked at, however full the window is.
+        # When backward begins, look at activations that are still in memory even if the window is full.
         has_room = begins or self._window.in_flight <= self._window.fills_below
         if has_room and self._next < len(self._expected):
             self._offloader.prefetch(self)
 
     def reached(self) -> None:
-        """Backward has come to a layer, perhaps one that saved nothing: reads start all the same."""
+        """Record that backward has come to a layer, which may have saved nothing, and start reads."""
         if self._new:
             self._note_saved()
         has_room = not self._in_backward or self._window.in_flight <= self._window.fills_below
-        # Before the first use of all, nothing tells which micro-batch comes first.
+        # Before the first use, only a recorded order tells which micro-batch comes first.
         if self._has_order and has_room and self._next < len(self._expected):
             self._offloader.prefetch(self)
 
@@ -88,9 +89,10 @@ class PrefetchSchedule:
         return self
 
     def __next__(self) -> tuple[SavedRef, bool]:
-        """Return what is expected next, and whether a forward pass comes before.
+        """Return the next expected activation, and whether a forward pass comes before its use.
 
-        What is taken last comes again. No generator: an interrupt while that is closed would be lost.
+        If an iteration stops early, the next iteration returns the last activation again. This is no
+        generator, because an interrupt while a generator is closed would be lost.
         """
         self._next += self._was_taken
         while self._next < len(self._expected):
@@ -103,9 +105,10 @@ class PrefetchSchedule:
         raise StopIteration
 
     def _note_saved(self) -> None:
-        """Look at what was saved since backward used something.
+        """Add the storages that were saved since the last use.
 
-        With several micro-batches the order runs ahead of what exists: come back for what appears.
+        With several micro-batches, the read position may pass expected activations that do not exist yet.
+        Move it back when they are saved.
         """
         if self._in_backward:
             self._in_backward = False
@@ -124,10 +127,10 @@ class PrefetchSchedule:
             self._insert_unexpected()
 
     def _follow(self, position: int) -> None:
-        """Backward is at a position of the order: what comes after it is read next.
+        """Set the position of backward in the order, so that reads continue after it.
 
-        A single activation that comes before its turn, such as a mask that the last layer shares with the
-        first, does not mean that all between are left out.
+        One activation that is used early must not make the reads skip all activations before it. An example
+        is a mask that the last layer shares with the first.
         """
         self._pass = self._expected[position][1]
         given_up = self._window.stats.given_up
@@ -138,9 +141,9 @@ class PrefetchSchedule:
             self._next = position + 1
 
     def _insert_unexpected(self) -> None:
-        """Expect what the order does not have yet: of each micro-batch after what was saved later."""
+        """Insert new activations into the order: after the activations that their micro-batch saved later."""
         placed = [((place, 0), expected) for place, expected in enumerate(self._expected)]
-        later: dict[int, int] = {}  # of each micro-batch, where in the order what was saved later is
+        later: dict[int, int] = {}  # by micro-batch: position of the activation that was saved next
         for number, key in enumerate(reversed(list(self._refs)), 1):
             position = self._position.get(key)
             if position is not None:
@@ -155,17 +158,17 @@ class PrefetchSchedule:
         if last is not None:
             self._last, self._pass = self._position[last[0]], last[1]
 
-    # ---- what was used, for the meter of memory ---------------------------------------------------
+    # ---- uses, for the memory meter ---------------------------------------------------------------
 
     @property
     def uses(self) -> int:
-        """How many activations backward has used in this step."""
+        """Number of activations that backward has used in this step."""
         return len(self._recorded)
 
     def used_bytes(self, scope: ScopeKey, since: int, until: int) -> int:
-        """Return bytes of a scope that backward has used from one number of :attr:`uses` to another.
+        """Return the bytes of a scope that backward used between two values of :attr:`uses`.
 
-        Bytes that were found in memory do not count: the offloader still has them.
+        Activations that the offloader still counts as in memory are left out.
         """
         used = (self._refs.get(key) for key, _ in self._recorded[since:until] if key.scope == scope)
         return sum(ref.nbytes for ref in used if ref is not None and not (ref.charged or ref.settled))

@@ -1,9 +1,10 @@
-"""Where a session stands: in front of a layer's forward, and on no copy of the layer.
+"""The callable that replaces the forward of an attached layer.
 
-Where the compiler comes to an attached layer it ends its graph, and goes on when the layer has returned. In
-between its hook into the interpreter is off, so that it does not look at the session, and on again for the
-layer's own forward, which becomes a graph of its own. Recomputation in backward puts the same hook on: there
-it is off, because it belongs to a thread and a call, and the operations one by one may give other bits.
+The compiler ends its graph at an attached layer, and continues after the layer returns. In between, the
+compiler's hook into the interpreter (the tracer) is off, so that it does not trace the session's code. The
+tracer is on again for the layer's own forward, which becomes a separate graph. The tracer belongs to a thread
+and a call, so it is off when backward recomputes a layer. Recomputation then sets the same tracer: without
+compilation the same layer may give other bits.
 """
 
 from __future__ import annotations
@@ -30,39 +31,39 @@ if TYPE_CHECKING:
     from tba_offload.layers.find import Layer
 
 Tracer = Any
-"""The compiler's hook into the interpreter, which is shown each call; ``None`` where nothing is compiled."""
+"""The compiler's hook into the interpreter, which sees each call; ``None`` if nothing is compiled."""
 
 _COPIES = (
-    "copies of layers that share their attributes, as nn.DataParallel makes them, run as they are: nothing "
-    "of them travels. to train on several devices use DistributedDataParallel, one process for each"
+    "copies of a layer that share its attributes, as nn.DataParallel makes them, run without tba-offload: "
+    "they offload nothing. To train on several devices use DistributedDataParallel, one process for each"
 )
 
 
 Run = Callable[["Site", tuple[object, ...], dict[str, object]], object]
-"""Runs a layer in the place of its own forward."""
+"""Runs a layer in place of its own forward."""
 
 
 class InstalledHook:
     """A hook on a module, or a function among its attributes, that belongs to one session.
 
     Attributes:
-        replaced: The attribute that stood in its place; ``None`` for none.
+        replaced: The attribute that this object replaced; ``None`` if there was none.
     """
 
     replaced: object = None
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        # Modules that copy themselves by methods of their own get a function of Python's that does nothing.
+        # Modules with their own copy methods get a function of the standard library that does nothing.
         return getattr, (nullcontext(), "__exit__")
 
 
 def copy_without_hooks(modules: Iterable[nn.Module]) -> None:
-    """Have copies and pickles of modules come without any :class:`InstalledHook`.
+    """Make copies and pickles of modules leave out every :class:`InstalledHook`.
 
-    A file that was saved from an attached model is that of the bare model: ``torch.load`` needs no other safe
-    globals, and no package. Python's registry of reducers is by class, and tells the reducer which object is
-    copied, also where copies share the attributes of another module. Classes stay in the registry: a module
-    without such hooks is copied as ever.
+    A file saved from an attached model then equals a file of the bare model. ``torch.load`` needs no other
+    safe globals, and tba-offload need not be installed. Python's registry of reducers is by class. It passes
+    the object that is copied, also for copies that share the attributes of another module. Classes stay in
+    the registry: a module without hooks of ours is copied as before.
     """
     for kind in set(map(type, modules)) - copyreg.dispatch_table.keys():
         copyreg.pickle(kind, _reduce_without_hooks)
@@ -77,11 +78,11 @@ def _reduce_without_hooks(module: nn.Module) -> Any:
         key
         for held in hooks.values()
         for key, hook in held.items()
-        if isinstance(getattr(hook, "hook", hook), InstalledHook)  # PyTorch wraps some
+        if isinstance(getattr(hook, "hook", hook), InstalledHook)  # PyTorch wraps some hooks
     }
     state: dict[str, object] = {}
     for name, value in reduced[2].items():
-        if name in hooks and not ours.isdisjoint(value):  # there are dictionaries of the keys of hooks, too
+        if name in hooks and not ours.isdisjoint(value):  # other dictionaries have the same keys
             state[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in ours)
         elif not isinstance(value, InstalledHook):
             state[name] = value
@@ -93,20 +94,20 @@ def _reduce_without_hooks(module: nn.Module) -> Any:
 class Site(InstalledHook):
     """The callable that replaces a layer's forward while a session is open.
 
-    A callable rather than module hooks, because its ``finally`` also runs on KeyboardInterrupt. Copies and
-    pickles of the layer get the layer's own forward: a session belongs to one model. A copy that shares the
-    layer's attributes, as ``nn.DataParallel`` and meta-learning make them, has this object too, and only its
-    caller tells.
+    It replaces the forward instead of adding module hooks, because only its ``finally`` also runs after a
+    KeyboardInterrupt. Copies and pickles of the layer get the layer's own forward, because a session belongs
+    to one model. A copy that shares the layer's attributes also shares this object: ``nn.DataParallel`` and
+    meta-learning make such copies. Only the calling frame shows that a copy is called.
 
     Args:
         layer: The layer.
-        index: Its place among those of the session.
+        index: Index of the layer in the session.
 
     Attributes:
-        own: Its own forward.
-        runs: How often it ran in this step.
-        waiting: How many of these runs wait for their backward.
-        tracer: What compiles the model that called it last.
+        own: The layer's own forward.
+        runs: Number of runs in this step.
+        waiting: Number of these runs whose backward has not come yet.
+        tracer: The compiler's hook in the last call of the layer.
     """
 
     def __init__(self, layer: Layer, index: int) -> None:
@@ -117,20 +118,20 @@ class Site(InstalledHook):
         self.tracer: Tracer = None
 
     def install(self, run: Run) -> None:
-        """Have calls of the layer go through ``run``.
+        """Replace the layer's forward by ``run``.
 
         Args:
-            run: Called with the site and the layer's arguments, by position and by name; returns its output.
+            run: Takes this object and the layer's positional and keyword arguments; returns its output.
         """
         self._run = run
         self.layer.module.forward = self
         copy_without_hooks([self.layer.module])
 
     def uninstall(self) -> None:
-        """Put the layer's own forward back: the class's method, or what stood on the instance."""
+        """Restore the layer's own forward: the method of its class, or the attribute of the instance."""
         module = self.layer.module
         if module.forward is not self:
-            return  # wrapped since by another library; ours stays below and passes everything through
+            return  # another library has wrapped it since: stay below the wrapper and pass calls through
         if self.is_method:
             del module.forward
         else:
@@ -138,7 +139,7 @@ class Site(InstalledHook):
 
     @not_traced
     def __call__(self, /, *args: object, **kwargs: object) -> object:
-        """Run the layer as the session says."""
+        """Run the layer through the session."""
         tracer = switch_tracer(None)
         try:
             copied = self._copy_in(sys._getframe(1))
@@ -147,13 +148,13 @@ class Site(InstalledHook):
                 switch_tracer(tracer)
                 return type(copied).forward(copied, *args, **kwargs)
             if tracer is not self.tracer and (tracer is not None or not is_recomputation()):
-                self.tracer = tracer  # in backward nothing compiles the caller
+                self.tracer = tracer  # recomputation is never called from compiled code
             return self._run(self, args, kwargs)
         finally:
             switch_tracer(tracer)
 
     def _copy_in(self, caller: FrameType) -> nn.Module | None:
-        """Return the copy of the layer whose forward a frame calls; ``None`` for the layer itself."""
+        """Return the copy of the layer that is called; ``None`` if it is the layer itself."""
         called, layer = None, self.layer.module
         if caller.f_code.co_filename == CALLS:
             called = caller.f_locals.get("self")
@@ -161,18 +162,18 @@ class Site(InstalledHook):
         return called if is_copy else None
 
     def next_run(self, micro_batch: Callable[[nn.Module], int | None] | None) -> ScopeKey:
-        """Begin a run of the layer, and return its key.
+        """Start a run of the layer, and return its key.
 
         Args:
-            micro_batch: Tells its number, where the framework has one; otherwise runs are counted.
+            micro_batch: Returns the framework's number of the micro-batch. ``None`` counts runs instead.
         """
         layer, count = self.layer, self.runs
-        told = micro_batch(layer.module) if micro_batch is not None else None
+        number = micro_batch(layer.module) if micro_batch is not None else None
         self.runs += 1
-        return ScopeKey(layer.id.number, count if told is None else told, layer.chunk, layer.id.name)
+        return ScopeKey(layer.id.number, count if number is None else number, layer.chunk, layer.id.name)
 
     def forward(self, /, *args: object, **kwargs: object) -> object:
-        """Run the layer's own forward, compiled if its caller is, and so in backward too."""
+        """Run the layer's own forward with the tracer of the layer's last caller, also in backward."""
         if self.tracer is None:
             return self.own(*args, **kwargs)
         before = switch_tracer(self.tracer)
@@ -183,17 +184,17 @@ class Site(InstalledHook):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the layer runs as a graph of the compiler."""
+        """Whether the layer runs as a compiled graph."""
         return self.tracer is not None or is_compiled(self.own)
 
     @property
     def is_method(self) -> bool:
-        """Whether the layer's forward is its class's, not something that stood on the instance."""
+        """Whether the layer's forward is the method of its class, not an attribute of the instance."""
         return getattr(self.own, "__self__", None) is self.layer.module
 
     @property
     def replaced(self) -> object:  # type: ignore[override]
-        """The forward that stood on the instance."""
+        """The forward that was an attribute of the instance; ``None`` if there was none."""
         return None if self.is_method else self.own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> object:
@@ -204,10 +205,10 @@ class Site(InstalledHook):
 
 
 def check_unattached(layers: Sequence[Layer]) -> None:
-    """Check that no session stands in front of one of the layers.
+    """Check that none of the layers is attached to a session.
 
     Raises:
-        SessionError: Names the layer.
+        SessionError: A layer is attached. The message names it.
     """
     for layer in layers:
         if isinstance(layer.module.forward, Site):

@@ -1,8 +1,8 @@
-"""What happened in one step: when scopes ran, what they saved, when backward used it.
+"""The trace of one step: when scopes ran, what they saved, and when backward used it.
 
-All times are the host's, by :func:`time.perf_counter`. On a device that runs behind the host they are the
-times at which work was given. So there the trace holds marks in the device's work as well, if a planner is
-going to ask for them; :meth:`StepTrace.device_times` turns them into times after the step.
+Times are host times (:func:`time.perf_counter`). An accelerator runs asynchronously, so its host times are
+the times at which work was submitted. If a planner needs device times, the trace also records marks in the
+device's work. :meth:`StepTrace.device_times` turns the marks into times after the step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class ScopeKey(NamedTuple):
-    """One execution of a layer.
+    """One run of a layer.
 
     Attributes:
-        layer: Global number of the layer, from 0.
-        micro_batch: How often the layer ran before in this step, or the schedule's own number.
+        layer: Global index of the layer, from 0.
+        micro_batch: Number of earlier runs of the layer in this step, or the framework's own number.
         chunk: Model chunk of an interleaved pipeline.
         name: Module name of the layer.
     """
@@ -39,7 +39,7 @@ class ScopeKey(NamedTuple):
 
 
 class ActivationKey(NamedTuple):
-    """One storage that a scope saved; ``number`` counts them within the scope."""
+    """One storage that a scope saved. ``number`` is its index within the scope."""
 
     scope: ScopeKey
     number: int
@@ -49,10 +49,7 @@ class ActivationKey(NamedTuple):
 
 
 class Treatment(enum.Enum):
-    """What became of an activation when it was saved.
-
-    One that was offloaded and could as well have been rebuilt, as backward found out, counts as rebuilt.
-    """
+    """The way in which an activation was handled when it was saved."""
 
     OFFLOADED = "offloaded"
     LEARNED_KEEP = "learned keep"
@@ -62,7 +59,7 @@ class Treatment(enum.Enum):
 
 
 class ScopeTimes(NamedTuple):
-    """When a scope ran forward, and when backward came back to it."""
+    """The times at which a scope's forward began and ended, and at which its backward began."""
 
     forward_began: float
     forward_ended: float
@@ -70,14 +67,14 @@ class ScopeTimes(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """When everything in a step was, by one clock; only differences mean something.
+    """The times of one step by one clock. Only differences between them are meaningful.
 
     Attributes:
-        began: When the step began.
-        ended: When it ended.
-        scopes: Times of each of :meth:`StepTrace.whole_scopes`, in their order.
-        backward_ends: When the backward passes ended.
-        stalls: When compute waited for I/O: from, until; in order.
+        began: Start of the step.
+        ended: End of the step.
+        scopes: Times of the scopes of :meth:`StepTrace.whole_scopes`, in the same order.
+        backward_ends: Ends of the backward passes.
+        stalls: Start and end of each wait of compute for I/O, in order.
     """
 
     began: float
@@ -89,10 +86,11 @@ class StepTimes(NamedTuple):
 
 @dataclass(slots=True)
 class ActivationTrace:
-    """One storage that a scope saved; times are seconds on :func:`time.perf_counter`.
+    """One storage that a scope saved. Its times are host times.
 
-    There are no marks of activations, which are too many: on a device that runs behind the host these times
-    tell the order within a scope, and roughly the share of its work that was given before.
+    Activations have no marks in the device's work, because there are too many activations. On an accelerator
+    their times give the order within a scope. They also show roughly which share of the scope's work was
+    submitted before.
     """
 
     key: ActivationKey
@@ -104,21 +102,19 @@ class ActivationTrace:
 
 @dataclass(slots=True)
 class ScopeTrace:
-    """One execution of a layer; times are seconds on :func:`time.perf_counter`.
+    """One run of a layer. Its times are host times.
 
     Attributes:
-        key: Which one.
-        placement: How it ran: a placement of the package that always goes the way that the layer's own went,
-            or ``keep`` if it was left alone.
-        forward_began: When it started.
-        input_bytes: Bytes of the activations that it was given.
-        forward_ended: When it returned; 0 before that.
-        backward_began: When backward came back to it; 0 before that.
-        marks: The same three in the work of a device that runs behind the host.
-        attention_bytes: Bytes that its fused attention put out, if they travel without the rest.
-        forward_gradients: Bytes of gradients that there were when it started; ``None`` if they were not
-            counted.
-        backward_gradients: The same when backward came back to it.
+        key: The run.
+        placement: The placement by which the layer ran; ``keep`` if the session left it alone.
+        forward_began: Start of forward.
+        input_bytes: Bytes of the activations among the layer's arguments.
+        forward_ended: End of forward; 0 before that.
+        backward_began: Start of backward; 0 before that.
+        marks: The same three times as marks in the device's work; empty without a planner or on a CPU.
+        attention_bytes: Bytes of the fused attention's output, if only this output is offloaded.
+        forward_gradients: Bytes of gradients that existed at the start of forward; ``None`` if not counted.
+        backward_gradients: Bytes of gradients that existed at the start of backward; ``None`` if not counted.
     """
 
     key: ScopeKey
@@ -135,25 +131,25 @@ class ScopeTrace:
 
 @dataclass(slots=True)
 class StepTrace:
-    """Everything that one step recorded.
+    """Everything that was recorded in one step.
 
     Attributes:
-        scopes: In the order in which their forward began.
-        activations: In the order in which they were saved.
-        sources: Tensors that autograd does not save, offloaded because others are made again from them.
-        kept_bytes: Bytes of saved tensors that stayed because they are small, not understood, learned to be
-            kept elsewhere, or by plan. Parameters and buffers do not count, nor layers placed ``keep``, which
-            run without hooks.
-        deduplicated_bytes: Bytes of saved tensors whose storage was recorded already.
-        rebuilt_bytes: Bytes of activations that were neither kept nor offloaded, to be computed anew.
-        left_alone: Scopes that ran inside saved-tensor hooks of other code or under a transform that
-            forbids hooks, and were therefore not captured.
+        scopes: The scopes, in the order in which forward began.
+        activations: The activations, in the order of saving.
+        sources: Tensors that autograd does not save. They are offloaded because others are rebuilt from them.
+        kept_bytes: Bytes of saved tensors that stayed in memory: too small, of an unknown kind, kept alive by
+            other references, or kept by plan. Parameters and buffers are not counted. Layers placed ``keep``
+            run without hooks and are not counted.
+        deduplicated_bytes: Bytes of saved tensors whose storage was already recorded.
+        rebuilt_bytes: Bytes of activations that are neither kept nor offloaded, but computed again.
+        left_alone: Number of scopes that were not captured. They ran inside saved-tensor hooks of other code,
+            or under a transform that forbids hooks.
         backward_seconds: Time of the backward passes, from the first scope to the end of the graph.
-        backward_ends: When they ended.
-        device: The accelerator whose work is marked; ``None`` for no marks.
-        marks: Where in the work of the device the step began and ended.
-        backward_marks: Where in the work of the device the backward passes ended.
-        gradients: Counts the bytes of gradients; ``None`` if it does not matter when they come.
+        backward_ends: Ends of the backward passes.
+        device: The accelerator in whose work marks are recorded; ``None`` for no marks.
+        marks: Start and end of the step in the device's work.
+        backward_marks: Ends of the backward passes in the device's work.
+        gradients: Returns the bytes of gradients that exist; ``None`` if they are not recorded.
     """
 
     scopes: list[ScopeTrace] = field(default_factory=list)
@@ -172,24 +168,24 @@ class StepTrace:
     _backward_began: float | None = None
 
     def mark_times(self, device: Device) -> None:
-        """Record that the step begins, and from now on everything is marked in the work of ``device`` too."""
+        """Record the start of the step, and from now on mark times in the work of ``device`` too."""
         self.device, self.marks = device, [device.mark()]
 
     def end_step(self) -> None:
-        """Record that the step is over."""
+        """Record the end of the step."""
         if self.device is not None:
             self.marks[1:] = [self.device.mark()]
 
     def begin_scope(self, key: ScopeKey, placement: str, *, inputs: int = 0) -> ScopeTrace:
-        """Record that a layer starts to run.
+        """Record the start of a layer's forward.
 
         Args:
-            key: Which run it is.
-            placement: Where what it saves goes.
-            inputs: Bytes of the activations that it is given.
+            key: The run.
+            placement: The placement by which the layer runs.
+            inputs: Bytes of the activations among the layer's arguments.
         """
         scope = ScopeTrace(key, placement, perf_counter(), input_bytes=inputs)
-        if self.device is not None:  # not in a function: it is a call for each run of a layer
+        if self.device is not None:  # no helper function: this code runs once for each run of a layer
             scope.marks.append(self.device.mark())
         if self.gradients is not None:
             scope.forward_gradients = self.gradients()
@@ -197,15 +193,15 @@ class StepTrace:
         return scope
 
     def end_scope(self, scope: ScopeTrace) -> None:
-        """Record that a layer has returned."""
+        """Record the end of a layer's forward."""
         scope.forward_ended = perf_counter()
         if self.device is not None:
             scope.marks.append(self.device.mark())
 
     def backward_reached(self, scope: ScopeTrace) -> bool:
-        """Record that backward arrives at a scope; return whether it is the first of its pass."""
+        """Record the start of a scope's backward; return True if it is the first in its backward pass."""
         scope.backward_began = perf_counter()
-        del scope.marks[2:]  # of an earlier backward through the same graph
+        del scope.marks[2:]  # an earlier backward through the same graph may have added one
         if self.device is not None:
             scope.marks.append(self.device.mark())
         if self.gradients is not None:
@@ -215,7 +211,7 @@ class StepTrace:
         return is_first
 
     def backward_ended(self) -> None:
-        """Record that a backward pass is over."""
+        """Record the end of a backward pass."""
         if self._backward_began is not None:
             self.backward_ends.append(perf_counter())
             self.backward_seconds += self.backward_ends[-1] - self._backward_began
@@ -225,33 +221,33 @@ class StepTrace:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass has begun and not ended; after an exception in it that stays so."""
+        """Whether a backward pass has begun and not ended. This stays True after an exception in backward."""
         return self._backward_began is not None
 
     def whole_scopes(self) -> list[ScopeTrace]:
-        """Return the scopes whose forward and backward both took place, in the order of their forward."""
+        """Return the scopes that ran both forward and backward, in the order of their forward."""
         return [scope for scope in self.scopes if scope.forward_ended and scope.backward_began]
 
     def host_times(self, stalls: Sequence[tuple[float, float]], *, began: float, ended: float) -> StepTimes:
         """Return the times by the host's clock.
 
         Args:
-            stalls: When the training thread waited for I/O.
-            began: When the step began.
-            ended: When it ended.
+            stalls: Start and end of each wait of the training thread for I/O.
+            began: Start of the step.
+            ended: End of the step.
         """
         return StepTimes(began, ended, self.whole_scopes(), self.backward_ends, stalls)
 
     def device_times(self, stalls: Sequence[tuple[Mark, Mark]]) -> StepTimes:
-        """Return the times by the clock of the device; wait for the end of the step, which has marks.
+        """Return the times by the device's clock. Wait for the end of the step, which must have marks.
 
-        The marks of a stall lie before and after a wait. When the device comes to the first, it has done all
-        that it was given until then; it comes to the second when that is given to it, or, where its stream
-        waits as well, when the bytes have come. So between them it stood still, and for no time if it had
-        work for as long as the host waited.
+        Each stall has two marks, recorded before and after a wait of the host. The device reaches the first
+        mark when it has done all work submitted before the wait. It reaches the second mark when the host
+        submits it; if the stream waits as well, when the bytes have arrived. Between the two marks the device
+        was idle. If it had enough work during the wait of the host, this time is zero.
 
         Args:
-            stalls: Marks around each wait for bytes that had not come.
+            stalls: Marks before and after each wait for bytes.
         """
         device: Any = self.device
         scopes = [scope.marks for scope in self.whole_scopes()]
@@ -266,11 +262,11 @@ class StepTrace:
         )
 
     def device_seconds(self) -> float:
-        """Return how long the step took by the clock of the device; wait for its end."""
+        """Return the duration of the step by the device's clock. Wait for the end of the step."""
         device: Any = self.device
         began, ended = device.seconds(self.marks)
         return float(ended - began)
 
     def forward_seconds(self) -> float:
-        """Return the time inside the layers' forward, summed."""
+        """Return the total time of the layers' forward."""
         return sum(s.forward_ended - s.forward_began for s in self.scopes if s.forward_ended)

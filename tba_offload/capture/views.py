@@ -1,11 +1,12 @@
 """Saved tensors as views of storages.
 
-An activation is identified by its storage object, never by an address or an ``id()``, because addresses are
-reused. PyTorch hands out the same Python object for a storage as long as the storage lives, and a weak
-reference to it stays alive while only C++ holds the storage.
+A storage object identifies an activation. An address or an ``id()`` does not, because both are reused.
+PyTorch returns the same Python object for a storage as long as the storage lives. A weak reference to that
+object stays alive while only C++ holds the storage.
 
-A distributed tensor (``DTensor``) is identified by the storage of its local tensor, which has its bytes on
-this rank, and by its own version, because its operations do not count at the local tensor.
+A distributed tensor (``DTensor``) is identified by the storage of its local tensor, which has the bytes of
+this rank. The version is that of the ``DTensor``: its operations do not change the version of the local
+tensor.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ if TYPE_CHECKING:
     from tba_offload.device import Device
 
 View = tuple[torch.dtype, "Sequence[int]", "Sequence[int]", int]
-"""How a tensor looks at its storage: dtype, shape, strides and offset, the latter two in elements."""
+"""The dtype, shape, strides and offset of a tensor in its storage. Strides and offset count elements."""
 
 
 def view_of(tensor: torch.Tensor) -> View:
-    """Return how a tensor looks at its storage."""
+    """Return the view of a tensor on its storage."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
 
 
 def viewed(storage: torch.UntypedStorage, view: View, start: int = 0) -> torch.Tensor:
-    """Return the tensor that ``view`` makes of a storage, with a version counter of its own.
+    """Return the tensor that ``view`` describes. It has its own version counter.
 
     Args:
         storage: The bytes.
-        view: How to look at them.
-        start: The payload begins at this byte.
+        view: The dtype, shape, strides and offset.
+        start: First byte of the payload in the storage.
     """
     dtype, shape, stride, offset = view
     return blank(dtype, storage.device).data.set_(storage, offset + start // dtype.itemsize, shape, stride)
@@ -53,7 +54,7 @@ def viewed(storage: torch.UntypedStorage, view: View, start: int = 0) -> torch.T
 
 
 def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy of the elements of a tensor; those that ``expand`` repeats come once."""
+    """Return a contiguous copy of a tensor's elements. Elements that ``expand`` repeats are copied once."""
     dtype, _, stride, offset = view_of(tensor)
     few = viewed(tensor.untyped_storage(), (dtype, _distinct(tensor.shape, stride), stride, offset))
     return few.clone(memory_format=torch.contiguous_format)
@@ -62,19 +63,20 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
 def spread_out(
     dense: torch.UntypedStorage, start: int, view: View, address: int, device: Device
 ) -> ByteRange:
-    """Put copied elements back to the strides of their view; what lies between them is undefined.
+    """Write densely copied elements back with the strides of their view. Bytes between them are undefined.
 
-    Kernels choose their way by strides, and by the address of the first element modulo a cache line.
+    Kernels may choose their code path by strides, and by the address of the first element modulo a cache
+    line.
 
     Args:
         dense: The elements, as :func:`dense_copy` returned them.
-        start: The elements begin at this byte.
-        view: How the saved tensor looked at its storage.
-        address: Where its first element lay.
-        device: Of the memory.
+        start: First byte of the elements in ``dense``.
+        view: The original view of the saved tensor.
+        address: The original address of its first element.
+        device: The device to allocate memory on.
 
     Returns:
-        New memory, which begins with the first element.
+        New memory that begins with the first element.
     """
     dtype, shape, stride, _ = view
     sizes = _distinct(shape, stride)
@@ -95,8 +97,8 @@ def _distinct(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
 def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that shares the version counter of ``tensor`` but not its memory.
 
-    Saved-tensor hooks switch off autograd's own check for changes in place, so we compare versions
-    ourselves at unpack. The counter must be kept until then, the memory must not.
+    Saved-tensor hooks switch off autograd's check for changes in place, so ``unpack`` compares versions.
+    Until then it needs the counter, but not the memory.
     """
     probe, empty = tensor.detach(), blank(tensor.dtype, tensor.device)
     if type(probe) is torch.Tensor:
@@ -107,9 +109,10 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def restore(storage: torch.UntypedStorage, view: View, probe: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """As :func:`viewed`, for backward: a change of the tensor in place counts at ``probe`` too.
+    """Return the tensor that ``view`` describes. It shares the version counter of ``probe``.
 
-    So the next one that is given the same saved tensor is told, as with autograd's own check.
+    A change of this tensor in place therefore raises the version of ``probe``. The next ``unpack`` of the
+    same saved tensor then fails, as it does with autograd's own check.
     """
     tensor = probe.detach()
     if type(tensor) is not torch.Tensor:
@@ -121,28 +124,29 @@ def restore(storage: torch.UntypedStorage, view: View, probe: torch.Tensor, star
 
 
 def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Give a detached tensor other bytes; its version counter, and how it is distributed, stay."""
+    """Replace the bytes of a detached tensor. Keep its version counter and its distribution."""
     if _is_distributed(tensor):
         tensor._local_tensor = data  # type: ignore[attr-defined]
     else:
         tensor.data = data
 
 
-# What can be rebuilt from its bytes
+# Tensors that can be rebuilt from their bytes
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # no object is of a class that is not imported
+    module = sys.modules.get("torch.distributed.tensor")  # if it is not imported, no DTensor exists
     return module is not None and type(tensor) is module.DTensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that has the bytes: of a distributed one the local one, else itself.
+    """Return the local tensor of a distributed tensor; any other tensor as it is.
 
-    A collective that is still to deliver them is waited for, as the operation that saves them does next.
+    Wait for a collective operation that still writes to the local tensor. The operation that saves the tensor
+    would wait for it anyway.
     """
     if type(tensor) in _PLAIN or not _is_distributed(tensor):
         return tensor
@@ -151,10 +155,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Return True if a saved tensor is a plain strided one on ``device`` that its bytes can rebuild.
+    """Return True if ``tensor`` is a plain strided tensor on ``device`` that its bytes can rebuild.
 
-    Subclasses, sparse, quantized and functorch tensors, lazy conjugates, implicit zeros and elements that
-    straddle their alignment are not.
+    Return False for subclasses, sparse, quantized and functorch tensors, lazy conjugates, implicit zeros, and
+    elements at unaligned addresses.
     """
     if type(tensor) not in _PLAIN or tensor.device != device:
         return False
@@ -164,9 +168,9 @@ def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
         return False
     try:
         address = tensor.data_ptr()
-    except RuntimeError:  # functorch's wrappers have no storage
+    except RuntimeError:  # functorch wrappers have no storage
         return False
-    # Where restored bytes can be: tensors of implicit zeros are nowhere, as are those without elements.
+    # The address is 0 for a tensor without elements, and for a tensor of implicit zeros.
     return not tensor.numel() if address == 0 else address % tensor.itemsize == 0
 
 
@@ -174,38 +178,38 @@ def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 class StaticStorages:
-    """The storages that live as long as the model: parameters, gradients, buffers.
+    """The storages that live as long as the model: parameters, gradients and buffers.
 
-    Membership is by storage, so views and transposes of a parameter and the flat buffers that Megatron
-    keeps parameters and gradients (``main_grad``) in are members too.
+    Membership is by storage. Views of a parameter are therefore members, and so are Megatron's flat buffers
+    of parameters and gradients (``main_grad``).
 
     Attributes:
-        addresses: Of the storage objects: what is not among them is no member.
+        addresses: Weak references to the storages, by the address of the storage object.
     """
 
     def __init__(self) -> None:
         self.addresses: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def refresh(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Read the storages anew; between steps, because optimizers may replace them."""
+        """Collect the storages again. Call this between steps, because optimizers may replace them."""
         tensors = filter(_has_storage, chain.from_iterable(map(_static_tensors, modules)))
         storages = (local_of(tensor).untyped_storage() for tensor in tensors)
         self.addresses = {storage._cdata: weakref.ref(storage) for storage in storages}
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         found = self.addresses.get(storage._cdata)
-        # A gradient may be freed during the step, and its address belong to an activation.
+        # A gradient may be freed during the step, and an activation may reuse its address.
         return found is not None and found() is storage
 
 
 def _static_tensors(module: torch.nn.Module) -> list[Any]:
-    """Parameters, their gradients, and buffers; ``None`` in place of some that are not there."""
+    """Return parameters, their gradients and buffers; some entries are ``None``."""
     found: list[Any] = []
     for inner in modules_in(module):
         found += inner._buffers.values()
         for parameter in inner._parameters.values():
             found.append(parameter)
-            # One that was computed, as ``functional_call`` may give the model, has no gradient to ask for.
+            # A parameter that ``functional_call`` computed is no leaf and has no gradient of its own.
             if parameter is not None and parameter.is_leaf and parameter.grad is not None:
                 found.append(parameter.grad)
             found.append(getattr(parameter, "main_grad", None))
@@ -213,7 +217,7 @@ def _static_tensors(module: torch.nn.Module) -> list[Any]:
 
 
 def _has_storage(tensor: object) -> bool:
-    """Return True for tensors with bytes of their own; a transform of the model gives it wrappers."""
+    """Return True if a tensor has bytes of its own. Wrappers that transforms make have none."""
     if not isinstance(tensor, torch.Tensor) or is_lazy(tensor):
         return False
     return tensor.layout is torch.strided and not is_transform_wrapper(tensor)
