@@ -1,1 +1,1 @@
-"""The layers of a model: which they are, what they are given, and how they lie in autograd's graph."""
+"""Layers of a model: how they are found, their arguments and outputs, and their nodes in autograd's graph."""

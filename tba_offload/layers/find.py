@@ -1,6 +1,6 @@
 """Find the layers of a model: blocks that run one after the other.
 
-:func:`find_layers` looks for them, :func:`explicit_layers` takes those that the caller names.
+:func:`find_layers` searches for them. :func:`explicit_layers` takes the modules that the caller names.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
 
 Blocks = dict[str, nn.Module]
-"""The blocks of a list, by their places in it."""
+"""The blocks of a list, by position."""
 
 State = tuple[Callable[[], Any], Callable[[Any], object]]
-"""Functions that read and set state that a second run of a layer must find again."""
+"""A function that reads a state, and one that sets it. Second runs of a layer restore such a state."""
 
 LEAST_LEFT_OUT = 0.1
-"""Share of the parameters of the layers that were found, from which on other blocks are worth a word."""
+"""Other lists of blocks are reported if they have this share of the parameters of the layers."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Layer:
     """A layer that a session can place.
 
     Attributes:
-        id: Its number and name, as rules match them.
-        module: Calling it is a scope.
-        chunk: The model chunk it belongs to, in an interleaved pipeline.
+        id: The number and name of the layer. Rules of a policy match them.
+        module: The module. Each call of it is a scope.
+        chunk: Index of the model chunk with the layer, in an interleaved pipeline.
     """
 
     id: LayerId
@@ -45,9 +45,9 @@ class BlockList(NamedTuple):
     """A list of blocks in a model.
 
     Attributes:
-        name: Its name in its chunk.
-        chunk: The model chunk it belongs to.
-        members: The blocks, by their places in the list.
+        name: Module name of the list within its chunk.
+        chunk: Index of the model chunk with the list.
+        members: The blocks, by position in the list.
     """
 
     name: str
@@ -56,12 +56,12 @@ class BlockList(NamedTuple):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks in their order."""
+        """The blocks, in order."""
         return list(self.members.values())
 
     @property
     def stack(self) -> str | None:
-        """Whether the list belongs to an encoder or to a decoder, by its name."""
+        """``encoder`` or ``decoder`` if a part of the list's name is this word; else ``None``."""
         return next((part for part in self.name.split(".") if part in _COUNTERPARTS), None)
 
     def __str__(self) -> str:
@@ -74,14 +74,14 @@ _COUNTERPARTS = {"encoder": "decoder", "decoder": "encoder"}
 
 @dataclass(frozen=True)
 class LayerStack:
-    """The layers of a model and what its framework does differently.
+    """The layers of a model, with functions for the needs of its framework.
 
     Attributes:
-        layers: In the order of their numbers.
-        micro_batch: Number of the micro-batch that a layer is about to run, where the framework tells;
-            otherwise ``None`` and executions are counted.
-        states: Returns state of the framework that second runs put back, as its generators are.
-        left_out: Lists of other blocks that have a share of the parameters.
+        layers: The layers, in the order of their numbers.
+        micro_batch: Returns the framework's number of the micro-batch that a layer is about to run. ``None``
+            counts the runs of each layer instead.
+        states: Returns states of the framework that second runs restore, such as its random generators.
+        left_out: Other lists of blocks with a considerable share of the parameters.
     """
 
     layers: tuple[Layer, ...]
@@ -91,26 +91,27 @@ class LayerStack:
 
 
 def chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the chunks of a model: those that are given, or the model itself."""
+    """Return the chunks of a model. A model without chunks counts as one chunk."""
     return list(model) if isinstance(model, Sequence) else [model]
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     """Find the decoder or encoder layers of a model.
 
-    The layers are the blocks of the ``ModuleList``, ``Sequential`` or ``ModuleDict`` of numbers that holds
-    the most parameters. Other lists of the same kind of block count too. Where the list holds stages, as in
-    Swin and ConvNeXt, the layers are the blocks of the stages.
+    The layers are the blocks of one list: the ``ModuleList``, ``Sequential``, or ``ModuleDict`` with numbers
+    as keys, that has the most parameters. Other lists with the same kinds of blocks are added. If the list
+    contains stages, as in Swin and ConvNeXt, the layers are the blocks of the stages.
 
     The blocks of a ``ModuleList`` may be of several classes, as in hybrids of attention and Mamba. An encoder
-    may have other blocks than its decoder, as in Whisper; each of the two counts its layers from 0. A list of
-    one block counts if there is no longer list and the block holds most of the parameters, as in ALBERT.
+    may have other blocks than its decoder, as in Whisper. Each of the two then counts its layers from 0. A
+    list of one block is used only if no list is longer, and if the block has most of the parameters, as in
+    ALBERT.
 
     Args:
-        model: A module, or the chunks of one in an interleaved pipeline.
+        model: A module, or the chunks of an interleaved pipeline.
 
     Raises:
-        UnsupportedError: No such list; the layers have to be named.
+        UnsupportedError: The model has no list of blocks. The caller has to name the layers.
     """
     chunks = chunks_of(model)
     if not chunks:
@@ -145,12 +146,13 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
 
 
 def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn.Module]) -> LayerStack:
-    """Return the layers that the caller names, numbered in the order given.
+    """Return the layers that the caller names, numbered in the given order.
 
-    One that is listed several times, because its weights are shared, is one layer that runs several times.
+    A module that is listed several times, because its weights are shared, is one layer that runs several
+    times.
 
     Raises:
-        UnsupportedError: One of them is not part of the model, or lies in another one.
+        UnsupportedError: A module is not part of the model, is never called, or is inside another one.
     """
     chunks = chunks_of(model)
     names = {
@@ -162,8 +164,8 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
             raise UnsupportedError(f"layer {number} ({type(module).__name__}) is not a module of the model")
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _is_called(module):
             raise UnsupportedError(
-                f"layer {number} ({names[module][1]}) is a {type(module).__name__}, which is never called; "
-                "name the modules in it that are"
+                f"layer {number} ({names[module][1]}) is a {type(module).__name__}, which is never called. "
+                "Name the modules inside it"
             )
         chunk, name = names[module]
         layers.append(Layer(LayerId(number, name or type(module).__name__), module, chunk))
@@ -173,23 +175,23 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
 
 
 def check_disjoint(layers: Sequence[Layer]) -> None:
-    """Check that no layer is listed twice or lies inside another.
+    """Check that no layer is listed twice, and that none is inside another.
 
     Raises:
-        UnsupportedError: Names the two layers.
+        UnsupportedError: Two layers overlap. The message names them.
     """
     owner: dict[nn.Module, Layer] = {}
     for layer in layers:
         for part in layer.module.modules():
             if part in owner and part in {layer.module, owner[part].module}:
                 raise UnsupportedError(
-                    f"{layer.id} and {owner[part].id} are the same module or lie in each other"
+                    f"{layer.id} and {owner[part].id} are the same module, or one is inside the other"
                 )
             owner[part] = layer
 
 
 def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Return each layer once, knowing how many there are. A module in several places runs several times."""
+    """Return each layer once, with the number of layers in its ``id``. A shared module is one layer."""
     first: dict[nn.Module, Layer] = {}
     for layer in layers:
         first.setdefault(layer.module, layer)
@@ -201,20 +203,20 @@ def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
-    """Yield name and blocks of each list; the blocks of a list of stages are those in its stages."""
+    """Yield the name and blocks of each list. If a list contains stages, yield the blocks in the stages."""
     for name, blocks in _outermost(model, least=2):
         yield name, _in_stages(blocks) or blocks
 
 
 def _only_blocks(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
-    """Yield the list of one block that holds most of the model, as ALBERT's, which is called in a loop."""
+    """Yield a list of one block that has most of the parameters. ALBERT calls its block in a loop."""
     for name, blocks in _outermost(model, least=1):
         if not isinstance(model.get_submodule(name), nn.Sequential) and _are_most(blocks.values(), [model]):
             yield name, blocks
 
 
 def _outermost(model: nn.Module, *, least: int) -> Iterator[tuple[str, Blocks]]:
-    """Yield name and members of the outermost lists of ``least`` blocks or more."""
+    """Yield the name and blocks of each outermost list with at least ``least`` blocks."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in inside):
@@ -226,7 +228,7 @@ def _outermost(model: nn.Module, *, least: int) -> Iterator[tuple[str, Blocks]]:
 
 
 def _members(module: nn.Module) -> Blocks:
-    """Return what a list of modules holds, by its places; nothing of any other module."""
+    """Return the members of a list of modules by position; an empty dict for any other module."""
     if isinstance(module, nn.ModuleDict):
         return dict(module.items()) if all(key.isdecimal() for key in module) else {}
     if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -235,9 +237,10 @@ def _members(module: nn.Module) -> Blocks:
 
 
 def _rows(members: Blocks) -> Blocks:
-    """Return the blocks in the lists of a list, which the model calls one by one; other members as they are.
+    """Return the blocks inside a list of rows, which the model calls one by one; other members as they are.
 
-    lucidrains' models have a list of rows, each of attention and feed-forward, and no module that is a layer.
+    Models of lucidrains have a list of rows. Each row has an attention block and a feed-forward block, and no
+    module is a whole layer.
     """
     if len(members) < 2 or not all(type(row) is nn.ModuleList for row in members.values()):
         return members
@@ -250,11 +253,12 @@ def _rows(members: Blocks) -> Blocks:
 
 
 def _in_stages(stages: Blocks) -> Blocks:
-    """Return the blocks in the stages of a model, as Swin's; nothing if these modules are layers.
+    """Return the blocks inside the stages of a model; an empty dict if the modules are layers.
 
-    Stages hold most of their parameters in lists of blocks. They differ in width or depth, or are lists of
-    equal blocks themselves, as OLMo's block groups. Layers may hold lists too, but are equal. Experts are no
-    layers: only some of them run. What a stage holds beside its lists, as the downsampling, is a layer too.
+    Stages, as in Swin, have most of their parameters in lists of blocks. They differ in width or depth, or
+    are lists of equal blocks, as OLMo's block groups are. Layers may contain lists too, but all layers have
+    the same shapes. Experts are not layers, because only some of them run. A block of a stage outside its
+    lists, such as downsampling, is a layer too.
     """
     found: Blocks = {}
     listed: list[nn.Module] = []
@@ -280,13 +284,13 @@ def _in_stages(stages: Blocks) -> Blocks:
 
 
 def _are_alike(blocks: Blocks, *, may_differ: bool) -> bool:
-    """Whether blocks can be layers: those of one class, or of several of which one comes twice."""
+    """Return True if blocks can be layers: all are of one class, or at least one of the classes repeats."""
     firsts = {type(block): block for block in reversed(blocks.values())}
     if not all(map(_is_block, firsts.values())):
         return False
     if len(firsts) == 1:
         return True
-    # The stages of a U-Net differ in class; what they hold is found as lists of its own.
+    # The stages of a U-Net have different classes. The lists of blocks in them are found separately.
     held = (
         each
         for block in blocks.values()
@@ -297,17 +301,17 @@ def _are_alike(blocks: Blocks, *, may_differ: bool) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether a module is composed of others, with parameters, and is called.
+    """Return True if a module is called, and has submodules and parameters.
 
-    Lists of modules never are, nor are bare ``nn.Module`` objects that hold the parts of a stage together, as
-    the autoencoders of latent diffusion have them: they have no forward of their own.
+    Lists of modules are never called. Some models also use a bare ``nn.Module``, which has no forward, to
+    group the parts of a stage. The autoencoders of latent diffusion are an example.
     """
     has_parts = next(module.children(), None) is not None and next(module.parameters(), None) is not None
     return has_parts and _is_called(module)
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward of its own."""
+    """Return True if a module has its own forward."""
     forward = getattr(module, "forward", None)  # TorchScript may leave it out
     return forward is not None and getattr(forward, "__func__", None) is not nn.Module.forward
 
@@ -317,5 +321,5 @@ def _parameter_count(blocks: Iterable[nn.Module]) -> int:
 
 
 def _are_most(some: Iterable[nn.Module], modules: Iterable[nn.Module]) -> bool:
-    """Whether some parts of modules hold more than half of the parameters."""
+    """Return True if the modules in ``some`` have more than half of the parameters of ``modules``."""
     return 2 * _parameter_count(some) > _parameter_count(modules)

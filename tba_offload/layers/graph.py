@@ -1,4 +1,4 @@
-"""A layer in autograd's graph."""
+"""The part of autograd's graph that belongs to a layer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def first_differentiable(output: object) -> torch.Tensor | None:
-    """Return the first tensor of a layer's output through which gradients will come back."""
+    """Return the first tensor of a layer's output that gets a gradient in backward."""
     first = output[0] if isinstance(output, tuple) and output else output
-    if isinstance(first, torch.Tensor) and first.requires_grad:  # nearly always: at once
+    if isinstance(first, torch.Tensor) and first.requires_grad:  # the usual case
         return first
     try:
         return next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
@@ -30,15 +30,15 @@ def first_differentiable(output: object) -> torch.Tensor | None:
 
 
 def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
-    """Return the first nodes of a graph of autograd on the way from its root, breadth first.
+    """Return the first nodes of an autograd graph, breadth first from its root.
 
-    Nodes that accumulate gradients are left out: they belong to parameters. Where a loop holds its loss until
-    the next one, they are part of the next graph too.
+    Nodes that accumulate gradients are left out, because they belong to parameters. If a loop keeps its loss
+    until the next step, these nodes are part of the next graph too.
 
     Args:
-        root: Where to begin.
-        count: Most nodes.
-        after: Only those that were made later than the one of this number in autograd's sequence.
+        root: The first node.
+        count: Maximum number of nodes.
+        after: Only nodes with a higher sequence number than this are returned.
     """
     found, seen = [root], {root}
     for node in found:
@@ -52,14 +52,14 @@ def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
 
 
 def check_version(witness: torch.Tensor, version: int, what: object) -> None:
-    """Check that a saved tensor has not changed since.
+    """Check that a saved tensor has not changed.
 
     Raises:
-        SavedTensorModifiedError: It was changed in place.
+        SavedTensorModifiedError: The tensor was changed in place.
     """
     if witness._version != version:
         raise SavedTensorModifiedError(
-            f"a tensor that backward needs was changed in place after it was saved ({what}): it is at "
-            f"version {witness._version}, saved was version {version}; change a copy instead, or find the "
-            "operation with torch.autograd.set_detect_anomaly(True)"
+            f"a tensor that backward needs was changed in place after it was saved ({what}): it was saved at "
+            f"version {version}, and is at version {witness._version} now. Change a copy instead, or find "
+            "the operation with torch.autograd.set_detect_anomaly(True)"
         )

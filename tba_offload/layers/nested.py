@@ -1,4 +1,4 @@
-"""The modules in a layer, and the tensors in its arguments and outputs, however deep these lie in objects."""
+"""The modules in a layer, and the tensors at any depth in its arguments and outputs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 MOST = 1_000
-"""Most objects that are looked at in one value, so that a huge structure cannot hold a step up."""
+"""Most objects that are searched in one value, so that a huge structure does not delay a step."""
 
 DEPTH = 6
-"""Levels of objects within objects that are looked into; a cache of layers of lists of tensors has four."""
+"""Levels of nested objects that are searched. A cache with a list of layers of tensor lists has four."""
 
 LEAVES = (
     *(str, bytes, int, float, complex, bool, type, types.ModuleType, types.FunctionType, types.MethodType),
     *(types.BuiltinFunctionType, torch.nn.Module, torch.dtype, torch.device, torch.Size),
 )
-"""Kinds of objects that are not looked into."""
+"""Kinds of objects that are not searched."""
 
 
 class TooManyError(Exception):
-    """There is more in a value than is looked at."""
+    """A value contains more than :data:`MOST` objects."""
 
 
 def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a module and all modules in it, each once, in an order that depends on them alone.
+    """Return a module and all modules in it, each once, in a reproducible order.
 
-    Takes less than half of the time of ``modules()``, which adds up where a layer is asked at each run.
+    This takes less than half the time of ``modules()``. It is called for each run of a layer.
     """
     found = {layer: None}
     waiting = [layer]
@@ -45,10 +45,10 @@ def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return the parameters of all that lies in some modules, each once; much quicker than ``parameters()``.
+    """Return the parameters of modules and of all modules inside them, each once.
 
-    A step asks for them several times, and adapters make thousands of small modules of a model. What a module
-    says by a ``named_parameters`` of its own is not asked.
+    This is much faster than ``parameters()``. A step needs the list several times, and adapters add thousands
+    of small modules to a model. A module's own ``named_parameters`` method is not called.
     """
     inner = (each for module in modules for each in modules_in(module))
     held = (parameter for each in inner for parameter in each._parameters.values() if parameter is not None)
@@ -56,23 +56,23 @@ def parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers and objects, in their order.
+    """Yield the tensors in nested containers and objects, in order.
 
     Raises:
-        TooManyError: There are more than :data:`MOST` objects.
+        TooManyError: The value contains more than :data:`MOST` objects.
     """
     waiting: list[tuple[object, int]] = [(value, 0)]
     seen: set[int] = set()
     while waiting:
         found, depth = waiting.pop()
-        kind = type(found)  # by which no object can lie, or fail
+        kind = type(found)  # unlike isinstance(), this runs no code of the object
         if issubclass(kind, torch.Tensor):
             yield found  # type: ignore[misc]
         elif found is not None and depth < DEPTH and not issubclass(kind, LEAVES) and id(found) not in seen:
             seen.add(id(found))
             if len(seen) > MOST:
                 raise TooManyError
-            with contextlib.suppress(Exception):  # a stand-in for something that is not there
+            with contextlib.suppress(Exception):  # attributes of a proxy object may fail
                 waiting += [(part, depth + 1) for part in _parts_of(found)][::-1]
 
 

@@ -239,7 +239,7 @@ def test_named_layers_are_numbered_in_the_order_given() -> None:
     assert taken(sharing, list(sharing.children()))[0] == numbered("a", "b")
 
 
-NESTED = r"are the same module or lie in each other$"
+NESTED = r"are the same module, or one is inside the other$"
 REFUSED: dict[str, tuple[Callable[[Any], list[nn.Module]], str]] = {
     "of another model": (
         lambda model: [model.a, nn.Linear(4, 4)],
@@ -249,7 +249,7 @@ REFUSED: dict[str, tuple[Callable[[Any], list[nn.Module]], str]] = {
     "around": (lambda model: [model.a.inner, model.a], rf"^layer 1 \(a\) and layer 0 \(a.inner\) {NESTED}"),
     "a list": (
         lambda model: list(model.rows),
-        r"^layer 0 \(rows.0\) is a ModuleList, which is never called; name the modules in it that are$",
+        r"^layer 0 \(rows.0\) is a ModuleList, which is never called. Name the modules inside it$",
     ),
 }
 
