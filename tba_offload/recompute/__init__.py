@@ -1,1 +1,1 @@
-"""Second runs of layers: given what the first run found, and compared with it."""
+"""Recomputation of layers: a second run in backward, with the state of the first run and compared with it."""

@@ -1,9 +1,8 @@
-"""Arguments of a layer for its second run: as its first run found them.
+"""Arguments of a layer for its second run, in the state that its first run got.
 
-Tensors, also those in lists, dicts and tuples, are given to the checkpoint, which saves them as an operation
-saves its inputs: hooks around it may offload them. Lists and dicts that layers share are copied as they are
-before the first run. A cache of transformers is replaced by an empty one: what the layer appends to it must
-not be appended twice.
+The checkpoint gets all tensors, including those in lists, dicts and tuples. It saves them as an operation
+saves its inputs, so hooks around it may offload them. Lists and dicts that layers share are copied before the
+first run. A cache of transformers is replaced by an empty one, because the layer must not append to it twice.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Place(NamedTuple):
-    """The place of a tensor among those that were taken out."""
+    """The index of a tensor that was taken out of the arguments."""
 
     number: int
 
 
 def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return ``value`` with places for its tensors, which are appended to ``tensors``."""
-    # Those of inference mode cannot be saved.
+    """Return ``value`` with its tensors replaced by indices. Append the tensors to ``tensors``."""
+    # Tensors of inference mode cannot be saved.
     if isinstance(value, torch.Tensor) and not value.is_inference():
         tensors.append(value)
         return _Place(len(tensors) - 1)
@@ -41,14 +40,14 @@ def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Undo :func:`take_apart`, with new lists, dicts and caches."""
+    """Undo :func:`take_apart`. Lists, dicts and caches are new objects."""
     if type(value) is _Place:
         return tensors[value.number]
     return _rebuilt(value, lambda part: put_together(part, tensors))
 
 
 def _rebuilt(value: Any, change: Any) -> Any:
-    """Return a copy of a container whose parts are changed; any other value as it is."""
+    """Return a copy of a container with all parts changed; any other value as it is."""
     kind = type(value)
     if kind in (list, tuple):
         return kind(change(part) for part in value)
@@ -56,7 +55,7 @@ def _rebuilt(value: Any, change: Any) -> Any:
         return kind(*(change(part) for part in value))
     if kind is dict:
         return {key: change(part) for key, part in value.items()}
-    if isinstance(value, UserDict):  # Gemma's layers share keys and values in one
+    if isinstance(value, UserDict):  # Gemma's layers share keys and values in such a dict
         rebuilt = copy.copy(value)
         rebuilt.data = change(dict(value.data))
         return rebuilt
@@ -70,9 +69,9 @@ def is_cache(value: object) -> bool:
 
 
 def _emptied(cache: Any) -> Any:
-    """Return a copy of a cache without the keys and values of layers before this one."""
-    new = _copied(cache)  # some models keep states of their own beside the layers
-    if hasattr(cache, "self_attention_cache"):  # of an encoder and a decoder
+    """Return a copy of a cache without the keys and values of earlier layers."""
+    new = _copied(cache)  # some models keep other states in it
+    if hasattr(cache, "self_attention_cache"):  # a cache for an encoder and a decoder
         new.self_attention_cache = _emptied(cache.self_attention_cache)
         new.cross_attention_cache = _emptied(cache.cross_attention_cache)
     else:
@@ -81,7 +80,7 @@ def _emptied(cache: Any) -> Any:
 
 
 def _is_filled(layer: Any) -> bool:
-    """Return True if a part of a cache holds anything; each kind says so in attributes of its own."""
+    """Return True if a layer of a cache has data. Each kind of cache has its own flags for this."""
     flags = (flag for name, flag in vars(layer).items() if name.endswith("initialized"))
     return isinstance(layer, _Gone) or any(
         any(flag.values()) if type(flag) is dict else flag for flag in flags
@@ -89,7 +88,7 @@ def _is_filled(layer: Any) -> bool:
 
 
 def _copied(cache: Any) -> Any:
-    """Return a copy of a cache, or of a layer of one, with lists and dicts of its own."""
+    """Return a copy of a cache, or of a layer of one, with its own lists and dicts."""
     new = copy.copy(cache)
     for name, value in vars(cache).items():
         if type(value) in (list, dict):
@@ -98,12 +97,13 @@ def _copied(cache: Any) -> Any:
 
 
 class _Gone:
-    """The keys and values of another layer, or of another forward."""
+    """A placeholder for the keys and values of another layer, or of another forward."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise UnsupportedError(
             "a recomputed layer reads a cache of keys and values that was filled before it ran, by another "
-            "layer or another forward. Switch the cache off (use_cache=False), or place it keep or offload."
+            "layer or another forward. Switch the cache off (use_cache=False), or place the layer keep or "
+            "offload."
         )

@@ -1,8 +1,9 @@
-"""Recomputation of a layer: PyTorch's checkpoint, with what verifies that the second run is the first.
+"""Recomputation of a layer: PyTorch's checkpoint, and a check that the second run equals the first.
 
-In order: the layer is looked at, runs under the checkpoint and under hooks that compute a digest of each
-tensor that it saves, and is looked at again (:mod:`purity`, once in each mode). When backward asks for the
-first of its saved tensors, the layer runs again under such hooks, and digests are compared (:mod:`verify`).
+The layer runs under the checkpoint, and hooks compute a digest of each tensor that it saves. Before and after
+its first run in each mode, the state of the layer is inspected (:mod:`purity`). When backward asks for the
+first saved tensor, the layer runs again under such hooks. Then the digests of both runs are compared
+(:mod:`verify`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from tba_offload.recompute.verify import Verifier
 
 _turn = threading.RLock()
-"""Held by the thread that runs a layer a second time: generators are set for that, for all threads."""
+"""Held by the thread that runs a layer again: a second run sets the random generators of all threads."""
 
 
 class RecomputedLayer:
@@ -45,14 +46,14 @@ class RecomputedLayer:
 
     Args:
         module: The layer.
-        name: What errors call it.
-        verifier: Takes the outcomes of comparisons.
-        states: Returns the state that second runs put back, beside PyTorch's generators.
+        name: Name of the layer in errors.
+        verifier: Collects the results of comparisons.
+        states: Returns states that second runs restore, in addition to PyTorch's random generators.
 
     Attributes:
-        modes: What is known of the layer, by which of its modules train.
-        tried: The modes in which a :class:`Trial` has told whether the layer can be recomputed.
-        last_saved: The place of the last tensor that it has saved, which most differences reach.
+        modes: Knowledge of the layer by mode. A mode is the training flags of the layer's modules.
+        tried: Modes in which a :class:`Trial` has shown whether the layer can be recomputed.
+        last_saved: Index of the last tensor that the layer saves. Most differences reach this tensor.
     """
 
     def __init__(
@@ -65,21 +66,21 @@ class RecomputedLayer:
 
     @property
     def training(self) -> tuple[bool, ...]:
-        """Which modules of the layer train."""
+        """The training flags of the layer's modules."""
         return tuple([inner.training for inner in modules_in(self.module)])
 
     def run(self, forward: Callable[..., Any], given: Arguments, placement: Hashable = None) -> Any:
         """Run the layer in a checkpoint.
 
         Raises:
-            UnsupportedError: A second run would change something again, or give other numbers.
+            UnsupportedError: A second run would repeat a side effect, or would give other numbers.
         """
         if (reason := _why_never(self.module)) is not None:
             raise cannot(self.name, reason, UnsupportedError)
         part = self.verifier.part((self.name, self.training, placement))
         execution = _Execution(self, forward, given, part)
         output = checkpoint(execution, *execution.tensors, use_reentrant=False)
-        if execution.errors:  # held by no variable, as its frames know this one
+        if execution.errors:  # not kept in a variable: its frames refer to this frame
             if "saved tensor hooks" in str(execution.errors[0]):
                 reason = f"it forbids saved-tensor hooks ({execution.errors[0]})"
                 raise cannot(self.name, reason, UnsupportedError) from execution.errors.pop()
@@ -93,11 +94,11 @@ class RecomputedLayer:
 
     @property
     def may_plan(self) -> bool:
-        """Whether the layer was tried in any mode, and no layer of its class has failed."""
+        """Whether the layer was tried in some mode, and no layer of its class has failed."""
         return bool(self.tried) and not self.has_failed
 
     def may_try(self) -> bool:
-        """Return True if a :class:`Trial` of the layer tells something that is not known yet."""
+        """Return True if a :class:`Trial` of the layer can show something new."""
         if self.has_failed or self.training in self.tried:
             return False
         if (reason := _why_never(self.module)) is None and has_hooks(self.module):
@@ -107,47 +108,47 @@ class RecomputedLayer:
         return reason is None
 
     def may_repeat(self) -> bool:
-        """Return True if the planner may have the layer recomputed in its present mode."""
+        """Return True if the planner may recompute the layer in its present mode."""
         return self.may_plan and self.training in self.tried and not has_hooks(self.module)
 
     def asked_twice(self) -> None:
-        """Note that the layer's backward asks for a saved tensor twice."""
-        reason = "its backward asks for a saved tensor twice, and a checkpoint gives each once"
+        """Record that the layer's backward unpacks a saved tensor twice."""
+        reason = "its backward asks for a saved tensor twice, and a checkpoint returns each only once"
         self.judge(self.training, cannot(self.name, reason, UnsupportedError))
 
     def judge(self, training: tuple[bool, ...], fault: Exception | None) -> None:
-        """Note what a trial has found; a fault holds for the class of the layer, and is reported once."""
+        """Record the result of a trial. A fault applies to the layer's class, and is reported once."""
         self.tried.add(training)
         if fault is None or self.has_failed:
             return
         self.verifier.failed.add(type(self.module))
         sentence = f"{self.name}, and layers like it, are not recomputed by the planner: {fault}"
         if OTHER in str(fault):
-            warn(sentence, RuntimeWarning)  # the trial may have moved state of the program
+            warn(sentence, RuntimeWarning)  # the trial may have changed state of the program
         else:
             self.verifier.report(sentence)
 
 
 class _Execution:
-    """The first run of a layer and its repetitions in backward. Holds no saved tensor.
+    """The first run of a layer, and its second runs in backward. It holds no saved tensor.
 
     Args:
         layer: The layer.
-        forward: Runs it.
-        given: Its arguments.
-        part: Which eighth of the saved tensors is compared; ``None`` is all of them.
+        forward: Runs the layer.
+        given: The layer's arguments.
+        part: Index of the eighth of the saved tensors that is compared; ``None`` for all tensors.
 
     Attributes:
-        training: Which modules train.
-        tensors: Those among the arguments.
-        errors: That of the first run, if there was one.
+        training: The training flags of the layer's modules.
+        tensors: The tensors among the arguments.
+        errors: The error of the first run, if it failed.
     """
 
     def __init__(
         self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments, part: int | None = None
     ) -> None:
         self._layer, self._forward, self.training = layer, forward, layer.training
-        # Until the first run: they hold the graph before the layer.
+        # Kept only until the first run, because arguments hold the graph before the layer.
         self._given, self.tensors = [given], list[torch.Tensor]()
         self.errors: list[BaseException] = []
         self._look, known = None, layer.modes.get(self.training)
@@ -161,7 +162,7 @@ class _Execution:
         self._first, self._has_ended, self._versions = self._new_run(), False, list[int]()
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
-        """Run the layer: the first time on the program's own arguments, then to repeat that."""
+        """Run the layer: the first time on the program's own arguments, later on the saved ones."""
         hooks: Any = hooks_on_top()
         pack, unpack = hooks
         if not self._given:
@@ -179,14 +180,14 @@ class _Execution:
             with saved_tensors_hooks(number, check):
                 output = self._forward(*args, **kwargs)
             self._end_first_run()
-        except BaseException as error:  # noqa: BLE001 - checkpoints of PyTorch 2.10 would keep their hooks on
+        except BaseException as error:  # noqa: BLE001 - PyTorch 2.10's checkpoint would leave its hooks on
             self.errors.append(error)
-            self._look = self._layout = None  # arguments may hold the graph, whose checkpoint holds this
+            self._look = self._layout = None  # arguments may hold the graph, which holds this object
             return None
         return output
 
     def _end_first_run(self) -> None:
-        """Compute digests, and note what the run has changed, if that is not known yet."""
+        """Compute digests. In a new mode, also record the side effects of the run."""
         layer, look, self._look = self._layer, self._look, None
         self._first.end()
         self._has_ended, layer.last_saved = True, self._first.last
@@ -195,7 +196,7 @@ class _Execution:
             self._buffers = {name: look.buffers[name] for name in known.buffers}
 
     def _checked(self, place: int, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a saved tensor of the second run; the first call runs the layer."""
+        """Return a saved tensor from the second run. The first call starts that run."""
         name = self._layer.name
         try:
             with _turn:
@@ -205,14 +206,14 @@ class _Execution:
             raise cannot(name, " ".join(cause.split())) from error
         except RuntimeError as error:
             if type(error) is RuntimeError and "modified by an inplace operation" in str(error):
-                raise modified(f"a tensor that {name} is given") from error
+                raise modified(f"an argument of {name}") from error
             raise
         if tensor._version != self._versions[place]:
-            raise modified(f"a tensor that {name} saves")
+            raise modified(f"a tensor saved by {name}")
         return tensor
 
     def _again(self, inputs: Sequence[torch.Tensor], pack: Any, unpack: Any) -> None:
-        """Run the layer a second time, and compare what it saves, which ``pack`` and ``unpack`` hold."""
+        """Run the layer again in the checkpoint's hooks, and compare the tensors that it saves."""
         layer = self._layer
         args, kwargs = put_together(self._layout, inputs)
         try:
@@ -228,10 +229,10 @@ class _Execution:
             raise cannot(layer.name, cause) from error
 
     def _compare_run(self, forward: Callable[[], object], pack: Any, unpack: Any) -> None:
-        """Run the layer inside hooks, and compare what it saves.
+        """Run the layer inside hooks, and compare the tensors that it saves.
 
-        The checkpoint ends the run with the last tensor that is saved, by an error of its own. Where the
-        kernel may fill that tensor only afterwards, the run goes on to the end of forward.
+        At the last saved tensor, the checkpoint ends the run by an exception. If the kernel may still write
+        to that tensor, the run continues to the end of forward.
         """
         second, versions, is_complete = self._new_run(), list[int](), False
         self._versions, first, has_ended = versions, self._first, self._has_ended
@@ -252,7 +253,7 @@ class _Execution:
 
         with suppress(_Ended), saved_tensors_hooks(again, unpack):
             forward()
-        if has_ended:  # else a run within the first one, whose forward goes backward
+        if has_ended:  # else forward itself runs a backward pass, inside the first run
             self._compare(second)
 
     def _compare(self, second: SavedTensors) -> None:
@@ -271,27 +272,27 @@ class _Execution:
 
 
 class _Ended(BaseException):
-    """Carries the end of a second run past the layer's own code, which may catch all exceptions."""
+    """Ends a second run. It is no ``Exception``, because the layer's own code may catch all exceptions."""
 
 
 def _hold_nothing(_: object) -> None:
-    """Take the place of both hooks: a layer that asks for gradients in its forward fails."""
+    """Replace both hooks and hold nothing, so that a layer that computes gradients in its forward fails."""
 
 
 class Trial(_Execution):
-    """A second run of a layer that is not recomputed, to see whether it could be.
+    """A second run of a layer that is not recomputed, as a test of whether it could be.
 
-    It takes place where a recomputation would: when backward comes to the layer. Nothing is held of it. A
-    checkpoint around a single number has it run with the generators and autocast of forward.
+    It takes place when backward comes to the layer, as a recomputation would. Its results are dropped. A
+    checkpoint around a single number restores the generators and the autocast state of forward.
     """
 
     def __init__(self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments) -> None:
         super().__init__(layer, forward, given)
-        # Saves the arguments, through the hooks around the layer; its first run comes next.
+        # This saves the arguments through the hooks around the layer. The layer's first run comes next.
         self._number: Any = checkpoint(self, *self.tensors, use_reentrant=False)
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Take the place of the layer in the checkpoint, which has it run again."""
+        """Do nothing in the checkpoint's first call. Run the layer when the checkpoint runs again."""
         if self._given:
             self._given, self.tensors = [], []
         else:
@@ -299,51 +300,51 @@ class Trial(_Execution):
         return torch.zeros((), requires_grad=True).exp()
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that the first run saves."""
+        """Record a tensor that the first run saves."""
         with self._judged():
             self._first.add(tensor)
 
     def first_run_ended(self, output: Any) -> None:
-        """Compare the layer's first run, which has put out ``output``, when backward comes to it."""
+        """Compare the two runs when backward comes to ``output``, which the first run returned."""
         layer, training = self._layer, self.training
-        number, self._number = self._number, None  # whose graph knows this one
+        number, self._number = self._number, None  # its graph refers to this object
         with self._judged():
             self._end_first_run()
 
         def compare(_: object) -> None:
             if not layer.has_failed and training not in layer.tried:
                 with self._judged(), _turn:
-                    _ = number.grad_fn._saved_result  # asks the checkpoint for what it has to run again
+                    _ = number.grad_fn._saved_result  # makes the checkpoint run again
                     layer.judge(training, None)
 
         tensor = first_differentiable(output)
         if tensor is not None and tensor.grad_fn is not None:
-            # After the hooks of the tensor, by which sharded parameters are gathered.
+            # This hook runs after the hooks of the tensor, which gather sharded parameters.
             tensor.grad_fn.register_prehook(compare)
 
     @contextmanager
     def _judged(self) -> Iterator[None]:
-        """Note what fails, also in the layer's own code: the planner does without recomputing it."""
+        """Record any error, also of the layer's own code. The planner then does not recompute the layer."""
         try:
             yield
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError) and has_peers():
-                raise  # others go on in the layer's collective operations, and must not do so alone
+                raise  # other ranks would wait for this one in the layer's collective operations
             self._layer.judge(self.training, error)
 
     def _note(self, differs: torch.Tensor) -> None:
         if differs.item():
             cause = (
-                f"{OTHER}. If its forward keeps state of its own (a counter, a global), that has moved on "
-                "once more than in plain training"
+                f"{OTHER}. If its forward keeps state of its own (a counter, a global), that state has "
+                "changed once more than in plain training"
             )
             raise cannot(self._layer.name, cause)
 
 
 def _why_never(module: nn.Module) -> str | None:
-    """Return why a layer cannot be recomputed, whatever it does."""
+    """Return why a layer can never be recomputed; ``None`` if there is no reason."""
     if any(issubclass(type(inner), torch.jit.ScriptModule) for inner in module.modules()):
-        return "it holds TorchScript, whose first runs are not compiled as later ones are"
+        return "it holds TorchScript, which compiles first runs differently from later ones"
     for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):  # newer, older
         if name in sys.modules and sys.modules[name].FP8GlobalStateManager.is_fp8_enabled():
             return "each of its runs changes the scaling factors of FP8"
@@ -351,9 +352,9 @@ def _why_never(module: nn.Module) -> str | None:
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Return True if a program has hooked into the forward of the layer or a part of it.
+    """Return True if a program has added hooks to the forward of the layer or of a part of it.
 
-    Hooks of frameworks that shard or offload models, and the library's own, are part of the layer.
+    Hooks of this package, and of frameworks that shard or offload models, belong to the layer.
     """
     return any(
         str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0] not in _FRAMEWORKS
@@ -367,9 +368,10 @@ _FRAMEWORKS = frozenset({"torch", "megatron", "transformer_engine", "tba_offload
 
 
 def _static(module: nn.Module) -> dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]]:
-    """Names of the storages that are compared by version, not read: parameters and large buffers.
+    """Return the storages that are compared by version and not read: parameters and large buffers.
 
-    By address, and beside the storage: sharding frees some, and others get their addresses.
+    A key is an address. Its value has the name and a weak reference to the storage, because sharding frees
+    storages and addresses are reused.
     """
     large = ((name, buffer) for name, buffer in module.named_buffers() if buffer.nbytes > SMALL)
     named = (*module.named_parameters(), *large)

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _COLUMNS = 1021
-"""Words of 64 bits are summed in so many columns: a prime, so that no stride of a tensor lines up."""
+"""The number of columns in which 64-bit words are summed: a prime, so that no stride lines up with it."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""Odd, and without a pattern in its bits: each column counts with another multiple of it."""
+"""An odd number without a pattern in its bits. Each column is multiplied by a different multiple of it."""
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the strided tensors that hold the bytes of ``tensor``: the local part of a distributed one.
+    """Yield the strided tensors with the bytes of ``tensor``: for a distributed tensor, its local part.
 
     Raises:
         TypeError: The bytes of this kind of tensor cannot be read.
@@ -26,12 +26,12 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     kind: Any = tensor
     if tensor.is_nested:
         raise TypeError("nested tensors")
-    if hasattr(kind, "trigger_wait"):  # what a collective operation that runs will have put there
+    if hasattr(kind, "trigger_wait"):  # a collective operation may still write to it
         yield from plain_parts(kind.trigger_wait())
     elif hasattr(kind, "__tensor_flatten__"):  # DTensor, quantized weights
         inner = (getattr(kind, name) for name in kind.__tensor_flatten__()[0])
         for part in inner:
-            if isinstance(part, torch.Tensor):  # a device mesh may be among them
+            if isinstance(part, torch.Tensor):  # another attribute may be a device mesh
                 yield from plain_parts(part)
     elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise TypeError(f"tensors of layout {tensor.layout} and type {tensor.dtype}")
@@ -40,16 +40,16 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def fold(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums over every byte of a strided tensor, from one reading of it.
+    """Return sums over every byte of a strided tensor. The tensor is read once.
 
     Returns:
-        1021 integers of 64 bits on the device of the tensor: 8 KiB.
+        1021 integers of 64 bits on the tensor's device: 8 KiB.
     """
     words, rest = _words(tensor)
     count = words.numel() // _COLUMNS
     rows, tail = words.as_strided((count, _COLUMNS), (_COLUMNS, 1)), words[count * _COLUMNS :]
     sums = rows.sum(0)
-    if tensor.itemsize >= 8:  # the sum of an even number of changed signs would be the same
+    if tensor.itemsize >= 8:  # an even number of changed signs would leave the sum unchanged
         sums.add_((rows >> 32).sum(0), alpha=3)
     sums[: tail.numel()].add_(tail, alpha=5)
     if rest is not None:
@@ -58,12 +58,12 @@ def fold(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def chain(before: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Return sums that depend on all tensors before, on the next one, and on their order."""
+    """Return sums that depend on all earlier tensors, on the next one, and on their order."""
     return torch.add(sums, before, alpha=_FACTOR)
 
 
 def mix(sums: torch.Tensor) -> torch.Tensor:
-    """Return one integer of 64 bits for the sums of :func:`fold` or :func:`chain`."""
+    """Return one 64-bit integer for the sums of :func:`fold` or :func:`chain`."""
     return ((sums ^ (sums >> 29)) * _factors(sums.device)).sum()
 
 
@@ -74,7 +74,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> list[int]:
-    """Return the digest of a tensor of any kind; waits for its device.
+    """Return the digest of any kind of tensor. Wait for its device.
 
     Raises:
         TypeError: Its bytes cannot be read.
@@ -83,12 +83,12 @@ def digest(tensor: torch.Tensor) -> list[int]:
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the bytes of a tensor, each element once, as 64-bit words, and the rest of less than a word.
+    """Return a tensor's bytes, each element once, as 64-bit words and a rest that is shorter than a word.
 
     Elements are copied only if they are not dense in memory.
     """
     if not tensor.untyped_storage().nbytes():
-        tensor = tensor.new_empty(0)  # its memory was freed, to be filled again before backward
+        tensor = tensor.new_empty(0)  # its memory was freed, and will be filled again before backward
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     for dim in reversed(range(tensor.dim())):
@@ -98,7 +98,7 @@ def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         strides = tensor.stride()
         permuted = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
         tensor = permuted if permuted.is_contiguous() else tensor.contiguous()
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # also of a single element with another stride
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride
     if flat.storage_offset() * flat.itemsize % 8:
         flat = flat.clone()  # a view that begins within a word
     whole = flat.nbytes // 8 * 8

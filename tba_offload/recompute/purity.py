@@ -1,8 +1,8 @@
-"""Purity: what the first run of a layer changes, looked for once in each mode of the layer.
+"""Purity: the side effects of a layer's first run, inspected once in each mode of the layer.
 
-State of the program is not put back, with few exceptions: small buffers that forward changes in place
-(running statistics), generators, and attributes that the second run itself sets. A layer that changes
-anything else is refused by name.
+A second run restores little of the program's state: small buffers that forward changes in place (running
+statistics), random generators, and attributes that the second run itself sets. A layer that changes anything
+else is refused by name.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from tba_offload.recompute.arguments import Arguments
 
 SMALL = 2**20
-"""Bytes of buffers that are put back by value and compared by digests; larger ones by version."""
+"""Buffers of at most this many bytes are restored by value and compared by digest; larger ones by version."""
 
 States = Mapping["State", Any]
-"""Values by state. A ``State`` holds a function that reads the value and one that sets it."""
+"""Values by state. A ``State`` has a function that reads the value and one that sets it."""
 
 _OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
 _backends: Any = torch.backends
@@ -48,15 +48,16 @@ _KERNELS: tuple[State, ...] = (
     (_backends.cuda.cudnn_sdp_enabled, _backends.cuda.enable_cudnn_sdp),
     *((partial(getattr, at, "fp32_precision"), partial(setattr, at, "fp32_precision")) for at in _PRECISIONS),
 )
-"""Settings that choose kernels: a program may set them around forward only."""
+"""Settings that choose kernels. A program may set them only around forward."""
 
 
 class Mode(NamedTuple):
-    """What is known of a layer while certain modules of it train.
+    """Knowledge of a layer while certain modules of it are in training mode.
 
     Attributes:
-        states: What second runs put in force, beside PyTorch's generators: settings that choose kernels, what
-            a framework names, and the generators of Python and NumPy if the layer draws from them.
+        states: States that second runs set, in addition to PyTorch's generators. They are settings that
+            choose kernels, states of the framework, and the generators of Python and NumPy if the layer uses
+            them.
         buffers: Names of small buffers that forward changes.
     """
 
@@ -71,7 +72,7 @@ def values_of(states: Iterable[State]) -> States:
 
 @contextlib.contextmanager
 def in_force(wanted: States) -> Iterator[None]:
-    """Put states in force, and the present ones back at the end."""
+    """Set states to the wanted values, and restore the present values at the end."""
     present = values_of(wanted)
     _put(wanted, present)
     try:
@@ -82,28 +83,28 @@ def in_force(wanted: States) -> Iterator[None]:
 
 def _put(wanted: States, present: States) -> None:
     for state, value in wanted.items():
-        if not isinstance(value, bool | str) or value != present[state]:  # settings may follow other settings
+        if not isinstance(value, bool | str) or value != present[state]:  # one setting may change another
             state[1](value)
 
 
 def put_back(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Give a module copies of earlier buffers, in the place of its own."""
+    """Replace buffers of a module by copies of earlier values."""
     for path, value in values.items():
         owner, _, name = path.rpartition(".")
         module.get_submodule(owner)._buffers[name] = value.clone()
 
 
 class Look:
-    """A layer and its arguments before the first run.
+    """The state of a layer and its arguments before the first run.
 
     Args:
         module: The layer.
-        given: Its arguments by position and by name.
-        states: What a framework has second runs put in force.
+        given: The layer's arguments by position and by name.
+        states: States of the framework that second runs set.
 
     Attributes:
-        states: All that a second run could put in force.
-        buffers: The values of its small buffers.
+        states: All states that a second run may set.
+        buffers: Copies of the layer's small buffers.
     """
 
     def __init__(self, module: nn.Module, given: Arguments, states: Sequence[State]) -> None:
@@ -113,15 +114,15 @@ class Look:
         self.states: Sequence[State] = (*self._always, (random.getstate, random.setstate), *shared)
         self._small = _small_buffers(module)
         self.buffers = {name: buffer.clone() for name, buffer in self._small.items()}
-        # Each value, and where it is held: attributes that forward sets to another object are no changes.
+        # Each value and the dict that holds it: an attribute set to another object does not count as changed.
         self._values: list[tuple[str, Any, Mapping[str, Any], str]] = []
         for name, value in (*enumerate(given[0]), *given[1].items()):
             tensors: list[torch.Tensor] = []
-            is_copied = take_apart(value, tensors) is not value  # what forward puts there is no change
+            is_copied = take_apart(value, tensors) is not value  # changes of a copy do not count
             for each in tensors if is_copied else [value]:
                 self._values.append((f"its argument {name}", each, {"": each}, ""))
         for path, inner in module.named_modules():
-            attributes = {} if _is_of_torch(inner) else vars(inner)  # sharding keeps books there
+            attributes = {} if _is_of_torch(inner) else vars(inner)  # sharding keeps its own state there
             self._values += [
                 (".".join(filter(None, ("self", path, key))), value, owner, key)
                 for owner in (inner._parameters, inner._buffers, attributes)
@@ -131,16 +132,16 @@ class Look:
         self._before = self._prints()
 
     def learn(self, layer: str, found: States) -> Mode:
-        """Return what the first run has changed.
+        """Return the knowledge that the first run gives.
 
-        Attributes that forward sets to another object are no changes: see :func:`state_kept`.
+        An attribute that forward sets to another object does not count as changed: see :func:`state_kept`.
 
         Args:
             layer: The name of the layer.
-            found: The values of the states before.
+            found: The values of the states before the run.
 
         Raises:
-            UnsupportedError: A second run would change it again.
+            UnsupportedError: The run changed state that a second run would change again.
         """
         prints = zip(self._values, self._before, self._prints(), strict=True)
         changes = [name for (name, *_), before, after in prints if after not in (before, None)]
@@ -159,10 +160,10 @@ class Look:
 
 
 class _Fingerprint(pickle.Pickler):
-    """Pickles an object, with digests and versions in the place of its tensors."""
+    """Pickles an object, with digests and versions in place of its tensors."""
 
     def persistent_id(self, value: Any) -> object:
-        """Return what stands for a value that is not pickled."""
+        """Return the replacement for a value that is not pickled."""
         if isinstance(value, torch.Generator):
             return digest(value.get_state())
         if isinstance(value, nn.Module):
@@ -174,20 +175,20 @@ class _Fingerprint(pickle.Pickler):
 
 
 def _print_of(value: Any) -> bytes | None:
-    """Return bytes that change with what an object holds; ``None`` if that cannot be seen."""
+    """Return bytes that change with the contents of an object; ``None`` if the contents cannot be read."""
     is_read = isinstance(value, torch.Tensor | torch.Generator) or not _is_of_torch(value)
     if value is None or isinstance(value, bool | int | float | str) or not is_read:
         return None
     found = io.BytesIO()
     try:
         _Fingerprint(found).dump(value)
-    except Exception:  # noqa: BLE001 - of the object's own code
+    except Exception:  # noqa: BLE001 - errors of the object's own code
         return None
     return found.getvalue()
 
 
 def impure(layer: str, changes: Sequence[str]) -> TbaError:
-    """Return the error of a layer whose forward changes what a second run would change again."""
+    """Return the error of a layer whose forward has a side effect that a second run would repeat."""
     what = ", ".join(changes[:3]) + (" and more" if len(changes) > 3 else "")
     cause = f"its forward changes {what}, and a second run would change that again"
     return cannot(layer, cause, UnsupportedError)
@@ -195,11 +196,11 @@ def impure(layer: str, changes: Sequence[str]) -> TbaError:
 
 @contextlib.contextmanager
 def state_kept(layer: str, module: nn.Module) -> Iterator[None]:
-    """Undo what a second run sets of a layer's attributes and buffers: auxiliary losses, counters, probes.
+    """Undo changes of a second run to a layer's attributes and buffers: auxiliary losses, counters, probes.
 
     Raises:
-        UnsupportedError: A tensor was changed in place. :class:`Look` cannot tell where the very first run
-            did not, as with a sum that begins as ``None``.
+        UnsupportedError: A tensor was changed in place. :class:`Look` does not see this if the first run
+            creates the tensor, as with a sum that starts as ``None``.
     """
     before = [
         (inner, now, dict(now), set(inner._parameters))
@@ -217,13 +218,13 @@ def state_kept(layer: str, module: nn.Module) -> Iterator[None]:
     finally:
         for inner, now, old, parameters in before:
             if now.keys() != old.keys() or [*map(id, now.values())] != [*map(id, old.values())]:
-                parameters.update(inner._parameters)  # sharding moves these in and out of attributes
+                parameters.update(inner._parameters)  # sharding moves parameters in and out of attributes
                 own = {name: value for name, value in old.items() if name not in parameters}
                 shards = {name: value for name, value in now.items() if name in parameters}
                 now.clear()
                 now.update(own | shards)
         changed = [name for name, tensor, version in held if tensor._version != version]
-        if changed:  # also in the place of the error by which checkpoints end a run
+        if changed:  # this error also replaces the exception by which a checkpoint ends a run
             raise impure(layer, changed)
 
 

@@ -1,11 +1,12 @@
-"""Comparison of the two runs of a layer: everything they save for backward, byte for byte by digests.
+"""Comparison of the two runs of a layer by digests over every byte that they save for backward.
 
-Hooks stand inside those of the checkpoint. They see each tensor that the layer saves, in both runs. Of the
-first run one digest of 64 bits is held. When the second run has ended, and before backward gets any tensor of
-it, the digests are compared on the device. The outcome is one flag a run, read before the optimizer's step.
+Hooks inside those of the checkpoint see each tensor that the layer saves, in both runs. One 64-bit digest of
+the first run is kept. When the second run has ended, the digests are compared on the device, before backward
+gets any tensor of the second run. The result is one flag for each run. The flag is read before the
+optimizer's step.
 
-Every tensor is read in the first three steps of a layer in each mode and placement, afterwards the last one
-and every eighth, others in each step: see :meth:`Verifier.part`.
+In the first three steps of a layer in each mode and placement, every tensor is read. Later steps read the
+last tensor and one eighth of the others: see :meth:`Verifier.part`.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _WHOLE_STEPS = 3
-"""Steps of a layer in one mode in which every tensor is read."""
+"""Number of steps of a layer in one mode that read every tensor."""
 
 _PARTS = 8
-"""Parts of the saved tensors that take turns afterwards."""
+"""Number of parts of the saved tensors. Later steps read one part after the other."""
 
 OTHER = "its second run gave other numbers than the first"
 
 Static = Mapping[int, tuple[str, weakref.ref[torch.UntypedStorage]]]
-"""Names of storages that are compared by version: by address, which says nothing once they are freed."""
+"""Storages that are compared by version: name and weak reference, by address. Addresses may be reused."""
 
 
 def cannot(layer: str, cause: str, kind: type[TbaError] = RecomputationError) -> TbaError:
@@ -47,9 +48,9 @@ def other_numbers(layer: str) -> TbaError:
     return cannot(
         layer,
         f"{OTHER}, because it depends on something that changed in between (a counter, a "
-        "global, a generator of its own; with states.when: backward the weight of a later layer, which needs "
-        "states.when: step). Do not use the gradients of this step; with states.when: backward the layers "
-        "after this one are updated already, so load a checkpoint",
+        "global, a generator of its own; with states.when: backward also the weight of a later layer, which "
+        "needs states.when: step). Do not use the gradients of this step. With states.when: backward the "
+        "layers after this one are updated already: load a checkpoint",
     )
 
 
@@ -62,17 +63,17 @@ def modified(what: str) -> SavedTensorModifiedError:
 
 
 class Verifier:
-    """Outcomes of the comparisons of one session.
+    """The results of the comparisons of one session.
 
-    A comparison is computed on the device. Its outcome is read before the next step of any optimizer, and at
-    once on a CPU, where nothing has to be waited for.
+    A comparison is computed on the device. Its result is read before the next step of any optimizer. On a CPU
+    it is read at once.
 
     Args:
-        report: Takes a sentence about layers that ``auto`` leaves alone.
+        report: Called with a sentence about layers that ``auto`` does not recompute.
 
     Attributes:
-        failed: Classes of layers that ``auto`` recomputes no more: a trial of one has failed.
-        close: Takes the hook of optimizers off.
+        failed: Classes of layers that ``auto`` does not recompute, because a trial has failed.
+        close: Removes the hook on optimizers.
     """
 
     def __init__(self, report: Callable[[str], object] = warn) -> None:
@@ -88,27 +89,27 @@ class Verifier:
         self.close = weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
 
     def add(self, name: str, differs: torch.Tensor) -> None:
-        """Note an outcome.
+        """Add the result of a comparison.
 
         Args:
-            name: What errors call what was computed again.
-            differs: A boolean of one element: whether the second run gave other bytes.
+            name: Name of the layer or tensor in errors.
+            differs: A boolean tensor of one element: whether the second run gave other bytes.
 
         Raises:
-            RecomputationError: It did, as is known at once on a CPU.
+            RecomputationError: The second run gave other bytes, and the device is a CPU.
         """
         self._open.append((name, differs))
         if differs.device.type == "cpu":
             self.check()
 
     def part(self, mode: Hashable) -> int | None:
-        """Return which eighth of its saved tensors both runs of a layer read; ``None`` means all of them.
+        """Return the index of the eighth of a layer's saved tensors to read; ``None`` for all tensors.
 
-        All are read in three steps. Then the eight parts take turns, so that eight steps of the layer read
-        every byte. Micro-batches of a step read the same part.
+        The first three steps read all tensors. Then the eight parts take turns, so that eight steps of the
+        layer read every byte. All micro-batches of a step read the same part.
 
         Args:
-            mode: The layer, and all that may have its kernels compute otherwise.
+            mode: The layer, and everything that may change its choice of kernels.
         """
         last, count = self._steps.get(mode, (-1, -1))
         if last != self._step:
@@ -117,7 +118,7 @@ class Verifier:
         return None if count < _WHOLE_STEPS else count % _PARTS
 
     def end_step(self) -> None:
-        """Check all outcomes of a step, which ends.
+        """Check all results at the end of a step.
 
         Raises:
             RecomputationError: A second run gave other numbers than the first.
@@ -126,7 +127,7 @@ class Verifier:
         self._step += 1
 
     def check(self) -> None:
-        """Check all outcomes since the last time; waits for the device if there are some.
+        """Check all new results. Wait for the device if there are any.
 
         Raises:
             RecomputationError: A second run gave other numbers than the first.
@@ -138,23 +139,24 @@ class Verifier:
 
 
 class SavedTensors:
-    """What one run of a layer saves for backward. Holds no tensor longer than until the next one is saved.
+    """The tensors that one run of a layer saves for backward. A tensor is held until the next one is saved.
 
-    A kernel may fill a tensor after it was saved (the noise of ``rrelu``, statistics of attention). Only
-    tensors without a graph can be such. They are read when the next operation saves something.
+    A kernel may write to a tensor after it was saved, such as the noise of ``rrelu`` or the statistics of
+    attention. This concerns only tensors without a graph. They are read when the next operation saves
+    something.
 
     Args:
         layer: The name of the layer.
-        static: Names of storages that are compared by version: parameters and large buffers.
-        part: Which eighth of the tensors is read; ``None`` is all of them.
-        always: The place of another tensor that is read.
+        static: Storages that are compared by version: parameters and large buffers.
+        part: Index of the eighth of the tensors that is read; ``None`` for all tensors.
+        always: Index of one more tensor that is read.
 
     Attributes:
-        forms: Of each tensor: what must be equal in both runs beside digests; the last is the version of a
-            parameter.
+        forms: For each tensor, its properties that must be equal in both runs. The last one is the version of
+            a parameter.
         numbers: The digests by device, when the run has ended.
-        last: The place of the last tensor that depends on what the layer computes.
-        fills_last: Whether the last operation may fill a tensor after it has saved it.
+        last: Index of the last tensor that depends on the layer's computation.
+        fills_last: Whether the last operation may write to a tensor after it has saved it.
     """
 
     def __init__(self, layer: str, static: Static, part: int | None, always: int) -> None:
@@ -166,7 +168,7 @@ class SavedTensors:
         self._node = -1
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Note a saved tensor; return its place.
+        """Record a saved tensor; return its index.
 
         Raises:
             UnsupportedError: The bytes of this kind of tensor cannot be compared.
@@ -177,7 +179,7 @@ class SavedTensors:
         try:
             parts = list(digest.plain_parts(tensor))
             names = [self._name_of(part.untyped_storage()) for part in parts]
-        except (TypeError, NotImplementedError) as error:  # the latter of wrappers of transforms
+        except (TypeError, NotImplementedError) as error:  # wrappers of transforms raise the second one
             reason = f"it saves {error}, whose bytes cannot be compared"
             raise cannot(self._layer, reason, UnsupportedError) from error
         place, is_static = len(self.forms), bool(parts) and None not in names
@@ -204,17 +206,17 @@ class SavedTensors:
             self.numbers[tensor.device] = sums if before is None else digest.chain(before, sums)
 
     def end(self) -> None:
-        """Compute the digests when the run has ended."""
+        """Compute the digests at the end of the run."""
         self._read(self._waiting)
         self._waiting = []
         self.numbers = {device: digest.mix(sums) for device, sums in self.numbers.items()}
 
 
 def _may_be_unfilled(tensor: torch.Tensor) -> bool:
-    """Return True for memory without a graph that kernels reserve and need not fill.
+    """Return True for memory without a graph that kernels reserve but need not fill.
 
-    Workspaces of recurrent networks, and seeds of attention that drops nothing: what such kernels put out,
-    which they save too, tells of a difference.
+    Examples are workspaces of recurrent networks, and seeds of attention without dropout. The kernels'
+    outputs, which are saved too, show a difference.
     """
     is_workspace = tensor.dtype is torch.uint8 and tensor.dim() == 1
     return is_workspace or (tensor.numel() <= 2 and tensor.dtype in {torch.int64, torch.uint64})
