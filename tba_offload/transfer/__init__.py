@@ -1,1 +1,1 @@
-"""Bytes in motion: the life of an offloaded storage, and the queues that move it."""
+"""Transfers of saved storages between memory and a store."""

@@ -1,4 +1,4 @@
-"""What the offloader says when a transfer fails."""
+"""Errors and warnings of failed transfers."""
 
 from __future__ import annotations
 
@@ -19,65 +19,65 @@ if TYPE_CHECKING:
 _REMEDIES = {
     "write": "check the drive and the system log, choose another directory under store.directories, or set "
     "on_full: keep",
-    "read": "check the drive with its own tools; training cannot go on without these bytes",
-    "keep": "change a copy in place of it, or place the layer keep",
+    "read": "check the drive with its own tools; training cannot continue without these bytes",
+    "keep": "change a copy instead, or place the layer keep",
 }
 _BY_CAUSE = {
     OutOfServiceError: _REMEDIES["write"],
     StoreFullError: "free space or choose another directory under store.directories, or set on_full: keep",
     DeviceError: "no drive is at fault: an operation of the training program failed on the device, and this "
-    "transfer was the first to wait. with CUDA_LAUNCH_BLOCKING=1 the operation itself raises the error",
+    "transfer was the first to wait. With CUDA_LAUNCH_BLOCKING=1 the operation itself raises the error",
 }
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return True if there was no room; a drive that is out of service may have some."""
+    """Return True if the store is full. A drive that is out of service does not count as full."""
     return isinstance(error, StoreFullError) and not isinstance(error, OutOfServiceError)
 
 
 def transfer_error(
     verb: str, key: Hashable, nbytes: int, cause: BaseException | str, where: str = ""
 ) -> TransferError:
-    """Return the error of a transfer; its text names the layer, the cause and the remedy.
+    """Return the error of a failed transfer. Its text has the layer, the cause and the remedy.
 
     Args:
         verb: "write", "read" or "keep".
-        key: Names the activation.
-        nbytes: Its size.
-        cause: Why it failed.
-        where: The place, where the cause does not name it.
+        key: Name of the activation.
+        nbytes: Size of the activation.
+        cause: Why the transfer failed.
+        where: The place, if the cause does not name it.
     """
     remedy = next((text for kind, text in _BY_CAUSE.items() if isinstance(cause, kind)), _REMEDIES[verb])
-    ending = "" if isinstance(cause, HangingError) else f"; {remedy}"  # one that hangs says what to do
+    ending = "" if isinstance(cause, HangingError) else f"; {remedy}"  # that error has its own remedy
     error = TransferError(f"could not {verb} {nbytes} bytes of {key}{where}: {cause}{ending}")
     error.__cause__ = cause if isinstance(cause, BaseException) else None
     return error
 
 
 def unusable(key: Hashable, *, is_inert: bool) -> SessionError:
-    """Return the error of a graph whose bytes are gone.
+    """Return the error of a graph whose saved bytes no longer exist.
 
     Args:
-        key: Names the activation.
+        key: Name of the activation.
         is_inert: Whether this is a forked child.
     """
-    why = "belongs to a step that failed or was interrupted, and whose bytes were thrown away; run the "
-    why += "forward of this graph again"
+    why = "belongs to a step that failed or was interrupted, and its bytes were discarded; run the forward "
+    why += "of this graph again"
     if is_inert:
-        why = "was saved before this process was forked; only the parent can go backward through that graph, "
-        why += "not a forked child"
+        why = "was saved before this process was forked; only the parent can run backward through that "
+        why += "graph, not a forked child"
     return SessionError(f"{key} {why}")
 
 
 def outage(place: str, cause: str) -> str:
-    """Return the warning of a drive that failed.
+    """Return the warning about a drive that failed.
 
     Args:
-        place: The drive.
-        cause: Why.
+        place: Name of the drive.
+        cause: Why it failed.
     """
     return (
         f"a drive failed and is left alone: {place}: {cause}. Its writes go to other drives or stay in "
-        "memory, beyond budget.activation_bytes if they must; after a pause it is tried again. Check the "
+        "memory, if necessary beyond budget.activation_bytes. After a pause it is tried again. Check the "
         "drive, or choose another directory; on_full: error makes this an error"
     )

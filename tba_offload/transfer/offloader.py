@@ -1,11 +1,11 @@
-"""The life of a saved storage: save, flush, written, fetch. The page to read first.
+"""The states of a saved storage from save to fetch. Read this module first.
 
-Training threads own all state, under one lock. They may wait while they hold the lock, because I/O threads
-never take it: those move bytes, drop the memory of a finished write, and append to ``completed``. The
-training thread takes note of the rest when it comes here next.
+Training threads own all state, under one lock. They may wait for I/O while they hold the lock, because I/O
+threads never take it. An I/O thread moves bytes, drops the memory of a finished write, and appends the
+transfer to ``completed``. A training thread updates the state in its next call.
 
-A step that fails or is interrupted is thrown away whole, by :meth:`Offloader.abandon`. So no method here has
-to mend what an interrupt cuts short.
+If a step fails or is interrupted, :meth:`Offloader.abandon` discards the whole step. No method here therefore
+has to repair state after an interrupt.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Offloader:
     """Moves saved storages between memory and a store.
 
     Args:
-        store: Where bytes go. Nothing else has extents there; the offloader does not close it.
-        device: The device that activations lie on.
+        store: The store. Nothing else may have extents there. The offloader does not close it.
+        device: The device with the activations.
         window: Most bytes in flight; ``None`` for no limit.
-        keep_when_full: Whether bytes that cannot be written stay in memory, which is counted, instead of
-            raising a :class:`~tba_offload.errors.TransferError`.
+        keep_when_full: Whether bytes that cannot be written stay in memory and are counted. If False, they
+            raise a :class:`~tba_offload.errors.TransferError`.
 
     Attributes:
         store: As given.
         device: As given.
-        window: What is in memory.
-        keep_when_full: As given; may be set between steps.
-        marks_stalls: Whether waits are marked in the work of the device as well.
+        window: The in-flight window, which counts bytes in memory.
+        keep_when_full: As given. It may be changed between steps.
+        marks_stalls: Whether waits are also marked in the work of the device.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Offloader:
         store.completed = self._completed = deque[Transfer]()
         self._dead = deque[SavedRef]()
         self._died = self._dead.append  # the finalizer
-        self._refs = set[SavedRef]()  # keeps the weak handles alive: their callbacks would not run
+        self._refs = set[SavedRef]()  # keeps the weak handles alive, so that their callbacks run
         self._pending = deque[SavedRef]()  # oldest first
         self._pending_bytes = 0
         self._writes: dict[Transfer, SavedRef] = {}  # queued and running, oldest first
@@ -77,14 +77,14 @@ class Offloader:
     def save(
         self, storage: torch.UntypedStorage, key: Hashable, *, at_once: bool = False, is_filling: bool = False
     ) -> SavedStorage:
-        """Take charge of a storage; its bytes are written later, from the queue of pending writes.
+        """Take over a storage. Its bytes are written later, from the queue of pending writes.
 
         Args:
             storage: The storage.
-            key: Names it.
-            at_once: Hold nothing back. A drive must not be taken for slow that was given nothing.
-            is_filling: Whether the operation that saves it may still write to it. Nothing is read from it
-                before the caller resets this attribute.
+            key: Name of the activation.
+            at_once: Whether to hold back no pending writes. Otherwise a drive without work may seem slow.
+            is_filling: Whether the operation that saves the storage may still write to it. Its bytes are not
+                read before the caller resets this attribute.
 
         Raises:
             TransferError: The window is full, and a drive does not answer.
@@ -110,7 +110,7 @@ class Offloader:
         return saved
 
     def make_room(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` may be copied for a saved storage of their own.
+        """Wait until ``nbytes`` bytes may be copied into a new saved storage.
 
         Raises:
             TransferError: A drive does not answer.
@@ -120,16 +120,16 @@ class Offloader:
                 self._make_room(nbytes)
 
     def flush(self) -> None:
-        """Queue the writes of all that is pending."""
+        """Queue all pending writes."""
         if self._pending and not self._is_inert:
             with self._lock:
                 self._flush(0)
 
     def _flush(self, held_back: int) -> None:
-        """Queue the oldest pending writes, until ``held_back`` bytes are left.
+        """Queue the oldest pending writes until at most ``held_back`` bytes are left.
 
-        They go in batches: a hook finds caches full of the model's data, and the first of a batch pays for
-        fetching the code.
+        Writes are queued in batches. Between hooks, the model's data fills the processor's caches, so only
+        the first write of a batch pays for loading the code.
         """
         pending, batch, events = self._pending, list[Transfer](), dict[Any, Any]()
         while pending and (not held_back or self._pending_bytes > held_back):
@@ -153,12 +153,12 @@ class Offloader:
             self.store.write(batch)
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` fit the window, but only for I/O that runs; else admit them."""
+        """Wait until ``nbytes`` bytes fit into the window. If no I/O runs any more, admit them anyway."""
         window, began = self.window, time.perf_counter()
         mark = self.device.mark() if self.marks_stalls else None
         while window.rules.is_crowded(window.in_flight, nbytes):
             self._flush(0)
-            # What else is in memory is in use, or waits for this very thread: it would be a deadlock.
+            # Other bytes in memory are in use, or wait for this thread. Waiting for them would be a deadlock.
             if not self._finish_writes() and not self._give_up_farthest():
                 break
         self._stalled(began, mark)
@@ -167,16 +167,16 @@ class Offloader:
     # ---- backward: fetch -------------------------------------------------------------------------
 
     def fetch(self, handle: Handle) -> tuple[torch.UntypedStorage, int]:
-        """Return the bytes of a saved storage: from memory, else by a read.
+        """Return the bytes of a saved storage, from memory or by a read.
 
         Args:
-            handle: Asks for them; perhaps not for the first time.
+            handle: The handle that asks. It may ask several times.
 
         Returns:
-            A storage, and the first byte of the payload in it.
+            A storage, and the position of the payload's first byte in it.
 
         Raises:
-            SessionError: The step of the saved storage was thrown away, or this is a forked child.
+            SessionError: The step of the saved storage was discarded, or this is a forked child.
             TransferError: The bytes could not be read.
         """
         saved = handle.saved
@@ -189,13 +189,13 @@ class Offloader:
             if ref.epoch != self._epoch:
                 raise unusable(saved.key, is_inert=False)
             memory = saved.alive()
-            if memory is not None and memory.nbytes() < saved.nbytes:  # its owner has resized it to nothing
+            if memory is not None and memory.nbytes() < saved.nbytes:  # its owner has resized it
                 memory = None
             if handle.unread is FIRST:
                 saved.first_waits = False
                 if saved.is_restored:
                     saved.memory = None
-            handle.unread = None  # not before: it may be all that keeps restored memory
+            handle.unread = None  # only now, because it may hold the only reference to restored memory
             if ref.read is not None:
                 memory = self._arrived(saved)
             elif memory is None:
@@ -207,7 +207,7 @@ class Offloader:
             return memory, saved.start
 
     def _forward(self, saved: SavedStorage, memory: torch.UntypedStorage) -> None:
-        """Hand over memory that is still there; once no other handle waits for it, it is not written."""
+        """Use memory that still exists. If no other handle needs it, keep it and cancel its write."""
         stats = self.window.stats
         if not saved.was_used:
             saved.was_used = True
@@ -215,7 +215,7 @@ class Offloader:
             if saved.state is State.STORED:
                 saved.was_held = True
                 stats.held += saved.nbytes
-        # A graph that is kept may be asked again much later.
+        # A retained graph may ask again much later.
         is_waited_for = saved.first_waits or saved.unread() is not None
         if saved.state is not State.STORED and not is_waited_for and not keeps_graph():
             if saved.state is not State.KEPT:
@@ -223,7 +223,7 @@ class Offloader:
             self.window.settle(saved.ref)
 
     def _stay(self, saved: SavedStorage, memory: torch.UntypedStorage) -> None:
-        """Leave the memory of a saved storage in place until its last handle is gone."""
+        """Keep a saved storage in memory until its last handle is gone, and cancel its write."""
         ref = saved.ref
         if ref.is_pending:
             self._pending_bytes -= ref.nbytes
@@ -233,13 +233,13 @@ class Offloader:
         saved.memory, saved.state = memory, State.KEPT
 
     def _read_now(self, saved: SavedStorage) -> torch.UntypedStorage:
-        """Read bytes that were not read ahead; the window does not limit that.
+        """Read bytes that were not read ahead. The window does not limit this read.
 
         Raises:
-            TransferError: The bytes are nowhere, or could not be read.
+            TransferError: The bytes are neither in memory nor in the store, or could not be read.
         """
         ref = saved.ref
-        if ref.write is not None:  # it has just ended
+        if ref.write is not None:  # the write has just ended
             self._wait(ref.write, ref)
             self._drain()
         if ref.extent is None:
@@ -257,10 +257,10 @@ class Offloader:
         return aligned_range(saved.nbytes, saved.address, self.store.alignment, self.device)
 
     def _start_reads(self, rooms: list[tuple[SavedStorage, ByteRange]]) -> None:
-        """Queue reads of stored bytes, each into memory that was allocated for it."""
+        """Queue reads of stored bytes, each into newly allocated memory."""
         device = self.device
         check_not_captured(device)
-        # Not before: other work with the memory that the allocator gave may have been queued meanwhile.
+        # The event comes after the allocations: earlier work may still use the memory that they returned.
         after, reads = device.event(), list[Transfer]()
         for saved, room in rooms:
             if device.runs_behind:
@@ -271,7 +271,7 @@ class Offloader:
         self.store.read(reads)
 
     def _arrived(self, saved: SavedStorage) -> torch.UntypedStorage:
-        """Wait for the read of a saved storage, and read again where that may help.
+        """Wait for the read of a saved storage. Read again if the first read fails.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -317,14 +317,15 @@ class Offloader:
     # ---- reading ahead ---------------------------------------------------------------------------
 
     def prefetch(self, upcoming: Iterable[tuple[SavedRef, bool]]) -> None:
-        """Start to read what backward uses next, until the window is full.
+        """Start to read the activations that backward uses next, until the window is full.
 
-        What is still in memory stays there: its write is taken back, unless that runs already.
+        Activations that are still in memory stay there. Their writes are cancelled, unless they are already
+        running.
 
         Args:
-            upcoming: Saved storages in the order of their use, each with whether a forward pass comes before
-                that. That pass needs most of the window, so only a part of it is filled. The one that is
-                taken last has found no room, and is to come again.
+            upcoming: Saved storages in the order of their use. Each has a flag that says whether a forward
+                pass comes before its use. A forward pass needs most of the window, so that only a part of the
+                window is filled. When there is no room, the last item taken must come again in the next call.
         """
         rooms = list[tuple[SavedStorage, ByteRange]]()
         if self._is_inert:
@@ -339,7 +340,7 @@ class Offloader:
                 memory = saved.alive()
                 if saved.state is not State.STORED:
                     if across_forward:
-                        break  # it may have to be read after all
+                        break  # it may still be written, and would then have to be read
                     if memory is not None and not keeps_graph():
                         self._stay(saved, memory)
                 elif (
@@ -352,24 +353,24 @@ class Offloader:
                     if not has_room:
                         break
             if rooms:
-                self.window.add(0)  # its peaks
+                self.window.add(0)  # updates the peaks
                 self._start_reads(rooms)
 
     def _find_room(
         self, saved: SavedStorage, rooms: list[tuple[SavedStorage, ByteRange]], *, across_forward: bool
     ) -> bool:
-        """Allocate memory for a read ahead, if window and device have room; return whether they have."""
+        """Allocate memory for a read ahead; return False if the window or the device has no room."""
         window, ref, in_flight = self.window, saved.ref, self.window.in_flight
         if in_flight + ref.nbytes > window.most_read_ahead or not window.rules.may_read_ahead(
             in_flight, window.read_ahead, ref.nbytes, across_forward=across_forward
         ):
             if not across_forward:
-                self._flush(0)  # what is pending is needed later than this
+                self._flush(0)  # backward uses pending bytes later than these
             return False
         try:
             room = self._allocate(saved)
         except torch.OutOfMemoryError:
-            for _ in range(len(rooms) // 4, len(rooms)):  # compute needs memory as well
+            for _ in range(len(rooms) // 4, len(rooms)):  # leave memory for compute
                 self._give_up_farthest()
                 del rooms[-1]
             window.most_read_ahead = window.in_flight
@@ -382,9 +383,9 @@ class Offloader:
         return True
 
     def _end_ahead(self, ref: SavedRef) -> None:
-        """Forget the read of a saved storage: the bytes are used, or will not be."""
+        """End the read of a saved storage: its bytes are used, or are not needed any more."""
         if ref.read is not None and ref.read.is_done:
-            ref.read.memory = None  # it is still in the queue of what has ended
+            ref.read.memory = None  # the transfer may still be in the queue of completed ones
         ref.read = None
         if ref in self._ahead:
             del self._ahead[ref]
@@ -393,7 +394,7 @@ class Offloader:
             ref.charged = 0
 
     def _give_up_farthest(self) -> bool:
-        """Drop what was read ahead for the latest use; return False if there is nothing."""
+        """Drop the bytes that were read ahead for the latest use; return False if there are none."""
         if not self._ahead:
             return False
         ref = next(reversed(self._ahead))
@@ -406,13 +407,13 @@ class Offloader:
     # ---- the ends of I/O and of handles ----------------------------------------------------------
 
     def _drain(self) -> None:
-        """Take note of the transfers that have ended and of the saved storages that have died."""
+        """Process completed transfers, and saved storages whose last handle is gone."""
         completed, dead, window = self._completed, self._dead, self.window
         while completed:
             transfer = completed.popleft()
             ref = self._writes.pop(transfer, None)
             if ref is None:
-                continue  # a read, or a write of a step that was thrown away
+                continue  # a read, or a write of a discarded step
             ref.write = None
             saved = ref()
             if transfer.error is not None:
@@ -438,12 +439,12 @@ class Offloader:
                 self.store.release(ref.extent)
 
     def _let_go(self, ref: SavedRef) -> None:
-        """Give back what a saved storage that has died has in memory, and its extent."""
+        """Release the memory and the extent of a saved storage whose last handle is gone."""
         if ref.is_pending:
             self._pending_bytes -= ref.nbytes
             ref.is_pending = False
         if ref.write is not None and not self._cancel_write(ref):
-            return  # it has the memory until it ends
+            return  # the write holds the memory until it ends
         if ref.read is not None:
             self.store.cancel(ref.read)
             self._end_ahead(ref)
@@ -452,7 +453,7 @@ class Offloader:
             self.store.release(ref.extent)
 
     def _cancel_write(self, ref: SavedRef) -> bool:
-        """Take a queued write back; return False if it runs, or has ended."""
+        """Cancel a queued write; return False if it is running or has ended."""
         write = ref.write
         if write is None or not self.store.cancel(write):
             return False
@@ -461,7 +462,7 @@ class Offloader:
         return True
 
     def _not_written(self, transfer: Transfer, ref: SavedRef, saved: SavedStorage | None) -> None:
-        """Keep in memory what could not be written; the policy says whether that is an error."""
+        """Keep bytes in memory that could not be written. The policy decides whether this is an error."""
         error: Any = transfer.error
         memory, transfer.memory = transfer.memory, None
         if saved is None:
@@ -478,7 +479,7 @@ class Offloader:
             self._failures.append(transfer_error("write", ref.key, ref.nbytes, error))
 
     def release_memory(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
-        """Take the call before the owner of a storage resizes it: no write may read its memory any more.
+        """Stop using the memory of a storage before its owner resizes the storage.
 
         The owner fills the same storage again before backward.
 
@@ -501,10 +502,10 @@ class Offloader:
     # ---- waiting ---------------------------------------------------------------------------------
 
     def _wait(self, transfer: Transfer, ref: SavedRef) -> None:
-        """Wait until a transfer has ended, failed or not.
+        """Wait until a transfer has ended, with or without success.
 
         Raises:
-            TransferError: It does not end within the limit of the store.
+            TransferError: The transfer does not end within the time limit of the store.
         """
         if transfer.is_done:
             return
@@ -514,16 +515,16 @@ class Offloader:
             verb = "write" if transfer.is_write else "read"
             raise transfer_error(verb, ref.key, ref.nbytes, error) from error
         except StoreError:
-            pass  # an error of the transfer itself, at which the caller looks
+            pass  # an error of the transfer itself, which the caller checks
 
     def _wait_for_batch(self, refs: Iterable[SavedRef], verb: str) -> None:
-        """Wait until the first of several transfers have ended that come to a batch.
+        """Wait until the first transfers have ended that together make up a batch.
 
-        To wait for one after the other would cost more: this thread takes as long to wake up as a small
-        transfer takes.
+        Waiting for each transfer would cost more: this thread takes as long to wake up as a small transfer
+        takes.
 
         Raises:
-            TransferError: As of :meth:`_wait`.
+            TransferError: See :meth:`_wait`.
         """
         left = self.window.batch
         for ref in refs:
@@ -533,11 +534,11 @@ class Offloader:
         self._wait(getattr(ref, verb), ref)
 
     def _finish_writes(self) -> bool:
-        """Take note of the writes that have ended, or wait for the oldest; return False if there is none."""
+        """Process writes that have ended, or wait for the oldest ones; return False if there is none."""
         if not self._completed and self._writes:
             refs: Iterable[SavedRef] = self._writes.values()
             beside = self.store.beside
-            if beside is not None:  # a drive may stand still, and host memory goes on
+            if beside is not None:  # a drive may hang while host memory works
                 refs = [ref for write, ref in self._writes.items() if write.drive == beside] or refs
             self._wait_for_batch(refs, "write")
         has_ended = bool(self._completed)
@@ -545,7 +546,7 @@ class Offloader:
         return has_ended
 
     def _stalled(self, began: float, mark: Mark) -> None:
-        """Record that the training thread has waited for I/O."""
+        """Record a wait of the training thread for I/O."""
         ended, stats = time.perf_counter(), self.window.stats
         stats.stall_seconds += ended - began
         if ended - began >= NOTICEABLE:
@@ -556,7 +557,7 @@ class Offloader:
     # ---- steps -----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begin a step; one before that was left in whatever way, an interrupt included, is thrown away.
+        """Begin a step. Discard an earlier step that did not end, for example because of an interrupt.
 
         Raises:
             TransferError: A transfer has failed since the last step.
@@ -565,14 +566,14 @@ class Offloader:
             self.abandon()
         self._is_open = True
         if not self.keep_when_full:
-            self.store.resume()  # the policy wants errors, and only the drive can tell whether there is one
+            self.store.resume()  # the policy wants errors, and only a new write shows whether there is one
         with self._lock:
             self._drain()
         self.raise_failures()
         self.window.reset_stats()
 
     def end_step(self) -> None:
-        """End a step: what was read ahead in vain is dropped; saved storages that autograd holds live on."""
+        """End a step. Drop bytes that were read ahead in vain. Other saved storages stay valid."""
         with self._lock:
             self._drain()
             self.window.most_read_ahead = float("inf")
@@ -582,7 +583,7 @@ class Offloader:
         self._is_open = False
 
     def abandon(self) -> None:
-        """Throw a step away whole: cancel, wait for what runs, forget. Its graphs cannot be used any more."""
+        """Discard a step: cancel queued I/O and wait for running I/O. Its graphs become unusable."""
         with self._lock:
             self._is_open = True
             self.store.reset()
@@ -595,7 +596,7 @@ class Offloader:
             self._is_open = False
 
     def quiesce(self) -> None:
-        """Wait until every write has ended, and account for dropped handles.
+        """Wait until every write has ended, and process dropped handles.
 
         Raises:
             TransferError: A transfer failed.
@@ -607,26 +608,26 @@ class Offloader:
         self.raise_failures()
 
     def raise_failures(self) -> None:
-        """Raise the error of a transfer that failed, if there is one; name drives that failed, once each.
+        """Raise the error of a failed transfer, if there is one. Warn once about each drive that failed.
 
         Raises:
-            TransferError: Names the layer, the cause and the remedy.
+            TransferError: A transfer failed. The message has the layer, the cause and the remedy.
         """
         for place, cause in self.store.take_outages():
             if self.keep_when_full and place not in self._told:
                 self._told.add(place)
                 warn(outage(place, cause), RuntimeWarning)
         if self._failures:
-            try:  # a name for the error would be a cycle, and keep the graph of the step alive
+            try:  # a variable for the error would be a cycle that keeps the graph of the step alive
                 raise self._failures[0]
             finally:
-                self._failures.clear()  # others that failed with it must not end the next step
+                self._failures.clear()  # other failures of this step must not end the next step
 
     def resize_window(self, window: int | None) -> None:
-        """Set the most bytes in flight; between steps."""
+        """Set the most bytes in flight. Call this between steps."""
         self.window.resize(window)
         self.store.spill_bytes = self.window.rules.spills_above
 
     def become_inert(self) -> None:
-        """Leave everything to the parent: this is a forked child."""
+        """Make the offloader unusable, because this is a forked child."""
         self._is_inert = True

@@ -1,10 +1,10 @@
-"""One storage that autograd saved, and the weak handle by which the offloader's own lists know it.
+"""One storage that autograd saved, and the weak handle to it in the offloader's own lists.
 
 ::
 
     PENDING ──► WRITING ──► STORED ──► read ahead, or on demand
        │           │
-       └───────────┴──► KEPT: its use came first, or its write failed
+       └───────────┴──► KEPT: used before it was written, or its write failed
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class State(enum.Enum):
-    """Where the bytes of a saved storage are."""
+    """The place of a saved storage's bytes."""
 
     PENDING = "in memory; its write is not queued yet"
     WRITING = "in memory until its write ends"
@@ -32,10 +32,10 @@ class State(enum.Enum):
 
 
 class Unread:
-    """All handles of a saved storage but the first that backward has not used yet; each holds this object.
+    """An object that all unused handles of a saved storage hold, except the first handle.
 
-    With the last of them, used or dropped, restored data loses its strong reference. A count would need a
-    finalizer.
+    When the last of these handles is used or dropped, the restored storage loses its strong reference. A
+    count would need a finalizer.
 
     Attributes:
         memory: The restored storage.
@@ -46,18 +46,19 @@ class Unread:
     memory: torch.UntypedStorage
 
 
-NOBODY: weakref.ref[Unread] = weakref.ref(Unread())
+NO_HANDLES: weakref.ref[Unread] = weakref.ref(Unread())
 FIRST = Unread()
 
 
 class Handle:
-    """A saved tensor's share of a saved storage. Autograd owns it.
+    """The reference of one saved tensor to a saved storage. Autograd owns it.
 
-    Most storages have one handle. It makes no object more, because each costs the cyclic collector time.
+    Most storages have one handle. The first handle creates no further object, because each object costs the
+    cyclic garbage collector time.
 
     Attributes:
         saved: The saved storage.
-        unread: Held until backward uses this handle; ``FIRST`` for the first one.
+        unread: Set until backward uses this handle. For the first handle it is ``FIRST``.
     """
 
     __slots__ = ("saved", "unread")
@@ -76,29 +77,30 @@ class Handle:
 
 
 class SavedStorage:
-    """One storage at one version. Only autograd's handles hold it strongly: it dies with the last of them.
+    """One storage at one version. Only autograd's handles keep it alive.
 
     Attributes:
-        key: Names the activation; its text has the layer and the micro-batch.
+        key: Name of the activation. Its text has the layer and the micro-batch.
         nbytes: Size in bytes.
-        memory: The storage while this object keeps it in memory: pending, kept, or restored for the first
+        memory: The storage if this object keeps it in memory: pending, kept, or restored for the first
             handle. A write has its own reference.
-        alive: Weak reference to the original storage; to the restored one after a read.
-        start: First byte of the payload in the storage; not 0 where a read placed it to suit direct I/O.
-        address: Where the payload lay. Restored bytes lie at the same address modulo the alignment.
-        state: Where the bytes are.
-        stream: The stream that produced the bytes; after a read, the stream that the memory belongs to.
-        is_filling: Whether the operation that saved it may still write to it.
+        alive: Weak reference to the original storage; after a read, to the restored storage.
+        start: First byte of the payload in the storage. It is not 0 if a read aligned the payload for direct
+            I/O.
+        address: Original address of the payload. Restored bytes have the same address modulo the alignment.
+        state: The place of the bytes.
+        stream: The stream that produced the bytes; after a read, the stream of the restored memory.
+        is_filling: Whether the operation that saved the storage may still write to it.
         is_restored: Whether ``alive`` refers to restored memory.
-        was_used: Whether backward has used it.
-        was_held: Whether its memory was alive at its first use although nothing here kept it.
-        first_waits: Whether the first handle was not used yet; ``None`` before there is one.
-        unread: Weak reference to what the other unread handles hold.
-        ref: The offloader's weak handle.
-        source: Weak reference to the storage that was saved; not ``alive`` where a sparse view was copied.
+        was_used: Whether backward has used the storage.
+        was_held: Whether another reference kept the memory alive until the first use.
+        first_waits: Whether the first handle is still unused; ``None`` before the first handle exists.
+        unread: Weak reference to the object that the other unused handles hold.
+        ref: The weak handle in the offloader's lists.
+        source: Weak reference to the storage that autograd saved. For a dense copy it differs from ``alive``.
         probe: Shares the version counter of the saved tensor.
-        version: What that counter said when the storage was saved.
-        trace: What the step's trace has of it.
+        version: The value of that counter when the storage was saved.
+        trace: The record of this storage in the step's trace.
     """
 
     __slots__ = (
@@ -128,8 +130,8 @@ class SavedStorage:
         self.stream: Any = None
         self.is_filling = self.is_restored = self.was_used = self.was_held = False
         self.first_waits: bool | None = None
-        self.unread = NOBODY
-        self.ref = ref = SavedRef(self, died)  # without a constructor of its own, which would be a call more
+        self.unread = NO_HANDLES
+        self.ref = ref = SavedRef(self, died)  # its class has no __init__, which would cost a further call
         ref.key = key
         ref.nbytes = ref.charged = nbytes
         ref.settled = 0
@@ -139,21 +141,21 @@ class SavedStorage:
 
 
 class SavedRef(weakref.ref["SavedStorage"]):
-    """Weak handle of a :class:`SavedStorage`, with all that must be given back when it dies.
+    """Weak handle of a :class:`SavedStorage`, with everything that must be released when that object dies.
 
-    The callback is a function written in C that appends to a queue. The cyclic collector may run it inside
-    any lock, and no interrupt can strike in it.
+    The callback is a C function that appends to a queue. The cyclic garbage collector may run it while any
+    lock is held, and no interrupt can occur in it.
 
     Attributes:
-        key: As of the saved storage.
-        nbytes: As of the saved storage.
-        epoch: Number of the step that saved it; steps that were thrown away count.
+        key: The key of the saved storage.
+        nbytes: The size of the saved storage.
+        epoch: Number of steps that had been discarded when the storage was saved.
         charged: Bytes that count as in flight.
         settled: Bytes that count as kept outside the window.
-        is_pending: Whether its bytes count in the queue of pending writes.
-        extent: Where in the store it is, once it was written.
-        write: Its write while that is queued or running.
-        read: Its read until the bytes are used.
+        is_pending: Whether the bytes count in the queue of pending writes.
+        extent: The extent in the store, after the write.
+        write: The write, while it is queued or running.
+        read: The read, until the bytes are used.
     """
 
     __slots__ = ("charged", "epoch", "extent", "is_pending", "key", "nbytes", "read", "settled", "write")

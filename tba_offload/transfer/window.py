@@ -1,4 +1,4 @@
-"""What the offloader has in memory, by the rules of the in-flight window: plain sums, no I/O."""
+"""Counts of the bytes that the offloader has in memory, by the rules of the in-flight window. No I/O."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ if TYPE_CHECKING:
     from tba_offload.transfer.saved import SavedRef
 
 NOTICEABLE = 20e-6
-"""Seconds; shorter waits are counted, but when they were is not noted."""
+"""Seconds. Shorter waits count, but their start and end are not recorded."""
 
 
 @dataclass(slots=True)
 class TransferStats:
-    """Figures since the last reset, in bytes unless the name says otherwise.
+    """Figures since the last reset, in bytes unless stated otherwise.
 
     Attributes:
         offloaded: Written to the store.
         read: Read from the store.
         reread: Read again because the first read failed.
-        forwarded: Handed over from memory without a read.
-        given_up: Prefetches dropped to make room.
+        forwarded: Used from memory without a read.
+        given_up: Read ahead and dropped to make room.
         held: Written although another reference kept the storage in memory, so that nothing was freed.
         fallback_kept: Kept in memory because they could not be written.
-        full: Whether some of them found no room.
-        stall_seconds: Time that the training thread waited for I/O; a device that runs behind may have had
-            work meanwhile.
+        full: Whether the store had no room for some of these bytes.
+        stall_seconds: Time that the training thread waited for I/O. An accelerator may have been busy during
+            this time.
         in_flight_peak: Most bytes in flight.
-        own_peak: Most bytes that the offloader itself kept in memory: in flight, or kept.
-        stalls: When the training thread waited for longer than a glance: from, until.
-        marked_stalls: Marks in the work of the device before and after each wait, where they are wanted.
+        own_peak: Most bytes that the offloader itself kept in memory: in flight or kept.
+        stalls: Start and end of each wait of the training thread that is not negligibly short.
+        marked_stalls: Marks in the work of the device before and after each wait, if requested.
     """
 
     offloaded: int = 0
@@ -52,18 +52,19 @@ class TransferStats:
 
 
 class InFlightWindow:
-    """The sums of one offloader; its lock protects them.
+    """Byte counts of one offloader, whose lock protects them.
 
     Attributes:
-        rules: The size and the rules that follow from it.
-        in_flight: Bytes saved and not yet freed, and bytes whose read was submitted and that backward has
-            not used yet.
-        read_ahead: Bytes among them that were read ahead.
-        settled: Bytes kept in memory outside the window: backward uses them, or they could not be written.
-        stats: Figures.
-        most_read_ahead: Bytes in flight up to which the device has turned out to have memory.
-        due: Pending writes of so many bytes are due.
-        tight_above: Everything is written above so many bytes in flight.
+        rules: The size of the window, and the rules that follow from it.
+        in_flight: Bytes saved and not yet freed, plus bytes of submitted reads that backward has not used
+            yet.
+        read_ahead: The part of these bytes that was read ahead.
+        settled: Bytes kept in memory outside the window, because backward uses them or they could not be
+            written.
+        stats: Figures since the last reset.
+        most_read_ahead: Most bytes in flight for reads ahead. It is set when the device runs out of memory.
+        due: Pending bytes at which writes are queued.
+        tight_above: Bytes in flight above which all pending writes are queued.
     """
 
     def __init__(self, nbytes: int | None) -> None:
@@ -73,14 +74,14 @@ class InFlightWindow:
         self.resize(nbytes)
 
     def resize(self, nbytes: int | None) -> None:
-        """Set the most bytes in flight; between steps."""
+        """Set the most bytes in flight. Call this between steps."""
         self.rules = rules = Window(nbytes)
         self.nbytes, self.batch, self.held_back = nbytes, rules.batch, rules.held_back
         self.due, self.fills_below = rules.held_back + rules.batch, rules.fills_below
         self.tight_above = rules.tight_above(max(self._largest, self._largest_before))
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that came into memory."""
+        """Count bytes that are new in memory."""
         self.in_flight += nbytes
         if nbytes > self._largest:
             self._largest = nbytes
@@ -92,13 +93,13 @@ class InFlightWindow:
             stats.own_peak = in_flight + self.settled
 
     def free(self, ref: SavedRef) -> None:
-        """Count the bytes of a saved storage no longer."""
+        """Stop counting the bytes of a saved storage."""
         self.in_flight -= ref.charged
         self.settled -= ref.settled
         ref.charged = ref.settled = 0
 
     def settle(self, ref: SavedRef) -> None:
-        """Count bytes in flight as kept: backward uses them, or nothing will free them."""
+        """Count bytes in flight as kept: backward uses them, or nothing frees them."""
         self.in_flight -= ref.charged
         self.settled += ref.charged
         ref.settled += ref.charged
@@ -112,6 +113,6 @@ class InFlightWindow:
         self.tight_above = self.rules.tight_above(self._largest_before)
 
     def reset(self) -> None:
-        """Count nothing any more: the step was thrown away."""
+        """Set all counts to zero, because the step was discarded."""
         self.in_flight = self.read_ahead = self.settled = 0
         self.most_read_ahead = float("inf")
