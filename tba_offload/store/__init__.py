@@ -1,4 +1,4 @@
-"""Where the bytes of offloaded activations go: files, host memory, several drives at once."""
+"""Stores for the bytes of offloaded activations: files, host memory, or several drives at once."""
 
 from __future__ import annotations
 

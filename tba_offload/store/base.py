@@ -1,7 +1,7 @@
-"""The contract of a store: one place outside device memory that keeps bytes.
+"""The interface of a store: one place outside device memory that keeps bytes.
 
-A :class:`Store` only moves bytes, one call a transfer. Threads, extents, several drives, failed drives and
-forks are the same for every store, and belong to :class:`tba_offload.store.multi.MultiStore`.
+A :class:`Store` only moves bytes, with one call for each transfer. Threads, extents, several drives, failed
+drives and forks are the same for every store. :class:`tba_offload.store.multi.MultiStore` handles them.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ if TYPE_CHECKING:
     from tba_offload.device import ByteRange, Device
 
 BLOCK = values.BLOCK
-"""Offsets and lengths of extents are multiples of this, bytes."""
+"""Offsets and lengths of extents are multiples of this number of bytes."""
 
 DRIVE_TIER, HOST_TIER = "drive", "host"
-"""The legal tiers of a :class:`Store`."""
+"""The valid tiers of a :class:`Store`."""
 
 
 @dataclass(slots=True, eq=False)
 class Extent:
-    """A byte range of one place that holds one range of bytes of a storage.
+    """A byte range of one place, with bytes of one storage.
 
     Attributes:
-        offset: Where the range starts, bytes; a multiple of 4096.
-        length: Bytes of the range; a multiple of 4096.
+        offset: Start of the range in bytes; a multiple of 4096.
+        length: Length of the range in bytes; a multiple of 4096.
         nbytes: Bytes of the payload.
-        lead: The payload starts at ``offset + lead``; less than the store's alignment.
-        drive: Index of the place among those of a :class:`tba_offload.store.multi.MultiStore`.
-        checksum: Of the payload, as it was written; ``None`` before the first write, or without checksums.
-        transfers: Transfers of this extent that are queued or running.
+        lead: The payload starts at ``offset + lead``. The lead is less than the store's alignment.
+        drive: Index of the place in a :class:`tba_offload.store.multi.MultiStore`.
+        checksum: Checksum of the payload when it was written; ``None`` before the first write, or without
+            checksums.
+        transfers: Number of queued or running transfers of this extent.
         is_released: Whether the extent is freed when its last transfer ends.
     """
 
@@ -63,22 +64,23 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 
 class Store(ABC):
-    """One place for bytes outside device memory: the file on one drive, host memory, or one of yours.
+    """One place for bytes outside device memory: a file on one drive, host memory, or a place of your own.
 
     A subclass implements :meth:`write` and :meth:`read`. I/O threads call both, several at once, each for
-    another extent. An ``OSError``, a ``MemoryError`` or a :class:`tba_offload.StoreError` of a write takes
-    the place out of service for a while; any other exception counts as an error of the program.
+    another extent. If a write raises ``OSError``, ``MemoryError`` or :class:`tba_offload.StoreError`, the
+    place is out of service for a while. Any other exception counts as an error of the program.
 
     Attributes:
-        kind: The word for it in a policy.
+        kind: Name of this kind of store in a policy.
         tier: ``"drive"``, or ``"host"`` for host memory that is used beside drives.
-        name: What messages call the place.
-        device: The device that activations are on.
-        alignment: What addresses must be a multiple of for a transfer without a copy, bytes; 1 where any
-            address will do. The payload of an extent starts at ``lead``, its address modulo this.
-        capacity: The most bytes that extents may take; ``None`` for no limit but the place's own.
-        threads: Threads for each direction; ``None`` for as many as the user chose.
-        checksum: Makes the checksums of :meth:`write` and :meth:`read`.
+        name: Name of the place in messages.
+        device: The device with the activations.
+        alignment: Transfers without a copy need addresses that are multiples of this number of bytes; 1 if
+            any address works. The payload of an extent starts at ``lead``, which is its address modulo this
+            number.
+        capacity: Most bytes that extents may take; ``None`` if only the place itself is a limit.
+        threads: Number of threads for each direction; ``None`` for the number that the user chose.
+        checksum: Computes the checksums of :meth:`write` and :meth:`read`.
     """
 
     kind: str
@@ -93,65 +95,65 @@ class Store(ABC):
     @property
     @abstractmethod
     def description(self) -> dict[str, object]:
-        """The store and the I/O path that it uses, for the run log; plain JSON values."""
+        """The store and its I/O path, for the run log, as plain JSON values."""
 
     @abstractmethod
     def write(self, extent: Extent, source: ByteRange) -> int | None:
-        """Write the bytes of a whole extent; the device has made them.
+        """Write the bytes of a whole extent. The device has finished computing them.
 
         Args:
-            extent: Where to.
+            extent: The extent to write to.
             source: ``extent.nbytes`` bytes in the device's memory.
 
         Returns:
-            Their checksum; ``None`` without checksums.
+            The checksum of the bytes; ``None`` without checksums.
 
         Raises:
             StoreFullError: There is no room.
-            OSError: They cannot be written.
+            OSError: The bytes cannot be written.
         """
 
     @abstractmethod
     def read(self, extent: Extent, target: ByteRange) -> int | None:
-        """Fill memory with the bytes of a whole extent; the device no longer uses the memory.
+        """Read the bytes of a whole extent into memory. The device no longer uses this memory.
 
         The caller compares the checksum with that of the write.
 
         Args:
-            extent: Where from.
-            target: ``extent.nbytes`` bytes in the device's memory. If ``target.address`` is ``extent.lead``
-                modulo the alignment, and that is more than 1, its storage also has the memory down to the
-                previous and up to the next multiple of the alignment, for the read to overwrite.
+            extent: The extent to read from.
+            target: ``extent.nbytes`` bytes in the device's memory. The read may also overwrite padding around
+                them if ``target.address`` is ``extent.lead`` modulo the alignment, and the alignment is more
+                than 1. The storage of the target then extends to a multiple of the alignment on both sides.
 
         Returns:
             The checksum of the bytes that were read; ``None`` without checksums.
 
         Raises:
-            OSError: They cannot be read.
+            OSError: The bytes cannot be read.
         """
 
     def grow(self, end: int) -> None:  # noqa: B027 - a place that needs no preparation
-        """Make room for extents up to ``end`` bytes; an I/O thread calls this before it writes there.
+        """Make room for extents up to ``end`` bytes. An I/O thread calls this before it writes there.
 
         Raises:
-            StoreFullError: There is no room, and nothing has changed.
+            StoreFullError: There is no room. Nothing has changed.
         """
 
     def shrink(self, end: int) -> None:  # noqa: B027 - as above
-        """Give back the room beyond ``end`` bytes, which no extent uses."""
+        """Free the room beyond ``end`` bytes, which no extent uses."""
 
     def close(self) -> None:  # noqa: B027 - as above
-        """Free everything. No transfer is running, and none comes."""
+        """Free everything. No transfer is running, and none will follow."""
 
     def abandon(self) -> None:  # noqa: B027 - as above
-        """Close descriptors in a forked child. Take no lock: a thread of the parent may have held it."""
+        """Close descriptors in a forked child. Take no lock, because a thread of the parent may hold it."""
 
 
 class Checksum:
-    """Makes the xxh3 checksums of one store, and counts the processor time that they take.
+    """Computes the xxh3 checksums of one store, and counts the processor time that they take.
 
     Args:
-        on: Whether there are any.
+        on: Whether to compute checksums.
 
     Attributes:
         seconds: Processor time of I/O threads so far.
@@ -164,7 +166,7 @@ class Checksum:
     def begin(self) -> xxh3_64 | None:
         """Return a new hasher; ``None`` without checksums.
 
-        An object, because the functions of xxhash before 4.0 hold the interpreter's lock while they hash.
+        The hasher is an object, because the functions of xxhash before 4.0 hold the GIL while they hash.
         """
         return xxh3_64() if self.on else None
 
@@ -173,7 +175,7 @@ class Checksum:
         if hasher is not None:
             began = time.thread_time()
             hasher.update(posix.view(address, nbytes))
-            self.seconds += time.thread_time() - began  # without a lock: one may be lost
+            self.seconds += time.thread_time() - began  # no lock: an addition may rarely be lost
 
     def of(self, address: int, nbytes: int) -> int | None:
         """Return the checksum of bytes of host memory; ``None`` without checksums."""
@@ -202,12 +204,12 @@ class DriveLoad(NamedTuple):
     """Work and state of one drive, or of the host memory beside drives.
 
     Attributes:
-        write: To it.
-        read: From it.
-        tier: "drive" or "host"; a store in host memory alone is its own drive.
-        in_service: Whether it takes writes; one that failed does not, for a while.
-        room: The most bytes that it holds, as far as known: its capacity, the bytes that it had grown to when
-            it was found full, or 0 while it is out of service; ``None`` for no known limit.
+        write: Writes to it.
+        read: Reads from it.
+        tier: ``"drive"`` or ``"host"``. Host memory without drives counts as a drive.
+        in_service: Whether it takes writes. After a failure it takes none for a while.
+        room: Most bytes that it holds, if known. This is its capacity, or its size when it was found full, or
+            0 while it is out of service. ``None`` means no known limit.
         checksum_seconds: Processor time of I/O threads for checksums.
     """
 
@@ -223,12 +225,12 @@ class Moved(NamedTuple):
     """One transfer that moved bytes.
 
     Attributes:
-        drive: Index of its place.
-        place: Name of the place, as in messages.
-        writes: Whether it wrote.
+        drive: Index of the place.
+        place: Name of the place in messages.
+        writes: Whether this is a write.
         thread: Number of the I/O thread, as :func:`threading.get_ident` returns it.
-        began: When it began, by :func:`time.perf_counter`; waiting for the device is not part of it.
-        ended: When it ended.
+        began: Start of the transfer by :func:`time.perf_counter`, after the wait for the device.
+        ended: End of the transfer.
         nbytes: Bytes that it moved.
     """
 
@@ -242,16 +244,16 @@ class Moved(NamedTuple):
 
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Close what uses a store at the end of a block; after an error of the block its own is only a warning.
+    """Close a store and its users at the end of a block. After an error of the block, only warn of failures.
 
     Args:
-        error: The exception of the block.
-        close: Closes the store, and its users.
+        error: The exception of the block; ``None`` if it raised nothing.
+        close: Closes the store and its users.
 
     Raises:
         StoreError: The store cannot be closed, and the block raised nothing.
-        TransferError: Bytes cannot be brought back, likewise.
-        SessionError: Something was changed while its bytes were in the store, likewise.
+        TransferError: Bytes cannot be read back, and the block raised nothing.
+        SessionError: A tensor was changed while its bytes were in the store, and the block raised nothing.
     """
     try:
         close()

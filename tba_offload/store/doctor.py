@@ -1,4 +1,4 @@
-"""The path of bytes to each directory, why, how fast, and what would help."""
+"""A check of directories: the I/O path to each of them, its reason, its speed, and possible improvements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tba_offload.store.multi import MultiStore
 
 BLOCKS = (256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-"""Sizes of transfers to compare: activations from small to large models."""
+"""Sizes of transfers to compare: activations of small to large models."""
 
 THREADS = (1, 2, 4)
 """Numbers of threads for each direction to compare."""
@@ -34,12 +34,12 @@ THREADS = (1, 2, 4)
 
 
 class Rates(NamedTuple):
-    """Bytes a second of a store.
+    """Rates of a store in bytes a second.
 
     Attributes:
-        write: To the store.
-        read: From the store.
-        both: To and from the store at once, added.
+        write: Rate of writes alone.
+        read: Rate of reads alone.
+        both: Sum of both rates when writes and reads run at the same time.
     """
 
     write: float
@@ -50,25 +50,25 @@ class Rates(NamedTuple):
 def measure(
     store: MultiStore, device: Device, *, extent_bytes: int = 16 << 20, extents: int = 2, seconds: float = 0.2
 ) -> Rates:
-    """Return the rates of a store, with a constant number of transfers in flight.
+    """Measure the rates of a store, with a constant number of transfers in flight.
 
-    The store is left as empty as it was. The random generators of PyTorch keep their state.
+    Afterwards the store is as empty as before. PyTorch's random generators keep their state.
 
     Args:
         store: The store.
-        device: The device that the bytes are on.
-        extent_bytes: Size of a transfer; by default that of an activation of a large layer.
-        extents: Transfers in flight.
-        seconds: How long each of the three rates is measured.
+        device: The device with the bytes.
+        extent_bytes: Size of a transfer. The default is the size of an activation of a large layer.
+        extents: Number of transfers in flight.
+        seconds: Duration of each of the three measurements.
 
     Raises:
         StoreError: A transfer failed or hangs, or there is no room.
     """
-    generator = torch.Generator().manual_seed(0)  # of the CPU: not every device has generators
+    generator = torch.Generator().manual_seed(0)  # on the CPU, because not every device has generators
     data = torch.randint(256, (extent_bytes,), dtype=torch.uint8, generator=generator)
     source, after = ByteRange.of(data.to(device.torch_device)), device.event()
     targets = [aligned_range(extent_bytes, source.address, store.alignment, device) for _ in range(extents)]
-    latest: list[Transfer] = []  # of each extent
+    latest: list[Transfer] = []  # by extent
     after.synchronize()
 
     def rate(*verbs: str) -> float:
@@ -104,20 +104,20 @@ def measure(
 
 
 _DOUBTS = {
-    posix.MEMORY: "what is offloaded still takes memory",
+    posix.MEMORY: "offloaded bytes still take memory",
     posix.NETWORK: "a process that is killed may leave files there, and a full server may lose a write",
     posix.LAYERS: "its bytes pass through another file system, which may be slow",
 }
 
 
 class Location(NamedTuple):
-    """Where a directory is.
+    """The file system of a directory.
 
     Attributes:
-        words: File system, as the kernel names it, what is mounted, and room.
-        device: Number of the device; two directories with the same number share a drive.
-        free_bytes: Room for this user.
-        findings: What endangers or slows offloading there, each with a remedy.
+        words: A description: the kernel's name of the file system, the mounted device, and room.
+        device: Number of the device. Two directories with the same number share a drive.
+        free_bytes: Free bytes for this user.
+        findings: Reasons why offloading there is unsafe or slow, each with a remedy.
     """
 
     words: str
@@ -127,10 +127,10 @@ class Location(NamedTuple):
 
 
 def location_of(directory: str) -> Location:
-    """Look at a directory.
+    """Return the location of a directory.
 
     Raises:
-        StoreError: It cannot be reached.
+        StoreError: The directory cannot be reached.
     """
     with opened_directory(directory) as fd:
         mount, room, device = posix.mount_of(f"/proc/self/fd/{fd}"), os.fstatvfs(fd), os.fstat(fd).st_dev
@@ -145,18 +145,18 @@ def location_of(directory: str) -> Location:
 
 
 def examine(directories: Sequence[str], device: Device, *, bench: bool = False) -> dict[str, Any]:
-    """Try the path that a store takes to each directory; nothing is made there that stays.
+    """Test the path that a store takes to each directory. Nothing stays there.
 
     Args:
-        directories: One for each drive.
-        device: The device that activations are going to be on.
-        bench: Whether to measure by size of blocks and number of threads too, which takes about 15 seconds
-            and room for half a GiB in each directory.
+        directories: One directory for each drive.
+        device: The device that activations will be on.
+        bench: Whether to measure each block size and number of threads too. This takes about 15 seconds, and
+            half a GiB in each directory.
 
     Returns:
-        JSON values: ``machine``, and of each directory either its ``error``, or its ``location``, its
-        ``store`` with the kind and the path that ``auto`` takes and why, ``bytes_per_second``, and in
-        ``bench`` a row for each size of blocks and number of threads.
+        JSON values: ``machine``, and for each directory its ``error`` or the entries ``location``, ``store``,
+            ``bytes_per_second`` and ``bench``. ``store`` has the kind and path that ``auto`` takes, and the
+            reason. ``bench`` has a row for each block size and number of threads.
     """
     where = device.torch_device
     machine = {
@@ -187,7 +187,7 @@ def _examine(directory: str, device: Device, *, bench: bool) -> dict[str, Any]:
 
 
 def _bench(directory: str, device: Device) -> Iterator[dict[str, Any]]:
-    """Yield rates by size of blocks and number of threads, with two transfers in flight a thread."""
+    """Yield rates by block size and number of threads, with two transfers in flight for each thread."""
     for threads in THREADS:
         with open_store(directories=[directory], device=device, readers=threads, writers=threads) as store:
             for nbytes in BLOCKS:
@@ -196,7 +196,7 @@ def _bench(directory: str, device: Device) -> Iterator[dict[str, Any]]:
 
 
 def lines(findings: dict[str, Any]) -> Iterator[str]:
-    """Yield the findings in words."""
+    """Yield the findings as lines of text."""
     yield "; ".join(f"{name} {value or 'not found'}" for name, value in findings["machine"].items())
     for directory, found in findings["directories"].items():
         yield visible(directory)

@@ -1,9 +1,9 @@
 """Free byte ranges of one place, in one sorted list.
 
-First fit, lowest offset first: the same blocks are used again step after step, so that a file stays as small
-as the largest moment of a step. With at most n bytes taken at a time in extents of at most m blocks, the file
-stays within H(m) / ln 2 x n, where H(m) is the m-th harmonic number (Robson, "Worst case fragmentation of
-first fit and best fit storage allocation strategies", The Computer Journal, 1977).
+Allocation is first fit, lowest offset first. Each step therefore uses the same blocks again, and the file
+stays as small as the largest need within a step. If at most n bytes are taken at a time, in extents of at
+most m blocks, the file stays within H(m) / ln 2 x n bytes. H(m) is the m-th harmonic number (Robson, "Worst
+case fragmentation of first fit and best fit storage allocation strategies", The Computer Journal, 1977).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _ENDLESS = sys.maxsize // BLOCK * BLOCK
 
 
 class Extents:
-    """Allocator of disjoint extents in [0, capacity). Its owner holds a lock around every call.
+    """An allocator of disjoint extents in [0, capacity). Its owner holds a lock around every call.
 
     Args:
-        capacity: The most bytes that extents may take; ``None`` for no limit. Rounded down to whole blocks.
+        capacity: Most bytes that extents may take; ``None`` for no limit. It is rounded down to whole blocks.
 
     Attributes:
         capacity: As given.
@@ -41,14 +41,14 @@ class Extents:
         self._free: list[tuple[int, int]] = [(0, self._end)]  # (start, end), sorted, never touching
 
     def take_high_water(self) -> int:
-        """Return the largest end of an extent since the last call, bytes."""
+        """Return the largest end of an extent since the last call, in bytes."""
         high_water = self._high_water
         start, end = self._free[-1] if self._free else (self._end, self._end)
         self._high_water = start if end == self._end else self._end
         return high_water
 
     def reserve(self, nbytes: int, lead: int = 0) -> Extent:
-        """Return a new extent for ``nbytes`` bytes of payload behind ``lead`` bytes.
+        """Return a new extent for ``lead`` bytes followed by ``nbytes`` bytes of payload.
 
         Raises:
             StoreFullError: No free range is long enough.
@@ -65,17 +65,17 @@ class Extents:
         )
 
     def release(self, extent: Extent) -> None:
-        """Free an extent, and join it with the free ranges beside it.
+        """Free an extent, and join it with the free ranges next to it.
 
         Raises:
-            ValueError: Part of it is free already.
+            ValueError: A part of the extent is already free.
         """
         start, end = extent.offset, extent.offset + extent.length
         index = bisect_left(self._free, (start, end))
         before = self._free[index - 1] if index else (-1, -1)
         after = self._free[index] if index < len(self._free) else (_ENDLESS, _ENDLESS)
         if before[1] > start or after[0] < end:
-            raise ValueError(f"{extent} is not reserved, so that it cannot be released")
+            raise ValueError(f"{extent} is not reserved, so it cannot be released")
         self.used -= extent.length
         first, last = index - (before[1] == start), index + (after[0] == end)
         joined = (before[0] if first < index else start, after[1] if last > index else end)

@@ -1,12 +1,15 @@
-"""A store in one unlinked file on one drive, past the page cache where the file system allows it.
+"""A store in one unlinked file on one drive. It bypasses the page cache if the file system allows it.
 
-How bytes travel without a copy: direct I/O wants addresses, offsets and lengths that are multiples of the
-drive's block, and PyTorch aligns memory on the CPU to 64 bytes only. A block is no larger than a page, so the
-first and last block of a storage lie in pages that hold bytes of that storage, and they are mapped. A write
-starts at the address rounded down and ends at the end rounded up; ``lead`` of the extent says how far the
-payload begins after the start. A read does the same in reverse if its target has the same lead and owns both
-blocks. Everything else goes through a staging slab: bytes on a GPU, targets of another lead, and sources
-whose neighbours must not change meanwhile because somebody checksums the blocks.
+Direct I/O needs addresses, offsets and lengths that are multiples of the drive's block. PyTorch aligns memory
+on the CPU to 64 bytes only. A block is no larger than a page. The first and last blocks of a storage are
+therefore in pages with bytes of that storage, and these pages are mapped. A write without a copy starts at
+the address rounded down to a block, and ends at the end rounded up. ``lead`` of the extent is the distance
+from this start to the payload. A read does the same in reverse if its target has the same lead and owns both
+blocks.
+
+All other bytes are copied through a staging slab: bytes on a GPU, targets with another lead, and sources
+whose blocks are checksummed. In the last case, the bytes next to the payload must not change during the
+write.
 """
 
 from __future__ import annotations
@@ -44,37 +47,38 @@ SLAB_BYTES = 8 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)  # a container may forbid unknown calls
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 20, 1 << 30  # a twentieth of the file system, at least 1 GiB
-_GROWTH = 64 << 20  # a file grows ahead of need by so much
+_GROWTH = 64 << 20  # a file grows by this many bytes more than needed
 _MOST_LINKS = 40
-# Small blocks save memory: a buffer for a read is padded to blocks. File systems other than these may take
-# less than their own block, and move it through the page cache without a word.
+# Small blocks save memory, because a buffer for a read is padded to blocks. Other file systems may accept
+# less than their own block, and silently use the page cache for it.
 _SMALL_BLOCKS, _KEEPS_DIRECT = (512, BLOCK), ("ext4", "xfs")
 
 
 class FileStore(Store):
     """A store in one open file without a name, which system calls write and read.
 
-    The file and a directory of its own have names only while they are made. Afterwards the kernel frees the
-    blocks when the last descriptor is closed, however the process ends.
+    The file and its own directory have names only while they are created. Afterwards, the kernel frees the
+    blocks when the last descriptor is closed, even if the process is killed.
 
     Args:
-        directory: Where to create the file: a directory that exists.
-        device: The device that activations are on.
-        capacity: The most bytes that the file grows to. By default all free space except a reserve for
-            others, such as checkpoints: a twentieth of the file system, at least 1 GiB.
+        directory: An existing directory in which to create the file.
+        device: The device with the activations.
+        capacity: Most bytes that the file grows to. By default, this is all free space except a reserve for
+            other files, such as checkpoints. The reserve is a twentieth of the file system, and at least 1
+            GiB.
         checksum: Whether to compute checksums.
-        slabs: Staging slabs to pin at once for a GPU, one for each I/O thread: pinning memory inside a step
-            would block the device.
+        slabs: Number of staging slabs to pin at once for a GPU, one for each I/O thread. Pinning memory
+            inside a step would block the device.
 
     Attributes:
-        fd: The descriptor.
-        size: Bytes that the file has been grown to.
-        mount: How its file system is mounted.
-        block: What addresses and lengths of transfers must be multiples of, bytes.
-        path: The I/O path, and in ``reason`` why it is not a better one.
+        fd: The file descriptor.
+        size: Size of the file in bytes.
+        mount: The mount of its file system.
+        block: Addresses and lengths of transfers are multiples of this number of bytes.
+        path: The I/O path. ``reason`` says why it is not a better path.
 
     Raises:
-        StoreError: The directory cannot be used, or others could tamper with the way to it.
+        StoreError: The directory cannot be used, or other users could tamper with its path.
     """
 
     kind = "file"
@@ -100,7 +104,7 @@ class FileStore(Store):
 
     @property
     def description(self) -> dict[str, object]:
-        """Kind, directory, I/O path and why, file system, alignment, capacity and checksum."""
+        """Kind, directory, I/O path and its reason, file system, alignment, capacity and checksum."""
         return {
             "kind": self.kind,
             "directory": self.name,
@@ -113,10 +117,10 @@ class FileStore(Store):
         }
 
     def write(self, extent: Extent, source: ByteRange) -> int | None:
-        """Write the bytes of an extent, from where they are if that is possible; see :meth:`Store.write`."""
+        """Write the bytes of an extent, without a copy if possible. See :meth:`Store.write`."""
         lead, nbytes, block = extent.lead, extent.nbytes, self.block
         span = -(-(lead + nbytes) // block) * block
-        is_still = span == nbytes or not self._stable_pages  # what is beside the payload may change
+        is_still = span == nbytes or not self._stable_pages  # bytes next to the payload may change
         if is_still and source.address % block == lead and not self.device.pins_memory:
             checksum = self.checksum.of(source.address, nbytes)
             self._move("write", posix.pwrite, source.address - lead, span, extent.offset)
@@ -129,7 +133,7 @@ class FileStore(Store):
         return None if hasher is None else hasher.intdigest()
 
     def read(self, extent: Extent, target: ByteRange) -> int | None:
-        """Read the bytes of an extent, to where they belong if that is possible; see :meth:`Store.read`."""
+        """Read the bytes of an extent, without a copy if possible. See :meth:`Store.read`."""
         lead, nbytes, block = extent.lead, extent.nbytes, self.block
         span = -(-(lead + nbytes) // block) * block
         has_padding = 0 <= target.start - lead <= target.storage.nbytes() - span
@@ -146,10 +150,10 @@ class FileStore(Store):
     def _pieces(
         self, extent: Extent, memory: ByteRange, span: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int, int]]:
-        """Cut an extent into parts that fit a staging slab; there are as many slabs as transfers run at once.
+        """Split an extent into parts that fit a staging slab. Each running transfer has its own slab.
 
         Yields:
-            The payload in the slab and in the memory; address, length and offset in the file of what moves.
+            The payload in the slab and in memory; the address, length and file offset of the I/O call.
         """
         try:
             slab = self._slabs.pop()
@@ -166,13 +170,13 @@ class FileStore(Store):
             self._slabs.append(slab)
 
     def _move(self, verb: str, call: posix.Call, address: int, nbytes: int, offset: int) -> None:
-        """Repeat a call until all bytes have moved."""
+        """Repeat a system call until all bytes have moved."""
         done = 0
         try:
             while done < nbytes:
                 moved = call(self.fd, address + done, nbytes - done, offset + done)
                 if done + moved < nbytes:
-                    moved -= moved % self.block  # direct I/O goes on from a whole block
+                    moved -= moved % self.block  # direct I/O continues at a whole block
                 if moved == 0:
                     break
                 done += moved
@@ -185,10 +189,10 @@ class FileStore(Store):
             raise ShortTransferError(errno.EIO, f"{what}; {why}: check the system log", self.name)
 
     def grow(self, end: int) -> None:
-        """Make the file at least ``end`` bytes long, with blocks allocated where the file system can.
+        """Make the file at least ``end`` bytes long. Allocate its blocks if the file system can do so.
 
         Raises:
-            StoreFullError: There is no room; the file is as long as before.
+            StoreFullError: There is no room. The file is as long as before.
             StoreError: The drive failed.
         """
         if end <= self.size:
@@ -200,16 +204,16 @@ class FileStore(Store):
             limit = self.size + max(free - spared, 0)
         else:
             limit = min(self.size + free, self.capacity)
-        room = f"{free} are free, and without store.capacity {spared} of them are left to others"
+        room = f"{free} bytes are free, and without store.capacity {spared} of them stay free for other files"
         what = f"the file cannot grow from {self.size} to {end} bytes: {room}"
         if end > limit:
             raise store_error(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.name)
-        for size in (min(end + _GROWTH, limit), end):  # statvfs knows no quota of a user
+        for size in (min(end + _GROWTH, limit), end):  # statvfs ignores the quota of a user
             try:
                 posix.fallocate(self.fd, self.size, size - self.size)
             except OSError as error:
                 if error.errno not in _NO_FALLOCATE:
-                    os.ftruncate(self.fd, self.size)  # gives back what the failed attempt did get
+                    os.ftruncate(self.fd, self.size)  # frees the blocks that the failed attempt got
                     if size > end:
                         continue
                     raise store_error(what, error, self.name) from error
@@ -218,7 +222,7 @@ class FileStore(Store):
             return
 
     def shrink(self, end: int) -> None:
-        """Free the blocks beyond ``end``, a multiple of 4096; a failing drive says so at its next write."""
+        """Free the blocks beyond ``end``, a multiple of 4096. The next write notices a failing drive."""
         if end < self.size:
             with suppress(OSError):
                 os.ftruncate(self.fd, end)
@@ -227,28 +231,28 @@ class FileStore(Store):
     def close(self) -> None:
         """Close the descriptor, which frees the blocks, and free the slabs.
 
-        An error that the file system has left to be told now is of bytes that are not needed any more.
+        Errors are ignored, because they concern bytes that are not needed any more.
         """
         with suppress(OSError):
             os.close(self.fd)
         with suppress(OSError):
-            self._run.rmdir()  # if the file kept it
+            self._run.rmdir()  # it still exists if the file system kept the file's name
         self._slabs.clear()
 
     def abandon(self) -> None:
-        """In a forked child: close each descriptor of the file, which would keep the disk space.
+        """Close each descriptor of the file in a forked child. An open one would keep the disk space.
 
-        A library may have opened the file once more. The slabs stay: freeing them would call the driver.
+        A library may have opened the file again. The slabs stay, because freeing them would call the driver.
         """
         never_freed(self._slabs)
         own = os.fstat(self.fd)
         for path in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # the listing's own
+            with suppress(OSError):  # the listing's own descriptor
                 if os.path.samestat(path.stat(), own):
                     os.close(int(path.name))
 
     def _create(self) -> None:
-        """Create the file in a new directory, where nobody can touch its name, and remove both names."""
+        """Create the file in a new directory that other users cannot access, and remove both names."""
         with opened_directory(self.name) as parent, ExitStack() as stack:
             os.mkdir(self._run.name, 0o700, dir_fd=parent)
             stack.callback(self._remove, parent)
@@ -268,10 +272,10 @@ class FileStore(Store):
                 raise
 
     def _check_own(self, run: os.stat_result, file: os.stat_result) -> None:
-        """Check that the directory is the one that was made, and that others cannot read the file.
+        """Check that the directory is the one that was created, and that other users cannot read the file.
 
-        A server may give all files another owner than this process. The new file shows which: a directory of
-        the same owner is our own.
+        A file server may give all files an owner that is not the user of this process. The new file shows
+        this owner. A directory with the same owner is our own.
         """
         mode = (run.st_mode | file.st_mode) & 0o777
         if run.st_uid != file.st_uid or mode & 0o077:
@@ -283,13 +287,13 @@ class FileStore(Store):
         try:
             os.rmdir(self._run.name, dir_fd=parent)
         except OSError:
-            why = "the file system keeps the names of open files, as those of networks do"
+            why = "the file system keeps the names of open files, as network file systems do"
             logger.warning("%s stays until the store is closed: %s", self._run, why)
 
     def start(self) -> None:
-        """Use direct I/O, by the smallest block that the file system moves there and back.
+        """Use direct I/O with the smallest block that the file system can write and read.
 
-        Called once, while the file still has its name.
+        This is called once, while the file still has its name.
         """
         self._stable_pages = posix.needs_stable_pages(self.fd)
         flags, memory = fcntl.fcntl(self.fd, fcntl.F_GETFL), memoryview(mmap.mmap(-1, BLOCK))
@@ -305,7 +309,7 @@ class FileStore(Store):
                 self.reason = f"the file system refuses direct I/O of {size} bytes ({error.strerror})"
             else:
                 self.block, self.reason = size, None
-                self.alignment = 1 if self.device.pins_memory else size  # slabs take bytes from anywhere
+                self.alignment = 1 if self.device.pins_memory else size  # slabs accept any address
                 return
         self.path = "buffered"
         fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
@@ -313,14 +317,14 @@ class FileStore(Store):
         logger.warning("%s: %s: %s", self.name, what, self.reason)
 
 
-# ---- the way to a directory --------------------------------------------------------------------------------
+# ---- directories -------------------------------------------------------------------------------------------
 
 
 def check_directory(path: str) -> None:
-    """Check that a store could be opened in a directory, as far as the way to it goes.
+    """Check that a store can be opened in a directory, as far as its path shows.
 
     Raises:
-        StoreError: It could not; the message says what to do.
+        StoreError: The directory cannot be used. The message has the remedy.
     """
     with opened_directory(path):
         pass
@@ -330,12 +334,12 @@ def check_directory(path: str) -> None:
 def opened_directory(path: str) -> Iterator[int]:
     """Open a directory, for use as ``dir_fd``.
 
-    Symbolic links are followed, except one that another user has put into a directory that everybody may
-    write to. A directory that is missing is not made: its path is likely mistyped, or on a drive that is not
-    mounted, and files would fill the disk of the system.
+    Symbolic links are followed, except a link of another user in a directory that everybody may write to. A
+    missing directory is not created. Its path is probably mistyped, or on a drive that is not mounted. Files
+    would then fill the system's disk.
 
     Raises:
-        StoreError: The directory cannot be used, or the block raised an error of the system.
+        StoreError: The directory cannot be used, or the block raised an ``OSError``.
     """
     try:
         fd = _open_directory(path)
@@ -365,12 +369,12 @@ def _open_directory(path: str) -> int:
         wrong = next(part for part in (*reversed(here.parents), here) if not part.is_dir())
         if wrong.exists():
             raise StoreError(error.errno, f"{wrong.name!r} is not a directory; name one", path) from None
-        remedy = f"mount its drive, or, if the path is right, make it: mkdir -p {shlex.quote(str(here))}"
+        remedy = f"mount its drive, or create it if the path is right: mkdir -p {shlex.quote(str(here))}"
         raise StoreError(errno.ENOENT, f"{wrong.name!r} does not exist; {remedy}", path) from None
 
 
 def store_error(what: str, error: OSError, directory: str) -> StoreError:
-    """Return the error of a system call with the directory and a remedy."""
+    """Return the error of a failed system call, with the directory and a remedy."""
     if error.errno in _FULL:
         remedy = "free some space, name another directory or set store.capacity"
         return StoreFullError(error.errno, f"{what}: {error.strerror}; {remedy}", directory)

@@ -1,19 +1,19 @@
 """A store in one unlinked file that GPUDirect Storage writes and reads.
 
-This is the only module that names kvikio. What cuFile does with a transfer depends on the machine: through
-the nvidia-fs driver or PCIe peer-to-peer the bytes never touch the host; without them they pass through host
-memory. :attr:`GdsStore.path` says which. Where cuFile does not take a file at all, opening the store is an
+This is the only module that names kvikio. The path of a transfer depends on the machine. With the nvidia-fs
+driver, or with PCIe peer-to-peer, the bytes never touch the host. Otherwise they pass through host memory.
+:attr:`GdsStore.path` names the path. If cuFile does not accept a file at all, opening the store raises an
 error: :class:`tba_offload.store.file.FileStore` moves bytes through the host better than kvikio does.
 
-The bytes go by cuFile's own calls, which wait for no stream of CUDA; the I/O thread has waited for the
-producer. kvikio's ``pread``, ``pwrite``, ``raw_read`` and ``raw_write`` let each transfer wait for all work
-of CUDA's default stream, which is PyTorch's stream unless told otherwise. Its calls for a stream of the
-caller, ``raw_read_async`` and ``raw_write_async``, do so too unless cuFile has a configuration file, and have
-kernels copy, which take multiprocessors from training. kvikio finds the library and its driver, and knows
-whether the machine has what cuFile needs.
+Transfers use cuFile's own calls, which wait for no CUDA stream. The I/O thread has already waited for the
+producer of the bytes. kvikio's ``pread``, ``pwrite``, ``raw_read`` and ``raw_write`` wait for all work on
+CUDA's default stream, which PyTorch uses by default. ``raw_read_async`` and ``raw_write_async`` take a
+stream, but also wait for the default stream unless cuFile has a configuration file. They also copy with
+kernels, which take multiprocessors from training. kvikio is used to find the cuFile library and its driver,
+and to check whether the machine has what cuFile needs.
 
-No memory is registered with cuFile: that pays for a buffer that one owner uses again and again, and tensors
-come from PyTorch's caching allocator and go back to it.
+No memory is registered with cuFile. Registration is worth its cost only for a buffer that one owner uses
+again and again. Tensors come from PyTorch's caching allocator and return to it.
 """
 
 from __future__ import annotations
@@ -38,26 +38,27 @@ if TYPE_CHECKING:
     from tba_offload.store.base import Extent
 
 NVIDIA_FS = Path("/proc/driver/nvidia-fs/stats")
-"""File that is there if the nvidia-fs driver is loaded."""
+"""A file that exists if the nvidia-fs driver is loaded."""
 
 UDEV = Path("/run/udev")
-"""Directory that cuFile looks for drives in; kvikio asks no cuFile where it is missing."""
+"""The directory in which cuFile looks for drives. If it is missing, kvikio does not use cuFile."""
 
 
 class GdsStore(FileStore):
     """A store in one unlinked file that cuFile writes and reads.
 
-    One block is written and read back first: a file may be taken and its transfers refused, and cuFile shall
-    not allocate what its first transfer needs inside a step. Checksums are computed on the device.
+    One block is written and read back first. The reasons are that cuFile may accept a file but refuse its
+    transfers, and that the first transfer allocates memory, which must not happen inside a step. Checksums
+    are computed on the device.
 
     Args:
         directory: Where to create the file.
-        device: The device that activations are on.
-        capacity: The most bytes that the file grows to.
+        device: The device with the activations.
+        capacity: Most bytes that the file grows to.
         checksum: Whether to compute checksums.
 
     Raises:
-        StoreError: The directory cannot be used, or cuFile does not take files there.
+        StoreError: The directory cannot be used, or cuFile does not accept files there.
         MissingDependencyError: kvikio, or a library that it needs, is missing.
     """
 
@@ -69,9 +70,9 @@ class GdsStore(FileStore):
         super().__init__(directory, **settings)
 
     def start(self) -> None:
-        """Have cuFile take the file, which it opens by its name, and move a block of it there and back."""
+        """Register the file with cuFile, which opens it by name, and write and read back one block of it."""
         if self._kvikio.defaults.is_compat_mode_preferred():
-            why = f"KVIKIO_COMPAT_MODE is ON, libcufile is not found, or in a container there is no {UDEV}"
+            why = f"KVIKIO_COMPAT_MODE is ON, libcufile is not found, or the container has no {UDEV}"
             raise self._refused(f"kvikio is in compatibility mode: {why}, where cuFile looks for drives")
         try:
             self._cufile = CuFile(self.fd)
@@ -81,21 +82,21 @@ class GdsStore(FileStore):
         self.grow(BLOCK)
         block = torch.arange(BLOCK, device=self.device.torch_device).to(torch.uint8)
         back = torch.zeros_like(block)
-        self.device.event().synchronize()  # until they are made
+        self.device.event().synchronize()  # wait until both tensors are computed
         self._move("write", self._cufile.write, block.data_ptr(), BLOCK, 0)
         self._move("read", self._cufile.read, back.data_ptr(), BLOCK, 0)
         if not torch.equal(block, back):
-            raise self._refused("a block that was written comes back changed")
+            raise self._refused("a block that was written and read back has changed")
         self.path, self.reason = _path_of(self._kvikio)
 
     def write(self, extent: Extent, source: ByteRange) -> int | None:
-        """Write the bytes of an extent from the device's memory; see :meth:`Store.write`."""
+        """Write the bytes of an extent from the device's memory. See :meth:`Store.write`."""
         checksum = self._checksum_of(source)
         self._move("write", self._cufile.write, source.address, source.nbytes, extent.offset)
         return checksum
 
     def read(self, extent: Extent, target: ByteRange) -> int | None:
-        """Read the bytes of an extent into the device's memory; see :meth:`Store.read`."""
+        """Read the bytes of an extent into the device's memory. See :meth:`Store.read`."""
         self._move("read", self._cufile.read, target.address, target.nbytes, extent.offset)
         return self._checksum_of(target)
 
@@ -108,11 +109,11 @@ class GdsStore(FileStore):
         return hasher.intdigest()
 
     def _refused(self, why: str) -> StoreError:
-        text = f"GPUDirect Storage cannot be had there: {why}. Use store.kind: file, or auto"
+        text = f"GPUDirect Storage is not available there: {why}. Use store.kind: file, or auto"
         return StoreError(errno.EOPNOTSUPP, text, self.name)
 
     def close(self) -> None:
-        """Give the file back to cuFile and free the blocks."""
+        """Deregister the file from cuFile, and free the blocks."""
         if self._cufile is not None:
             self._cufile.close()
         super().close()
@@ -122,16 +123,16 @@ class GdsStore(FileStore):
 
 
 def import_kvikio() -> Any:
-    """Return the module; the cuFile library is loaded afterwards.
+    """Import kvikio. The cuFile library is loaded later.
 
     Raises:
-        MissingDependencyError: It is not installed, or a library that it needs is missing.
+        MissingDependencyError: kvikio is not installed, or a library that it needs is missing.
     """
     try:
         import kvikio
         import kvikio.cufile_driver
         import kvikio.defaults
-    except (ImportError, RuntimeError) as error:  # kvikio raises RuntimeError where a library is missing
+    except (ImportError, RuntimeError) as error:  # kvikio raises RuntimeError if a library is missing
         extra = "gds-cu13" if (torch.version.cuda or "").startswith("13.") else "gds-cu12"
         raise MissingDependencyError(f"kvikio ({error})", "store kind 'gds'", extra=extra) from error
     return kvikio
@@ -142,7 +143,7 @@ def driver_versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"kvikio": None, "cufile": None, "nvidia_fs": None}
     with suppress(OSError):
         found["nvidia_fs"] = NVIDIA_FS.with_name("version").read_text().strip().removeprefix("version: ")
-    with suppress(MissingDependencyError, RuntimeError, AttributeError):  # a kvikio that does not tell
+    with suppress(MissingDependencyError, RuntimeError, AttributeError):  # some kvikio has no versions
         kvikio = import_kvikio()
         found["kvikio"] = str(kvikio.__version__)
         found["cufile"] = ".".join(map(str, kvikio.cufile_driver.libcufile_version()))
@@ -150,7 +151,7 @@ def driver_versions() -> dict[str, str | None]:
 
 
 def _path_of(kvikio: Any) -> tuple[str, str | None]:
-    """Return the way of the bytes of a file that cuFile has taken, and why not the direct one."""
+    """Return the path of the bytes of a registered file, and why it is not the direct path."""
     if not kvikio.cufile_driver.get("is_gds_available"):
         return "cuFile compatibility", "the nvidia-fs driver is not loaded, so bytes pass through host memory"
     if NVIDIA_FS.exists():
@@ -166,13 +167,13 @@ class _Status(ctypes.Structure):
 
 
 class _Description(ctypes.Structure):
-    # The second field is a union of a descriptor and a pointer: all processors with GPUs are little-endian.
+    # The second field is a union of a descriptor and a pointer. All processors with GPUs are little-endian.
     _fields_ = (("type", ctypes.c_int), ("file", ctypes.c_int64), ("operations", ctypes.c_void_p))
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Return cuFile, as kvikio has loaded it, with the types of the four functions."""
+    """Return the cuFile library that kvikio has loaded, with the types of its functions."""
     library, address, number = ctypes.CDLL("libcufile.so.0", use_errno=True), ctypes.c_void_p, ctypes.c_int64
     library.cuFileHandleRegister.restype = _Status
     library.cuFileHandleDeregister.argtypes = [address]
@@ -183,13 +184,13 @@ def _library() -> ctypes.CDLL:
 
 
 class CuFile:
-    """A file that cuFile has taken. A transfer is over when its call returns; other threads run meanwhile.
+    """A file registered with cuFile. A transfer has ended when its call returns. Calls release the GIL.
 
     Args:
-        fd: A descriptor of the file, which still has its name: cuFile opens it by that once more.
+        fd: A descriptor of the file. The file must still have its name, by which cuFile opens it again.
 
     Raises:
-        OSError: There is no cuFile, or it does not take the file.
+        OSError: The cuFile library is missing, or it does not accept the file.
     """
 
     def __init__(self, fd: int) -> None:
@@ -203,35 +204,35 @@ class CuFile:
             raise _failure(status.error)
 
     def write(self, _: int, address: int, nbytes: int, offset: int) -> int:
-        """Write bytes of the device's memory; return how many went.
+        """Write bytes of the device's memory; return the number of bytes written.
 
         Raises:
-            OSError: It failed.
+            OSError: The write failed.
         """
         return _moved(self._library.cuFileWrite(self._handle, address, nbytes, offset, 0))
 
     def read(self, _: int, address: int, nbytes: int, offset: int) -> int:
-        """Fill memory of the device; return how many bytes came.
+        """Read bytes into the device's memory; return the number of bytes read.
 
         Raises:
-            OSError: It failed.
+            OSError: The read failed.
         """
         return _moved(self._library.cuFileRead(self._handle, address, nbytes, offset, 0))
 
     def close(self) -> None:
-        """Give the file back."""
+        """Deregister the file."""
         self._library.cuFileHandleDeregister(self._handle)
         os.close(self._fd)
 
 
 def _moved(result: int) -> int:
     if result < 0:
-        # -1 stands for errno, which the system may not have set.
+        # -1 means an error of the system, but errno may not be set.
         raise _failure((ctypes.get_errno() or errno.EIO) if result == -1 else -result)
     return result
 
 
 def _failure(number: int) -> OSError:
-    if number > 5000:  # CUFILEOP_BASE_ERR: beyond are cuFile's errors, below the system's
+    if number > 5000:  # CUFILEOP_BASE_ERR: larger numbers are cuFile's errors, smaller ones the system's
         return OSError(errno.EIO, f"error {number} of cuFile, which cufile.h explains")
     return OSError(number, os.strerror(number))

@@ -1,6 +1,6 @@
-"""Extents in host memory, pinned where the device is an accelerator.
+"""Extents in host memory. The memory is pinned if the device is an accelerator.
 
-They have no checksums: those are against drives, their drivers and file systems.
+They have no checksums, because checksums protect against errors of drives, drivers and file systems.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ SLAB_BYTES = 64 << 20
 class HostStore(Store):
     """Host memory in slabs that together form one range of bytes.
 
-    Large slabs are few: pinning one blocks the device. Where memory is pinned, and the capacity is limited,
-    all slabs are pinned at once.
+    Slabs are large, so that there are few of them: pinning one blocks the device. If memory is pinned and the
+    capacity is limited, all slabs are pinned at once.
 
     Args:
-        device: The device that activations are on.
-        capacity: The most bytes that extents may take; ``None`` for no limit but the memory's own.
-        slab_bytes: The store grows by this much, a multiple of 4096.
+        device: The device with the activations.
+        capacity: Most bytes that extents may take; ``None`` if only the memory itself is a limit.
+        slab_bytes: Bytes by which the store grows; a multiple of 4096.
 
     Raises:
-        StoreFullError: There is no such memory.
+        StoreFullError: There is not enough memory.
     """
 
     kind, tier, name = "host", HOST_TIER, "host memory"
@@ -45,8 +45,8 @@ class HostStore(Store):
         self.device = device
         self.capacity = None if capacity is None else capacity // BLOCK * BLOCK
         self.checksum = Checksum(on=False)
-        # A copy within host memory takes all the bandwidth that there is; on a link, the next copy is to
-        # be enqueued when one ends.
+        # One copy within host memory takes all its bandwidth. On a link to a device, the next copy must be
+        # ready when one ends.
         self.threads = 2 if device.pins_memory else 1
         self._slab_bytes = slab_bytes
         self._slabs: list[torch.Tensor] = []
@@ -55,7 +55,7 @@ class HostStore(Store):
 
     @property
     def description(self) -> dict[str, object]:
-        """Kind, kind of memory, capacity, and that there are no checksums."""
+        """Kind of store, kind of memory, and capacity. There are no checksums."""
         return {
             "kind": self.kind,
             "path": "pinned memory" if self.device.pins_memory else "memory",
@@ -65,7 +65,7 @@ class HostStore(Store):
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that the store takes now, bytes."""
+        """Bytes of host memory that the store takes now."""
         return sum(slab.numel() for slab in self._slabs)
 
     def write(self, extent: Extent, source: ByteRange) -> None:
@@ -74,12 +74,12 @@ class HostStore(Store):
             self.device.copy(part, data, READY)
 
     def read(self, extent: Extent, target: ByteRange) -> None:
-        """Copy bytes back."""
+        """Copy bytes back from host memory."""
         for part, data in self._parts(extent, target):
             self.device.copy(data, part, READY)
 
     def _parts(self, extent: Extent, memory: ByteRange) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the parts of slabs that make up an extent, each with its part of the memory."""
+        """Yield the parts of slabs that make up an extent, each with the matching part of the memory."""
         data, at = memory.tensor(), 0
         while at < extent.nbytes:
             index, start = divmod(extent.offset + at, self._slab_bytes)
@@ -91,7 +91,7 @@ class HostStore(Store):
         """Add slabs until there are ``end`` bytes.
 
         Raises:
-            StoreFullError: There is no such memory.
+            StoreFullError: There is not enough memory.
         """
         while (size := self.host_bytes) < end:
             limit = size + self._slab_bytes if self.capacity is None else self.capacity
@@ -104,7 +104,7 @@ class HostStore(Store):
                 raise StoreFullError(errno.ENOMEM, f"{what}; {remedy}", self.name) from error
 
     def shrink(self, end: int) -> None:
-        """Free slabs beyond ``end``; pinned ones stay, since to pin them again would block the device."""
+        """Free slabs beyond ``end``. Pinned slabs stay, because pinning them again would block the device."""
         if not self.device.pins_memory:
             del self._slabs[-(-end // self._slab_bytes) :]
 
@@ -113,5 +113,5 @@ class HostStore(Store):
         self._slabs.clear()
 
     def abandon(self) -> None:
-        """Keep the slabs for ever, in a forked child: to free what is pinned would call the driver."""
+        """Keep the slabs of a forked child for ever, because freeing pinned memory would call the driver."""
         never_freed(self._slabs)

@@ -1,7 +1,7 @@
 """One store over several places: drives, and host memory beside them.
 
-:meth:`MultiStore.write` and :meth:`MultiStore.read` queue transfers; ``_run`` is the way of one of them on an
-I/O thread.
+:meth:`MultiStore.write` and :meth:`MultiStore.read` queue transfers. ``_run`` runs one transfer on an I/O
+thread.
 """
 
 from __future__ import annotations
@@ -44,34 +44,35 @@ if TYPE_CHECKING:
     from tba_offload.store.pool import Transfer
 
 WARN_AFTER = 0.1
-"""A wait for a drive is named in a warning after this share of its limit."""
+"""Share of the time limit after which a warning names the place that a transfer waits for."""
 
 
 class MultiStore:
-    """One store over several places, each with threads, extents, a load and a health of its own.
+    """One store over several places. Each place has its own threads, extents, load and health.
 
-    A write goes wholly to one place that is in service and has room: host memory beside drives while the
-    drives have more than ``spill_bytes`` still to write (the rule of TERAIO), or no room; of several drives
-    the one with the shortest time for what it holds and has still to do. A place that failed a write is left
-    alone, and tried again by one write after a pause that doubles each time. Queued writes to a place
-    that fails end with its error; writes to a place that turns out to be full fail where it must grow.
+    A write goes to one place that is in service and has room. Host memory beside drives is used while the
+    drives have more than ``spill_bytes`` left to write (the rule of TERAIO), or have no room. Among several
+    drives, the write goes to the one with the shortest estimated time. The estimate counts the bytes that the
+    drive holds and the bytes that it has yet to write. A place that failed a write is left alone. After a
+    pause, which doubles each time, one write tries the place again. Queued writes to a failed place end with
+    its error. Writes to a full place fail when the place has to grow.
 
     Args:
         stores: At least one place. They are closed with this store.
-        readers: Threads that read, for each place that does not choose itself.
-        writers: Threads that write, likewise.
+        readers: Threads that read, for each place that does not set its own number.
+        writers: Threads that write, for each place that does not set its own number.
         stall_seconds: Seconds after which a place that does not answer is an error; ``None`` for never.
 
     Attributes:
-        completed: Gets each transfer that has run, on its I/O thread; ``None`` if nobody looks.
+        completed: Gets each ended transfer, on its I/O thread; ``None`` if unused.
         stall_seconds: As given; infinite for never.
-        spill_bytes: As above; may be set at any time.
-        alignment: The largest of the places; what suits it suits all.
+        spill_bytes: See above. It may be set at any time.
+        alignment: The largest alignment of the places, which suits all of them.
         kind: Kinds of the places.
-        beside: Index of the host memory that is used beside drives; ``None`` without.
+        beside: Index of the host memory that is used beside drives; ``None`` if there is none.
 
     Raises:
-        RuntimeError: The process may have no more threads.
+        RuntimeError: The process cannot start more threads.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class MultiStore:
         self._lock = threading.Lock()
         self._transfers: set[Transfer] = set()  # queued or running
         self._seen: Callable[[Moved], object] | None = None
-        self._unusable = ""  # why
+        self._unusable = ""  # the reason, if any
         self._outages: list[tuple[str, str]] = []
         self._places = [
             Place(index, store, self._run, writers, readers) for index, store in enumerate(stores)
@@ -102,9 +103,9 @@ class MultiStore:
     # ---- transfers -------------------------------------------------------------------------------
 
     def write(self, transfers: Sequence[Transfer]) -> None:
-        """Queue writes: to their extents, or to new ones, which the I/O threads reserve.
+        """Queue writes to their extents, or to new extents that the I/O threads reserve.
 
-        A write that finds no place ends at once, with its error.
+        A write that no place takes ends at once, with an error.
 
         Raises:
             SessionError: The store is closed, or this is a forked child.
@@ -112,7 +113,7 @@ class MultiStore:
         self._queue(transfers, writes=True)
 
     def read(self, transfers: Sequence[Transfer]) -> None:
-        """Queue reads, from where their extents are; several reads of one extent may overlap.
+        """Queue reads from their extents. Several reads of one extent may overlap.
 
         Raises:
             SessionError: The store is closed, or this is a forked child.
@@ -148,14 +149,14 @@ class MultiStore:
             place.pool.submit(batch, writes=writes)
 
     def _run(self, transfer: Transfer) -> None:
-        """Run a claimed transfer, on an I/O thread: whatever goes wrong is the transfer's error."""
+        """Run a claimed transfer on an I/O thread. Any failure becomes the error of the transfer."""
         place, writes, is_new = self._places[transfer.drive], transfer.is_write, transfer.extent is None
         meter, move = (place.writes, _write) if writes else (place.reads, _read)
         memory: Any = transfer.memory
         error: StoreError | None = None
         began, nbytes = 0.0, 0
         try:
-            transfer.after.synchronize()  # the kernel that made the bytes, or that used this memory before
+            transfer.after.synchronize()  # the kernel that wrote the bytes, or that used this memory last
             _check_still_there(memory)
             with self._lock:
                 extent: Any = place.reserve(transfer, memory.address) if is_new else transfer.extent
@@ -163,18 +164,18 @@ class MultiStore:
                 if not writes or end <= place.grown:
                     began = meter.note(1)
             if not began:
-                place.grow(end)  # rarely; it says nothing of a rate
+                place.grow(end)  # rare, and not part of the measured rate
                 with self._lock:
                     began = meter.note(1)
             move(place, extent, memory)
-            nbytes = transfer.nbytes  # a transfer that fails, perhaps at once, says nothing of a rate
-        except BaseException as failure:  # noqa: BLE001 - the thread that waits for it has to know
+            nbytes = transfer.nbytes  # a failed transfer, which may end at once, does not count in the rate
+        except BaseException as failure:  # noqa: BLE001 - the waiting thread must get every error
             verb = "write" if writes else "read"
             error = _store_error(failure, f"{verb} {transfer.nbytes} bytes of {place.store.name}")
-        del memory  # whoever waits may count on it
+        del memory  # a waiting thread may rely on its release
         with self._lock:
             ended = meter.note(-1 if began else 0, nbytes)
-            if transfer in self._transfers:  # else its step was thrown away
+            if transfer in self._transfers:  # else its step was discarded
                 self._end(transfer, place, error, is_new=is_new)
         if nbytes and (seen := self._seen) is not None:
             seen(Moved(place.index, place.store.name, writes, threading.get_ident(), began, ended, nbytes))
@@ -183,17 +184,18 @@ class MultiStore:
         self._finish(transfer, error)
 
     def _finish(self, transfer: Transfer, error: StoreError | None) -> None:
-        """Make the outcome of a transfer known."""
+        """Publish the result of a transfer."""
         transfer.error = error
         if self.completed is not None:
             self.completed.append(transfer)
         transfer.finish()
 
     def cancel(self, transfer: Transfer) -> bool:
-        """Keep a transfer from running if it has not started.
+        """Cancel a transfer if it has not started.
 
         Returns:
-            True if it has not run and never will; it lets go of its memory. False if it runs or has ended.
+            True if the transfer has not run and never will. Its memory is then released. False if the
+            transfer is running or has ended.
         """
         if transfer.claim():
             transfer.is_cancelled = True
@@ -205,15 +207,16 @@ class MultiStore:
         return transfer.is_cancelled
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait until a transfer has ended. A long wait is named in a warning.
+        """Wait until a transfer has ended. Warn if this takes long.
 
         Raises:
-            StoreError: It failed, or was cancelled (``errno.ECANCELED``). A new one each time.
-            HangingError: Its place has not answered for ``stall_seconds``, and is left alone from now on.
+            StoreError: The transfer failed, or was cancelled (``errno.ECANCELED``). Each call raises a new
+                object.
+            HangingError: The place has not answered for ``stall_seconds``, and is left alone from now on.
         """
         limit = self.stall_seconds
-        with suppress(RuntimeError):  # of the device: the transfer will end with it
-            while not (transfer.is_done or transfer.after.query()):  # no drive is to blame for this time
+        with suppress(RuntimeError):  # an error of the device: the transfer will end with it
+            while not (transfer.is_done or transfer.after.query()):  # no drive causes this wait
                 transfer.wait(TICK)
         if not transfer.wait(limit * WARN_AFTER):
             place = self._places[transfer.drive]
@@ -227,7 +230,7 @@ class MultiStore:
         if transfer.is_cancelled:
             raise StoreError(errno.ECANCELED, "the transfer was cancelled before it started")
         if transfer.error is not None:
-            # A raised error knows the frames of all callers, and their memory: not the transfer's own.
+            # Raise a copy: a raised error refers to the frames of all callers, and to their memory.
             error = copy.copy(transfer.error)
             error.__cause__ = transfer.error.__cause__
             raise error
@@ -235,32 +238,32 @@ class MultiStore:
     # ---- places; the lock is held ----------------------------------------------------------------
 
     def _choose(self, nbytes: int) -> Place | None:
-        """Return the place for a new extent; ``None`` if there is none."""
+        """Return the place for a new extent; ``None`` if no place takes it."""
         able = [place for place in self._places if place.takes(nbytes)]
         if not able:
             return None
         if len(able) > 1:
             is_late = sum(place.pending for place in self._places if place.is_drive) > self.spill_bytes
             able = [place for place in able if place.is_drive is not is_late] or able
-            # By what each holds, too: else the fastest would get all that is written while drives are idle,
-            # and the others would not help to read it back.
+            # The bytes that each place holds count too. Otherwise the fastest place would get all writes
+            # while others are idle, and the others would not help to read the bytes back.
             able.sort(key=lambda place: (place.extents.used + place.unreserved + nbytes) / place.writes.rate)
         if able[0].cause is not None:
-            able[0].pause()  # this write tries it, and the others wait for the outcome
+            able[0].pause()  # this write tries the place, and other writes wait for the result
         return able[0]
 
     def _refusal(self, nbytes: int) -> StoreError:
         """Return the error of a write that no place takes."""
-        told = "; ".join(
+        reasons = "; ".join(
             f"{place.store.name}: {place.cause or f'{place.extents.used} of {place.limit} bytes are taken'}"
             for place in self._places
         )
         if all(place.cause is not None for place in self._places):
-            return OutOfServiceError(errno.EIO, f"left alone, to be tried again: {told}")
-        return StoreFullError(errno.ENOSPC, f"no room for {nbytes} bytes: {told}")
+            return OutOfServiceError(errno.EIO, f"left alone, to be tried again: {reasons}")
+        return StoreFullError(errno.ENOSPC, f"no room for {nbytes} bytes: {reasons}")
 
     def _remove(self, transfer: Transfer) -> None:
-        """Forget a transfer that has ended, or never will."""
+        """Forget a transfer that has ended, or that will never run."""
         place, extent = self._places[transfer.drive], transfer.extent
         self._transfers.remove(transfer)
         if transfer.is_write:
@@ -273,7 +276,7 @@ class MultiStore:
                 place.extents.release(extent)
 
     def _end(self, transfer: Transfer, place: Place, error: StoreError | None, *, is_new: bool) -> None:
-        """Take note of a transfer that has run; a new extent is kept if bytes were written there."""
+        """Update the state after a transfer has run. Keep a new extent if bytes were written to it."""
         extent = transfer.extent
         if error is None:
             if transfer.is_write:
@@ -292,8 +295,8 @@ class MultiStore:
             transfer.extent = None
 
     def _leave_alone(self, place: Place, error: BaseException) -> None:
-        """Take a place that failed out of service; each write that is queued there would take its timeout."""
-        cause = str(error)  # the error itself may know frames, and their memory
+        """Take a failed place out of service, and end its queued writes: each of them would time out."""
+        cause = str(error)  # the error object may refer to frames and their memory
         if place.cause is None:
             self._outages.append((place.store.name, cause))
         place.fail(cause)
@@ -306,10 +309,10 @@ class MultiStore:
     # ---- extents and steps -----------------------------------------------------------------------
 
     def release(self, extent: Extent) -> None:
-        """Give an extent back, on any thread. A busy one is freed when its last transfer ends.
+        """Free an extent, on any thread. A busy extent is freed when its last transfer ends.
 
         Raises:
-            ValueError: It is free already.
+            ValueError: The extent is already free.
         """
         with self._lock:
             extent.is_released = True
@@ -317,10 +320,10 @@ class MultiStore:
                 self._places[extent.drive].extents.release(extent)
 
     def reset(self) -> None:
-        """Throw away all transfers and extents, as of an interrupted step.
+        """Discard all transfers and extents, for example of an interrupted step.
 
         Queued transfers are cancelled, and running ones are waited for. A place that does not answer within
-        ``stall_seconds`` takes no writes any more: what hangs there may still write into its extents.
+        ``stall_seconds`` takes no more writes, because a hanging transfer may still write into its extents.
         """
         self._settle()
         with self._lock:
@@ -330,7 +333,7 @@ class MultiStore:
                 place.pending = place.unreserved = 0
 
     def trim(self) -> None:
-        """Give back room that no extent needs, beyond the need of the last steps; at the end of a step."""
+        """Give back room that was not needed in the last steps. Call this at the end of a step."""
         for place in self._places:
             place.trim(self._lock)
 
@@ -340,12 +343,12 @@ class MultiStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that extents take now, padding included."""
+        """Bytes that extents take now, including padding."""
         return sum(place.extents.used for place in self._places)
 
     @property
     def description(self) -> dict[str, object]:
-        """The places and their I/O paths, for the run log; plain JSON values."""
+        """The places and their I/O paths, for the run log, as plain JSON values."""
         stores = [place.store.description for place in self._places]
         if len(stores) == 1:
             return stores[0]
@@ -356,14 +359,14 @@ class MultiStore:
     # ---- drives: load and health -----------------------------------------------------------------
 
     def place(self, extent: Extent) -> str:
-        """Return the name of an extent's place: its directory, or what else it is."""
+        """Return the name of an extent's place: its directory, or the name of another kind of place."""
         return self._places[extent.drive].store.name
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
-        """Have a function called after each transfer that moved bytes, on its I/O thread.
+        """Call a function after each transfer that moved bytes, on its I/O thread.
 
         Args:
-            seen: The function, which must not raise; ``None`` for none any more.
+            seen: The function. It must not raise. ``None`` ends the calls.
         """
         self._seen = seen
 
@@ -373,29 +376,28 @@ class MultiStore:
             return [place.take_load(is_beside=self.beside is not None) for place in self._places]
 
     def take_outages(self) -> list[tuple[str, str]]:
-        """Return the places that were taken out of service since the last call, each with the cause."""
+        """Return the names of the places that went out of service since the last call, with the causes."""
         outages, self._outages = self._outages, []
         return outages
 
     def suspend(self, extent: Extent, cause: BaseException) -> None:
-        """Take the place of an extent out of service: a read of it failed for good."""
+        """Take the place of an extent out of service, because repeated reads from it failed."""
         with self._lock:
             self._leave_alone(self._places[extent.drive], cause)
 
     def resume(self) -> None:
-        """Put every place that answers back in service: the next write tells whether it works."""
+        """Put all places that answer back in service. The next write shows whether they work."""
         with self._lock:
             for place in self._places:
                 place.resume()
 
-    # ---- the end ---------------------------------------------------------------------------------
+    # ---- closing ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Cancel queued transfers, wait for running ones, end the threads and free everything. Idempotent.
 
         Raises:
-            HangingError: A place does not answer: its thread, its memory and its file stay until the process
-                ends.
+            HangingError: A place does not answer. Its thread, memory and file stay until the process ends.
         """
         if self._unusable:
             return
@@ -409,7 +411,7 @@ class MultiStore:
             raise _hanging(f"{hanging}: no answer; its threads, memory and file stay until the process ends")
 
     def abandon(self) -> None:
-        """Make the store inert in a forked child, and close its descriptors there."""
+        """Make the store unusable in a forked child, and close its descriptors there."""
         self._unusable = (
             "was opened before this process was forked; only the parent can use it, not a forked child"
         )
@@ -434,14 +436,14 @@ class MultiStore:
         close_after(error, self.close)
 
 
-# ---- the way of one transfer, on an I/O thread ---------------------------------------------------
+# ---- one transfer, on an I/O thread --------------------------------------------------------------
 
 
 def _check_still_there(memory: ByteRange) -> None:
     """Check that memory was neither freed nor moved since its transfer was queued.
 
     Raises:
-        StoreError: It was; its bytes are not those that were saved.
+        StoreError: The memory was freed or moved, so its bytes are not the saved ones.
     """
     storage = memory.storage
     if storage.nbytes() < memory.start + memory.nbytes or storage.data_ptr() + memory.start != memory.address:
@@ -476,7 +478,7 @@ def _hanging(what: str) -> HangingError:
 
 
 def _store_error(failure: BaseException, what: str) -> StoreError:
-    """Return an exception of an I/O thread as an error of the store, which knows no frame and no memory."""
+    """Return an exception of an I/O thread as a store's error, without references to frames or memory."""
     if isinstance(failure, StoreError):
         error = failure
     elif is_device_failure(failure):
@@ -494,13 +496,13 @@ def _store_error(failure: BaseException, what: str) -> StoreError:
     return error
 
 
-# ---- the process: stores end with it, and are inert in its forked children ---------------------------
+# ---- end of the process, and forked children -------------------------------------------------------
 
 _open_stores: weakref.WeakSet[MultiStore] = weakref.WeakSet()
 
 
 def close_all() -> None:
-    """Close every store of this process, also if one of them raises."""
+    """Close every store of this process, even if one of them raises."""
     with ExitStack() as stack:
         for store in list(_open_stores):
             stack.callback(store.close)

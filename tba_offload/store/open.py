@@ -1,4 +1,4 @@
-"""Opens the store that a user asked for: of its kind, on each of its drives, with host memory beside them."""
+"""Open the store of a policy: a place of its kind on each drive, with host memory beside them."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
     """Open a store.
 
     Args:
-        config: What to open.
-        device: The device that activations are on.
-        settings: Without a config, those of a :class:`tba_offload.StoreConfig`: ``kind``, ``directories``,
-            ``capacity`` and so on.
+        config: The store to open.
+        device: The device with the activations.
+        settings: Without a config, the settings of a :class:`tba_offload.StoreConfig`: ``kind``,
+            ``directories``, ``capacity`` and so on.
 
     Raises:
         ConfigError: A setting is wrong, or two directories are the same place.
-        MissingDependencyError: "gds" without kvikio.
-        UnsupportedError: "gds" for activations on the CPU.
+        MissingDependencyError: The kind is "gds" and kvikio is missing.
+        UnsupportedError: The kind is "gds" and activations are on the CPU.
         StoreError: A directory cannot be used.
     """
     config, usual = config or StoreConfig(**settings), threads_per_direction()
@@ -52,7 +52,7 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
     config = replace(config, readers=readers, writers=writers)
     if not config.directories and config.kind != "host":
         config = replace(config, directories=(Path(temporary_directory()),))
-    with ExitStack() as stack:  # the open places are closed again if the next one cannot be opened
+    with ExitStack() as stack:  # if a place cannot be opened, those before it are closed again
         places = [stack.enter_context(closing(place)) for place in _places(config, device)]
         store = MultiStore(places, readers=readers, writers=writers, stall_seconds=config.stall_seconds)
         stack.pop_all()
@@ -60,7 +60,7 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
 
 
 def _places(config: StoreConfig, device: Device) -> Iterator[Store]:
-    """Open one place after the other."""
+    """Open the places one after the other."""
     if config.kind == "host":
         yield HostStore(device=device, capacity=config.capacity)
     elif (opener := _openers.get(config.kind)) is not None:
@@ -76,10 +76,10 @@ def _places(config: StoreConfig, device: Device) -> Iterator[Store]:
 
 
 def _open_drive(directory: str, config: StoreConfig, device: Device) -> Store:
-    """Return the store on one drive; ``auto`` is ``file`` where cuFile does not take files there."""
+    """Return the store on one drive. ``auto`` means ``file`` if cuFile does not accept files there."""
     share = None if config.capacity is None else config.capacity // len(config.directories)
     settings: dict[str, Any] = {"device": device, "capacity": share, "checksum": config.checksum}
-    why = None  # no better path than that of a file
+    why = None  # a file may be the best path already
     if config.kind == "gds":
         return GdsStore(directory, **settings)
     if config.kind == "auto" and device.pins_memory:
@@ -95,10 +95,10 @@ def _open_drive(directory: str, config: StoreConfig, device: Device) -> Store:
 
 
 def _check_drives(config: StoreConfig) -> None:
-    """Check that each directory is a place of its own, links followed, and has room for an extent.
+    """Check that each directory is a place of its own, after links, and has room for an extent.
 
     Raises:
-        ConfigError: Two are the same place, or the capacity is too small for their number.
+        ConfigError: Two directories are the same place, or the capacity is too small for all of them.
     """
     real = [os.path.realpath(path) for path in config.directories]
     if twice := next((path for path in real if real.count(path) > 1), None):
@@ -109,10 +109,9 @@ def _check_drives(config: StoreConfig) -> None:
 
 
 def threads_per_direction() -> int:
-    """Return how many threads read, and how many write, on each drive.
+    """Return the number of threads that read, and of threads that write, on each drive.
 
-    Two, or one on up to two cores. Beside an H200 two threads carried 52 GB/s, all that its link to host
-    memory has. On two cores that also compute, a step took 1.13 times a plain one with either number.
+    Two threads saturate the link of an H200 to host memory. With two cores or fewer, one thread is as fast.
     """
     return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 2
 
@@ -121,7 +120,7 @@ def threads_per_direction() -> int:
 
 
 def temporary_directory() -> str:
-    """Return the directory for temporary files; warn if the environment names one of no use."""
+    """Return the directory for temporary files. Warn if the environment names an unusable one."""
     found = tempfile.gettempdir()
     named = os.environ.get("TMPDIR") or os.environ.get("TEMP") or os.environ.get("TMP")
     if named and not os.access(named, os.W_OK | os.X_OK):
@@ -132,15 +131,15 @@ def temporary_directory() -> str:
 
 
 def saves_nothing(config: StoreConfig) -> str | None:
-    """Return why offloading frees no memory of a model on the CPU; None if it does."""
+    """Return why offloading frees no memory of a model on the CPU; ``None`` if it does."""
     remedy = "name a directory on a drive"
     if config.kind == "host":
         return f"kind: host moves activations from host memory to host memory; {remedy}, with kind: file"
     for directory in config.directories or (tempfile.gettempdir(),):
         if posix.mount_of(str(Path(directory).expanduser())).place == posix.MEMORY:
-            return f"{directory} lies in host memory; {remedy}"
+            return f"{directory} is in host memory; {remedy}"
     if config.host_capacity is not None:
-        return "host_capacity takes host memory for what the drives have no time for; remove it"
+        return "host_capacity keeps activations in host memory when drives are too slow; remove it"
     return None
 
 
@@ -148,24 +147,24 @@ def saves_nothing(config: StoreConfig) -> str | None:
 
 
 def register_kind(kind: str, opener: Opener) -> None:
-    """Make a kind of store known by its name: ``store.kind`` of a policy.
+    """Register a kind of store under a name for ``store.kind`` of a policy.
 
     Args:
         kind: The name.
-        opener: Called with the :class:`tba_offload.StoreConfig`, whose directories and numbers of threads are
-            filled in, and ``device=``, the :class:`tba_offload.device.Device` that activations are on.
-            Returns a new :class:`tba_offload.store.base.Store`, which the session closes.
+        opener: Takes the :class:`tba_offload.StoreConfig`, with directories and numbers of threads filled in,
+            and ``device=``, the :class:`tba_offload.device.Device` of the activations. Returns a new
+            :class:`tba_offload.store.base.Store`, which the session closes.
 
     Raises:
-        ValueError: The name is taken.
+        ValueError: The name is already taken.
     """
     if kind in KINDS:
-        raise ValueError(f"a kind of store of the name {kind!r} is known already")
+        raise ValueError(f"a kind of store named {kind!r} is known already")
     KINDS.append(kind)
     _openers[kind] = opener
 
 
 def unregister_kind(kind: str) -> None:
-    """Undo :func:`register_kind`; the kinds of the package stay."""
+    """Undo :func:`register_kind`. The kinds of the package stay."""
     if _openers.pop(kind, None) is not None:
         KINDS.remove(kind)

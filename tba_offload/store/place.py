@@ -23,43 +23,43 @@ if TYPE_CHECKING:
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 600.0
 """Seconds that a place is left alone after its first failure, and at most.
 
-By time and not by steps: a path to a drive comes back after seconds or minutes, while a step takes from
-milliseconds to minutes.
+The pause is a time, not a number of steps. A path to a drive returns after seconds or minutes, while a step
+takes from milliseconds to minutes.
 """
 
 STEPS_KEPT = 3
-"""Steps whose largest need is not given back at the end of a step."""
+"""Number of last steps. The most room that they needed is kept at the end of a step."""
 
 FIRST_RATE = 1e9
-"""Bytes a second that a place is taken to write before it was measured."""
+"""Assumed rate of writes to a place before it is measured, in bytes a second."""
 
 FIRST_BYTES, RECENT_BYTES = 8 << 20, 64 << 20
 """Bytes that count at :data:`FIRST_RATE` at first, and bytes after which older measurements are halved.
 
-One small transfer whose thread had to wait for the processor says nothing of its drive.
+A single small transfer does not measure a drive: its thread may have waited for the processor.
 """
 
 
 class Place:
-    """A store with threads, extents, load and health; :class:`MultiStore` alone uses it.
+    """A store with threads, extents, load and health. Only :class:`MultiStore` uses this class.
 
-    Its methods are called with the lock of the :class:`MultiStore` held, but for :meth:`grow`, :meth:`trim`
-    and :meth:`close`, which may wait for the drive.
+    Most methods are called with the lock of the :class:`MultiStore` held. Exceptions are :meth:`grow`,
+    :meth:`trim` and :meth:`close`, which may wait for the drive.
 
     Args:
-        index: Among the places.
+        index: Index of the place.
         store: The store.
         run: Runs a claimed transfer on an I/O thread.
-        writers: Threads that write, if the store does not choose.
-        readers: Threads that read, likewise.
+        writers: Number of threads that write, if the store does not set it.
+        readers: Number of threads that read, if the store does not set it.
 
     Attributes:
-        is_drive: Whether it is no host memory beside drives.
-        pending: Bytes of writes that are queued or running.
-        unreserved: Bytes among them that have no extent yet.
-        grown: Bytes that there is room for.
-        cause: Why it is left alone; ``None`` while it is in service.
-        disabled_until: When it may be tried again, by :func:`time.monotonic`.
+        is_drive: False for host memory that is used beside drives.
+        pending: Bytes of queued or running writes.
+        unreserved: The part of these bytes that has no extent yet.
+        grown: Bytes that the store has room for.
+        cause: Why the place is left alone; ``None`` while it is in service.
+        disabled_until: Time of the next try, by :func:`time.monotonic`.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class Place:
 
     @property
     def limit(self) -> int | None:
-        """The most bytes that extents may take, as far as known; ``None`` for no known limit."""
+        """Most bytes that extents may take, if known; ``None`` for no known limit."""
         return self.grown if time.monotonic() < self._full_until else self.extents.capacity
 
     def takes(self, nbytes: int) -> bool:
-        """Return whether a write is worth a try; an I/O thread that finds no room all the same says so."""
+        """Return True if a write is worth trying. An I/O thread may still find that there is no room."""
         is_left_alone = self.cause is not None and time.monotonic() < self.disabled_until
         limit, taken = self.limit, self.extents.used + self.unreserved
         return not is_left_alone and (limit is None or taken + nbytes <= limit)
 
     def reserve(self, transfer: Transfer, address: int) -> Extent:
-        """Give a write a new extent.
+        """Reserve a new extent for a write.
 
         Raises:
             StoreFullError: There is no room.
@@ -104,16 +104,16 @@ class Place:
         return extent
 
     def found_full(self, extent: Extent) -> None:
-        """Take note that an extent could not be written for lack of room: do not grow for a while."""
+        """Record that there was no room for an extent, and do not grow for a while."""
         self._full_until = time.monotonic() + FIRST_PAUSE
-        if extent.offset + extent.length <= self.grown:  # the file system allocates when it writes
+        if extent.offset + extent.length <= self.grown:  # the file system allocates only at a write
             self.grown = extent.offset
 
     def grow(self, end: int) -> None:
         """Make room up to ``end`` bytes.
 
         Raises:
-            StoreFullError: There is none, or there was none a moment ago.
+            StoreFullError: There is no room, or there was none a moment ago.
         """
         with self._growing:
             if end > self.grown:
@@ -123,20 +123,20 @@ class Place:
                 self.grown = end
 
     def trim(self, lock: Lock) -> None:
-        """Give back room that no extent needs, beyond the need of the last steps."""
-        if not self._growing.acquire(blocking=False):  # the next step may find it idle
+        """Give back room that was not needed in the last steps."""
+        if not self._growing.acquire(blocking=False):  # busy: the next step tries again
             return
-        try:  # an extent that is reserved meanwhile, beyond what is kept, grows afterwards
+        try:  # if an extent beyond this room is reserved now, the store grows again
             with lock:
                 self._needs.append(self.extents.take_high_water())
                 keep = max(self._needs)
                 self.grown = min(self.grown, keep)
-            self.store.shrink(keep)  # which may have grown ahead of need
+            self.store.shrink(keep)  # the store may have grown by more than needed
         finally:
             self._growing.release()
 
     def close(self) -> None:
-        """End the threads and close the store; one that does not answer stays until the process ends."""
+        """End the threads and close the store. A store that does not answer stays until the process ends."""
         self.pool.stop()
         if self.disabled_until < math.inf:
             self.pool.join()
@@ -145,19 +145,19 @@ class Place:
     # ---- health ----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Take no writes for a while, which doubles each time."""
+        """Take no writes for a while. The pause doubles each time."""
         self.disabled_until = max(self.disabled_until, time.monotonic() + self._pause)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def fail(self, cause: str) -> None:
-        """Take the place out of service; after a while one write tries it again."""
+        """Take the place out of service. After a pause, one write tries it again."""
         if self.cause is None or time.monotonic() >= self.disabled_until:
             self.pause()
         self.cause = cause
 
     def disable(self) -> None:
-        """Take the place out of service for ever."""
-        self.cause = "it does not answer, and takes no writes any more"
+        """Take the place out of service permanently."""
+        self.cause = "it does not answer, and takes no more writes"
         self.disabled_until = math.inf
 
     def resume(self) -> None:
@@ -171,7 +171,7 @@ class Place:
         """Return the load since the last call.
 
         Args:
-            is_beside: Whether there are drives, beside which host memory is a tier of its own.
+            is_beside: Whether host memory is used beside drives, and is therefore a tier of its own.
         """
         seconds, before = self.store.checksum.seconds, self._checksum_seconds
         self._checksum_seconds = seconds
@@ -186,7 +186,7 @@ class Place:
 
 
 class Meter:
-    """Bytes that move in one direction, and the time in which at least one transfer moves some."""
+    """Bytes that moved in one direction, and the time in which at least one transfer moved bytes."""
 
     def __init__(self) -> None:
         self._moving, self._since = 0, 0.0
@@ -195,11 +195,11 @@ class Meter:
 
     @property
     def rate(self) -> float:
-        """Bytes a second of late."""
+        """Recent rate in bytes a second."""
         return self._recent_bytes / self._recent_seconds
 
     def note(self, change: int, nbytes: int = 0) -> float:
-        """Note that a transfer begins (1), or ends (-1) and has moved so many bytes; return the time."""
+        """Record the start (1) or end (-1) of a transfer, and the bytes that it moved; return the time."""
         now = time.perf_counter()
         if self._moving:
             passed = now - self._since

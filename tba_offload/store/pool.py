@@ -1,4 +1,4 @@
-"""Transfers, and the threads that run them: one queue for each direction of one place."""
+"""Transfers, and the threads that run them. Each place has one queue for each direction."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ if TYPE_CHECKING:
     from tba_offload.store.base import Extent
 
 TICK = 1.0
-"""Seconds that the clock is believed at a time.
+"""Longest time in seconds that one reading of the clock adds to a wait.
 
-Clocks go on while a process is stopped, by a batch system that suspends the job or with its container. A
-drive is not to blame for that time: of each stop this much counts at most.
+A clock continues while a process is stopped, for example by a batch system that suspends the job. The drive
+does not cause this wait, so each stop counts with this time at most.
 """
 
 
 class Transfer:
-    """One write or read, and its outcome.
+    """One write or read, and its result.
 
-    The I/O thread that claims a transfer owns it until it is finished. One is created for each transfer on
-    the training thread, so it is light: two raw locks and no condition variable.
+    The I/O thread that claims a transfer owns it until the transfer is finished. The training thread creates
+    one object for each transfer, so the object is light: two raw locks and no condition variable.
 
     Args:
-        memory: The bytes to write, or to fill. The caller leaves them alone until the transfer has ended.
-        after: The transfer starts when this point of the device's work is reached.
-        extent: Where from, or where to; ``None`` for a write to a new extent.
+        memory: The bytes to write, or the memory to fill. The caller must not use it before the transfer has
+            ended.
+        after: The transfer starts when the device's work has reached this point.
+        extent: The extent to read or write; ``None`` for a write to a new extent.
 
     Attributes:
-        memory: As given; ``None`` after a successful write, and after a transfer was cancelled.
-        extent: As given, or the new one after a successful write.
+        memory: As given; ``None`` after a successful write, and after the transfer was cancelled.
+        extent: As given, or the new extent after a successful write.
         nbytes: Bytes of the memory.
-        is_write: Whether it writes; set when it is queued.
-        drive: Index of its place among those of the store; set when it is queued.
-        error: The exception that made it fail; ``None`` before it has ended and after success.
-        is_done: Whether it has ended, failed or been cancelled.
-        is_cancelled: Whether it was cancelled before it started.
+        is_write: Whether the transfer is a write. It is set when the transfer is queued.
+        drive: Index of the place in the store. It is set when the transfer is queued.
+        error: The exception of a failed transfer; ``None`` before the end and after success.
+        is_done: Whether the transfer has ended, failed or been cancelled.
+        is_cancelled: Whether the transfer was cancelled before it started.
     """
 
     __slots__ = (
@@ -61,22 +62,22 @@ class Transfer:
         self._done.acquire()
 
     def claim(self) -> bool:
-        """Return True to the first caller, which then runs the transfer or ends it."""
+        """Return True to the first caller only. This caller then runs the transfer or ends it."""
         return self._claim.acquire(blocking=False)
 
     def finish(self) -> None:
-        """Wake the threads that wait."""
+        """Wake the waiting threads."""
         self.is_done = True
         self._done.release()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the transfer has ended; an error of it is not raised.
+        """Wait until the transfer has ended. Its error is not raised.
 
         Args:
             seconds: Longest time to wait; may be infinite.
 
         Returns:
-            Whether it has ended.
+            Whether the transfer has ended.
         """
         left = seconds
         while not self.is_done:
@@ -93,14 +94,14 @@ class WorkerPool:
     """The I/O threads of one place.
 
     Args:
-        name: Of the place.
+        name: Name of the place.
         bind: Called by each thread when it starts.
-        run: Runs a claimed transfer, to its end. It does not raise.
-        writers: Threads that write.
-        readers: Threads that read.
+        run: Runs a claimed transfer to its end. It must not raise.
+        writers: Number of threads that write.
+        readers: Number of threads that read.
 
     Raises:
-        RuntimeError: The process may have no more threads.
+        RuntimeError: The process cannot start more threads.
     """
 
     def __init__(
@@ -129,30 +130,30 @@ class WorkerPool:
             raise
 
     def submit(self, transfers: list[Transfer], *, writes: bool) -> None:
-        """Queue transfers, a share for each thread: every put wakes a thread, which costs the caller time."""
+        """Queue transfers, a share for each thread. Each ``put`` wakes a thread, which costs time."""
         queue, threads = (self._writes, self._writers) if writes else (self._reads, self._readers)
         width = min(threads, len(transfers))
         for first in range(width):
             queue.put(transfers[first::width])
 
     def _work(self, queue: _Queue) -> None:
-        """Run transfers until the pool stops: the whole life of an I/O thread."""
+        """Run transfers until the pool stops. This is the main loop of an I/O thread."""
         self._bind()
         while (batch := queue.get()) is not None:
             while batch:
                 transfer = batch.pop(0)
                 if transfer.claim():  # else it was cancelled
                     self._do(transfer)
-                del transfer  # or the last one, and its memory, would live until the next one comes
+                del transfer  # else its memory would live until the next transfer comes
 
     def stop(self) -> None:
-        """Have the threads end after what is queued now; take no lock, and do not wait."""
+        """Make the threads end after the transfers that are queued now. Take no lock, and do not wait."""
         for queue, threads in ((self._writes, self._writers), (self._reads, self._readers)):
             for _ in range(threads):
                 queue.put(None)
 
     def join(self) -> None:
-        """Wait for the threads to end, which :meth:`stop` was called for."""
+        """Wait for the threads to end, after :meth:`stop`."""
         for thread in self._threads:
             thread.join()
 

@@ -1,7 +1,7 @@
-"""The system calls of stores in files, with raw addresses, and where a file system keeps its bytes.
+"""System calls on files with raw addresses, and the kinds of file systems.
 
 Python's own ``os.pwrite`` takes buffers, not addresses, and there is no ``os.fallocate``. The GIL is released
-while a call runs.
+during a call.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 Call = Callable[[int, int, int, int], int]
-"""Type of :func:`pwrite` and :func:`pread`: descriptor, address, bytes, offset to bytes moved."""
+"""Type of :func:`pwrite` and :func:`pread`: takes descriptor, address, bytes and offset; returns bytes
+moved."""
 
 _GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602  # FS_IOC_GETFLAGS and FS_IOC_SETFLAGS of most architectures
 _NO_COPY_ON_WRITE = 0x00800000  # FS_NOCOW_FL
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-# Takes an address instead of building an array type for each length, which ctypes would never forget.
+# This takes an address. A ctypes array would create a type for each length, which ctypes never frees.
 _memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory.restype = ctypes.py_object
 _memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
@@ -33,7 +34,7 @@ _READ_ONLY, _WRITABLE = 0x100, 0x200
 
 
 def pwrite(fd: int, address: int, nbytes: int, offset: int) -> int:
-    """Write bytes at an address to a file; return how many went.
+    """Write bytes at an address to a file; return the number of bytes written.
 
     Raises:
         OSError: The call failed.
@@ -42,7 +43,7 @@ def pwrite(fd: int, address: int, nbytes: int, offset: int) -> int:
 
 
 def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
-    """Read bytes of a file to an address; return how many came, 0 at the end of the file.
+    """Read bytes of a file to an address; return the number of bytes read, 0 at the end of the file.
 
     Raises:
         OSError: The call failed.
@@ -51,12 +52,12 @@ def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
 
 
 def fallocate(fd: int, offset: int, nbytes: int) -> None:
-    """Allocate blocks of a file, which grows if the range ends after its end; data stays as it is.
+    """Allocate blocks of a file. The file grows if the range ends after its end. Data does not change.
 
-    ``os.posix_fallocate`` is no substitute: where the file system has no such call it writes zeros.
+    ``os.posix_fallocate`` would write zeros if the file system has no such call.
 
     Raises:
-        OSError: The call failed; ``EOPNOTSUPP`` where the file system has no such call.
+        OSError: The call failed; ``EOPNOTSUPP`` if the file system has no such call.
     """
     while _libc.fallocate(fd, 0, offset, nbytes) < 0:
         if (number := ctypes.get_errno()) != errno.EINTR:
@@ -64,15 +65,16 @@ def fallocate(fd: int, offset: int, nbytes: int) -> None:
 
 
 def view(address: int, nbytes: int) -> memoryview:
-    """Return the bytes at an address, read-only; the caller keeps the memory alive."""
+    """Return a read-only view of the bytes at an address. The caller keeps the memory alive."""
     window: memoryview = _memory(address, nbytes, _READ_ONLY)
     return window
 
 
 def needs_stable_pages(fd: int) -> bool:
-    """Return True if memory must not change while the file is written from it.
+    """Return True if memory must not change while it is written to the file.
 
-    The drive says so if it checksums blocks. Where no drive can be asked, the file system may checksum data.
+    A drive that checksums blocks reports this to the kernel. If no drive is found, the file system may
+    checksum data, so the answer is True.
     """
     device = os.fstat(fd).st_dev
     node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
@@ -83,10 +85,10 @@ def needs_stable_pages(fd: int) -> bool:
 
 
 def overwrite_in_place(fd: int) -> None:
-    """Have an empty file overwritten in place on Btrfs, which else writes each block to a new place.
+    """Make Btrfs overwrite an empty file in place. By default, Btrfs writes each block to a new place.
 
-    That takes up to twice the room, and the blocks that were allocated are of use once only. The file system
-    then has no checksums of it.
+    The default takes up to twice the room, and uses allocated blocks only once. After this call, the file
+    system keeps no checksums of the file.
     """
     flags = array("i", [0])
     with suppress(OSError):
@@ -98,7 +100,7 @@ def overwrite_in_place(fd: int) -> None:
 # ---- file systems -----------------------------------------------------------------------------------------
 
 MEMORY, NETWORK, LAYERS, DRIVE = "memory", "network", "layers", "drive"
-"""Where a file system keeps its bytes: the values of :attr:`Mount.place`."""
+"""The places in which a file system keeps its bytes: the values of :attr:`Mount.place`."""
 
 _PLACES = {
     **dict.fromkeys(("tmpfs", "ramfs", "rootfs", "hugetlbfs"), MEMORY),
@@ -109,13 +111,15 @@ _PLACES = {
 
 
 class Mount(NamedTuple):
-    """Where a file system is mounted from.
+    """The mount of a file system.
 
     Attributes:
-        kind: Its type by the kernel, such as ``"nfs4"`` or ``"fuse.sshfs"``; "unknown" if it does not tell.
+        kind: The kernel's name of the file system, such as ``"nfs4"`` or ``"fuse.sshfs"``; ``"unknown"`` if
+            the kernel does not say.
         source: The mounted device or export, such as ``"/dev/nvme0n1p1"``; empty if unknown.
-        place: Where it keeps its bytes: "memory", "network" (also behind a process in user space), "layers"
-            (an overlay whose upper layer is not seen to be in memory), or "drive" for every other one.
+        place: The place of the bytes: ``"memory"``, ``"network"``, ``"layers"`` or ``"drive"``. File systems
+            in user space count as ``"network"``. ``"layers"`` is an overlay whose upper layer is not known to
+            be in memory. All others are ``"drive"``.
     """
 
     kind: str = "unknown"
@@ -124,7 +128,7 @@ class Mount(NamedTuple):
 
 
 def mount_of(path: str) -> Mount:
-    """Return how the file system of a path is mounted; ``/proc/self/fd/N`` for an open file."""
+    """Return the mount of the file system of a path. Use ``/proc/self/fd/N`` for an open file."""
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
@@ -140,12 +144,12 @@ def mount_of(path: str) -> Mount:
         return Mount()
     kind, source, options = map(_unescaped, line.groups())
     place = NETWORK if kind.startswith("fuse") else _PLACES.get(kind, DRIVE)
-    upper = re.search(r"(?:^|,)upperdir=(/[^,]*)", options)  # a container does not see its host's
+    upper = re.search(r"(?:^|,)upperdir=(/[^,]*)", options)  # a container cannot see its host's directory
     if upper and mount_of(upper[1]).place == MEMORY:
         place = MEMORY
     return Mount(kind, source, place)
 
 
 def _unescaped(text: str) -> str:
-    """Return a word of ``mountinfo``, in which white space and backslashes are octal."""
+    """Decode a word of ``mountinfo``, in which white space and backslashes are octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text)

@@ -132,7 +132,7 @@ def test_an_overlay_whose_upper_layer_is_memory_is_memory(
     layers = f"lowerdir={tmp_path / 'lower'},upperdir={memory / 'upper'},workdir={memory / 'work'}"
     place, model = mounted("layers", "-t", "overlay", "overlay", "-o", layers), blocks()
     with (
-        pytest.warns(tba.errors.NothingSavedWarning, match=f"{place} lies in host memory"),
+        pytest.warns(tba.errors.NothingSavedWarning, match=f"{place} is in host memory"),
         tba.attach(model, offloading(place)) as session,
     ):
         step(session, model, 3000)
