@@ -1,12 +1,11 @@
-"""Streams, events and memory of a device, and what measures that memory.
+"""Streams, events and memory of a device, and meters of that memory.
 
-The CPU is a device on which everything is ready at once. The rest of the package never asks which device it
-runs on. It takes an event where bytes were produced, hands the event to the thread that moves the bytes, and
-copies with :meth:`Device.copy`.
+The CPU is a device on which everything is ready at once. The rest of the package does not depend on the kind
+of device. It records an event when bytes are produced, passes the event to the thread that moves the bytes,
+and copies with :meth:`Device.copy`.
 
-An accelerator works later than the host calls it, so the host's clock does not time its work.
-:meth:`Device.mark` marks a point of that work without waiting for it, and :meth:`Device.seconds` returns
-afterwards when each mark was reached.
+An accelerator runs asynchronously, so the host's clock does not time its work. :meth:`Device.mark` marks a
+point of that work without waiting for it. :meth:`Device.seconds` later returns when each mark was reached.
 """
 
 from __future__ import annotations
@@ -29,38 +28,38 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 CACHE_LINE = 64
-"""PyTorch aligns CPU allocations to this many bytes; kernels may choose their path by it."""
+"""PyTorch aligns CPU allocations to this many bytes. Kernels may choose their code path by this alignment."""
 
 Mark = Any
-"""A point in the work of a device, and the time when it is reached; only its device can read it."""
+"""A point in the work of a device, and the time at which it is reached. Only that device can read it."""
 
 
 class Event:
-    """A point in the work of a device, as ``torch.cuda.Event``; this one is reached when it is made."""
+    """A point in the work of a device, like ``torch.cuda.Event``. This one is reached when it is created."""
 
     def synchronize(self) -> None:
         """Block the calling thread until the point is reached."""
 
     def wait(self, stream: object = None) -> None:
-        """Make a stream, by default the current one, wait for the point; the calling thread goes on."""
+        """Make a stream, by default the current one, wait for the point. Do not block the calling thread."""
 
     def query(self) -> bool:
-        """Return whether the point is reached."""
+        """Return True if the point is reached."""
         return True
 
 
 READY = Event()
-"""The event of work that is done when its call returns, as all work of a CPU is."""
+"""The event of work that is finished when its call returns, as all work of a CPU is."""
 
 
 class Device:
-    """The CPU, and what transfers need of any device.
+    """The CPU, and the interface that transfers need of any device.
 
     Attributes:
-        torch_device: PyTorch's name for it.
-        pins_memory: Whether no system call reaches its memory. Then bytes are copied from and to pinned
-            :meth:`host_memory`, and allocating that blocks the device.
-        runs_behind: Whether work may be still to be done when the call that gave it has returned.
+        torch_device: The PyTorch device.
+        pins_memory: Whether system calls cannot access the device's memory. Bytes are then copied through
+            pinned :meth:`host_memory`, whose allocation blocks the device.
+        runs_behind: Whether the device runs asynchronously: work may not be finished when its call returns.
     """
 
     torch_device = torch.device("cpu")
@@ -68,49 +67,49 @@ class Device:
     runs_behind = False
 
     def stream(self) -> Any:
-        """Return the calling thread's current stream; ``None`` where there are none."""
+        """Return the calling thread's current stream; ``None`` if the device has no streams."""
 
     def event(self, stream: Any = None) -> Event:  # noqa: ARG002 - a CPU has no streams
-        """Return the point that a stream, by default the calling thread's, has been given work up to."""
+        """Record an event after all work submitted to a stream, by default the calling thread's."""
         return READY
 
     def mark(self) -> Mark:
-        """Mark the point that the calling thread's stream has been given work up to; nothing waits.
+        """Mark the point after all work that the calling thread's stream has got. Nothing waits for it.
 
-        On CUDA a mark costs a microsecond or two and a place in the queue of the device: a few for a layer
-        are cheap, one for each activation is not.
+        On CUDA, a mark costs one or two microseconds and a place in the device's queue. A few marks for each
+        layer are cheap. A mark for each activation is not.
         """
         return time.perf_counter()
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
-        """Return when marks were reached, by the clock of the device.
+        """Return the times at which marks were reached, by the clock of the device.
 
-        Blocks until all are reached: not inside a step.
+        This blocks until all marks are reached. Do not call it inside a step.
 
         Returns:
-            Seconds, one for each mark. Only differences within one list mean something.
+            Seconds, one for each mark. Only differences within one list are meaningful.
         """
         return list(marks)
 
     def use(self, memory: torch.Tensor, stream: Any) -> None:
-        """Keep memory that was allocated on another stream from being reused before ``stream`` is done.
+        """Keep memory of another stream from being reused before ``stream`` has used it.
 
         Args:
-            memory: A tensor on it.
-            stream: Of this device.
+            memory: A tensor on the memory.
+            stream: A stream of this device.
         """
 
     def bind_thread(self) -> None:
-        """Make this the current device of the calling thread; every I/O thread calls it."""
+        """Make this the current device of the calling thread. Every I/O thread calls it."""
 
     def on_side_stream(self) -> AbstractContextManager[None]:
-        """Give the calling I/O thread a stream of its own for the block; wait for that stream at the end."""
+        """Give the calling I/O thread its own stream within a block. Wait for that stream at the end."""
         return nullcontext()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
-        """Copy bytes and return when they have arrived; meant for I/O threads.
+        """Copy bytes, and return when the copy is complete. This is meant for I/O threads.
 
-        On the host ``memmove`` copies: it neither holds the GIL nor wakes PyTorch's thread pool.
+        On the host, ``memmove`` copies. It does not hold the GIL and does not wake PyTorch's thread pool.
 
         Args:
             target: 1-D uint8 tensor on the host or on this device.
@@ -128,26 +127,26 @@ class Device:
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate page-aligned host memory that this device can reach quickly.
 
-        On an accelerator the memory is pinned, which blocks the device: do it rarely, outside a step.
+        On an accelerator the memory is pinned, which blocks the device. Call this rarely, and outside a step.
 
         Returns:
-            A 1-D uint8 tensor of ``nbytes``; the memory is freed with it.
+            A 1-D uint8 tensor of ``nbytes`` bytes. The memory is freed with the tensor.
         """
         return mapped_memory(nbytes)
 
     def is_capturing(self) -> bool:
-        """Return whether the calling thread's work is recorded into a graph instead of being done."""
+        """Return True if the calling thread's work is recorded into a graph instead of being executed."""
         return False
 
 
 class Accelerator(Device):
-    """A GPU of CUDA or ROCm, which PyTorch calls CUDA too, or a device with the same functions.
+    """A GPU of CUDA or ROCm (which PyTorch also calls CUDA), or a device with the same functions.
 
     Args:
-        device: The device; without an index the current one of its type.
+        device: The device. Without an index, it is the current device of its type.
 
     Raises:
-        UnsupportedError: PyTorch has no such functions for the device.
+        UnsupportedError: PyTorch does not have the necessary functions for the device.
     """
 
     pins_memory = True
@@ -157,7 +156,7 @@ class Accelerator(Device):
         wanted = torch.device(device)
         self._module: Any = getattr(torch, wanted.type, None)
         make_event = getattr(self._module, "Event", object).__new__
-        # CUDA's threads otherwise ask over and over: one core at 100 % for each I/O thread.
+        # Without blocking events, CUDA threads wait in a busy loop: one core at 100 % for each I/O thread.
         if "blocking" not in inspect.signature(make_event).parameters:
             raise UnsupportedError(
                 f"activations on a {wanted.type!r} device cannot be offloaded: PyTorch has no events for it "
@@ -172,7 +171,7 @@ class Accelerator(Device):
         return self._module.current_stream(self.torch_device)
 
     def event(self, stream: Any = None) -> Event:
-        """Record an event on a stream, by default the calling thread's; threads that wait for it sleep."""
+        """Record an event on a stream, by default the calling thread's. Threads that wait for it sleep."""
         event: Event = self._module.Event(blocking=True)
         event.record(self.stream() if stream is None else stream)  # type: ignore[attr-defined]
         return event
@@ -184,8 +183,8 @@ class Accelerator(Device):
         return event
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Return seconds from the first of the events to each, precise to about a microsecond."""
-        for mark in marks:  # they may be on several streams; one that is reached costs next to nothing
+        """Return the seconds from the first event to each event, precise to about a microsecond."""
+        for mark in marks:  # marks may be on several streams; a reached mark costs almost nothing
             mark.synchronize()
         return [0.0, *(marks[0].elapsed_time(mark) / 1000 for mark in marks[1:])] if marks else []
 
@@ -194,12 +193,12 @@ class Accelerator(Device):
         memory.record_stream(stream)
 
     def bind_thread(self) -> None:
-        """Set the calling thread's current device: threads start on device 0."""
+        """Set the calling thread's current device, because threads start on device 0."""
         self._module.set_device(self.torch_device)
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
-        """Switch to the calling thread's side stream and wait, at the end, for that stream only."""
+        """Switch to the calling thread's side stream, and wait only for that stream at the end."""
         local = self._local
         if not hasattr(local, "stream"):
             local.stream = self._module.Stream(self.torch_device)
@@ -210,28 +209,28 @@ class Accelerator(Device):
         local.done.synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
-        """Copy on the calling thread's side stream, and wait, on the host, for this copy only."""
+        """Copy on the calling thread's side stream, and block until this copy is complete."""
         if target.is_cpu and source.is_cpu:
             super().copy(target, source, after)
             return
-        # Waiting here, on the host, orders the copy for any kind of event; the thread has nothing else to do.
+        # Waiting on the host orders the copy after any kind of event. The thread has nothing else to do.
         after.synchronize()
         with self.on_side_stream():
             target.copy_(source, non_blocking=True)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Pin pages of our own on CUDA; elsewhere PyTorch pins."""
+        """Map and pin pages on CUDA. On other accelerators, PyTorch allocates pinned memory."""
         if self.torch_device.type == "cuda":
             return mapped_memory(nbytes, pinned=True)
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def is_capturing(self) -> bool:
-        """Return whether a CUDA graph is captured on the current stream."""
+        """Return True if a CUDA graph is captured on the current stream."""
         return bool(self._module.is_current_stream_capturing())
 
 
 def default_device() -> Device:
-    """Return the current GPU of CUDA or ROCm where there is one, else the CPU."""
+    """Return the current GPU of CUDA or ROCm if there is one, else the CPU."""
     return device_of("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -248,22 +247,22 @@ def device_of_model(modules: Iterable[torch.nn.Module]) -> Device:
     """Return the device of the first parameter; the CPU if there is none.
 
     Raises:
-        UnsupportedError: As :func:`device_of`.
+        UnsupportedError: See :func:`device_of`.
     """
     parameter = next((parameter for each in modules for parameter in each.parameters()), None)
     return device_of("cpu" if parameter is None else parameter.device)
 
 
 def is_device_failure(error: BaseException) -> bool:
-    """Return whether work failed on a device, perhaps long before anything waited for it."""
+    """Return True if work failed on a device, perhaps long before the error was noticed."""
     return isinstance(error, torch.AcceleratorError)
 
 
 def check_not_captured(device: Device) -> None:
-    """Check that bytes which are about to travel are there, or will be.
+    """Check that bytes to be offloaded exist, or will exist.
 
     Raises:
-        UnsupportedError: A CUDA graph is captured, so what computes them is only recorded.
+        UnsupportedError: A CUDA graph is captured, so the bytes are not computed.
     """
     if device.is_capturing():
         raise UnsupportedError(
@@ -273,7 +272,7 @@ def check_not_captured(device: Device) -> None:
 
 
 def has_peers() -> bool:
-    """Return whether other ranks may run the same layer, and its collective operations."""
+    """Return True if other ranks may run the same layer with its collective operations."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -281,10 +280,10 @@ def has_peers() -> bool:
 
 
 class ByteRange:
-    """Bytes of a storage, which it keeps alive.
+    """Bytes of a storage. The range keeps the storage alive.
 
-    A transfer needs an address and a length. Making a tensor costs the training thread two calls into
-    PyTorch, so that is left to the threads that need one.
+    A transfer needs an address and a length. Creating a tensor costs two calls into PyTorch. The training
+    thread avoids this cost: threads that need a tensor create it.
 
     Attributes:
         storage: The storage.
@@ -306,14 +305,14 @@ class ByteRange:
         """Return the bytes of a tensor.
 
         Raises:
-            ValueError: The tensor is not contiguous, so its bytes are no range.
+            ValueError: The tensor is not contiguous, so its bytes are not one range.
         """
         if not tensor.is_contiguous():
             raise ValueError(f"a tensor with strides {tensor.stride()} is not one range of bytes")
         return cls(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes)
 
     def part(self, start: int, nbytes: int) -> ByteRange:
-        """Return ``nbytes`` of this range from its byte ``start`` on.
+        """Return ``nbytes`` bytes of this range, from its byte ``start`` on.
 
         Raises:
             ValueError: The range is shorter.
@@ -330,27 +329,27 @@ class ByteRange:
 
 @functools.cache
 def blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return an empty tensor of that type; shared, never to be written."""
+    """Return an empty tensor of a dtype. The tensor is shared and must not be written."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
 def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Allocate bytes, with fewer calls than a tensor of them takes."""
+    """Allocate bytes with fewer calls than a tensor needs."""
     return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
 
 
 def aligned_range(nbytes: int, address: int, alignment: int, device: Device) -> ByteRange:
-    """Allocate bytes at the same place as ``address`` modulo the alignment.
+    """Allocate bytes at an address that equals ``address`` modulo the alignment.
 
-    The same alignment serves two ends. Direct I/O fills the buffer without a copy, because the store kept the
-    bytes at that lead. And a kernel that picks its code path by the alignment of its operands picks the same
-    one for restored data, so results stay equal to the last bit.
+    The alignment has two purposes. Direct I/O can fill the memory without a copy, because the store kept the
+    bytes at the same lead. A kernel that chooses its code path by alignment chooses the same path for
+    restored data, so that results are equal bit for bit.
 
     Args:
         nbytes: Payload in bytes.
-        address: Where the bytes were originally.
-        alignment: The alignment of the store, bytes; a power of two.
-        device: Where to allocate.
+        address: Original address of the bytes.
+        alignment: Alignment of the store in bytes; a power of two.
+        device: The device to allocate on.
 
     Returns:
         Uninitialized bytes. Their storage extends to the alignment boundary on both sides.

@@ -1,4 +1,4 @@
-"""A checksum that is mostly computed where the bytes lie, so that few of them have to come to the host."""
+"""A checksum that is mostly computed on the device of the bytes, so that few bytes are copied to the host."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import ctypes
 import torch
 
 _WORD, _ROW = 8, 4096
-"""Bytes of a word, and of a row of the table: one byte in 512 comes to the host."""
+"""Bytes of a word, and of a row of the table. One byte in 512 is copied to the host."""
 
 
 def sums(data: torch.Tensor) -> bytes:
-    """Sum of rows and of columns of the data, taken as a table of 64-bit words, and what is left at its end.
+    """Sum the rows and columns of the data, as a table of 64-bit words; return the sums and the rest.
 
-    Any change of one word changes two of the sums, and words that change places change two as well unless
-    they are of one row and one column.
+    A change of one word changes two sums. Two words that are exchanged also change two sums, unless they are
+    in the same row and column.
 
     Args:
         data: 1-D uint8 tensor on any device.
 
     Returns:
-        Bytes for a checksum; they depend on the values of ``data`` only, not on its address.
+        Bytes for a checksum. They depend only on the values of ``data``, not on its address.
     """
     rows = data.numel() // _ROW
     body, rest = data[: rows * _ROW], data[rows * _ROW :]
@@ -32,5 +32,5 @@ def sums(data: torch.Tensor) -> bytes:
 
 
 def _bytes_of(part: torch.Tensor) -> bytes:
-    """Return the bytes of a contiguous tensor in host memory; PyTorch's own way to them would need NumPy."""
+    """Return the bytes of a contiguous tensor in host memory. PyTorch's own function would need NumPy."""
     return ctypes.string_at(part.data_ptr(), part.nbytes) if part.nbytes else b""

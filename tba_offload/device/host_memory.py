@@ -1,8 +1,8 @@
-"""Memory of the host: pinned pages, and what malloc does with memory that was freed.
+"""Host memory: pinned pages, and malloc's use of freed memory.
 
 PyTorch rounds pinned memory up to a power of two and keeps it until the process ends. With
-``pinned_use_cuda_host_register`` in ``PYTORCH_CUDA_ALLOC_CONF`` its alignment is malloc's, which direct I/O
-refuses. So pages are mapped and pinned here.
+``pinned_use_cuda_host_register`` in ``PYTORCH_CUDA_ALLOC_CONF``, the memory has malloc's alignment, which
+direct I/O refuses. This module therefore maps and pins pages itself.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 PORTABLE = 1
-"""Flag of CUDA's runtime: the memory is pinned for all devices."""
+"""Flag of the CUDA runtime: the memory is pinned for all devices."""
 
 
 class _Pinned(mmap.mmap):
-    """Anonymous pages that CUDA may have pinned; both end with the last tensor on them."""
+    """Anonymous pages that CUDA may have pinned. They are unpinned and freed with their last tensor."""
 
     unpin: Callable[[], Any] | None = None
 
@@ -32,24 +32,24 @@ class _Pinned(mmap.mmap):
 
 
 def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
-    """Map whole pages outside malloc, whose count of live bytes stands for device memory on a CPU.
+    """Map whole pages outside malloc. On a CPU, malloc's count of live bytes stands for device memory.
 
     Args:
-        nbytes: Size.
-        pinned: Whether CUDA pins the pages. That blocks the device: do it rarely, outside a step.
+        nbytes: Size in bytes.
+        pinned: Whether CUDA pins the pages. Pinning blocks the device: do it rarely, and outside a step.
 
     Returns:
-        A 1-D uint8 tensor of ``nbytes``; the pages are given back with it.
+        A 1-D uint8 tensor of ``nbytes`` bytes. The pages are freed with the tensor.
 
     Raises:
-        RuntimeError: CUDA cannot pin that many bytes.
-        OSError: The host has no such memory.
+        RuntimeError: CUDA cannot pin this many bytes.
+        OSError: The host does not have enough memory.
     """
     pages = _Pinned(-1, nbytes)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
         address, runtime = memory.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        # A forked child has no use for the pages, and would keep them after they are given back here.
+        # A forked child does not need the pages, and would keep them after the parent has freed them.
         pages.madvise(mmap.MADV_DONTFORK)
         status = runtime.cudaHostRegister(address, nbytes, PORTABLE)
         if int(status):
@@ -57,14 +57,14 @@ def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
                 f"CUDA cannot pin {nbytes} bytes of host memory: {runtime.cudaGetErrorString(status)}. "
                 "Lower host_capacity, or raise the limit of locked memory (ulimit -l)"
             )
-        # In a forked child CUDA must not be called.
+        # A forked child must not call CUDA.
         pid, owner = os.getpid, os.getpid()
         pages.unpin = lambda: pid() == owner and runtime.cudaHostUnregister(address)
     return memory
 
 
 def never_freed(memory: Iterable[torch.Tensor]) -> None:
-    """Leak host memory in a forked child: freeing pinned pages would call the driver of the device."""
+    """Leak host memory in a forked child, because freeing pinned pages would call the device's driver."""
     for tensor in memory:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
 
@@ -73,37 +73,38 @@ def never_freed(memory: Iterable[torch.Tensor]) -> None:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _NEVER = 2**31 - 1
-_THRESHOLD = 128 * 1024  # glibc's own, before it adapts
-_MOST_MAPPINGS = 32768  # half of what Linux allows a process: others need mappings too
+_THRESHOLD = 128 * 1024  # the initial value of glibc
+_MOST_MAPPINGS = 32768  # half of Linux's limit for a process, because other code needs mappings too
 _SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "glibc.malloc.mmap_threshold")
 
 _environment = " ".join(os.environ) + os.environ.get("GLIBC_TUNABLES", "")
 _is_decided = any(name in _environment for name in _SETTINGS)
-"""Whether the user, the program or a step that wasted some has chosen what malloc does with freed memory."""
+"""Whether malloc's use of freed memory is decided: by the user, by the program, or after a wasteful step."""
 
 
 def keep_freed_pages() -> bool:
-    """Tell malloc to keep freed memory mapped, so that the next step does not fault it in again.
+    """Make malloc keep freed memory mapped, so that the next step has no page faults for it.
 
-    By default glibc serves large allocations by ``mmap`` and returns them at once. Every step then pays a
-    page fault for each 4 KiB of every activation, with or without offloading: several milliseconds for
-    8 MiB. With this setting the process keeps its largest footprint. It concerns training on a CPU only
-    and holds for the whole process, so it is the caller's decision.
+    By default, glibc serves large allocations by ``mmap`` and returns them when they are freed. Every step
+    then has a page fault for each 4 KiB of every activation, with or without offloading. This takes several
+    milliseconds for 8 MiB. With this setting, the process keeps its largest footprint. The setting is useful
+    only for training on a CPU. It affects the whole process, so the caller decides.
 
     Returns:
-        Whether the C library accepted it.
+        Whether the C library accepted the setting.
     """
     return _set_thresholds(_NEVER)
 
 
 def return_freed_pages() -> None:
-    """Tell malloc to give large blocks back when they are freed, once, unless another choice was made before.
+    """Make malloc return large blocks when they are freed, unless its use of freed memory is decided.
 
-    glibc raises the size from which it maps blocks to that of the largest one freed. From then on tensors are
-    on its heap. ``posix_memalign`` of glibc before 2.38 fits no block into a hole of the same size, so a heap
-    with small live blocks between large freed ones grows: seven times the live bytes were seen.
+    glibc maps large blocks. It raises the minimum size of these blocks to the size of the largest freed
+    block, so that later tensors are on its heap. Before glibc 2.38, ``posix_memalign`` fits no block into a
+    hole of the same size. A heap with small live blocks between large freed ones then grows to several times
+    the live bytes.
 
-    A process that called :func:`keep_freed_pages`, or set a threshold in its environment, is left alone.
+    Nothing changes if the process called :func:`keep_freed_pages` or set a threshold in its environment.
     """
     if not _is_decided and _set_thresholds(_THRESHOLD):
         ctypes.CDLL(None).mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
@@ -111,8 +112,8 @@ def return_freed_pages() -> None:
 
 
 def _set_thresholds(nbytes: int) -> bool:
-    """Have blocks from ``nbytes`` on mapped, and that much freed memory kept; only glibc accepts it."""
-    global _is_decided  # noqa: PLW0603 - malloc is one for the process
+    """Make malloc map blocks from this size on, and keep as much freed memory. Only glibc accepts this."""
+    global _is_decided  # noqa: PLW0603 - a process has only one malloc
     _is_decided = True
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda _setting, _value: 0)
     return bool(mallopt(_M_MMAP_THRESHOLD, nbytes) and mallopt(_M_TRIM_THRESHOLD, nbytes))

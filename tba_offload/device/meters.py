@@ -1,11 +1,11 @@
-"""How many bytes of a device are live, how many were at most, and how many a process may still take.
+"""Meters of a device's memory: live bytes, their peak, and the bytes that a process may still allocate.
 
-A meter measures the activation peak of a step. On an accelerator the peak comes from the statistics of the
-caching allocator. On a CPU a meter samples glibc's own count of live bytes, because malloc keeps no peak.
-Neither looks at our own ledger.
+A meter measures the activation peak of a step. On an accelerator, the peak comes from the statistics of the
+caching allocator. On a CPU, a meter samples glibc's own count of live bytes, because malloc keeps no peak.
+Neither uses the offloader's own counts.
 
-Gradients and optimizer states that are allocated in the middle of a step are no activations. They are counted
-where they come into being (:class:`LiveBytes`), and the meters leave them out.
+Gradients and optimizer states that are allocated in the middle of a step are no activations.
+:class:`LiveBytes` counts them when they are created, and the meters leave them out.
 """
 
 from __future__ import annotations
@@ -32,32 +32,31 @@ if TYPE_CHECKING:
 
 
 class MemoryMeter:
-    """The most bytes that were live on an accelerator, by the statistics of PyTorch's caching allocator.
+    """The peak of live bytes on an accelerator, by the statistics of PyTorch's caching allocator.
 
-    The allocator reports the peak of a stretch, not when in the stretch it was. So a stretch ends where bytes
-    are born that do not count. Where such bytes are freed inside a stretch its peak is an upper bound.
+    The allocator reports the peak of a period, but not its time. A period therefore ends when bytes are
+    allocated that do not count. If such bytes are freed within a period, its peak is an upper bound.
 
     Args:
         device: The accelerator.
-        static: Returns how many of the live bytes are not to be counted at the moment.
+        static: Returns the live bytes that do not count at the moment.
 
     Attributes:
         source: Source of the figure, for the run log.
-        samples: Whether the meter knows only the moments at which it looks.
-        seen: Called, on whatever thread, with the live bytes that the meter sees: those that count, and those
-            that did not at that moment.
-        whole_peak: The most live bytes, those that do not count included.
-        reserved: The most bytes that the allocator held; None if it does not say.
-        samples_taken: How many samples the peak is of; None if it is exact.
-        is_thin: After :meth:`peak`, whether samples may have missed it.
+        samples: Whether the meter knows only the moments of its samples.
+        seen: Called on any thread with two numbers: the live bytes that count, and those that do not.
+        whole_peak: The peak of live bytes, including those that do not count.
+        reserved: Most bytes that the allocator held; None if the allocator does not report them.
+        samples_taken: Number of samples of the peak; None if the peak is exact.
+        is_thin: Whether the samples may have missed the peak. It is valid after :meth:`peak`.
     """
 
     samples = False
 
     _COARSE = 1 / 64
-    """Share of the peak that may be allocated uncounted in one stretch.
+    """Bytes that do not count may grow by this share of the peak within one period.
 
-    Reading the statistics takes the host about 100 us, too much for every single parameter.
+    Reading the statistics takes the host about 100 us, which is too long for every single parameter.
     """
 
     def __init__(self, device: torch.device, static: Callable[[], int] = lambda: 0) -> None:
@@ -71,52 +70,52 @@ class MemoryMeter:
         self._module = torch.get_device_module(device)
 
     def live(self) -> int:
-        """Return the bytes that are live now and count."""
+        """Return the live bytes that count."""
         return int(self._module.memory_allocated(self._device)) - self._static()
 
-    def reset(self, *, closely: bool = False) -> None:  # noqa: ARG002 - it misses nothing
-        """Forget the peak and start to watch.
+    def reset(self, *, closely: bool = False) -> None:  # noqa: ARG002 - this meter misses nothing
+        """Forget the peak and start to measure.
 
         Args:
-            closely: Whether a meter that samples looks more often, to learn where in a step the peak is.
+            closely: Whether a meter that samples takes more samples, to learn where in a step the peak is.
         """
         self._peak = self.whole_peak = self.reserved = 0
         self._is_paused = False
         self._begin_stretch()
 
     def sample(self, grows_by: int = 0) -> None:
-        """Look at a moment that may be high, or before ``grows_by`` bytes more are left out."""
+        """Measure now: memory may be high, or ``grows_by`` bytes that do not count are about to be added."""
         born = self._static() + grows_by - self._static_before
         if not self._is_paused and born > self._COARSE * self._peak:
             self._end_stretch()
             self._begin_stretch(grows_by)
 
     def cut(self) -> int:
-        """Begin a new section of the peak; return the live bytes.
+        """Begin a new section of the peak, and return the live bytes.
 
-        Earlier moments do not count for the new section, however coarsely the meter looks.
+        Earlier moments do not count for the new section.
         """
         self._end_stretch()
         self._begin_stretch()
         return self.live()
 
     def pause(self) -> None:
-        """Leave what is live until :meth:`resume` out of the peak; ``seen`` is still called."""
+        """Leave live bytes out of the peak until :meth:`resume`. ``seen`` is still called."""
         self.cut()
         self._is_paused = True
 
     def resume(self) -> None:
-        """Go on after :meth:`pause`."""
+        """Continue after :meth:`pause`."""
         self.cut()
         self._is_paused = False
 
     def peak(self) -> int:
-        """Return the most live bytes since :meth:`reset`, and stop watching."""
+        """Return the peak since :meth:`reset`, and stop measuring."""
         self.cut()
         return self._peak
 
     def close(self) -> None:
-        """End what the meter started."""
+        """End the threads of the meter."""
 
     def _begin_stretch(self, grows_by: int = 0) -> None:
         self._static_before = self._static() + grows_by
@@ -136,36 +135,37 @@ class MemoryMeter:
 
 
 REST, REST_CLOSELY = 49, 9
-"""Rest after a sample that may be skipped, in samples: all of them take a fiftieth of a core at most.
+"""Pause after a sample, as a multiple of its time. Samples take at most a fiftieth of a core.
 
-In steps that are watched closely the thread takes a tenth. The processor time of a sample counts, not its
-time by the clock: that has waits for the GIL, which reading the count lets go of.
+In steps that are measured closely, the sampling thread takes a tenth. Only the processor time of a sample
+counts. Its time by the clock includes waits for the GIL, which is released while the count is read.
 """
 
 HIGHEST = 16
-"""Looks of a step that was watched closely, its highest ones, that no later step skips."""
+"""Number of the highest samples of a closely measured step. Later steps skip none of them."""
 
 THIN = 0.25, 0.02
-"""Samples are thin if none was taken for this share of the time, and for so many seconds."""
+"""Samples are thin if there was none for this share of the time, and for this many seconds."""
 
 WASTED = 1.1, 4 * 2**20
-"""malloc is told to return freed memory when its memory grows by more than so much beside the live bytes."""
+"""malloc is told to return freed memory if its memory exceeds live bytes by this factor and these bytes."""
 
 
 class MallocMeter(MemoryMeter):
-    """Peak of malloc's live bytes, sampled by a thread, and by the training thread where memory changes.
+    """The peak of malloc's live bytes. A thread samples it, and the training thread when memory changes.
 
-    A sample takes 4 us in a small process, and 100 to 700 us in one whose heap has a thousand free blocks,
-    since glibc walks them all. So all threads together rest after each sample: what comes sooner is skipped,
-    but for :meth:`cut`. On a busy machine the sampling thread gets few turns. But the training thread looks
-    at the same moments in each step, so the meter learns at which of them memory is highest.
+    A sample takes 4 us in a small process. It takes 100 to 700 us if the heap has a thousand free blocks,
+    because glibc walks all of them. All threads together therefore pause after each sample. Samples within
+    the pause are skipped, except those of :meth:`cut`. On a busy machine, the sampling thread runs rarely.
+    The training thread samples at the same moments in each step, so the meter learns at which of them memory
+    is highest.
 
     Args:
-        period: Seconds between two samples of the thread, or more.
-        static: Returns how many of the live bytes are not to be counted at the moment.
+        period: Minimum number of seconds between two samples of the thread.
+        static: Returns the live bytes that do not count at the moment.
 
     Raises:
-        UnsupportedError: malloc does not count what PyTorch allocates here.
+        UnsupportedError: malloc does not count PyTorch's allocations.
     """
 
     samples = True
@@ -179,19 +179,19 @@ class MallocMeter(MemoryMeter):
         self._most = self._first
         self._began = self._sampled_at = self._longest_gap = self._rests_until = 0.0
         self._is_close, self._has_changed = False, True
-        self._looks, self._expected = 0, -1  # of this step, and of the one before
-        self._heights: list[tuple[int, int]] = []  # live bytes and number of looks in a step watched closely
-        self._highest: set[int] = set()  # numbers of the looks that no step skips
+        self._looks, self._expected = 0, -1  # moments to sample in this step, and in the last one
+        self._heights: list[tuple[int, int]] = []  # live bytes and moment, in a step measured closely
+        self._highest: set[int] = set()  # moments that no step skips
         self._watching, self._closed = threading.Event(), threading.Event()
         watched = weakref.ref(self), self._watching, self._closed
         self._thread = threading.Thread(target=_watch, args=watched, name="tba-memory", daemon=True)
 
     def live(self) -> int:
-        """Return the bytes that malloc has given out and that count."""
+        """Return the bytes that malloc has allocated and that count."""
         return self.cut()
 
     def reset(self, *, closely: bool = False) -> None:
-        """Take a first sample and let the thread, and :meth:`sample`, take the others."""
+        """Take a first sample. The thread and :meth:`sample` take the others."""
         with self._lock:
             self._is_paused, self._is_close = False, closely or self._has_changed
             self._peak = self.whole_peak = self.samples_taken = self._looks = 0
@@ -203,8 +203,8 @@ class MallocMeter(MemoryMeter):
         if self._thread.ident is None:
             self._thread.start()
 
-    def sample(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample is of a moment
-        """Take a sample if one is due, or if this moment was among the highest of a step before."""
+    def sample(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample shows one moment
+        """Take a sample if it is due, or if this moment was among the highest of an earlier step."""
         self._looks += 1
         if self._is_close:
             self._heights.append((self.cut(), self._looks))
@@ -212,18 +212,18 @@ class MallocMeter(MemoryMeter):
             self.cut()
 
     def sample_or_rest(self) -> float:
-        """Take a sample if one is due; return seconds until the thread may take the next."""
+        """Take a sample if it is due; return the seconds until the thread may take the next one."""
         if self._rests_until <= time.perf_counter():
             self.cut()
         return max(self._period, self._rests_until - time.perf_counter())
 
     def cut(self) -> int:
-        """Take a sample, and return it.
+        """Take a sample and return it.
 
-        Reading the count lets go of the GIL. A gradient that is put in place or freed meanwhile is left out
-        either way: one sample that is too low does no harm to a maximum, one that is too high does.
+        Reading the count releases the GIL. A gradient that is created or freed during that time is left out.
+        For a maximum, one sample that is too low is harmless, but one that is too high is not.
         """
-        with self._lock:  # or a sample from before a reset could come after it
+        with self._lock:  # else a sample from before a reset could be added after it
             static, began = self._static(), time.thread_time()
             whole, held = self._count()
             live = whole - max(static, self._static())
@@ -243,9 +243,10 @@ class MallocMeter(MemoryMeter):
             return live
 
     def peak(self) -> int:
-        """Return the largest sample; take a last one unless the meter is paused.
+        """Return the largest sample. Take a last sample first, unless the meter is paused.
 
-        The peak is thin if the step looked at other moments than those learned, or long at none.
+        The peak is thin if this step had other moments than the learned ones, or a long time without a
+        sample.
         """
         peak = super().peak()
         self._watching.clear()
@@ -266,7 +267,7 @@ class MallocMeter(MemoryMeter):
 
 
 def _watch(meter: weakref.ref[MallocMeter], watching: threading.Event, closed: threading.Event) -> None:
-    """Sample for a meter until it is closed; end within a second where it was forgotten."""
+    """Sample for a meter until it is closed. If the meter was freed, end within a second."""
     rest = 0.0
     while not closed.wait(rest):
         watching.wait(1.0)
@@ -285,14 +286,15 @@ class _MallInfo2(ctypes.Structure):
 
 
 def malloc_count() -> Callable[[], tuple[int, int]]:
-    """Return a function that counts the live bytes of this process, and those that malloc has taken for them.
+    """Return a function that counts this process's live bytes, and the bytes that malloc holds for them.
 
-    A process has glibc's functions whatever allocator was preloaded, and there they count next to nothing. So
-    the count is tried: it has to follow an allocation of PyTorch's, to a sixteenth, as other threads allocate
-    meanwhile.
+    A process has glibc's functions even if another allocator was preloaded. They then count almost nothing.
+    The count is therefore tested: it must follow an allocation of PyTorch's to within a sixteenth. Other
+    threads may allocate during the test.
 
     Raises:
-        UnsupportedError: The count does not follow, as with musl, glibc before 2.33, or another allocator.
+        UnsupportedError: The count does not follow. Reasons are musl, glibc before 2.33, or another
+            allocator.
     """
     function = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if function is not None:
@@ -307,8 +309,8 @@ def malloc_count() -> Callable[[], tuple[int, int]]:
         if abs(count()[0] - before - probe.nbytes) < probe.nbytes // 16:
             return count
     raise UnsupportedError(
-        "the activation peak on a CPU is malloc's, and mallinfo2 of glibc (2.33 or later) does not count "
-        "what PyTorch allocates here. Preload no other allocator, or switch it off with measure_memory=False"
+        "the activation peak on a CPU cannot be measured: mallinfo2 of glibc (2.33 or later) does not count "
+        "PyTorch's allocations here. Preload no other allocator, or set measure_memory=False"
     )
 
 
@@ -316,8 +318,8 @@ def meter_of(device: Device, static: Callable[[], int] = lambda: 0) -> MemoryMet
     """Return the meter for a device.
 
     Args:
-        device: Where the model is.
-        static: Returns how many of the live bytes are not to be counted at the moment.
+        device: The device of the model.
+        static: Returns the live bytes that do not count at the moment.
 
     Raises:
         UnsupportedError: malloc does not count live bytes on this CPU.
@@ -327,15 +329,15 @@ def meter_of(device: Device, static: Callable[[], int] = lambda: 0) -> MemoryMet
 
 
 class ResidentPeak:
-    """The operating system's peak of this process's resident memory, reset at will (Linux)."""
+    """The operating system's peak of this process's resident memory, which can be reset (Linux)."""
 
     def reset(self) -> None:
-        """Set VmHWM to what is resident now; where that is not allowed the peak is of the whole run."""
+        """Set VmHWM to the present resident size. If this is not allowed, the peak covers the whole run."""
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
     def read(self) -> int | None:
-        """Return VmHWM in bytes, or ``None`` where the kernel does not say it."""
+        """Return VmHWM in bytes; ``None`` if the kernel does not report it."""
         kib = _statistic(Path("/proc/self/status"), "VmHWM:")
         return None if kib is None else 1024 * kib
 
@@ -346,18 +348,18 @@ class ResidentPeak:
 class LiveBytes:
     """Bytes of storages that autograd or an optimizer owns, each counted once, from :meth:`add` until freed.
 
-    A gradient counts from the moment at which autograd has put it in place. While backward still computes it,
-    it is a temporary like any other, and as it is where gradients exist beforehand and are added to.
+    A gradient counts from the moment at which autograd stores it in its parameter. While backward computes
+    it, it is a temporary tensor like others. Gradients that are added to an existing one are temporary too.
 
     Args:
-        device: Storages elsewhere do not count.
+        device: The device. Storages on other devices do not count.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock = device, threading.Lock()
         self._known = weakref.WeakSet[torch.UntypedStorage]()
         self._nbytes = self._shifted = self._added = self._most = 0
-        # Bytes of storages that are gone: a finalizer may run inside any lock, so it only appends.
+        # Bytes of freed storages. A finalizer may run inside any lock, so it only appends here.
         self._freed: SimpleQueue[int] = SimpleQueue()
 
     @property
@@ -367,13 +369,13 @@ class LiveBytes:
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Bytes of storages, and those of :meth:`shift`, at one moment."""
+        """Bytes of storages, and bytes of :meth:`shift`, at the same moment."""
         with self._lock:
             self._take_freed()
             return self._nbytes - self._shifted, self._shifted
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor; of a sparse or a distributed one those that it is made of."""
+        """Count the storage of a tensor. For a sparse or distributed tensor, count those of its parts."""
         for plain in _plain_tensors(tensor):
             self.add_storage(plain.untyped_storage())
 
@@ -389,14 +391,14 @@ class LiveBytes:
                 self._grow(nbytes)
 
     def shift(self, nbytes: int) -> None:
-        """Count bytes that come and go without their storage, as those of weights do; negative ones go."""
+        """Count bytes that change without their storage, as those of weights do; negative when freed."""
         with self._lock:
             self._take_freed()
             self._shifted += nbytes
             self._grow(nbytes)
 
     def take(self) -> tuple[int, int]:
-        """Return the bytes added since the last call, freed ones included, and the most at one time."""
+        """Return the bytes added since the last call, including freed ones, and the most at one time."""
         with self._lock:
             self._take_freed()
             taken = self._added, self._most
@@ -408,12 +410,12 @@ class LiveBytes:
         self._most = max(self._most, self._nbytes)
 
     def _take_freed(self) -> None:
-        while not self._freed.empty():  # under the lock nothing else takes any out
+        while not self._freed.empty():  # no other code takes entries, because this runs under the lock
             self._nbytes -= self._freed.get_nowait()
 
 
 def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors with storages of their own that a tensor is made of."""
+    """Return the tensors with their own storages that make up a tensor."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if hasattr(tensor, "__tensor_flatten__"):
@@ -423,7 +425,7 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def plain_storage(tensor: object) -> torch.UntypedStorage | None:
-    """Return the storage of a plain tensor; ``None`` for one that is made of several or stands for one."""
+    """Return the storage of a plain tensor; ``None`` for a composed tensor or a wrapper."""
     if not isinstance(tensor, torch.Tensor) or type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
         return None
     if tensor.layout is not torch.strided or is_transform_wrapper(tensor):
@@ -431,22 +433,22 @@ def plain_storage(tensor: object) -> torch.UntypedStorage | None:
     return tensor.untyped_storage()
 
 
-# Memory that is left
+# Available memory
 
 FITTING = 0.9
-"""Share of a device that layers placed ``auto`` may fill where no budget is given."""
+"""Share of a device that layers placed ``auto`` may fill if there is no budget."""
 
 
 def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
     """Return the memory of a device that is free or can be freed at once.
 
     Args:
-        device: An accelerator, or the CPU. The memory of the CPU is that of the host within the limits of the
-            control groups (version 2) of this process.
-        root: Where ``/proc`` and ``/sys`` are found.
+        device: An accelerator or the CPU. For the CPU, this is the memory of the host within the limits of
+            this process's control groups (version 2).
+        root: The directory with ``/proc`` and ``/sys``.
 
     Raises:
-        UnsupportedError: The kernel does not say it.
+        UnsupportedError: The kernel does not report the memory.
     """
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[0])
@@ -457,13 +459,13 @@ def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
 
 
 def fitting_bytes(device: torch.device) -> int:
-    """Return nine tenths of the memory that this process may have on a device, bytes.
+    """Return nine tenths of the bytes that this process may use on a device.
 
-    Of an accelerator that is its size less what other processes hold, of a CPU the memory that this process
-    has and may still take.
+    For an accelerator, this is its size less the bytes of other processes. For a CPU, this is the memory that
+    this process has and may still allocate.
 
     Raises:
-        UnsupportedError: The kernel does not say it.
+        UnsupportedError: The kernel does not report the memory.
     """
     if device.type == "cpu":
         taken = 1024 * (_statistic(Path("/proc/self/status"), "VmRSS:") or 0)
@@ -473,10 +475,10 @@ def fitting_bytes(device: torch.device) -> int:
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """Yield what each control group that this process is in, or under, has left.
+    """Yield the bytes that each control group of this process, and each group above it, has left.
 
-    Inside a container the path may be that of the host, which does not exist there; the mount is then the
-    container's own group.
+    Inside a container, the path may be that of the host, which does not exist in the container. The mount is
+    then the container's own group.
     """
     mount = root / "sys/fs/cgroup"
     _, found, path = _read(root / "proc/self/cgroup").partition("0::/")
@@ -495,7 +497,7 @@ def _statistic(file: Path, name: str) -> int | None:
 
 
 def _read(file: Path) -> str:
-    """Return a file of the kernel, or nothing where there is none."""
+    """Return a file of the kernel; an empty string if it does not exist."""
     try:
         return file.read_text()
     except OSError:
