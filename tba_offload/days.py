@@ -1,4 +1,4 @@
-"""What steps come to in a day that follow each other without a pause."""
+"""Figures for a day of steps without a pause."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ DAY = 86_400
 
 
 def bytes_per_day(written: float, seconds: float) -> float:
-    """Return what is written in a day; nothing by steps that take no time, of which nothing is known.
+    """Return the bytes that steps write in a day; 0 if the time of a step is unknown.
 
     Args:
         written: Bytes that a step writes.
-        seconds: How long it takes.
+        seconds: Time of a step; 0 if unknown.
     """
     return written / seconds * DAY if seconds else 0.0

@@ -1,30 +1,31 @@
-"""The exceptions that tba-offload raises, and how it warns.
+"""The exceptions and warnings of tba-offload.
 
 ::
 
     TbaError
-    ├── ConfigError (ValueError)              a policy file or an argument is wrong
-    ├── UnsupportedError (RuntimeError)       a model or a setting that cannot be offloaded, and why
-    ├── MissingDependencyError (ImportError)  an optional package is needed; says what to install
+    ├── ConfigError (ValueError)              a policy file or an argument is invalid
+    ├── UnsupportedError (RuntimeError)       a model or a setting cannot be combined with offloading
+    ├── MissingDependencyError (ImportError)  an optional package is not installed
     ├── SavedTensorModifiedError (RuntimeError)  a saved tensor was changed in place before backward
-    ├── RecomputationError (RuntimeError)     a recomputed layer gave other numbers than before
-    ├── TransferError (RuntimeError)          offloading of one activation failed; names layer and remedy
-    ├── StatesAwayError (RuntimeError)        an optimizer state was used that is not in memory
-    ├── SessionError (RuntimeError)           the session was used out of order, closed, or after a fork
-    ├── PatchError (RuntimeError)             a Megatron-LM checkout cannot be patched, and why
+    ├── RecomputationError (RuntimeError)     a recomputed layer gave other numbers than its forward
+    ├── TransferError (RuntimeError)          the transfer of one activation failed
+    ├── StatesAwayError (RuntimeError)        an optimizer state was used while its bytes were in a store
+    ├── SessionError (RuntimeError)           a session was used out of order, closed, or after a fork
+    ├── PatchError (RuntimeError)             a Megatron-LM checkout cannot be patched
     ├── RunLogError (ValueError)              a run log cannot be read
-    └── StoreError (OSError)                  the store could not move bytes
-        ├── StoreFullError                    no room: capacity reached or drive full
-        │   └── OutOfServiceError             a drive that failed takes nothing for a while
+    └── StoreError (OSError)                  a store could not move bytes
+        ├── StoreFullError                    no room: the capacity is reached, or the drive is full
+        │   └── OutOfServiceError             a drive failed, and takes no writes for a while
         ├── HangingError                      a drive does not answer
-        ├── ShortTransferError                fewer bytes moved than asked for
-        ├── ChecksumError                     bytes read differ from the bytes written
+        ├── ShortTransferError                fewer bytes moved than requested
+        ├── ChecksumError                     the bytes read differ from the bytes written
         └── DeviceError                       the device of the bytes failed, not the drive
 
-    NoEffectWarning (UserWarning)             a legal setting that does not do what it seems to
-    └── NothingSavedWarning                   offloading frees little memory or none, as it is set up
+    NoEffectWarning (UserWarning)             a valid setting has no effect, or not the effect that it seems
+    to
+    └── NothingSavedWarning                   offloading frees little or no memory
 
-Every message says what happened, where, and what to do about it.
+Every message says what failed, where, and how to fix it.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ if TYPE_CHECKING:
 
 
 class TbaError(Exception):
-    """Base of everything that tba-offload raises on purpose."""
+    """Base class of all errors that tba-offload raises on purpose."""
 
 
 class ConfigError(TbaError, ValueError):
-    """A policy file, a size or an argument is not what it must be.
+    """A policy file, a size or an argument is invalid.
 
     Args:
-        message: What is wrong, and the legal values.
-        file: The file it stands in, if it came from one.
+        message: The problem, and the valid values.
+        file: The file with the problem, if there is one.
         line: The line in that file, from 1.
     """
 
@@ -61,7 +62,7 @@ class ConfigError(TbaError, ValueError):
 
     @classmethod
     def joined(cls, problems: Sequence[ConfigError]) -> ConfigError:
-        """One error for several problems, by line; file and line are those of the first."""
+        """Return one error for several problems, sorted by line. File and line are of the first one."""
         first, *others = sorted(problems, key=lambda problem: problem.line or 0)
         if not others:
             return first
@@ -71,29 +72,29 @@ class ConfigError(TbaError, ValueError):
 
     @property
     def problems(self) -> tuple[ConfigError, ...]:
-        """The problems that this error says, each as an error of its own."""
+        """The problems in this error, each as a separate error."""
         return self._joined or (self,)
 
 
 class NoEffectWarning(UserWarning):
-    """A setting is legal but has no effect, or not the effect that it seems to have."""
+    """A setting is valid but has no effect, or not the effect that it seems to have."""
 
 
 class NothingSavedWarning(NoEffectWarning):
-    """Offloading frees little memory or none: a CPU's goes to host memory, or the window holds most of it."""
+    """Offloading frees little or no memory: bytes stay in host memory, or the window holds most of them."""
 
 
 class UnsupportedError(TbaError, RuntimeError):
-    """The model, or a setting of it, cannot be combined with offloading."""
+    """The model or one of its settings cannot be combined with offloading."""
 
 
 class MissingDependencyError(TbaError, ImportError):
-    """An optional package is needed for what was asked.
+    """An optional package that a feature needs is not installed.
 
     Args:
-        package: The package that is missing.
-        purpose: What needs it.
-        extra: The extra of tba-offload that installs it, if there is one.
+        package: The missing package.
+        purpose: The feature that needs it.
+        extra: The extra of tba-offload that installs the package, if there is one.
     """
 
     def __init__(self, package: str, purpose: str, *, extra: str | None = None) -> None:
@@ -103,15 +104,15 @@ class MissingDependencyError(TbaError, ImportError):
 
 
 class SavedTensorModifiedError(TbaError, RuntimeError):
-    """A tensor that autograd saved was changed in place before its backward used it."""
+    """A tensor that autograd saved was changed in place before backward used it."""
 
 
 class RecomputationError(TbaError, RuntimeError):
-    """A layer that backward computed anew did not give the numbers of its forward."""
+    """A recomputed layer gave other numbers in backward than in forward."""
 
 
 class TransferError(TbaError, RuntimeError):
-    """The transfer of one activation failed; the cause is the store's own error."""
+    """The transfer of one activation failed. The cause is the store's own error."""
 
 
 class SessionError(TbaError, RuntimeError):
@@ -119,52 +120,52 @@ class SessionError(TbaError, RuntimeError):
 
 
 class StatesAwayError(TbaError, RuntimeError):
-    """An optimizer state was used between updates, when its bytes are in a store."""
+    """An optimizer state was used between updates, while its bytes were in a store."""
 
 
 class PatchError(TbaError, RuntimeError):
-    """A Megatron-LM checkout is unknown, has changes of its own, or does not fit its patch."""
+    """A Megatron-LM checkout is unknown, was modified, or does not fit its patch."""
 
 
 class RunLogError(TbaError, ValueError):
-    """A run log cannot be read, or is not one."""
+    """A run log cannot be read, or the file is not a run log."""
 
 
 class StoreError(TbaError, OSError):
-    """A store could not open, write or read; carries the errno where there is one."""
+    """A store could not open, write or read. The error has the ``errno`` of the system, if there is one."""
 
 
 class StoreFullError(StoreError):
-    """The store has no room: its capacity is reached or the drive is full."""
+    """The store has no room: its capacity is reached, or the drive is full."""
 
 
 class OutOfServiceError(StoreFullError):
-    """The drive failed and is left alone; it takes nothing until it is tried again."""
+    """The drive failed and is left alone. It takes no writes until it is tried again."""
 
 
 class HangingError(StoreError):
-    """A drive has not answered within ``store.stall_seconds``, and may still do what it was told to.
+    """A drive has not answered within ``store.stall_seconds``, and may still execute its requests.
 
-    Its errno is ``ETIMEDOUT``, which also a drive that does answer may give: that one is not hanging.
+    The ``errno`` is ``ETIMEDOUT``. A drive that answers may also report ``ETIMEDOUT``: it is not hanging.
     """
 
 
 class ShortTransferError(StoreError):
-    """Fewer bytes were moved than asked for."""
+    """Fewer bytes were moved than requested."""
 
 
 class ChecksumError(StoreError):
-    """The bytes that were read are not the bytes that were written."""
+    """The bytes that were read differ from the bytes that were written."""
 
 
 class DeviceError(StoreError):
-    """The device that the bytes lie on failed, by what the training program had given it to do."""
+    """The device of the bytes failed while it executed work of the training program."""
 
 
 def is_of_drive(error: BaseException | None) -> bool:
-    """Whether a failed transfer is the drive's fault, as the operating system or a checksum says.
+    """Return True if the drive caused a failed transfer, according to the system or to a checksum.
 
-    A fault of the program, such as an error of the device that the bytes lie on, is not.
+    A fault of the program does not count, for example an error of the device of the bytes.
     """
     if not isinstance(error, StoreError):
         return False
@@ -175,10 +176,10 @@ _PASSED_OVER = frozenset({"tba_offload", "torch", "contextlib"})
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of something, and name the nearest line outside of this package and torch.
+    """Warn, and show the nearest line outside of this package and PyTorch as the origin.
 
     Args:
-        message: What happened, where, and what to do about it.
+        message: What failed, where, and how to fix it.
         category: The class of the warning.
     """
     frame, level = sys._getframe(1), 2

@@ -1,6 +1,6 @@
-"""Files that a user names are read and written only if they are regular files.
+"""Read and write files that a user names. Only regular files are accepted.
 
-A pipe would block for ever, a device never ends, and a link may lead to a file that was never meant.
+A pipe would block for ever, a device never ends, and a link may lead to a file that the user did not mean.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import stat
 from pathlib import Path
 
 _STREAM = re.compile(r"/dev/(?:null|stdout|stderr|fd/[0-9]+)")
-"""Paths of what a shell has opened for the program: to be written to is what they are for."""
+"""Paths of streams that a shell has opened for the program. Writing to these paths is allowed."""
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Read a file whole; links are followed.
+    """Read a whole file. Links are followed.
 
     Args:
         path: The file.
-        most: Bytes that it may have.
+        most: Maximum size in bytes.
 
     Raises:
-        OSError: It cannot be read, is no regular file, or is larger.
+        OSError: The file cannot be read, is not a regular file, or is larger.
     """
     with open(path, "rb", opener=_open_regular) as file:
         content = file.read(most + 1)
@@ -34,15 +34,15 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def write_regular(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file whole, in place of what it held.
+    """Write a whole file, and replace its old content.
 
     Args:
-        path: A regular file or the name of a new one, and no link; or a stream that a shell has opened, such
-            as ``/dev/stdout``.
+        path: A regular file or the name of a new one, but no link. A stream that a shell has opened, such as
+            ``/dev/stdout``, is also accepted.
         content: Bytes of the whole file.
 
     Raises:
-        OSError: It cannot be written, or is a link or no regular file.
+        OSError: The file cannot be written, is a link, or is not a regular file.
     """
     is_new = not os.path.lexists(path)
     with open(path, "wb", opener=None if _STREAM.fullmatch(os.fspath(path)) else _open_regular) as file:
@@ -51,17 +51,17 @@ def write_regular(path: str | os.PathLike[str], content: bytes) -> None:
             file.flush()
         except OSError:
             if is_new:
-                Path(path).unlink(missing_ok=True)  # or the next try would find it
+                Path(path).unlink(missing_ok=True)  # else the next attempt would find it
             raise
 
 
 def _open_regular(name: str, flags: int) -> int:
-    """Open a file without waiting for anything, and write through no link."""
+    """Open a file without waiting, and never write through a link."""
     flags |= os.O_NONBLOCK | os.O_NOCTTY | (os.O_NOFOLLOW if flags & os.O_WRONLY else 0)
     try:
         fd = os.open(name, flags, 0o666)
     except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENXIO}:  # the system's words are about something else
+        if error.errno in {errno.ELOOP, errno.ENXIO}:  # the system's message would be misleading
             raise OSError(error.errno, "a link, a pipe or a socket; name a regular file", name) from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -1,4 +1,4 @@
-"""How figures and layers are printed, so that they look alike wherever they are."""
+"""Formats of figures, layers and quoted text, which are the same in all output."""
 
 from __future__ import annotations
 
@@ -13,36 +13,31 @@ if TYPE_CHECKING:
 BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 RATES = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 _NUMBER = re.compile(r"\d+(?=\D*\Z)")
-"""The last number in a module name, which is that of the layer."""
+"""The last number in a module name, which is the number of the layer."""
 
 _BLANK = "\0"
-"""Character in the place of that number in the name of a stack of layers."""
+"""The character that replaces this number in the name of a stack of layers."""
 
 
 # Text
 
 
 def visible(text: str) -> str:
-    r"""Return the text with everything spelt out that a terminal would obey or not show.
+    r"""Return a text with all characters escaped that a terminal would interpret or not show.
 
-    ``\x1b``, ``\u202e``.
-
-    Names in files may hold anything: sequences that move the cursor, halves of characters, changes of the
-    writing direction.
+    Examples are ``\x1b`` and ``\u202e``. Names in files may contain anything: sequences that move the cursor,
+    incomplete characters, or changes of the writing direction.
     """
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """Return what a user wrote, for a message that quotes it.
-
-    Of a long text the beginning, and an ellipsis.
-    """
+    """Return a text of the user for a message. A long text is cut, and ends with an ellipsis."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def quoted(value: object) -> str:
-    """Return a value that a user gave, as a message quotes it."""
+    """Return a value of the user as a message quotes it."""
     return shortened(repr(value))
 
 
@@ -50,7 +45,7 @@ def quoted(value: object) -> str:
 
 
 def significant(value: float) -> str:
-    """Three significant digits, and never an exponent: ``0.0912``, ``41.6``, ``1536``."""
+    """Format a number with three significant digits and no exponent: ``0.0912``, ``41.6``, ``1536``."""
     if value == 0 or not math.isfinite(value):
         return f"{value:.0f}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -58,28 +53,28 @@ def significant(value: float) -> str:
 
 
 def scale(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
-    """Return the unit in which to show values up to the largest, and its size.
+    """Return the name and size of the unit in which to show values up to the largest.
 
     Args:
         largest: The largest value.
-        units: Name and size of each unit, the smallest first.
+        units: Size of each unit by name, the smallest first.
     """
     fitting = [(name, float(size)) for name, size in units.items() if size <= largest]
     return fitting[-1] if fitting else next((name, float(size)) for name, size in units.items())
 
 
 def readable_size(nbytes: float) -> str:
-    """Return a number of bytes for people: ``41.6 MiB``, three significant digits.
+    """Format a number of bytes for people, with three significant digits: ``41.6 MiB``.
 
-    It rounds. What is read back, as sizes in a policy file, is written exactly, by
-    :func:`tba_offload.config.format_size`.
+    The result is rounded. For text that is read back, such as sizes in a policy file, use
+    :func:`tba_offload.config.format_size`, which is exact.
     """
     name, size = scale(nbytes, BYTES)
     return f"{significant(nbytes / size)} {name}"
 
 
 def readable_rate(bytes_per_second: float) -> str:
-    """Return a bandwidth for people, in powers of 1000 as those of drives are given: ``1.48 GB/s``."""
+    """Format a bandwidth for people, in powers of 1000 as for drives: ``1.48 GB/s``."""
     name, size = scale(bytes_per_second, RATES)
     return f"{significant(bytes_per_second / size)} {name}"
 
@@ -88,17 +83,18 @@ def readable_rate(bytes_per_second: float) -> str:
 
 
 MANY_RANGES = 4
-"""A list of more ranges of layers than this is longer than one line has room for."""
+"""Most ranges of layers that fit into one line."""
 
 
 class LayerGroup(NamedTuple):
-    """Layers that follow one another and are alike.
+    """Consecutive layers that are alike.
 
     Attributes:
-        numbers: Their numbers, such as ``"0-7"``; names where a model has several stacks, or no numbers.
-        name: Their module names as one, such as ``"decoder.layers.0-7"``.
-        first: Index of the first of them.
-        size: How many they are.
+        numbers: The numbers of the layers, such as ``"0-7"``. If a model has several stacks, or its layers
+            have no numbers, this is ``name``.
+        name: The module names in one text, such as ``"decoder.layers.0-7"``.
+        first: Index of the first layer.
+        size: Number of layers.
     """
 
     numbers: str
@@ -108,24 +104,24 @@ class LayerGroup(NamedTuple):
 
 
 def _stack_and_number(name: str) -> tuple[str, int]:
-    """Return a module name with a blank for its number, and the number; a name without one, and 0."""
+    """Return a module name with a blank for its number, and the number; 0 if the name has no number."""
     found = _NUMBER.search(name)
     return (name, 0) if found is None else (_NUMBER.sub(_BLANK, name), int(found[0]))
 
 
 def grouped(names: Sequence[str], alike: Sequence[Hashable]) -> list[LayerGroup]:
-    """Layers in groups: each of layers that follow one another by number and are alike.
+    """Return groups of layers. The layers of a group have consecutive numbers and are alike.
 
     Args:
-        names: Module name of each layer, in their order.
-        alike: Equal for layers that may be in one group.
+        names: Module name of each layer, in order.
+        alike: For each layer, a value that is equal within a group.
     """
     parts = [_stack_and_number(name) for name in names]
     is_one_stack = len(dict(parts)) == 1
 
     def key(index: int) -> Hashable:
         stack, number = parts[index]
-        # Layers that follow one another: number and index go up together. Without a number each is alone.
+        # For consecutive layers, number and index increase together. A layer without a number is alone.
         return stack, number - index if _BLANK in stack else index, alike[index]
 
     groups = []
@@ -140,11 +136,11 @@ def grouped(names: Sequence[str], alike: Sequence[Hashable]) -> list[LayerGroup]
 
 
 def layers_by_placement(names: Sequence[str], placements: Sequence[str]) -> str:
-    """Return what is done with which layers, in one line: ``"offload layers 0-9, keep layers 10-11"``.
+    """Return the placements of all layers in one line: ``"offload layers 0-9, keep layers 10-11"``.
 
     Args:
         names: Module name of each layer.
-        placements: The placement of each.
+        placements: The placement of each layer.
     """
     groups = grouped(names, placements)
     ways = dict.fromkeys(placements[group.first] for group in groups)
@@ -159,7 +155,7 @@ def _as_verb(placement: str) -> str:
 
 
 def _listed(groups: Sequence[LayerGroup]) -> str:
-    """Return the layers of some groups, or how many there are if they are scattered."""
+    """Return the layers of some groups in words. If there are many groups, return their number and range."""
     count = sum(group.size for group in groups)
     if len(groups) > MANY_RANGES:
         return f"{count} layers from {groups[0].numbers} to {groups[-1].numbers}"
@@ -167,14 +163,14 @@ def _listed(groups: Sequence[LayerGroup]) -> str:
 
 
 def renumbered(names: Sequence[str], chosen: Iterable[int]) -> tuple[str, ...]:
-    """Return module names for a model with more layers, or fewer, of the same stacks.
+    """Return module names for a model with more or fewer layers of the same stacks.
 
     Args:
-        names: Those of the layers that there are.
-        chosen: For each layer of that model, the index of the one that it is like.
+        names: The names of the existing layers.
+        chosen: For each layer of the new model, the index of the existing layer that it is like.
     """
     parts = [_stack_and_number(name) for name in names]
-    following = dict(reversed(parts))  # begins with the first number of each stack
+    following = dict(reversed(parts))  # the next number of each stack
     made = []
     for stack in (parts[index][0] for index in chosen):
         number = following[stack]

@@ -16,18 +16,26 @@ _FLAGS = ("recomputes", "offloads", "rebuilds", "spares_attention")
 class Placement(StrEnum):
     """Where the activations of a layer are between forward and backward.
 
-    ``Placement("offload-25%")`` is a placement, too: the share can be any whole number from 1 to 99.
+    - ``keep``: in memory.
+    - ``offload``: in the store.
+    - ``offload-N%``: N percent of the bytes in the store, and the rest in memory. N is from 1 to 99.
+    - ``recompute``: nowhere. Backward runs the layer's forward again, on inputs that are in memory.
+    - ``recompute-offload``: like ``recompute``, but the inputs are in the store.
+    - ``recompute-except-attention``: like ``recompute-offload``, but the output of fused attention is in the
+      store too, and is not computed again.
+    - ``offload-remat``: like ``offload``, but outputs of cheap operations are computed again.
+    - ``auto``: as the planner decides for each layer.
 
     Attributes:
         recomputes: Whether backward runs the layer's forward again, on all ranks that share the layer.
-        offloads: Whether tensors are written to the store and read back: all that the layer saves or, where
-            it is recomputed, its inputs.
+        offloads: Whether tensors are written to the store and read back. These are all saved tensors of the
+            layer. If the layer is recomputed, these are its inputs.
         rebuilds: Whether outputs of cheap operations are computed again instead of written.
         spares_attention: Whether the output of fused attention is offloaded instead of computed again.
-        percent: Share of the layer's saved bytes that is offloaded, 1 to 100.
+        percent: Percentage of the layer's saved bytes that is offloaded, 1 to 100.
 
     Raises:
-        ValueError: ``Placement(name)`` finds no placement of this name.
+        ValueError: No placement has this name.
     """
 
     recomputes: bool
@@ -37,7 +45,7 @@ class Placement(StrEnum):
     percent: int
 
     def __new__(cls, word: str, *flags: str, percent: int = 100) -> Self:
-        """Return a member whose flags are plain attributes, since each run of a layer reads them."""
+        """Return a member with its flags as plain attributes, because each run of a layer reads them."""
         made = str.__new__(cls, word)
         made._value_ = word
         made.percent = percent
@@ -55,7 +63,7 @@ class Placement(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Placement:
-        """Return the placement with the share that its name gives; each is made once."""
+        """Return the placement with a share of bytes in its name. Each is created once."""
         share = re.fullmatch("offload-([1-9][0-9]?)%", value) if isinstance(value, str) else None
         if share is None:
             raise ValueError(f"{value!r} is not one of {', '.join(names())}")
@@ -70,7 +78,7 @@ class Placement(StrEnum):
 
     @property
     def as_run(self) -> Placement:
-        """The placement by which a layer runs: ``offload`` where the planner has not replaced ``auto``."""
+        """The placement by which a layer runs. ``auto`` runs as ``offload`` until the planner replaces it."""
         return Placement.OFFLOAD if self is Placement.AUTO else self
 
 
@@ -80,23 +88,23 @@ def names() -> list[str]:
 
 
 class Staying:
-    """Decides in the order of saving which tensors stay where a share of the bytes is offloaded.
+    """Decides which tensors stay in memory when a share of the bytes is offloaded, in the order of saving.
 
-    Tensors stay whole. The share is met to within half of the largest, also after each part of the sequence,
-    so that the store is given bytes evenly.
+    Tensors are not split. After each tensor, the share is met to within half of the largest tensor. The store
+    therefore gets bytes evenly.
 
     Args:
-        percent: Share of the bytes that is offloaded.
+        percent: Percentage of the bytes that is offloaded.
     """
 
     __slots__ = ("_owed", "_percent")
 
     def __init__(self, percent: int) -> None:
         self._percent = 100 - percent
-        self._owed = 0  # hundredths of bytes that should have stayed by now, less those that have
+        self._owed = 0  # hundredths of bytes that should have stayed so far, less those that did
 
     def stays(self, nbytes: int) -> bool:
-        """Return True if the next tensor stays; ``nbytes`` is 0 where it does not count."""
+        """Return True if the next tensor stays. ``nbytes`` is 0 for a tensor that does not count."""
         self._owed += self._percent * nbytes
         if not nbytes or self._owed <= 50 * nbytes:
             return False
@@ -105,11 +113,11 @@ class Staying:
 
 
 def staying(sizes: Iterable[int], percent: int) -> frozenset[int]:
-    """Return the indices of the tensors that stay where ``percent`` of the bytes is offloaded.
+    """Return the indices of the tensors that stay in memory when ``percent`` of the bytes is offloaded.
 
     Args:
         sizes: Bytes of each tensor, in the order of saving.
-        percent: Share of the bytes that is offloaded.
+        percent: Percentage of the bytes that is offloaded.
     """
     rule = Staying(percent)
     return frozenset(number for number, nbytes in enumerate(sizes) if rule.stays(nbytes))

@@ -1,8 +1,8 @@
-"""Every private name of PyTorch that the package uses, and what is done with it.
+"""All private names of PyTorch that the package uses.
 
-No other file names one, beside attributes of tensors, storages and modules that every release has had, such
-as ``_version`` and ``_parameters``. All are in use with PyTorch 2.10 to 2.13; where releases differ, the
-function says how. ``tests/unit/test_torch_private.py`` tries each with the PyTorch that is installed.
+No other file uses private names, except attributes of tensors, storages and modules that all releases have,
+such as ``_version`` and ``_parameters``. All names exist in PyTorch 2.10 to 2.13. If releases differ, the
+function says how. ``tests/unit/test_torch_private.py`` tests each name with the installed PyTorch.
 """
 
 from __future__ import annotations
@@ -33,67 +33,68 @@ _autograd: Any = torch._C._autograd
 # ---- autograd --------------------------------------------------------------------------------------
 
 latest_node: Callable[[], int] = _autograd._get_sequence_nr
-"""Return the number of the node of autograd that the calling thread made last, plus one."""
+"""Return the number of the last autograd node that the calling thread created, plus one."""
 
 keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
-"""Return whether the backward pass of the calling thread leaves the graph alive; true outside of one, too."""
+"""Return True if the calling thread's backward pass retains its graph, and outside of a backward pass."""
 
 push_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks
-"""Save tensors by pack and unpack on the calling thread: ``saved_tensors_hooks`` without its frames."""
+"""Push pack and unpack hooks on the calling thread, like ``saved_tensors_hooks`` but without its frames."""
 
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
-"""Take the innermost hooks of the calling thread off."""
+"""Pop the innermost hooks of the calling thread."""
 
 hooks_are_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
-"""Return whether hooks may be pushed; under a transform of ``torch.func`` they may not."""
+"""Return True if hooks may be pushed. Transforms of ``torch.func`` forbid hooks."""
 
 hooks_on_top: Callable[[], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None]
 hooks_on_top = partial(_autograd._top_saved_tensors_default_hooks, True)  # noqa: FBT003 - positional in C++
-"""Return pack and unpack of the innermost hooks of the calling thread; ``None`` if there are none."""
+"""Return the innermost pack and unpack hooks of the calling thread; ``None`` if there are none."""
 
 current_backward: Callable[[], int] = _C._current_graph_task_id
-"""Return the number of the backward pass that the calling thread runs; -1 outside of one."""
+"""Return the number of the calling thread's backward pass; -1 outside of one."""
 
 _engine: Any = torch.autograd.Variable._execution_engine
 call_after_backward: Callable[[Callable[[], object]], None] = _engine.queue_callback
-"""Call a function when the backward pass of the calling thread has ended."""
+"""Call a function when the calling thread's backward pass has ended."""
 
 
 def is_recomputation() -> bool:
     """Return True if the calling forward runs inside a backward pass.
 
-    Holds for the checkpoints of PyTorch and Megatron alike: what is saved then is used at once and stays.
+    This includes checkpoints of PyTorch and of Megatron. Tensors that are saved then are used at once, and
+    stay in memory.
     """
     return current_backward() != -1
 
 
 number_of: Callable[[Node], int] = methodcaller("_sequence_nr")
-"""Return the number of a node of autograd, in the order in which a thread made them."""
+"""Return the sequence number of an autograd node: its position in the order of creation on its thread."""
 
 
 def is_transformed() -> bool:
-    """Return whether the calling code runs inside a transform of ``torch.func``."""
+    """Return True if the calling code runs inside a transform of ``torch.func``."""
     return _C._functorch.peek_interpreter_stack() is not None
 
 
 is_transform_wrapper: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor
-"""Return whether a tensor stands for another one inside a transform; it has no storage."""
+"""Return True if a tensor is a wrapper inside a transform. Wrappers have no storage."""
 
 # ---- tensors ---------------------------------------------------------------------------------------
 
 factories: Any = _C._VariableFunctions
-"""Functions of ``torch`` that no program has replaced by its own."""
+"""Functions of ``torch`` that programs cannot have replaced."""
 
 without_subclasses: Callable[[], contextlib.AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
-"""Return a block in which subclasses of tensors are taken for plain ones."""
+"""Return a block in which tensor subclasses are treated as plain tensors."""
 
 
 def shares_version(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return True if two tensors have one version counter, so that a change of one is seen at the other.
+    """Return True if two tensors have one version counter, so that a change of one is visible in the other.
 
-    Tensors that share a storage need not share the counter: ``.data`` and ``from_numpy`` give a new one.
-    PyTorch offers no question for that, so the counter is moved and moved back. No line of Python is run in
-    between, where another thread might take the tensor for one that was changed.
+    Tensors that share a storage need not share the counter: ``.data`` and ``from_numpy`` create a new one.
+    PyTorch has no function for this check, so the counter is changed and restored. No Python code runs in
+    between. Otherwise another thread might consider a tensor as changed.
     """
     version = probe._version
     if tensor._version != version:
@@ -111,7 +112,7 @@ _move_version = _autograd._unsafe_set_version_counter
 
 
 def users_of(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors have the memory of a storage."""
+    """Return the number of tensors that use the memory of a storage."""
     return int(_C._storage_Use_Count(storage._cdata))
 
 
@@ -122,7 +123,7 @@ tree_leaves = _pytree.tree_leaves
 
 KeySet = _C.DispatchKeySet
 AFTER_BACKEND_SELECT = _C._dispatch_keyset_full_after(_C.DispatchKey.BackendSelect)
-"""Keys of the dispatcher below the one at which a function can be put in front of any operation."""
+"""Dispatcher keys below ``BackendSelect``, at which a function can be registered for any operation."""
 
 sharing_versions = partial(_C._SetExcludeDispatchKeyGuard, _C.DispatchKey.ADInplaceOrView, False)  # noqa: FBT003
 """Return a block in which views share the version counter of their base, as they do above autograd."""
@@ -130,26 +131,27 @@ sharing_versions = partial(_C._SetExcludeDispatchKeyGuard, _C.DispatchKey.ADInpl
 # ---- compiler --------------------------------------------------------------------------------------
 
 CALLS = nn.Module._call_impl.__code__.co_filename
-"""File of the function that calls the forward of a module."""
+"""The file of the function that calls a module's forward."""
 
 switch_tracer: Callable[[Any], Any] = eval_frame.set_eval_frame
-"""Set the tracer of the calling thread; return the one before. A frame of Python's would be shown to it."""
+"""Set the calling thread's tracer; return the previous one. The tracer would see a frame of Python code."""
 
 _REASON = (
-    "UnsupportedError: tba-offload is attached to this layer, and moves its activations when it runs. no "
-    "graph can span an attached layer: leave out fullgraph=True, and each layer becomes a graph of its own, "
-    "or compile the layers themselves (layer.compile()) before tba_offload.attach"
+    "UnsupportedError: no graph can span an attached layer, because tba-offload moves its activations when "
+    "it runs. Leave out fullgraph=True, so that each layer becomes a graph of its own, or compile the layers "
+    "themselves (layer.compile()) before tba_offload.attach"
 )
 
 
 def untraced(function: Function, *, with_calls: bool = True) -> Function:
-    """Have the compiler skip a function that autograd calls, and what the function calls.
+    """Make the compiler skip a function that autograd calls, and the functions that it calls.
 
-    ``torch.compiler.disable`` would import the compiler, which takes seconds, for everybody.
+    ``torch.compiler.disable`` would import the compiler, which takes seconds, also in programs that do not
+    compile.
 
     Args:
         function: The function.
-        with_calls: Whether what it calls is skipped too.
+        with_calls: Whether the functions that it calls are skipped too.
     """
     skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
     strategy = eval_frame._FrameExecStrategy(skip, skip if with_calls else default)
@@ -158,11 +160,11 @@ def untraced(function: Function, *, with_calls: bool = True) -> Function:
 
 
 def not_traced(function: Function, *, nor_what_it_calls: bool = False) -> Function:
-    """Have the compiler end its graph at a function, as ``torch.compiler.disable`` does.
+    """Make the compiler end its graph at a function, as ``torch.compiler.disable`` does.
 
     Args:
         function: The function.
-        nor_what_it_calls: Whether what it calls is skipped too; else that may be traced.
+        nor_what_it_calls: Whether the functions that it calls are skipped too. Otherwise they may be traced.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
@@ -170,34 +172,34 @@ def not_traced(function: Function, *, nor_what_it_calls: bool = False) -> Functi
 
 
 def is_compiled(forward: object) -> bool:
-    """Return whether the compiler has made a function."""
+    """Return True if the compiler created a function."""
     return hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def load_compiler() -> None:
-    """Import what a first checkpoint would import inside a step: 70 MiB."""
+    """Import the compiler (70 MiB), which the first checkpoint would otherwise import inside a step."""
     import torch._dynamo  # noqa: F401
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
-    """Return whether PyTorch runs the forward of a module again in backward."""
+    """Return True if PyTorch runs the forward of a module again in backward."""
     wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     return wrappers is not None and isinstance(module, wrappers.CheckpointWrapper)
 
 
 def graph_node(device: torch.device) -> object:
-    """Return the node that Inductor's trees of CUDA graphs are at; ``None`` if there is none."""
+    """Return the current node of Inductor's CUDA graph trees; ``None`` if there is none."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return None
     try:
         manager = trees.get_manager(device.index, create_if_none_exists=False)
-    except AssertionError:  # up to PyTorch 2.11, on a thread that has none although others have
+    except AssertionError:  # up to PyTorch 2.11, if only other threads have a manager
         return None
     return None if manager is None else manager.current_node
 
 
-# ---- functions of PyTorch that are wrapped while a session is open -------------------------------------
+# ---- functions of PyTorch that are replaced while a session is open ------------------------------------
 
 
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -207,9 +209,9 @@ _disable = torch.autograd.graph.disable_saved_tensors_hooks
 
 @functools.wraps(_resize)
 def _guarded_resize(storage: torch.UntypedStorage, size: int) -> object:
-    """Ask sessions first: Megatron and FSDP empty a storage, and fill the same one again before backward.
+    """Notify sessions first: Megatron and FSDP empty a storage, and fill it again before backward.
 
-    Holding a reference does not prevent that, so a write that is queued or running would read freed memory.
+    A reference to the storage does not prevent this. A queued or running write would then read freed memory.
     """
     for each in list(_guarded):
         each.protect(storage)
@@ -218,7 +220,7 @@ def _guarded_resize(storage: torch.UntypedStorage, size: int) -> object:
 
 @contextlib.contextmanager
 def _disable_without_ours(error_message: str) -> Iterator[None]:
-    """Take our hooks off meanwhile: transforms of ``torch.func`` raise if any are active where they start."""
+    """Remove our hooks within the block, because ``torch.func`` transforms raise if hooks are active."""
     top, is_aside = hooks_on_top(), False
     try:
         if top is not None and getattr(getattr(top[0], "__self__", None), "is_of_tba_offload", False):
@@ -232,14 +234,14 @@ def _disable_without_ours(error_message: str) -> Iterator[None]:
 
 
 def watch(capture: Any) -> None:
-    """Call ``capture.protect`` before a storage is resized, and have transforms in its layers work."""
+    """Call ``capture.protect`` before a storage is resized, and make transforms work in attached layers."""
     _guarded.add(capture)
     torch.UntypedStorage.resize_ = _guarded_resize  # type: ignore[method-assign,assignment]
     torch.autograd.graph.disable_saved_tensors_hooks = _disable_without_ours
 
 
 def unwatch(capture: Any) -> None:
-    """End :func:`watch`; with the last one PyTorch's own functions are back."""
+    """End :func:`watch`. When no capture is watched any more, restore PyTorch's own functions."""
     _guarded.discard(capture)
     if not _guarded:
         torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
