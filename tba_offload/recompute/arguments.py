@@ -104,6 +104,5 @@ class _Gone:
             raise AttributeError(name)
         raise UnsupportedError(
             "a recomputed layer reads a cache of keys and values that was filled before it ran, by another "
-            "layer or another forward. Switch the cache off (use_cache=False), or place the layer keep or "
-            "offload."
+            "layer or another forward. Set use_cache=False, or place the layer keep or offload."
         )
