@@ -21,8 +21,7 @@
         ├── ChecksumError                     the bytes read differ from the bytes written
         └── DeviceError                       the device of the bytes failed, not the drive
 
-    NoEffectWarning (UserWarning)             a valid setting has no effect, or not the effect that it seems
-    to
+    NoEffectWarning (UserWarning)             a valid setting has no effect, or an unexpected one
     └── NothingSavedWarning                   offloading frees little or no memory
 
 Every message says what failed, where, and how to fix it.

@@ -241,7 +241,7 @@ def watch(capture: Any) -> None:
 
 
 def unwatch(capture: Any) -> None:
-    """End :func:`watch`. When no capture is watched any more, restore PyTorch's own functions."""
+    """End :func:`watch`. After the last one, restore PyTorch's own functions."""
     _guarded.discard(capture)
     if not _guarded:
         torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]

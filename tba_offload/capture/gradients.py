@@ -1,6 +1,6 @@
 """The gradients that a step creates, and the bytes that they take.
 
-PyTorch sets gradients to None by default, so backward allocates all of them again. Gradients are no
+PyTorch sets gradients to None by default, so backward allocates all of them again. Gradients are not
 activations: their size depends on the model, not on the batch, and no placement changes it.
 """
 

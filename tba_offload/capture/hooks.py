@@ -10,7 +10,7 @@ An operation saves its inputs before its kernel runs, and the kernel may still w
 ``rrelu`` fills its noise tensor. The bytes of a tensor without a graph are therefore read only after the
 operation has ended. Autograd's node numbers show when this is. An operation creates its node before it saves
 tensors, so a higher node number means that the next operation has started. A tensor with a graph is complete
-when it is saved: an output gets its graph after the kernel, and a later write in place raises its version.
+when it is saved. An output gets its graph after the kernel, and a later write in place raises its version.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Capture:
         return saved if torch_private.shares_version(saved.probe, tensor) else None
 
     def is_kept(self, storage: torch.UntypedStorage) -> bool:
-        """Return True if this storage stays in memory in this step, and is therefore no activation."""
+        """Return True if this storage stays in memory in this step, and is not an activation."""
         kept = self.kept.get(storage._cdata)
         return kept is not None and kept() is storage
 
@@ -311,7 +311,7 @@ class LayerHooks:
         if address in capture.static.addresses and storage in capture.static:
             return Kept(tensor)
         if base is not None and base.is_leaf and isinstance(base, torch.nn.Parameter):
-            # FSDP gathers weights for this scope. Views of them are saved, but are no activations.
+            # FSDP gathers weights for this scope. Their views are saved, but are not activations.
             capture.note_kept(storage)
             return Kept(tensor)
         nbytes = storage.nbytes()
@@ -417,7 +417,7 @@ class LayerHooks:
         return Kept(tensor)
 
     def _keep_odd(self, tensor: torch.Tensor) -> Kept:
-        """Keep a tensor that cannot be rebuilt from its bytes. Such a parameter is no activation."""
+        """Keep a tensor that cannot be rebuilt from its bytes. Such a parameter is not an activation."""
         if not (tensor.is_leaf and tensor.requires_grad):
             self.capture.trace.kept_bytes += tensor.numel() * tensor.itemsize
         return Kept(tensor)

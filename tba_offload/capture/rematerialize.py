@@ -303,7 +303,7 @@ def _wrap_classes() -> None:
             if found is not None and found not in _wrapped:
                 method = "apply" if issubclass(found, torch.autograd.Function) else "forward"
                 own = getattr_static(found, method)
-                # Only the owner and the mode are asked, so that tensor subclasses see no more than before.
+                # Only the owner and the mode are called, so that tensor subclasses see no new calls.
                 shown = wrap_torch_function(lambda owner, *_, **__: (owner,))(getattr(own, "__func__", own))
                 shown.__name__ = name
                 CHEAP.add(shown)

@@ -91,8 +91,8 @@ class PrefetchSchedule:
     def __next__(self) -> tuple[SavedRef, bool]:
         """Return the next expected activation, and whether a forward pass comes before its use.
 
-        If an iteration stops early, the next iteration returns the last activation again. This is no
-        generator, because an interrupt while a generator is closed would be lost.
+        If an iteration stops early, the next iteration returns the last activation again. This class
+        is not a generator, because an interrupt while a generator is closed would be lost.
         """
         self._next += self._was_taken
         while self._next < len(self._expected):

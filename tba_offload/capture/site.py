@@ -61,9 +61,9 @@ def copy_without_hooks(modules: Iterable[nn.Module]) -> None:
     """Make copies and pickles of modules leave out every :class:`InstalledHook`.
 
     A file saved from an attached model then equals a file of the bare model. ``torch.load`` needs no other
-    safe globals, and tba-offload need not be installed. Python's registry of reducers is by class. It passes
-    the object that is copied, also for copies that share the attributes of another module. Classes stay in
-    the registry: a module without hooks of ours is copied as before.
+    safe globals, and tba-offload need not be installed. Python's registry of reducers (``copyreg``) is by
+    class. It passes the object that is copied, also for copies that share the attributes of another module.
+    Classes stay in the registry: a module without hooks of ours is copied as before.
     """
     for kind in set(map(type, modules)) - copyreg.dispatch_table.keys():
         copyreg.pickle(kind, _reduce_without_hooks)
@@ -106,7 +106,7 @@ class Site(InstalledHook):
     Attributes:
         own: The layer's own forward.
         runs: Number of runs in this step.
-        waiting: Number of these runs whose backward has not come yet.
+        waiting: Number of these runs whose backward has not started.
         tracer: The compiler's hook in the last call of the layer.
     """
 
@@ -154,7 +154,7 @@ class Site(InstalledHook):
             switch_tracer(tracer)
 
     def _copy_in(self, caller: FrameType) -> nn.Module | None:
-        """Return the copy of the layer that is called; ``None`` if it is the layer itself."""
+        """Return the called module if it is a copy of the layer; ``None`` if it is the layer itself."""
         called, layer = None, self.layer.module
         if caller.f_code.co_filename == CALLS:
             called = caller.f_locals.get("self")

@@ -209,7 +209,7 @@ def _static_tensors(module: torch.nn.Module) -> list[Any]:
         found += inner._buffers.values()
         for parameter in inner._parameters.values():
             found.append(parameter)
-            # A parameter that ``functional_call`` computed is no leaf and has no gradient of its own.
+            # A parameter that ``functional_call`` computed is not a leaf and has no gradient of its own.
             if parameter is not None and parameter.is_leaf and parameter.grad is not None:
                 found.append(parameter.grad)
             found.append(getattr(parameter, "main_grad", None))

@@ -4,7 +4,7 @@ A meter measures the activation peak of a step. On an accelerator, the peak come
 caching allocator. On a CPU, a meter samples glibc's own count of live bytes, because malloc keeps no peak.
 Neither uses the offloader's own counts.
 
-Gradients and optimizer states that are allocated in the middle of a step are no activations.
+Gradients and optimizer states that are allocated in the middle of a step are not activations.
 :class:`LiveBytes` counts them when they are created, and the meters leave them out.
 """
 
@@ -148,7 +148,7 @@ THIN = 0.25, 0.02
 """Samples are thin if there was none for this share of the time, and for this many seconds."""
 
 WASTED = 1.1, 4 * 2**20
-"""malloc is told to return freed memory if its memory exceeds live bytes by this factor and these bytes."""
+"""malloc has to return freed memory if its memory exceeds live bytes by this factor and these bytes."""
 
 
 class MallocMeter(MemoryMeter):

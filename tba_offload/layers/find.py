@@ -20,7 +20,7 @@ Blocks = dict[str, nn.Module]
 """The blocks of a list, by position."""
 
 State = tuple[Callable[[], Any], Callable[[Any], object]]
-"""A function that reads a state, and one that sets it. Second runs of a layer restore such a state."""
+"""A function that reads a state, and one that sets it. Second runs of a layer restore this state."""
 
 LEAST_LEFT_OUT = 0.1
 """Other lists of blocks are reported if they have this share of the parameters of the layers."""

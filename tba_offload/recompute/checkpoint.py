@@ -51,7 +51,7 @@ class RecomputedLayer:
         states: Returns states that second runs restore, in addition to PyTorch's random generators.
 
     Attributes:
-        modes: Knowledge of the layer by mode. A mode is the training flags of the layer's modules.
+        modes: The :class:`Mode` of the layer, by the training flags of its modules.
         tried: Modes in which a :class:`Trial` has shown whether the layer can be recomputed.
         last_saved: Index of the last tensor that the layer saves. Most differences reach this tensor.
     """
@@ -272,7 +272,7 @@ class _Execution:
 
 
 class _Ended(BaseException):
-    """Ends a second run. It is no ``Exception``, because the layer's own code may catch all exceptions."""
+    """Ends a second run. It is a ``BaseException``, because the layer may catch every ``Exception``."""
 
 
 def _hold_nothing(_: object) -> None:
@@ -282,7 +282,7 @@ def _hold_nothing(_: object) -> None:
 class Trial(_Execution):
     """A second run of a layer that is not recomputed, as a test of whether it could be.
 
-    It takes place when backward comes to the layer, as a recomputation would. Its results are dropped. A
+    It runs when backward reaches the layer, as a recomputation would. Its results are dropped. A
     checkpoint around a single number restores the generators and the autocast state of forward.
     """
 
@@ -305,7 +305,7 @@ class Trial(_Execution):
             self._first.add(tensor)
 
     def first_run_ended(self, output: Any) -> None:
-        """Compare the two runs when backward comes to ``output``, which the first run returned."""
+        """Compare the two runs when backward reaches ``output``, which the first run returned."""
         layer, training = self._layer, self.training
         number, self._number = self._number, None  # its graph refers to this object
         with self._judged():

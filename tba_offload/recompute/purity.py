@@ -1,7 +1,7 @@
-"""Purity: the side effects of a layer's first run, inspected once in each mode of the layer.
+"""The side effects of a layer's first run, inspected once in each mode of the layer.
 
-A second run restores little of the program's state: small buffers that forward changes in place (running
-statistics), random generators, and attributes that the second run itself sets. A layer that changes anything
+A second run restores only this state: small buffers that forward changes in place (running statistics),
+random generators, and attributes that the second run itself sets. A layer that changes anything
 else is refused by name.
 """
 
@@ -52,7 +52,7 @@ _KERNELS: tuple[State, ...] = (
 
 
 class Mode(NamedTuple):
-    """Knowledge of a layer while certain modules of it are in training mode.
+    """The state that second runs of a layer must restore, for one combination of training flags.
 
     Attributes:
         states: States that second runs set, in addition to PyTorch's generators. They are settings that
@@ -132,7 +132,7 @@ class Look:
         self._before = self._prints()
 
     def learn(self, layer: str, found: States) -> Mode:
-        """Return the knowledge that the first run gives.
+        """Return the state that second runs must restore.
 
         An attribute that forward sets to another object does not count as changed: see :func:`state_kept`.
 

@@ -1,9 +1,10 @@
 """Free byte ranges of one place, in one sorted list.
 
 Allocation is first fit, lowest offset first. Each step therefore uses the same blocks again, and the file
-stays as small as the largest need within a step. If at most n bytes are taken at a time, in extents of at
-most m blocks, the file stays within H(m) / ln 2 x n bytes. H(m) is the m-th harmonic number (Robson, "Worst
-case fragmentation of first fit and best fit storage allocation strategies", The Computer Journal, 1977).
+stays as small as the largest need within a step. Let at most n bytes be taken at a time, in extents of at
+most m blocks. The file then needs at most H(m) / ln 2 x n bytes. H(m) is the m-th harmonic number (Robson,
+"Worst case fragmentation of first fit and best fit storage allocation strategies", The Computer Journal,
+1977).
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class FileStore(Store):
     def close(self) -> None:
         """Close the descriptor, which frees the blocks, and free the slabs.
 
-        Errors are ignored, because they concern bytes that are not needed any more.
+        Errors are ignored, because they concern bytes that are no longer needed.
         """
         with suppress(OSError):
             os.close(self.fd)

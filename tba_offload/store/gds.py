@@ -12,8 +12,8 @@ stream, but also wait for the default stream unless cuFile has a configuration f
 kernels, which take multiprocessors from training. kvikio is used to find the cuFile library and its driver,
 and to check whether the machine has what cuFile needs.
 
-No memory is registered with cuFile. Registration is worth its cost only for a buffer that one owner uses
-again and again. Tensors come from PyTorch's caching allocator and return to it.
+No memory is registered with cuFile. Registration pays off only for a buffer that one owner uses
+many times. Tensors come from PyTorch's caching allocator and return to it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ UDEV = Path("/run/udev")
 class GdsStore(FileStore):
     """A store in one unlinked file that cuFile writes and reads.
 
-    One block is written and read back first. The reasons are that cuFile may accept a file but refuse its
-    transfers, and that the first transfer allocates memory, which must not happen inside a step. Checksums
-    are computed on the device.
+    One block is written and read back first. cuFile may accept a file but refuse its transfers. Its first
+    transfer also allocates memory, which must not happen inside a step. Checksums are computed on the device.
 
     Args:
         directory: Where to create the file.
@@ -143,7 +142,7 @@ def driver_versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"kvikio": None, "cufile": None, "nvidia_fs": None}
     with suppress(OSError):
         found["nvidia_fs"] = NVIDIA_FS.with_name("version").read_text().strip().removeprefix("version: ")
-    with suppress(MissingDependencyError, RuntimeError, AttributeError):  # some kvikio has no versions
+    with suppress(MissingDependencyError, RuntimeError, AttributeError):  # some versions of kvikio lack this
         kvikio = import_kvikio()
         found["kvikio"] = str(kvikio.__version__)
         found["cufile"] = ".".join(map(str, kvikio.cufile_driver.libcufile_version()))

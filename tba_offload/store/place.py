@@ -28,7 +28,7 @@ takes from milliseconds to minutes.
 """
 
 STEPS_KEPT = 3
-"""Number of last steps. The most room that they needed is kept at the end of a step."""
+"""Number of recent steps. The largest room that they needed is kept at the end of a step."""
 
 FIRST_RATE = 1e9
 """Assumed rate of writes to a place before it is measured, in bytes a second."""

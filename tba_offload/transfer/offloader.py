@@ -153,7 +153,7 @@ class Offloader:
             self.store.write(batch)
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` bytes fit into the window. If no I/O runs any more, admit them anyway."""
+        """Wait until ``nbytes`` bytes fit into the window. If no I/O is running, admit them anyway."""
         window, began = self.window, time.perf_counter()
         mark = self.device.mark() if self.marks_stalls else None
         while window.rules.is_crowded(window.in_flight, nbytes):
@@ -383,7 +383,7 @@ class Offloader:
         return True
 
     def _end_ahead(self, ref: SavedRef) -> None:
-        """End the read of a saved storage: its bytes are used, or are not needed any more."""
+        """End the read of a saved storage: its bytes are used, or are no longer needed."""
         if ref.read is not None and ref.read.is_done:
             ref.read.memory = None  # the transfer may still be in the queue of completed ones
         ref.read = None
@@ -573,7 +573,7 @@ class Offloader:
         self.window.reset_stats()
 
     def end_step(self) -> None:
-        """End a step. Drop bytes that were read ahead in vain. Other saved storages stay valid."""
+        """End a step. Drop bytes that were read ahead and not used. Other saved storages stay valid."""
         with self._lock:
             self._drain()
             self.window.most_read_ahead = float("inf")
