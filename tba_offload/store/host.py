@@ -99,7 +99,7 @@ class HostStore(Store):
             try:
                 self._slabs.append(self.device.host_memory(nbytes))
             except (MemoryError, OSError, RuntimeError) as error:  # malloc, mmap, CUDA
-                what = f"no {nbytes} bytes more than {size}: {error}"
+                what = f"cannot allocate {nbytes} bytes in addition to {size}: {error}"
                 remedy = "lower store.capacity or store.host_capacity, or use a drive"
                 raise StoreFullError(errno.ENOMEM, f"{what}; {remedy}", self.name) from error
 
