@@ -137,9 +137,9 @@ switch_tracer: Callable[[Any], Any] = eval_frame.set_eval_frame
 """Set the calling thread's tracer; return the previous one. The tracer would see a frame of Python code."""
 
 _REASON = (
-    "UnsupportedError: no graph can span an attached layer, because tba-offload moves its activations when "
-    "it runs. Leave out fullgraph=True, so that each layer becomes a graph of its own, or compile the layers "
-    "themselves (layer.compile()) before tba_offload.attach"
+    "UnsupportedError: tba-offload is attached to this layer, and no graph can span an attached layer. Leave "
+    "out fullgraph=True, so that each layer becomes a graph of its own, or compile the layers themselves "
+    "(layer.compile()) before tba_offload.attach"
 )
 
 
