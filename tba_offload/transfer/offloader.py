@@ -60,7 +60,7 @@ class Offloader:
         self.store, self.device, self.keep_when_full = store, device, keep_when_full
         self.window = InFlightWindow(window)
         self.marks_stalls = self._is_inert = self._is_open = False
-        self._epoch, self._told = 0, set[str]()
+        self._epoch, self._warned_places = 0, set[str]()
         self._lock = Lock()
         store.completed = self._completed = deque[Transfer]()
         self._dead = deque[SavedRef]()
@@ -614,8 +614,8 @@ class Offloader:
             TransferError: A transfer failed. The message has the layer, the cause and the remedy.
         """
         for place, cause in self.store.take_outages():
-            if self.keep_when_full and place not in self._told:
-                self._told.add(place)
+            if self.keep_when_full and place not in self._warned_places:
+                self._warned_places.add(place)
                 warn(outage(place, cause), RuntimeWarning)
         if self._failures:
             try:  # a variable for the error would be a cycle that keeps the graph of the step alive
