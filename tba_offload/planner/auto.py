@@ -1,16 +1,21 @@
-"""The controller of the layers that are placed ``auto``: LEARN, then TRY, then HOLD.
+"""Chooses placements of ``auto`` layers between steps, in three states: LEARN, TRY and HOLD.
 
-LEARN   Three steps. The first offloads all layers, so that a budget holds from the start. In the other two
-        every fourth layer of a kind is kept, recomputed or rebuilt in part, as far as the budget allows.
-TRY     The plan and the best plain plan run in turn. The one that was faster, as measured, stays; a plan
-        that the times of the race show to be better races once against it.
-HOLD    The plan stays until three steps in a row are off by 10 %, or the store's rate is off by a third.
+LEARN takes three steps. The first step offloads all layers, so that a budget holds from the start. In the
+other two steps the controller keeps, recomputes or partly rebuilds every fourth layer of a kind, as far as
+the budget allows.
 
-At any time: a step larger than all before goes back to LEARN, in the middle of the step. After a step over
-the budget the excess is taken off, and there is another plan at once.
+TRY runs the best plan and the best uniform plan in turn. The plan with the faster measured steps wins. If the
+measured times show that a third plan is better, that plan races once against the winner.
 
-Where no limit was set, the budget is what the device has. Plans then climb: each peaks at most twice as high
-as the highest step that was seen to fit.
+HOLD keeps the plan. The controller solves again if three steps in a row are off by 10 %, or if a rate of the
+store is off by a third.
+
+In every state, a step that is larger than all earlier steps returns the controller to LEARN, in the middle of
+the step. After a step over the budget, the controller subtracts the excess from the budget and makes a new
+plan at once.
+
+If no limit is set, the budget is the room that the device has. Then plans grow in steps: each plan may peak
+at most at twice the highest peak that has fitted so far.
 """
 
 from __future__ import annotations
@@ -41,51 +46,51 @@ if TYPE_CHECKING:
     from tba_offload.report.log import StepRecord
 
 LEARNING = 3
-"""Steps before there is a plan."""
+"""Number of steps before the first plan."""
 
 WARM_UP = 1
-"""Steps whose times tell nothing of later ones."""
+"""Number of first steps whose times do not predict later steps."""
 
 FIRST_WINDOW = 16
-"""The first steps have this part of the budget in flight: what else they hold is not known yet."""
+"""In the first steps the in-flight window is the budget divided by this. Other memory is not known yet."""
 
 ROUNDS, ROUNDS_ON_HOST = 2, 3
-"""Steps of each plan in a race; the fastest one counts. More where the times are those of a host."""
+"""Steps of each plan in a race. The fastest step counts. Host clocks are noisier and need more steps."""
 
 OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
-"""Share by which steps are off, how many in a row, and share by which a rate is off, to solve again."""
+"""Limits above which to solve again: change of step times, steps in a row, change of a store rate."""
 
-ANOTHER_SHARE = "the device has another share left for activations"
+ANOTHER_SHARE = "the memory available for activations has changed"
 
 WORTH_IT = 0.02
-"""Share by which a new plan must be faster than the one in force, or that stays. Shorter waits are none."""
+"""Relative gain that a new plan needs to replace the current one. Shorter waits for I/O count as none."""
 
 CLIMB, CLIMBS_ON = 2, 4 / 3
-"""Without a limit a plan may peak at most this many times as high as the highest step that was seen to fit.
+"""Limits of plans when no limit is set, relative to the highest activation peak that has fitted so far.
 
-There is another plan when it may peak so many times as high as the one before. So the device is filled in a
-few steps, each of which checks the prediction of the one before.
+A plan may peak at most at ``CLIMB`` times that peak. A new plan is made when the allowed peak has grown by
+``CLIMBS_ON``. The device fills up in a few steps, and each step checks the previous prediction.
 """
 
 TALKS = 8
-"""Ranks that share layers agree after each of the first 16 steps, and after every eighth later."""
+"""Ranks that share layers agree on a plan after each of the first 16 steps, then after every eighth step."""
 
 
 Agree = Callable[[dict[str, Placement], tuple[float, float]], dict[str, Placement]]
-"""Takes a rank's proposal, name of a layer to its placement, and its need; returns what counts for each."""
+"""Takes this rank's proposal (layer name to placement) and its need. Returns the placements agreed on."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is wanted of the plans of a session.
+    """Settings from which the controller makes plans.
 
     Attributes:
-        policy: What the user wants for each layer.
-        layers: Chunk and module name of each layer.
-        limits: What plans must keep to.
-        objective: Shortest step, or lowest peak at no cost in time.
-        agree: Asks the other ranks that have these layers too, so that all recompute the same ones; ``None``
-            if there are none.
+        policy: The user's placement for each layer.
+        layers: Model chunk and module name of each layer.
+        limits: Limits that plans must keep.
+        objective: Shortest step, or lowest peak without a longer step.
+        agree: Asks the other ranks that have these layers, so that all ranks recompute the same layers.
+            ``None`` if no other rank has them.
     """
 
     policy: tuple[Placement, ...]
@@ -101,7 +106,7 @@ class Task:
 
     @property
     def decides(self) -> bool:
-        """Whether there are layers to decide on."""
+        """Whether any layer is ``auto``."""
         return Placement.AUTO in self.policy
 
     @property
@@ -111,7 +116,7 @@ class Task:
 
     @property
     def has_budget(self) -> bool:
-        """Whether plans must keep to one."""
+        """Whether plans must keep to a budget."""
         return self.limits.budget is not None and self.decides
 
     def first(self) -> Plan:
@@ -123,7 +128,7 @@ class Task:
 
 
 class State(enum.Enum):
-    """What the next step is for."""
+    """Purpose of the next step."""
 
     LEARN = "learn"
     TRY = "try"
@@ -131,18 +136,18 @@ class State(enum.Enum):
 
 
 class Controller:
-    """The plans of one session.
+    """Makes the plans of one session.
 
     Args:
-        task: What it has to decide.
+        task: Settings from which it makes plans.
 
     Attributes:
-        task: The same.
-        state: What the next step is for.
-        steps: Steps so far.
-        profile: What plans are made from; ``None`` before a step was understood.
-        rates: How fast the store is.
-        sizes: How large the runs of layers are.
+        task: Settings from which it makes plans.
+        state: Purpose of the next step.
+        steps: Number of steps so far.
+        profile: Measured step that plans are made from. ``None`` until a step could be measured.
+        rates: Measured rates of the store.
+        sizes: Sizes of the layers' inputs.
     """
 
     def __init__(self, task: Task) -> None:
@@ -157,21 +162,21 @@ class Controller:
 
     def _learn(self) -> None:
         self.state = State.LEARN
-        self._since = 0  # steps in LEARN
-        self._excess = 0  # bytes that came over the budget, and come off it
+        self._since = 0  # number of steps in LEARN
+        self._excess = 0  # bytes over the budget, which reduce later budgets
         self._most_seen = 0  # highest activation peak of a step within the budget
-        self._headrooms: dict[Plan, int] = {}  # of each plan that was measured
-        self._race: dict[Plan, list[float]] = {}  # plans that run in turn, and the seconds of their steps
-        self._races = 0  # since the last plan was made, before this one
-        self._measured = False  # whether the plan in force was, in HOLD
+        self._headrooms: dict[Plan, int] = {}  # measured headroom of each plan
+        self._race: dict[Plan, list[float]] = {}  # plans that run in turn, and their step times
+        self._races = 0  # races since the last new plan, without the current race
+        self._measured = False  # whether the current plan's peak was measured in HOLD
         self._off = 0
-        self._limited = False  # whether limits are others than the plan in force was made for
-        self._usual: list[float] = []  # seconds of the first steps under the plan in force
-        self._bandwidth: Bandwidth | None = None  # that the plan in force was made for
-        self._highest = math.inf  # likewise
+        self._limited = False  # whether the limits changed after the current plan was made
+        self._usual: list[float] = []  # seconds of the first steps under the current plan
+        self._bandwidth: Bandwidth | None = None  # bandwidth that the current plan was made for
+        self._highest = math.inf  # `Case.highest` that the current plan was made for
         self._why = ""
 
-    # ---- what the session asks -------------------------------------------------------------------
+    # ---- for the session -------------------------------------------------------------------------
 
     @property
     def has_planned(self) -> bool:
@@ -180,7 +185,7 @@ class Controller:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing to decide and nothing more to learn."""
+        """Whether the controller has no layer to place and has measured enough steps."""
         return not self.task.decides and self.steps >= 2 * LEARNING and self.task.agree is None
 
     @property
@@ -189,9 +194,9 @@ class Controller:
         return self.task.has_budget and (self.state is not State.HOLD or not self._measured)
 
     def least(self, plan: Plan) -> Plan:
-        """Return the plan for the rest of a step that is larger than ``plan`` was made for.
+        """Return a safe plan for the rest of a step that is larger than ``plan`` was made for.
 
-        What ranks have agreed to recompute they do recompute.
+        Layers that ranks agreed to recompute are still recomputed.
         """
         first = self.task.first()
         if self.task.agree is None:
@@ -206,30 +211,31 @@ class Controller:
         )
 
     def limit(self, limits: Limits) -> None:
-        """Have plans keep to other limits from the next step on."""
+        """Set the limits for plans from the next step on."""
         self.task = replace(self.task, limits=limits)
         self._limited = True
 
     # ---- between steps ---------------------------------------------------------------------------
 
     def observe(self, seen: StepObservation) -> Plan:
-        """Return the plan for the next step; all ranks recompute the same layers, as that is collective."""
+        """Return the plan for the next step. All ranks recompute the same layers."""
         plan, names, agreed = self.propose(seen), self.task.names, seen.plan.placements
         if self.task.agree is None:
             return plan
-        if self.steps <= 2 * TALKS or self.steps % TALKS == 0:  # until then, what is recomputed stays
+        # Until then, recomputed layers stay recomputed.
+        if self.steps <= 2 * TALKS or self.steps % TALKS == 0:
             found = self.task.agree(dict(zip(names, plan.placements, strict=True)), self.need_of(plan))
             agreed = tuple(found[name] for name in names)
         return self._bind(agreed, plan)
 
     def propose(self, seen: StepObservation) -> Plan:
-        """Return the plan that this rank wants for the next step. No error of the planner ends training."""
+        """Return this rank's plan for the next step. An error in the planner does not stop training."""
         self.steps += 1
         try:
             return self._after_step(seen)
-        except Exception as error:  # noqa: BLE001 - a plan is advice
+        except Exception as error:  # noqa: BLE001 - training can continue without a new plan
             what = f"no plan could be made after step {self.steps}: {error!r}"
-            self._warn("failed", f"{what}. Training goes on with the plan before; please report this")
+            self._warn("failed", f"{what}. Training continues with the old plan; please report this")
             return seen.plan
 
     def _after_step(self, seen: StepObservation) -> Plan:
@@ -264,7 +270,7 @@ class Controller:
         return self._raced(seen) if self.state is State.TRY else self._held(seen)
 
     def _forget_warm_up(self) -> None:
-        """Forget what the first step took: memory and files grew, caches were cold, gradients came late."""
+        """Discard times of the first step, when files grew, caches were cold and gradients arrived late."""
         self.rates.forget()
         self._headrooms = {}
         if self.profile is not None:
@@ -272,7 +278,7 @@ class Controller:
             self.profile = replace(profile, timings=({},) * len(profile.kinds))
 
     def _look(self, seen: StepObservation, taken: int | None) -> None:
-        """Measure the profile, as long as something is learned from it, and hold the peak against it."""
+        """Update the profile and the headroom, if this step adds information."""
         is_due = self._limited or self._off >= OFF_STEPS - 1 or self.steps % TALKS == 0
         if self.state is State.HOLD and not is_due:
             return
@@ -288,7 +294,7 @@ class Controller:
             found = play(replace(profile, headroom=0), plan, bandwidth)
             headroom = max(activations - found.activation_peak, taken - found.peak_bytes)
             self._headrooms[plan] = headroom
-            if self.state is State.LEARN:  # other plans peak at other moments
+            if self.state is State.LEARN:  # other plans have their peaks at other times
                 headroom = max(self._headrooms.values())
             profile = replace(profile, headroom=headroom)
         self.profile = profile
@@ -296,7 +302,7 @@ class Controller:
     # ---- LEARN -----------------------------------------------------------------------------------
 
     def _next_lesson(self) -> Plan:
-        """Return a plan in which every fourth layer of a kind is kept, recomputed or rebuilt in part."""
+        """Return a plan that keeps, recomputes or partly rebuilds every fourth layer of a kind."""
         first = self.task.first()
         case = self._case(UNMEASURED)
         case = replace(case, limits=replace(case.limits, window=first.window))
@@ -320,10 +326,10 @@ class Controller:
     # ---- solve -----------------------------------------------------------------------------------
 
     def _case(self, spare: float = 0.0) -> Case:
-        """Return the question to the solver, with a share of the budget left free."""
+        """Return the input of the solver. ``spare`` is the fraction of the budget to leave free."""
         profile, bandwidth, limits = self.profile, self.rates.bandwidth(), self.task.limits
         if profile is None or bandwidth is None:
-            raise RuntimeError("no plan can be made before a step was measured")
+            raise RuntimeError("no plan can be made before a step is measured")
         if limits.budget is not None:
             limits = replace(limits, budget=max(int((1 - spare) * limits.budget) - self._excess, 0))
         climbs = limits.is_fit and self._most_seen
@@ -338,18 +344,18 @@ class Controller:
         )
 
     def _solve(self) -> Plan:
-        """Return the best plan: one that leaves something free, unless only the whole budget will do."""
+        """Return the best plan that leaves a part of the budget free, or else the best plan."""
         case = self._case(UNMEASURED)
         plan = solve(case)
         if not case.fits(plan):
             plan = solve(case := self._case())
-        if self.steps > WARM_UP:  # what the first step takes once is no reason to warn
+        if self.steps > WARM_UP:  # one-time allocations of the first step are no reason to warn
             self._warn_of(case, plan)
         self._bandwidth, self._highest, self._measured = case.bandwidth, case.highest, False
         return plan
 
     def _warn_of(self, case: Case, plan: Plan) -> None:
-        """Warn of each limit that no plan keeps to; of a device that has nothing left the session warns."""
+        """Warn about a limit that the plan exceeds. The session warns about a full device."""
         limits, found = self.task.limits, case.played(plan)
         if found.sent_bytes > case.limits.planned_in(found.seconds):
             self._warn("writes", over_writes(case, plan))
@@ -357,7 +363,7 @@ class Controller:
             self._warn("budget", over_budget(limits, plan, case))
 
     def _try(self, why: str, *plans: Plan) -> Plan:
-        """Begin to measure the best plan, or several plans in turn."""
+        """Start to measure the best plan, or several plans in turn."""
         plan, *others = plans or (self._solve(),)
         self.state, self._off, self._usual, self._why = State.TRY, 0, [], why
         self._race, self._races, self._told = {each: [] for each in (plan, *others)}, 0, None
@@ -365,22 +371,23 @@ class Controller:
         return plan
 
     def _over(self, over: int, seen: StepObservation) -> Plan:
-        """Answer a step over the budget at once: its excess comes off, and there is another plan."""
-        self._why = f"the last step took {readable_size(over)} more than the budget"
-        if self.steps == WARM_UP and not seen.record.fallback_kept_bytes:  # some is allocated once
+        """Handle a step over the budget: subtract the excess from the budget and return a new plan."""
+        self._why = f"the last step exceeded the budget by {readable_size(over)}"
+        # The first step has one-time allocations.
+        if self.steps == WARM_UP and not seen.record.fallback_kept_bytes:
             return self._next_lesson()
-        if self.state is State.LEARN:  # nothing smaller is known than the first steps
+        if self.state is State.LEARN:  # no plan with a lower peak than the first steps is known
             return self._try(self._why)
         if seen.plan.prediction is None or seen.plan.prediction.peak_bytes <= self.task.limits.planned:
-            self._excess += over  # else no plan was known to fit, and none fits a smaller budget
+            self._excess += over  # else no plan is known to fit, and a smaller budget would not help
         self.state, self._off, self._usual = State.HOLD, 0, []
         return self._solve()
 
     # ---- TRY -------------------------------------------------------------------------------------
 
     def _raced(self, seen: StepObservation) -> Plan:
-        """Note a step of the race; return the next one's plan, or the winner."""
-        if self._limited:  # the plans in the race were made for another budget
+        """Add a measured step to the race. Return the plan of the next step, or the winner."""
+        if self._limited:  # the racing plans were made for another budget
             self._limited = False
             return self._try(ANOTHER_SHARE)
         plan, first = seen.plan, next(iter(self._race))
@@ -399,19 +406,19 @@ class Controller:
         winner = min(raced, key=raced.__getitem__, default=first)
         if winner != first and first in raced:
             better, worse = significant(raced[winner]), significant(raced[first])
-            self._why = f"it was faster than the other plan in turn ({better} s, not {worse} s)"
+            self._why = f"it was faster than the other plan ({better} s instead of {worse} s)"
         if self.profile is not None and winner in self._headrooms:
             self.profile = replace(self.profile, headroom=self._headrooms[winner])
         case = self._case()
         if case.highest > CLIMBS_ON * self._highest and case.keep.activation_peak > self._highest:
-            return self._try(f"{readable_size(self._most_seen)} were seen to fit")
+            return self._try(f"a peak of {readable_size(self._most_seen)} has fitted")
         return self._improved(case, winner)
 
     def _rival(self, seen: StepObservation) -> Plan | None:
-        """Return the plan that races against the first one; none where another plan is going to follow it.
+        """Return a plan to race against the first one, or ``None`` if the first one will be replaced anyway.
 
-        Whether training waits for the drive depends on the rates of both, which are known least. So a plan
-        that waits races against one that recomputes.
+        Whether training waits for the drive depends on the measured rates, which are uncertain. So a plan
+        that waits for I/O races against a plan that recomputes.
         """
         plan, record, case = seen.plan, seen.record, self._case(UNMEASURED)
         climbs = self._highest < min(case.limits.planned, case.keep.activation_peak)
@@ -422,14 +429,17 @@ class Controller:
         return best_plain(case, plan, recomputes=waits)
 
     def _improved(self, case: Case, winner: Plan) -> Plan:
-        """Return the winner of a race, or, once, a plan that is better by all that the race has shown.
+        """Return the winner of a race, or, at most once, a better plan found with the measured times.
 
-        As times are measured, a plan can turn out to write more a day than allowed: then it is never the one.
+        With measured times, a plan can turn out to write more per day than the limit allows. That plan never
+        wins.
         """
-        most = max(self._headrooms.values(), default=case.profile.headroom)  # it may peak as the others do
+        # Assume the highest headroom of all racing plans.
+        most = max(self._headrooms.values(), default=case.profile.headroom)
         better = solve(replace(case, profile=replace(case.profile, headroom=most)))
         now, found = case.predicted(winner), case.played(winner)
-        writes_more = found.sent_bytes > case.limits.planned_in(found.seconds)  # as its steps are shorter now
+        # Shorter steps mean more bytes per day.
+        writes_more = found.sent_bytes > case.limits.planned_in(found.seconds)
         if better in self._race:
             return better if writes_more else now
         if not (writes_more or (not self._races and _is_worth_it(better, now))):
@@ -442,30 +452,31 @@ class Controller:
     # ---- HOLD ------------------------------------------------------------------------------------
 
     def _held(self, seen: StepObservation) -> Plan:
-        """Return the plan in force, unless steps or the store are no longer what it was made for."""
+        """Return the current plan, unless step times or the store have changed."""
         case, was, seconds = self._case(), self._bandwidth, _seconds(seen)
-        if len(self._usual) < OFF_STEPS:  # what differs from a prediction from the begin will do so again
+        # Compare with measured times, since the prediction may have a constant error.
+        if len(self._usual) < OFF_STEPS:
             self._usual.append(seconds)
         expected = statistics.median(self._usual)
         self._off = self._off + 1 if abs(seconds - expected) > OFF * expected else 0
         moved = was is not None and case.bandwidth.differs_from(was, OTHER_RATE)
         if not (moved or self._limited or self._off >= OFF_STEPS):
             return seen.plan
-        why = "three steps in a row took another time than before"
+        why = "the times of three steps in a row have changed"
         if self._limited or moved:
-            why = f"the store now gives {case.bandwidth}, not {was}" if moved else ANOTHER_SHARE
+            why = f"the store now gives {case.bandwidth} instead of {was}" if moved else ANOTHER_SHARE
         self._off, self._usual, self._limited = 0, [], False
         now, better = case.predicted(seen.plan), self._solve()
         if not case.fits(now):
             return self._try(why, better)
         if not _is_worth_it(better, now):
-            return now  # the same plan, with times as they are now
+            return now  # the same plan, with a new prediction
         return self._try(why, better, now)
 
-    # ---- what ranks agree on ---------------------------------------------------------------------
+    # ---- agreement of ranks ----------------------------------------------------------------------
 
     def need_of(self, proposed: Plan) -> tuple[float, float]:
-        """Return bytes over the budget, and seconds, of this rank's step if nothing were recomputed."""
+        """Return the bytes over the budget and the seconds of this rank's step without any recomputation."""
         if self.state is State.LEARN or self.profile is None:
             return 0.0, 0.0
         case = self._case()
@@ -473,7 +484,7 @@ class Controller:
         return max(found.peak_bytes - case.limits.planned, 0.0), found.seconds
 
     def _bind(self, agreed: Sequence[Placement], proposed: Plan) -> Plan:
-        """Return this rank's best plan in which exactly those layers are recomputed that ranks agreed on."""
+        """Return this rank's best plan that recomputes exactly the layers that the ranks agreed on."""
         pairs = list(zip(agreed, proposed.placements, strict=True))
         if all(each.recomputes == mine.recomputes for each, mine in pairs):
             return proposed
@@ -489,21 +500,21 @@ class Controller:
             return replace(proposed, placements=fixed, prediction=None)
         return solve(replace(self._case(), policy=policy, not_recomputed=frozenset(range(len(policy)))))
 
-    # ---- words -----------------------------------------------------------------------------------
+    # ---- warnings and logs -----------------------------------------------------------------------
 
     def _warn(self, key: str, text: str) -> None:
-        """Warn once for each cause, so that one warning never hides another."""
+        """Warn once per cause, so that one warning does not hide another."""
         if key not in self._warned:
             self._warned.add(key)
             warn(text, RuntimeWarning)
 
     def news(self, plan: Plan) -> dict[str, object] | None:
-        """Return a new plan and everything that it was made from, for the log; ``None`` if there is none."""
+        """Return a new plan and its inputs for the run log, or ``None`` if the plan is not new."""
         if self.state is State.LEARN or self.profile is None or plan.prediction is None:
             return None
-        is_last = not self.task.decides and self.steps == 2 * LEARNING  # memory was looked at by now
+        is_last = not self.task.decides and self.steps == 2 * LEARNING  # memory is measured by then
         if self._told is not None and not is_last and (plan == self._told or self.state is State.TRY):
-            return None  # plans that race are told when one has won
+            return None  # racing plans are reported after the race
         case = self._case()
         self._told = plan
         return {
@@ -518,11 +529,11 @@ class Controller:
 
 
 def bytes_taken(record: StepRecord, limits: Limits) -> int | None:
-    """Return the bytes of the budget that a step took; ``None`` if they were not measured."""
+    """Return how many bytes of the budget a step used, or ``None`` if they were not measured."""
     peak, base = record.device_peak_bytes, record.base_bytes
     if not limits.nets_gradients or record.activation_peak_bytes is None or peak is None or base is None:
         return record.activation_peak_bytes
-    # States that an optimizer makes after backward lie there beside all gradients.
+    # States that an optimizer makes after backward exist at the same time as all gradients.
     return max(peak - base - (record.gradient_peak_bytes or 0) - (record.state_bytes or 0), 0)
 
 
@@ -534,7 +545,7 @@ def _may_try(case: Case, layer: int, way: Placement) -> bool:
 
 
 def _is_worth_it(better: Plan, now: Plan) -> bool:
-    """Return True if a plan is predicted to be that much faster than the one in force."""
+    """Return True if ``better`` is predicted to be clearly faster than ``now``."""
     new, old = better.prediction, now.prediction
     return new is not None and old is not None and new.seconds <= (1 - WORTH_IT) * old.seconds
 

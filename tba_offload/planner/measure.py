@@ -1,7 +1,8 @@
 """Measures the profile of a step from its trace.
 
-Times are read on the clock of what did the work: on a device that runs behind the host, the device's. Where
-in its layer an activation was saved and used is a share of the host's time: only the order counts there.
+Compute times come from the clock that ran the work, which is the device's clock for an asynchronous device.
+The time at which an activation is saved or used is stored as a fraction of its layer's host time, because
+only the order of activations matters there.
 """
 
 from __future__ import annotations
@@ -41,31 +42,31 @@ LayerKey = tuple[int, str]
 """Model chunk and module name of a layer."""
 
 ALIKE = 0.25
-"""Layers of one kind save equally many activations, and differ by at most this share of their bytes."""
+"""Largest relative difference in bytes between layers of one kind. Their activation counts are equal."""
 
 OFFLOADED, REBUILT, LEARNED_KEEP = "offloaded", "rebuilt", "learned keep"
-"""Treatments of activations in a trace."""
+"""Values of ``treatment`` in an activation trace."""
 
 UNKNOWN = LayerKind((), small_bytes=0, input_bytes=0)
-"""What nothing was measured of."""
+"""Kind of a layer that was never measured."""
 
 REMEMBERED = 3
-"""Steps whose median tells how long layers take: one odd step does no harm."""
+"""Number of steps whose median is the layer time, so that a single slow step has no effect."""
 
 
 EVIDENCE = 32 << 20
-"""Bytes that must have moved in one direction before measurements count without the floor."""
+"""Bytes transferred in one direction before measured rates replace the result of the probe."""
 
 
 _Size = tuple[int, int]
-"""How many activations a layer saves, and their bytes: layers of one kind are alike in both."""
+"""Number of activations that a layer saves, and their bytes. Layers of one kind agree in both."""
 
 RunSize = tuple[int, ...]
-"""Runs of a layer that wait for their backward, this one included, then all dimensions of its tensors."""
+"""Runs of a layer that wait for backward, this run included, then all dimensions of its tensors."""
 
 
 class SeenBeside(NamedTuple):
-    """Most bytes seen in one step beside activations: at the loss, and while each layer ran."""
+    """Largest memory other than saved activations in a step: at the loss, and while each layer runs."""
 
     at_loss: int
     layers: Sequence[Beside]
@@ -73,16 +74,16 @@ class SeenBeside(NamedTuple):
 
 @dataclass(frozen=True)
 class StepObservation:
-    """Measurements of a step that has ended, from which the controller plans.
+    """Measurements of a finished step, from which the controller plans.
 
     Attributes:
         trace: The trace of the step.
-        stalls: When compute waited for I/O.
-        loads: Bytes that each drive moved.
-        plan: The plan that was in force.
+        stalls: Intervals in which compute waited for I/O.
+        loads: Bytes that each drive transferred.
+        plan: The plan of the step.
         record: The figures of the step.
-        began: Time at which the step began, by :func:`time.perf_counter`.
-        beside: Bytes in memory beside the activations of layers; ``None`` if they were not measured.
+        began: Start of the step, by :func:`time.perf_counter`.
+        beside: Memory other than the activations of layers. ``None`` if it was not measured.
         on_device: Returns the times of the step by the clock of an asynchronous device.
         not_recomputed: Layers that must not run twice.
     """
@@ -99,7 +100,7 @@ class StepObservation:
 
 
 class _Run(NamedTuple):
-    """One run of a layer and what it saved: (from, until), by the clock of compute and by the host's."""
+    """One run of a layer and its saved activations. Intervals are (start, end), in compute and host time."""
 
     layer: int
     scope: ScopeTrace
@@ -121,13 +122,13 @@ def profile_of(
     """Return the profile of a step.
 
     Args:
-        seen: The step.
-        layers: Chunk and name of each layer of this process.
-        before: What earlier steps of the same size told; this step adds to it.
-        nets: Whether it matters when gradients come.
+        seen: The measured step.
+        layers: Model chunk and name of each layer of this process.
+        before: Profile from earlier steps of the same size, to be updated with this step.
+        nets: Whether the time at which gradients appear matters.
 
     Returns:
-        ``None`` if no layer ever ran with hooks, or there was no backward.
+        The profile, or ``None`` if no layer has run with hooks, or there was no backward.
     """
     trace, ended = seen.trace, seen.began + seen.record.seconds
     on_host = trace.host_times(seen.stalls, began=seen.began, ended=ended)
@@ -164,7 +165,7 @@ def profile_of(
 
 
 def _clock(stalls: Sequence[tuple[float, float]]) -> Callable[[float], float]:
-    """Return a function from time to seconds of compute: it stands still while compute waits for I/O."""
+    """Return a function from wall time to compute time. Compute time stops while compute waits for I/O."""
     begins = [began for began, _ in stalls]
     waited = [0.0, *accumulate(ended - began for began, ended in stalls)]
 
@@ -177,7 +178,7 @@ def _clock(stalls: Sequence[tuple[float, float]]) -> Callable[[float], float]:
 
 
 def _stretches(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """Return when each scope computed forward and backward; backward goes on until something else begins."""
+    """Return when each scope computed, as (forward, backward). A backward lasts until the next event."""
     clock = _clock(times.stalls)
     begins = [began for scope in times.scopes for began in (scope.forward_began, scope.backward_began)]
     borders = sorted([*begins, *times.backward_ends])
@@ -191,10 +192,11 @@ def _stretches(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float,
 
 
 def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tuple[tuple[Slot, ...], float]:
-    """Return the compute of a step in its order, and when the last of it ended.
+    """Return the slots of a step in order, and the end of the last slot.
 
-    Gradients come in a backward, and before it a program may let those of the last step go. So a slot has as
-    many as were there when it began, or when the next one began; none if they were not counted.
+    Gradients appear during a backward, and a program may free the old ones before it. So a slot gets the
+    larger of two counts: at its start and at the start of the next slot. A slot gets 0 if gradients were not
+    counted.
     """
     stretches = [(run.forward, run, False) for run in runs] + [(run.backward, run, True) for run in runs]
     stretches.sort(key=lambda stretch: stretch[0][0])
@@ -213,7 +215,7 @@ def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tu
 
 
 def _with_gradients(slots: tuple[Slot, ...], before: Sequence[Slot]) -> tuple[Slot, ...]:
-    """Return the slots with the most gradients of two steps: the next one may train other parameters."""
+    """Return the slots with the larger gradients of two steps. Steps may train different parameters."""
     if [slot[:3] for slot in slots] != [slot[:3] for slot in before]:
         return slots
     pairs = zip(slots, before, strict=True)
@@ -221,7 +223,7 @@ def _with_gradients(slots: tuple[Slot, ...], before: Sequence[Slot]) -> tuple[Sl
 
 
 def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:
-    """Return the slots with runs of the layers that this step skipped, each beside its neighbours."""
+    """Return the slots with added runs of the layers that this step skipped, next to their neighbours."""
     found = list(slots)
     for missing in sorted(layers - {slot.layer for slot in slots}):
         for micro_batch, backward in sorted({slot[1:3] for slot in slots}):
@@ -236,14 +238,14 @@ def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:
 def _timings(
     runs: Sequence[_Run], count: int, layers: Sequence[int], before: StepProfile | None
 ) -> tuple[Timings, ...]:
-    """Return the last measurements of each kind under each placement, with the median of this step's."""
+    """Return the last measurements of each kind and placement, with the median of this step added."""
     found: defaultdict[tuple[int, Placement], list[Timing]] = defaultdict(list)
     for run in runs:
         timing = Timing(run.forward[1] - run.forward[0], run.backward[1] - run.backward[0])
         found[layers[run.layer], computed_as(run.way)].append(timing)
     renewed: list[Timings] = [{} for _ in range(count)]
     if before is not None:
-        for layer, kind in reversed(list(enumerate(layers))):  # the first layer of a kind counts
+        for layer, kind in reversed(list(enumerate(layers))):  # the first layer of a kind wins
             renewed[kind] = dict(before.timings[before.layers[layer]])
     for (kind, way), timings in found.items():
         renewed[kind][way] = (*renewed[kind].get(way, ()), median_of(tuple(timings)))[-REMEMBERED:]
@@ -261,9 +263,9 @@ def _kinds(
     count: int,
     before: StepProfile | None,
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
-    """Return the kinds of layers and which each layer is; nothing if no layer was ever captured.
+    """Return the layer kinds, and the kind of each layer. Both are empty if no layer was ever captured.
 
-    Layers that ran without hooks in this step save what they saved before, or what most others save.
+    A layer without hooks in this step gets its earlier kind, or the most frequent kind.
     """
     groups: dict[_Size, list[_Run]] = {}
     sizes: dict[int, _Size] = {}
@@ -296,7 +298,7 @@ def _by_scope(activations: Sequence[ActivationTrace]) -> defaultdict[object, lis
 
 
 def _alike(size: _Size, sizes: Iterable[_Size]) -> _Size:
-    """Return the first of the sizes that is alike, or this one."""
+    """Return the first of ``sizes`` that is similar to ``size``, or ``size`` itself."""
     for other in sizes:
         if other[0] == size[0] and abs(other[1] - size[1]) <= ALIKE * max(other[1], size[1]):
             return other
@@ -306,7 +308,7 @@ def _alike(size: _Size, sizes: Iterable[_Size]) -> _Size:
 def _kind(
     runs: Sequence[_Run], clock: Callable[[float], float], small: int, before: StepProfile | None
 ) -> LayerKind:
-    """Return what runs of equal layers have in common: the most bytes, the median times."""
+    """Return the common figures of runs of similar layers: the largest sizes and the median times."""
     columns = list(zip(*(run.saved for run in runs), strict=True))
     old = UNKNOWN if before is None else before.kind_of(runs[0].layer)
     known = old.activations if len(old.activations) == len(columns) else [None] * len(columns)
@@ -329,16 +331,16 @@ def _saved(
     known: Saved | None,
     clock: Callable[[float], float],
 ) -> Saved:
-    """Return one activation of equal layers; what this step does not tell is taken from ``known``."""
+    """Return one activation of similar layers. Values that this step did not measure come from ``known``."""
     pairs = list(zip(runs, column, strict=True))
     saved_at = statistics.median(_share(clock(each.packed_at), run.host_forward) for run, each in pairs)
-    # To rebuild others, an activation may be needed before its own use.
+    # If an activation is a source for rebuilding others, it may be needed before its own use.
     until = [
         _share(clock(each.unpacked_at), run.host_backward)
         for run, each in pairs
         if each.unpacked_at is not None and not run.way.rebuilds
     ]
-    used = 1.0 - saved_at if known is None else known.until  # backward uses first what was saved last
+    used = 1.0 - saved_at if known is None else known.until  # backward uses the last saved activation first
     moving = (each.nbytes for each in column if each.treatment.value != LEARNED_KEEP)
     treatments = [each.treatment.value for run, each in pairs if run.way.rebuilds]
     rebuilt = all(treatment == REBUILT for treatment in treatments) if treatments else known and known.rebuilt
@@ -351,10 +353,10 @@ def _share(when: float, stretch: tuple[float, float]) -> float:
 
 
 def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Placement]) -> StepProfile:
-    """Return the profile with the most that was seen beside the layers of each kind.
+    """Return the profile with the largest memory beside activations that was measured for each kind.
 
-    What a run leaves in memory itself, or makes again, is known to nobody while it runs; the simulator counts
-    it as the layer's, so it is taken off.
+    The meter cannot know what a running layer itself keeps or recomputes. The simulator counts those bytes as
+    part of the layer, so they are subtracted here.
     """
     found: dict[int, Beside] = {}
     for layer, (way, beside) in enumerate(zip(placements, seen.layers, strict=True)):
@@ -363,7 +365,8 @@ def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Pla
             own = layer_under(profile, number, way)
             again = own.again or max((saved.nbytes for saved in own.rebuilt), default=0)
             look = Beside(*(max(a - b, 0) for a, b in zip(beside, (own.left, again, again), strict=True)))
-            if computed_as(way).is_offloaded:  # with all there at once, less would lie beside it
+            # With all activations in memory at once, other memory is smaller.
+            if computed_as(way).is_offloaded:
                 look = look._replace(whole=min(look.whole, look.backward))
             found[number] = look.at_least(found.get(number, Beside()))
     kinds = (
@@ -377,25 +380,25 @@ def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Pla
 
 
 class Rates:
-    """The rates of the store, as the loads of the last three steps tell."""
+    """Rates of the store, from the transfers of the last three steps."""
 
     def __init__(self) -> None:
         self._floor: tuple[float, float] | None = None
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was measured: files grew, caches were cold."""
+        """Discard the measurements of the first step, when files grew and caches were cold."""
         self._steps: tuple[deque[tuple[float, float]], ...] = deque(maxlen=3), deque(maxlen=3)
         self._moved = [0, 0]
         self._room: int | None = None
         self._fell_back = False
 
     def note_probe(self, write: float, read: float) -> None:
-        """Take what a probe found as the least that the store gives, until steps tell more."""
+        """Set the probed rates as lower bounds until steps have measured enough."""
         self._floor = write, read
 
     def note(self, loads: Sequence[DriveLoad], *, fell_back: bool) -> None:
-        """Add what a step moved, and whether activations stayed because the store was full."""
+        """Add the transfers of a step. ``fell_back`` is True if activations stayed in memory (full store)."""
         self._fell_back |= fell_back
         serving = [load for load in loads if load.in_service]
         rooms = [load.room for load in serving]
@@ -403,13 +406,13 @@ class Rates:
         for number, parts in enumerate(([load.write for load in serving], [load.read for load in serving])):
             rates = [part.nbytes / part.seconds for part in parts if part.nbytes > 0 and part.seconds > 0]
             nbytes, steps = sum(part.nbytes for part in parts), self._steps[number]
-            # A few small transfers tell how long one takes, not how fast the store is.
+            # A few small transfers measure latency, not bandwidth.
             if rates and nbytes >= min(EVIDENCE, max((most for _, most in steps), default=0) / 2):
                 steps.append((sum(rates), nbytes))
                 self._moved[number] += nbytes
 
     def bandwidth(self) -> Bandwidth | None:
-        """Return the median of the last three steps; ``None`` if nothing moved and nothing was probed."""
+        """Return the median of the last three steps, or ``None`` if nothing was transferred or probed."""
         found: list[float | None] = []
         for number, steps in enumerate(self._steps):
             rate = statistics.median(rate for rate, _ in steps) if steps else None
@@ -423,13 +426,13 @@ class Rates:
 
 
 class Sizes:
-    """The sizes of a session's steps; plans must hold for the largest of them.
+    """Tracks the sizes of a session's steps. Plans must hold for the largest size.
 
-    A run is within another one if none of its dimensions is larger, nor the number of runs that wait. Nor may
-    more layers run in a step: where layers are skipped, the most count.
+    A run is no larger than another if none of its dimensions is larger and no more runs wait for backward. A
+    step is also larger if more layers run in it. If a program skips layers, the largest number counts.
 
     Attributes:
-        is_largest: Whether the last step was as large as what plans are made for.
+        is_largest: Whether the last step was as large as the size that plans are made for.
     """
 
     def __init__(self) -> None:
@@ -445,7 +448,7 @@ class Sizes:
         self._has_grown = False
 
     def note(self, layer: int, size: RunSize) -> bool:
-        """Note that a layer is going to run; return True if the step is no larger than planned for so far."""
+        """Add a run that is about to start. Return True if the step is still within the planned size."""
         self._runs += 1
         self._seen[layer].add(size)
         if self._runs > self._most_runs or not _is_within(size, self._planned.get(layer, ())):
@@ -453,7 +456,7 @@ class Sizes:
         return not self._has_grown
 
     def end_step(self) -> bool:
-        """Return True if the step was larger than planned for, and count with it from now on."""
+        """Return True if the step was larger than planned. Later plans then include its size."""
         seen = set().union(*self._seen.values())
         planned = set().union(*(self._planned.get(layer, set()) for layer in self._seen))
         self.is_largest = self._has_grown or (
@@ -472,6 +475,6 @@ def _is_within(size: RunSize, others: Iterable[RunSize]) -> bool:
 
 
 def rough_bytes(nbytes: int) -> int:
-    """Return bytes rounded up to five binary digits."""
+    """Return ``nbytes`` rounded up to five significant binary digits."""
     coarse = max(nbytes.bit_length() - 5, 0)
     return -(-nbytes >> coarse) << coarse

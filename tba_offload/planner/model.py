@@ -1,7 +1,7 @@
-"""What plans are made from, and what they are: the profile of a step, rates, limits, plans and predictions.
+"""Data model of the planner: step profiles, rates, limits, plans and predictions.
 
-A profile holds no tensors. It is measured from the trace of a step (:mod:`tba_offload.planner.measure`), is
-written to the run log as JSON, and is all that the simulator needs.
+A profile holds no tensors. It is measured from the trace of a step (:mod:`tba_offload.planner.measure`) and
+written to the run log as JSON. It is the only description of a step that the simulator needs.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from tba_offload.config.policy import LayerId, Policy
 
 MARGIN = 0.02
-"""Share of the budget that plans leave free: a prediction is not exact, and a budget is hard."""
+"""Fraction of the budget that plans leave free, because predictions are not exact."""
 
 SPARE = 1 / 64
-"""Share of what a device has left that plans do not use: a base that grows a little breaks nothing."""
+"""Fraction of the device's free memory that plans leave unused, in case the base grows slightly."""
 
 LEAST_RECOMPUTED = 0.5
-"""A second forward takes at least this share of the first one; a measurement of less is noise."""
+"""Smallest second forward relative to the first. A smaller measurement is treated as noise."""
 
 HOOK_SECONDS = 10e-6
-"""Offloading an activation takes at least this long on the training thread, in either direction."""
+"""Shortest time that offloading one activation takes on the training thread, in either direction."""
 
 
 # ---- the profile of a step ------------------------------------------------------------------------
@@ -44,9 +44,9 @@ class Saved(NamedTuple):
 
     Attributes:
         nbytes: Its size.
-        at: When it is saved, as a share of the layer's forward time.
-        until: When backward first uses it, as a share of the layer's backward time.
-        rebuilt: Whether ``offload-remat`` rebuilds it instead of offloading it; ``None`` if unknown.
+        at: When it is saved, as a fraction of the layer's forward time.
+        until: When backward first uses it, as a fraction of the layer's backward time.
+        rebuilt: Whether ``offload-remat`` rebuilds it instead of offloading it. ``None`` if unknown.
     """
 
     nbytes: int
@@ -56,15 +56,15 @@ class Saved(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Most bytes in memory while a layer runs, beside all that layers have saved.
+    """Largest memory while a layer runs, without the saved activations of layers.
 
-    Temporaries, gradients of activations, and whatever lies there anyway.
+    It consists of temporaries, gradients of activations, and other memory in use.
 
     Attributes:
-        forward: From the begin of its forward to that of the next layer's.
-        backward: The same of its backward, where what it saved is read back bit by bit.
-        whole: The same of its backward, where all that it saved is there from the begin: backward frees some
-            of it before it needs most.
+        forward: From the start of this layer's forward to the start of the next layer's forward.
+        backward: The same for backward, if the saved activations are read back one after another.
+        whole: The same for backward, if all saved activations are in memory from the start. Backward frees
+            some of them before it reaches its own peak.
     """
 
     forward: int = 0
@@ -72,21 +72,21 @@ class Beside(NamedTuple):
     whole: int = 0
 
     def at_least(self, other: Beside) -> Beside:
-        """Return the most of two, field by field."""
+        """Return the larger value of each field."""
         return Beside(*map(max, self, other))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What equal layers have in common.
+    """Common properties of similar layers.
 
     Attributes:
-        activations: What one run saves, in the order of saving.
-        small_bytes: Bytes in tensors too small to offload.
-        input_bytes: Bytes of its input, which stay if it is recomputed.
-        attention_bytes: Bytes of the output of its fused attention; ``None`` if unknown.
-        beside: Bytes beside activations; ``None`` if memory was never looked at.
-        sources: What ``offload-remat`` offloads only because it rebuilds others from it.
+        activations: The activations that one run saves, in order.
+        small_bytes: Bytes of tensors that are too small to offload.
+        input_bytes: Bytes of the layer's input, which stay in memory if the layer is recomputed.
+        attention_bytes: Bytes of the output of its fused attention. ``None`` if unknown.
+        beside: Memory beside activations. ``None`` if memory was never measured.
+        sources: Activations that ``offload-remat`` offloads only to rebuild others from them.
     """
 
     activations: tuple[Saved, ...]
@@ -103,21 +103,21 @@ class LayerKind:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of everything that it saves."""
+        """Bytes of all saved tensors."""
         return self.nbytes + self.small_bytes
 
     def staying(self, percent: int) -> frozenset[int]:
-        """Return the numbers of the activations that stay where that percentage of the bytes is offloaded."""
+        """Return the indices of the activations that stay if ``percent`` of the bytes are offloaded."""
         return staying((saved.nbytes for saved in self.activations), percent)
 
     @property
     def rebuilt_bytes(self) -> int:
-        """Bytes that ``offload-remat`` rebuilds; 0 if unknown."""
+        """Bytes that ``offload-remat`` rebuilds. 0 if unknown."""
         return sum(saved.nbytes for saved in self.activations if saved.rebuilt)
 
     @property
     def spared_bytes(self) -> int:
-        """Bytes by which ``offload-remat`` offloads less than ``offload``; 0 if unknown."""
+        """Bytes by which ``offload-remat`` offloads less than ``offload``. 0 if unknown."""
         return self.rebuilt_bytes - sum(saved.nbytes for saved in self.sources)
 
     @property
@@ -127,14 +127,14 @@ class LayerKind:
 
 
 class Timing(NamedTuple):
-    """Seconds of one run of a layer, waits for I/O left out."""
+    """Seconds of one run of a layer, without waits for I/O."""
 
     forward: float
     backward: float
 
 
 Timings = dict[Placement, tuple[Timing, ...]]
-"""Measurements of a kind of layers under each placement in the last steps, oldest first."""
+"""Measured times of a layer kind under each placement in the last steps, oldest first."""
 
 
 @functools.lru_cache
@@ -152,14 +152,14 @@ def computed_as(placement: Placement) -> Placement:
 
 
 class Slot(NamedTuple):
-    """One run of a layer, in one direction.
+    """One run of a layer in one direction.
 
     Attributes:
         layer: Index of the layer.
         micro_batch: Number of the forward pass.
-        backward: The direction.
-        gap: Seconds of other compute before it.
-        gradients: Most bytes of gradients that exist while it runs; 0 where they do not matter.
+        backward: Whether the run is a backward.
+        gap: Seconds of other compute before the run.
+        gradients: Largest number of gradient bytes during the run. 0 if gradients do not matter.
     """
 
     layer: int
@@ -174,13 +174,13 @@ class StepProfile:
     """One step of one process.
 
     Attributes:
-        kinds: The kinds of layers.
-        layers: For each layer, the index of its kind.
-        timings: For each kind, what was measured of it.
-        slots: The compute of the step, in its order.
+        kinds: The layer kinds.
+        layers: Index into ``kinds`` for each layer.
+        timings: Measured times of each kind.
+        slots: The runs of the step, in order.
         tail: Seconds of compute after the last slot.
-        loss_bytes: Bytes between the last forward and its backward beside what layers have saved.
-        headroom: Bytes by which the measured peak was above what this profile predicts; may be negative.
+        loss_bytes: Bytes between the last forward and its backward that layers have not saved.
+        headroom: Measured peak minus the peak that this profile predicts, in bytes. May be negative.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -202,19 +202,19 @@ class StepProfile:
 
     @property
     def gradient_bytes(self) -> int:
-        """Most bytes of gradients that exist at one time; 0 where they do not matter."""
+        """Largest number of gradient bytes at one time. 0 if gradients do not matter."""
         return max((slot.gradients for slot in self.slots), default=0)
 
     def without_gradients(self) -> StepProfile:
-        """Return the profile for a budget of activations alone."""
+        """Return the profile for a budget that covers activations only."""
         slots = tuple(slot._replace(gradients=0) for slot in self.slots)
         return replace(self, slots=slots)
 
     def timing(self, layer: int, placement: Placement) -> Timing:
-        """Return the seconds of a layer under a placement, estimated where they were not measured.
+        """Return the seconds of a layer under a placement. Estimate them if they were not measured.
 
-        Keeping takes no longer than offloading, and recomputing a forward more: a measurement that says
-        otherwise is noise.
+        Two facts correct noisy measurements. Keeping takes no longer than offloading. Recomputing takes
+        longer by one forward.
         """
         number, kind, way = self.layers[layer], self.kind_of(layer), computed_as(placement)
         offloaded, kept = self._measured(number, Placement.OFFLOAD), self._measured(number, Placement.KEEP)
@@ -240,12 +240,12 @@ class StepProfile:
         return Timing(*(min(max(a, b), c) for a, b, c in zip(measured, keep, whole, strict=True)))
 
     def is_measured(self, placement: Placement) -> bool:
-        """Return True if the times of all layers under a placement were measured, if only of another kind."""
+        """Return True if the times of all layers under a placement were measured, at least for one kind."""
         kinds = range(len(self.kinds))
         return all(self._measured(kind, computed_as(placement)) is not None for kind in kinds)
 
     def _measured(self, kind: int, placement: Placement) -> Timing | None:
-        """Return what was measured of a kind, or of another kind in proportion."""
+        """Return the measured times of a kind, or scaled times of another kind."""
         own = self.timings[kind]
         if placement in own:
             return median_of(own[placement])
@@ -263,12 +263,12 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Rates of the store, all drives and host memory together.
+    """Rates of the store: all drives and host memory together.
 
     Attributes:
-        write: Bytes a second to it.
-        read: Bytes a second from it.
-        capacity: Bytes that it holds at most; ``None`` for no limit.
+        write: Written bytes per second.
+        read: Read bytes per second.
+        capacity: Capacity in bytes. ``None`` for no limit.
     """
 
     write: float
@@ -280,11 +280,11 @@ class Bandwidth:
             raise ValueError(f"rates must be positive, and the capacity not negative: {self}")
 
     def scaled(self, factor: float) -> Bandwidth:
-        """Return the same store, ``factor`` times as fast."""
+        """Return the rates of a store that is ``factor`` times as fast."""
         return replace(self, write=self.write * factor, read=self.read * factor)
 
     def differs_from(self, other: Bandwidth, share: float) -> bool:
-        """Return True if a rate or the room is more than ``share`` away from that of ``other``."""
+        """Return True if a rate or the capacity differs from that of ``other`` by more than ``share``."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         figures = ([math.inf if figure is None else figure for figure in pair] for pair in pairs)
         return any(not (1 - share) * old <= new <= (1 + share) * old for new, old in figures)
@@ -295,12 +295,13 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """Bytes on a device beside activations.
+    """Memory of a device that activations cannot use.
 
     Attributes:
-        device_bytes: The most that may be allocated there.
-        base_bytes: Live before the forward of a step, without gradients.
-        gradient_bytes: The most gradients at one time, and frozen weights that come and go.
+        device_bytes: Largest number of bytes that may be allocated on the device.
+        base_bytes: Bytes in use before the forward of a step, without gradients.
+        gradient_bytes: Largest number of bytes at one time in gradients and in frozen weights read for a
+            layer.
     """
 
     device_bytes: int
@@ -309,37 +310,37 @@ class DeviceShare:
 
     @property
     def left(self) -> int:
-        """Bytes left for activations; negative if the device is too small already."""
+        """Bytes left for activations. Negative if the device is too small even without activations."""
         return self.device_bytes - self.base_bytes - self.gradient_bytes
 
     @property
     def budget(self) -> int:
-        """Largest activation peak."""
+        """Largest activation peak for this device."""
         return max(int((1 - SPARE) * self.left), 0)
 
     def holds_for(self, other: DeviceShare) -> bool:
-        """Return True if the budget made from this share still fits ``other`` and wastes little of it."""
+        """Return True if the budget from this share still fits ``other`` and leaves little of it unused."""
         left = max(other.left, 0)
         return (1 - 2 * SPARE) * left <= self.budget <= left
 
     def __str__(self) -> str:
         base, gradients = readable_size(self.base_bytes), readable_size(self.gradient_bytes)
         whole = readable_size(self.device_bytes)
-        return f"of {whole}, less {base} live before a step and {gradients} of gradients"
+        return f"of {whole}, minus {base} in use before a step and {gradients} of gradients"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a plan must keep to; ``None`` means no limit.
+    """Limits that a plan must keep. ``None`` means no limit.
 
     Attributes:
-        budget: Largest activation peak, bytes.
-        window: Most bytes in flight.
-        written_per_day: Most bytes written to the drives in a day.
-        device: Where the budget comes from, if it was derived from a device.
-        nets_gradients: Whether activations may use the room of gradients that come later. A budget derived
-            from a device leaves room for all gradients, most of which come when activations have gone.
-        is_fit: Whether no limit was set, so that the planner fits the device.
+        budget: Largest activation peak in bytes.
+        window: Largest number of bytes in flight.
+        written_per_day: Largest number of bytes written to the drives per day.
+        device: Device memory from which the budget was derived, if it was.
+        nets_gradients: Whether activations may use memory that gradients need later. A budget derived from a
+            device leaves room for all gradients. Most of them appear after activations are freed.
+        is_fit: Whether the user set no limit, so that the planner fits the device.
     """
 
     budget: int | None = None
@@ -350,8 +351,9 @@ class Limits:
     is_fit: bool = False
 
     def on_device(self, device: DeviceShare) -> Limits:
-        """Return these limits on a device that has no more left than ``device`` says."""
-        nets = self.nets_gradients or self.budget is None  # no limit is of activations alone
+        """Return these limits, reduced to the memory that ``device`` leaves."""
+        # Without a limit of the user, no budget counts activations alone.
+        nets = self.nets_gradients or self.budget is None
         budget, window = (
             device.budget if limit is None else min(limit, device.budget)
             for limit in (self.budget, self.window)
@@ -360,7 +362,7 @@ class Limits:
 
     @property
     def planned(self) -> float:
-        """Peak in bytes that plans are made for: the budget less the margin."""
+        """Largest peak in bytes for a new plan: the budget minus the margin."""
         return float("inf") if self.budget is None else self.budget * (1 - MARGIN)
 
     def planned_in(self, seconds: float) -> float:
@@ -375,16 +377,16 @@ class Prediction:
     """Figures of a simulated step.
 
     Attributes:
-        seconds: Its duration.
-        stall_seconds: Seconds of it in which compute waits for I/O.
-        peak_bytes: Most bytes of the budget that are taken, with what lies beside activations and the
-            headroom: the activation peak, less the room that gradients which come later leave.
+        seconds: Duration of the step.
+        stall_seconds: Seconds in which compute waits for I/O.
+        peak_bytes: Largest number of budget bytes in use, with memory beside activations and the headroom. It
+            is the activation peak minus the room that later gradients leave unused until then.
         written_bytes: Bytes written to the store.
-        activation_peak: The activation peak, bytes.
-        held_bytes: The most of ``peak_bytes`` that was not in flight.
+        activation_peak: Activation peak in bytes.
+        held_bytes: Largest part of ``peak_bytes`` that is not in flight.
         read_bytes: Bytes read back.
         forwarded_bytes: Bytes of offloaded layers that backward found in memory.
-        fallback_bytes: Bytes that stayed because the store had no room.
+        fallback_bytes: Bytes that stayed in memory because the store was full.
     """
 
     seconds: float
@@ -399,7 +401,7 @@ class Prediction:
 
     @property
     def sent_bytes(self) -> int:
-        """Most bytes that may be written: what backward finds in memory depends on the drive's mood."""
+        """Largest number of bytes that the step may write, if backward finds none of them in memory."""
         return self.written_bytes + self.forwarded_bytes
 
 
@@ -408,10 +410,10 @@ class PlannedStep(Prediction):
     """Expected figures of a step under the plan for a budget.
 
     Attributes:
-        budget_bytes: The activation peak that the plan was made for; ``None`` for no limit.
+        budget_bytes: Activation peak that the plan was made for. ``None`` for no limit.
         fits: Whether the plan keeps to the budget.
-        layers: The number of layers of each placement, such as ``"4 keep, 8 offload"``.
-        window_bytes: Most bytes in flight; ``None`` for no limit.
+        layers: Number of layers per placement, for example ``"4 keep, 8 offload"``.
+        window_bytes: Largest number of bytes in flight. ``None`` for no limit.
     """
 
     budget_bytes: int | None
@@ -422,12 +424,12 @@ class PlannedStep(Prediction):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A placement for every layer of this process, fixed before a step begins.
+    """Placements of all layers of this process for a whole step.
 
     Attributes:
-        placements: One for each layer, in the order of the session's layers.
-        window: Most bytes in flight; ``None`` for no limit.
-        prediction: Expected figures; ``None`` if they were not computed.
+        placements: Placement of each layer, in the order of the session's layers.
+        window: Largest number of bytes in flight. ``None`` for no limit.
+        prediction: Expected figures. ``None`` if they were not computed.
     """
 
     placements: tuple[Placement, ...]
@@ -443,22 +445,22 @@ class Plan:
         *,
         window: int | None = None,
     ) -> Plan:
-        """Return the plan that a policy asks for.
+        """Return the plan of a policy.
 
         Args:
             policy: The rules.
             layers: The layers of this process.
-            everywhere: Those of all processes, by which rules are judged.
-            window: Most bytes in flight; ``None`` for no limit.
+            everywhere: The layers of all processes, against which the rules are checked.
+            window: Largest number of bytes in flight. ``None`` for no limit.
 
         Raises:
-            ConfigError: A rule takes no effect.
+            ConfigError: A rule has no effect.
         """
         resolved = policy.resolve(layers, everywhere)
         return cls(tuple(resolved[index] for index in range(len(layers))), window=window)
 
     @property
     def strategy(self) -> str:
-        """One word for run logs: the placement that all layers share, or ``mixed``."""
+        """Placement of all layers for run logs, or ``mixed`` if placements differ."""
         used = set(self.placements)
         return used.pop().value if len(used) == 1 else "mixed"

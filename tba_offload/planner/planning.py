@@ -1,4 +1,4 @@
-"""Puts plans in force: the plan of the step, when it is left for a larger step, and what follows it."""
+"""Puts plans in force, and replaces a plan during a step that is too large for it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ class Planning:
     """Puts plans in force.
 
     Args:
-        plan: That of the policy.
-        layers: The number of each layer, as activations are named by it.
-        capture: Tells what layers saved; forgets what it learned of those that are placed anew.
-        offloader: Takes the window.
-        probe: Measures the store; returns the bytes a second that it takes, and gives back, first.
+        plan: The plan of the policy.
+        layers: For each layer, the number that names it in activation keys.
+        capture: Reports the saved tensors of layers, and forgets learned values of layers with a new
+            placement.
+        offloader: Applies the in-flight window.
+        probe: Measures the store before the first plan. Returns the write and read rates in bytes per second.
 
     Attributes:
-        plan: In force.
-        controller: Renews it; ``None`` if there is nothing to decide and nothing to learn.
-        chosen: Layers that the controller may have recomputed.
-        seconds: How long training has waited for the controller since the last step; ``None`` without one.
+        plan: The plan in force.
+        controller: Makes new plans. ``None`` if there is nothing to decide and nothing to measure.
+        chosen: Layers that the controller may recompute.
+        seconds: Seconds that training waited for the controller after the last step. ``None`` without a
+            controller.
     """
 
     def __init__(
@@ -55,24 +57,24 @@ class Planning:
         self.start(plan, None)
 
     def start(self, plan: Plan, controller: Controller | None) -> None:
-        """Start with the plan of a policy, or with that of a new controller for its first step.
+        """Start with the plan of a policy, or with the first plan of a new controller.
 
         Args:
             plan: The plan of the policy.
-            controller: Is going to renew it.
+            controller: Makes the next plans.
         """
         self.controller = controller
         self.seconds: float | None = None if controller is None else 0.0
         self.plan = plan if controller is None else controller.task.first()
         policy = () if controller is None else controller.task.policy
         self.chosen = frozenset(index for index, wanted in enumerate(policy) if wanted is Placement.AUTO)
-        self._outgrown: Plan | None = None  # what this step began with and was too large for
-        self._made_for = self._budget  # the budget that the plan in force was made for
+        self._outgrown: Plan | None = None  # plan at the start of this step, if the step was too large for it
+        self._made_for = self._budget  # budget for which the current plan was made
         self._offloader.resize_window(self.plan.window)
 
     @property
     def has_budget(self) -> bool:
-        """Whether plans must keep to one, so that the controller counts how large a step is."""
+        """Whether plans must keep to a budget, so that the controller measures the size of each step."""
         return self.controller is not None and self.controller.task.has_budget
 
     @property
@@ -90,7 +92,7 @@ class Planning:
         return self.controller is not None and self.controller.wants_memory
 
     def begin_step(self) -> None:
-        """Begin a step. One that failed after it had left its plan taught nothing: the plan stays."""
+        """Begin a step. If the last step left its plan and then failed, put that plan in force again."""
         if self.controller is not None:
             self.controller.sizes.begin_step()
         if self._outgrown is not None:
@@ -98,7 +100,7 @@ class Planning:
             self._outgrown = None
 
     def limit(self, limits: Limits) -> None:
-        """Have plans, the window and layers before slow drives keep to other limits from now on."""
+        """Set the limits of plans, of the window and of layers with slow drives."""
         self._capture.budget_bytes = limits.budget
         if self.controller is not None:
             self.controller.limit(limits)
@@ -106,12 +108,12 @@ class Planning:
             self._put_in_force(replace(self.plan, window=limits.window))
 
     def leave_if_over_limits(self) -> None:
-        """Run the step without its plan if less is left than the plan was made for."""
+        """Replace the plan for the rest of this step if less memory is available than it was made for."""
         if self.controller is not None and self.has_budget and self._budget < self._made_for:
             self._leave(self.controller)
 
     def leave_if_outgrown(self, layer: int, size: RunSize) -> None:
-        """Run the rest of the step without its plan if a layer is given more than the plan is for."""
+        """Replace the plan for the rest of this step if a layer gets a larger input than it was made for."""
         controller = self.controller
         if controller is not None and not controller.sizes.note(layer, size) and self._outgrown is None:
             self._leave(controller)
@@ -121,16 +123,17 @@ class Planning:
         self._put_in_force(controller.least(self.plan))
 
     def learn(self, seen: StepObservation) -> dict[str, object] | None:
-        """Show the controller a step, and take its plan for the next one.
+        """Pass a step to the controller and put its next plan in force.
 
         Returns:
-            What the log is told of a new plan; ``None`` if there is none.
+            The entry of the new plan for the run log, or ``None`` if the plan is not new.
         """
         controller, began, self.seconds = self.controller, time.perf_counter(), None
         if controller is None:
             return None
         if controller.steps == 0 and controller.task.decides:
-            # Three small steps measure rates poorly. A full or hanging store raises its own error later.
+            # Three small steps measure rates poorly. If the store is full or hangs, training raises that
+            # error later.
             with suppress(StoreError, TimeoutError):
                 controller.rates.note_probe(*self._probe()[:2])
         plan = controller.observe(seen)
@@ -145,7 +148,8 @@ class Planning:
     def _put_in_force(self, plan: Plan) -> None:
         if plan is self.plan:
             return
-        # What a layer saves may be kept elsewhere because of how it, or the one before it, was placed.
+        # Placing a layer, or the layer before it, differently can change which of its saved tensors stay in
+        # memory.
         changed = [old is not new for old, new in zip(self.plan.placements, plan.placements, strict=True)]
         near = (index for index, is_new in enumerate(changed) if is_new or (index and changed[index - 1]))
         self._capture.forget_learned({self._layers[index] for index in near})
@@ -154,28 +158,31 @@ class Planning:
 
 
 SECOND = 2
-"""Number of the step from which on gradients count. In the first one it is not known which backward pass is
-the last before an update, so that no optimizer can free them in backward."""
+"""First step whose gradients count.
+
+The first step does not know which backward pass is the last before an update. So no optimizer can free
+gradients in its backward.
+"""
 
 SLOTS = 3
-"""Sub-groups that updates go through: their memory is taken as soon as one sub-group is offloaded."""
+"""Sub-groups in memory during an update. Their memory is allocated once one sub-group is offloaded."""
 
 
 class Budget:
-    """What activations may take in a step.
+    """Memory that activations may use in a step.
 
     Args:
-        limits: What the policy says.
-        planning: Keeps to it by its plans and the window.
-        gradients: Their bytes, and those of frozen weights that come and go.
+        limits: Limits of the policy.
+        planning: Keeps to the limits with its plans and the window.
+        gradients: Bytes of gradients, and of frozen weights that are read for a layer.
 
     Attributes:
-        limits: What holds now.
-        device_bytes: Size of the device that the limits are derived from, which needs the base of each step;
-            ``None`` if they are not.
-        share: What lies on the device beside activations; ``None`` before that was measured. States that
-            may leave are none of it.
-        extra_bytes: Bytes of states on the device that may leave.
+        limits: Limits that hold now.
+        device_bytes: Size of the device from which the limits are derived, using the base of each step.
+            ``None`` if no limit is derived from a device.
+        share: Memory of the device that activations cannot use. States that can be offloaded are not
+            included. ``None`` until it is measured.
+        extra_bytes: Returns the bytes of states on the device that can be offloaded.
     """
 
     def __init__(self, limits: Limits, planning: Planning, gradients: LiveBytes) -> None:
@@ -185,13 +192,13 @@ class Budget:
         self._planning, self._gradients = planning, gradients
         self.device_bytes = None if limits.device is None else limits.device.device_bytes
         self._most_gradients = 0
-        self._at_begin = 0  # bytes of gradients
+        self._at_begin = 0  # bytes of gradients at the start of the step
 
     def begin_step(self, base_bytes: int | None) -> None:
-        """Look at what there is before the forward of a step; one that has less left runs without its plan.
+        """Update the available memory before forward. If it is too small, replace the plan for this step.
 
         Args:
-            base_bytes: Live bytes of the device, without gradients; ``None`` if they were not measured.
+            base_bytes: Bytes in use on the device, without gradients. ``None`` if they were not measured.
         """
         self._at_begin = self._gradients.nbytes
         self._most_gradients = max(self._most_gradients, self._at_begin)
@@ -199,7 +206,7 @@ class Budget:
         self._planning.leave_if_over_limits()
 
     def end_step(self, record: StepRecord) -> None:
-        """Take note of the gradients of a step and of states made in it, before a plan is made."""
+        """Update the limits with the gradients and the new states of a step, before the next plan is made."""
         if record.step == SECOND:
             self._most_gradients = self._at_begin
         self._most_gradients = max(self._most_gradients, record.gradient_peak_bytes or 0)
@@ -208,9 +215,9 @@ class Budget:
 
     @property
     def of_activations(self) -> int | None:
-        """The most bytes that activations may take at a time; ``None`` for no limit.
+        """Largest number of bytes that activations may use now. ``None`` for no limit.
 
-        As long as gradients have not come, activations may have their room.
+        Activations may use the memory of gradients that do not exist yet.
         """
         budget = self.limits.budget
         if budget is None or not self.limits.nets_gradients:
@@ -218,10 +225,10 @@ class Budget:
         return budget + self._most_gradients - self._at_begin
 
     def device_peak(self, taken: int) -> int | None:
-        """Return the most bytes on the device in a step, as far as is known before it; ``None`` if unknown.
+        """Return the expected device peak of a step in bytes, or ``None`` if it is unknown.
 
         Args:
-            taken: Bytes of the budget that the step takes.
+            taken: Bytes of the budget that the step uses.
         """
         if self.share is None:
             return None
@@ -240,16 +247,16 @@ class Budget:
 
 
 class StatesBeside:
-    """Fills what the plan for activations leaves of a device with sub-groups of optimizer states.
+    """Keeps optimizer states on the device if the plan for activations leaves room.
 
-    All sub-groups are offloaded until a plan is in force. Then as many stay as there is room for; they leave
-    at once when less is left.
+    All sub-groups are offloaded until a plan is in force. Then as many sub-groups stay on the device as fit.
+    They are offloaded again at once when less memory is available.
 
     Args:
         planning: Has the plan.
-        budget: Tells what is left.
-        states: Those of each optimizer.
-        chosen: Is told of each choice, in words and for the run log.
+        budget: Reports the available memory.
+        states: The offloaded states of each optimizer.
+        chosen: Called with each choice: a line of text, and the entry for the run log.
     """
 
     def __init__(
@@ -260,21 +267,21 @@ class StatesBeside:
         chosen: Callable[[str, dict[str, object]], object],
     ) -> None:
         self._planning, self._budget, self._states, self._chosen = planning, budget, states, chosen
-        self._parts: list[int] = []  # sub-groups of each optimizer that are offloaded
-        self._highest = 0  # bytes of the budget that a step took, where there are no plans
-        self._needs: deque[int] = deque(maxlen=2)  # of the last steps: plans that race run in turn
+        self._parts: list[int] = []  # number of offloaded sub-groups of each optimizer
+        self._highest = 0  # largest use of the budget so far, if there are no plans
+        self._needs: deque[int] = deque(maxlen=2)  # use of the last two steps, because racing plans alternate
         budget.extra_bytes = self._extra_bytes
 
     def _extra_bytes(self) -> int:
-        """Return the bytes of states that lie there and may leave."""
+        """Return the bytes of states that are on the device and can be offloaded."""
         extra = sum(each.device_bytes - _on_device(each.sizes, len(each.sizes)) for each in self._states)
         return max(extra, 0)
 
     def step_ended(self, record: StepRecord) -> None:
-        """Look how many sub-groups have room beside the activations of the next step.
+        """Choose how many sub-groups stay on the device beside the activations of the next step.
 
         Args:
-            record: The figures of the step that has ended.
+            record: The figures of the last step.
 
         Raises:
             TransferError: A sub-group cannot be read or written.
@@ -297,14 +304,14 @@ class StatesBeside:
         self._parts = parts
         for states, part in zip(self._states, parts, strict=True):
             states.arrange(part)
-        line = f"{sum(parts)} of {count} sub-groups of optimizer states are offloaded, as many as must be"
+        line = f"optimizer states: {sum(parts)} of {count} sub-groups are offloaded, the others fit in memory"
         self._chosen(line, {"step": record.step, "sub_groups": count, "travelling": sum(parts)})
 
     def close(self) -> None:
-        """Choose nothing more."""
-        self._budget.extra_bytes = int  # a cycle
+        """Stop choosing."""
+        self._budget.extra_bytes = int  # breaks a reference cycle
 
 
 def _on_device(sizes: Sequence[int], offloaded: int) -> int:
-    """Return the bytes that states take if the first ones of these sub-groups are offloaded, with slots."""
+    """Return the bytes on the device if the first ``offloaded`` sub-groups are offloaded, with the slots."""
     return sum(sizes[offloaded:]) + sum(sorted(sizes[:offloaded])[-SLOTS:])

@@ -1,8 +1,9 @@
-"""The simulator: plays a plan on a profile and tells how long the step takes and how much memory it needs.
+"""The simulator: plays a plan on a profile and returns the time and the memory that the step takes.
 
-It does what the offloader does, with the rules of :mod:`tba_offload.planner.window`: writes in the order of
-saving, holds a part of the window back, reads ahead of backward, waits where the window is full. Compute is
-one thread of slots; reads and writes are one queue each, with constant rates.
+The simulator follows the offloader, with the rules of :mod:`tba_offload.planner.window`. It writes
+activations in the order in which they are saved. It holds back a part of the window, reads ahead of backward,
+and waits when the window is full. Compute is one sequence of slots. Reads and writes are one queue each, with
+constant rates.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ Scope = tuple[int, int]
 
 
 def play(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Prediction:
-    """Play one step.
+    """Simulate one step.
 
     Args:
         profile: The step.
-        plan: A placement for each of its layers, and the window.
-        bandwidth: The rates of the store.
+        plan: The placement of each layer, and the window.
+        bandwidth: Rates of the store.
 
     Raises:
-        ValueError: The plan is for another number of layers.
+        ValueError: The plan has a different number of layers.
     """
     step = _Step(profile, plan, bandwidth)
     for slot in profile.slots:
@@ -43,31 +44,31 @@ def play(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Prediction:
 
 
 class _Item:
-    """An offloaded activation; times are infinite until they are certain."""
+    """One offloaded activation. Its times are infinite until they are known."""
 
     __slots__ = ("arrives", "blocks", "in_memory", "nbytes", "stays", "until", "waits", "written")
 
     def __init__(self, nbytes: int, until: float) -> None:
         self.nbytes, self.until = nbytes, until
-        self.blocks = -(-nbytes // BLOCK) * BLOCK  # bytes that it takes of the store
-        self.in_memory = self.waits = True  # waits: its write was not handed over
-        self.stays = False  # the store had no room for it
+        self.blocks = -(-nbytes // BLOCK) * BLOCK  # bytes that it uses in the store
+        self.in_memory = self.waits = True  # waits: its write is not submitted yet
+        self.stays = False  # whether it stays in memory because the store is full
         self.written = self.arrives = INFINITY
 
 
 class LayerUnder(NamedTuple):
-    """A layer under the plan.
+    """One layer under a plan.
 
     Attributes:
         way: The placement.
-        timing: Its seconds.
-        saves: What it saves in forward, in order, and whether that stays.
-        rebuilt: What backward rebuilds.
-        small: Bytes that it leaves in memory when its forward begins.
-        after: The same when its forward ends.
-        left: Bytes that it has left in memory until its backward ends.
-        again: Bytes that its second forward saves.
-        beside: Bytes beside that in forward and backward.
+        timing: Seconds of forward and backward.
+        saves: The activations that forward saves, in order, each with a flag: it stays in memory.
+        rebuilt: The activations that backward rebuilds.
+        small: Bytes that stay in memory from the start of forward.
+        after: Bytes that stay in memory from the end of forward.
+        left: Bytes that stay in memory until the end of backward.
+        again: Bytes that the second forward saves.
+        beside: Bytes of other memory during forward and backward.
     """
 
     way: Placement
@@ -82,16 +83,16 @@ class LayerUnder(NamedTuple):
 
 
 def layer_under(profile: StepProfile, number: int, placement: Placement) -> LayerUnder:
-    """Return a layer of a kind under a placement."""
+    """Return a layer of kind ``number`` under a placement."""
     kind, way, layer = profile.kinds[number], placement.as_run, profile.layers.index(number)
     timing, staying = profile.timing(layer, way), kind.staying(way.percent)
     stays = sum(kind.activations[number].nbytes for number in staying)
-    if stays:  # as much less as offloading takes for what stays
+    if stays:  # only a part is offloaded: reduce the extra time of offloading
         kept, share = profile.timing(layer, Placement.KEEP), stays / kind.nbytes
         timing = Timing(*(max(a - share * (a - b), b) for a, b in zip(timing, kept, strict=True)))
     beside = kind.beside or Beside()
     ran = beside.forward, beside.backward if way.is_offloaded else beside.whole
-    if way.recomputes:  # its second forward needs what the first one did, beside the gradient of its output
+    if way.recomputes:  # the second forward needs the memory of the first, plus the gradient of its output
         attention = kind.attention_bytes or 0 if way is Placement.RECOMPUTE_EXCEPT_ATTENTION else 0
         moves = [kind.input_bytes, attention] if way.offloads else []
         saves = [(Saved(nbytes, 0.0, 0.0), False) for nbytes in moves if nbytes]
@@ -109,7 +110,7 @@ def layer_under(profile: StepProfile, number: int, placement: Placement) -> Laye
 
 
 class _Step:
-    """The clock of a step, its memory and its transfers."""
+    """Clock, memory and transfers of a simulated step."""
 
     def __init__(self, profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> None:
         placed = list(zip(profile.layers, plan.placements, strict=True))
@@ -125,7 +126,7 @@ class _Step:
         self._in_flight = self._settled = self._beside = self._peak = self._held = self._activations = 0
         self._gradients = self._to_come = profile.gradient_bytes
         self._is_backward = True
-        # writes: first in the outbox, then with the store
+        # writes: first in the outbox, then submitted to the store
         self._outbox: deque[_Item] = deque()
         self._outbox_bytes = 0
         self._batch_from = self._window.held_back + self._window.batch
@@ -143,14 +144,15 @@ class _Step:
         self._saved: dict[Scope, list[_Item]] = {}
 
     def outcome(self, tail: float) -> Prediction:
-        """Return the figures; ``tail`` seconds of compute come last."""
+        """Return the figures of the step, after ``tail`` more seconds of compute."""
         return Prediction(
             self._now + tail,
             self._stall,
             max(self._peak + self._headroom, 0),
             self._written,
             max(self._activations + self._headroom, 0),
-            self._held + max(self._headroom, 0),  # at another moment nothing may be spare
+            # A negative headroom belongs to the peak, which may be at another time.
+            self._held + max(self._headroom, 0),
             self._read,
             self._forwarded,
             self._fallback,
@@ -159,7 +161,7 @@ class _Step:
     # ---- slots -----------------------------------------------------------------------------------
 
     def run(self, slot: Slot) -> None:
-        """Play one slot."""
+        """Simulate one slot."""
         layer = self._layers[slot.layer]
         if slot.backward and not self._is_backward:
             self._beside = self._at_loss
@@ -188,7 +190,8 @@ class _Step:
         self._hold(layer.after)
         if layer.way.offloads:
             self._saved[scope] = sorted(items, key=lambda item: item.until)
-            # With several micro-batches the order runs ahead of what exists: come back for what appears.
+            # With several micro-batches the order contains later scopes that are not saved yet. Go back to
+            # this one.
             self._next = min(self._next, self._position[scope])
             if not self._window.held_back:
                 self._flush(0)
@@ -204,7 +207,7 @@ class _Step:
             self._now += (at - passed) * seconds
             passed = at
             if not layer.way.recomputes:
-                self._settled -= used  # the activation before was used up
+                self._settled -= used  # the previous activation is no longer used
                 used = 0
             used += nbytes
             if offloaded is None:
@@ -252,24 +255,24 @@ class _Step:
         self._in_flight += nbytes
         self._note()
         if self._in_flight > self._tight_above:
-            self._flush(0)  # or the next one may find no room
+            self._flush(0)  # else the next activation may have to wait
         elif self._outbox_bytes >= self._batch_from:
             self._flush(self._window.held_back)
         return item
 
     def _admit(self, nbytes: int) -> None:
-        """Wait for writes to end where the window is full."""
+        """Wait for writes while the window is full."""
         while True:
             self._settle()
             if not self._window.is_crowded(self._in_flight, nbytes):
                 return
             self._flush(0)
             if self._next_written == INFINITY:
-                return  # only reads are in flight, and one of them would be given up
+                return  # only reads are in flight, and the offloader would give up one of them
             self._wait_until(self._next_written)
 
     def _flush(self, held_back: int) -> None:
-        """Hand writes over to the store, but for the last ``held_back`` bytes."""
+        """Submit pending writes, except the last ``held_back`` bytes."""
         while self._outbox and not (held_back and self._outbox_bytes <= held_back):
             item = self._outbox.popleft()
             self._outbox_bytes -= item.nbytes
@@ -288,7 +291,7 @@ class _Step:
             self._written += item.nbytes
 
     def _settle(self) -> None:
-        """Take note of the writes that have ended by now."""
+        """Free the memory of all writes that have ended by now."""
         while self._next_written <= self._now:
             item = self._writing.popleft()
             self._next_written = self._writing[0].written if self._writing else INFINITY
@@ -297,7 +300,7 @@ class _Step:
                 self._in_flight -= item.nbytes
 
     def _take_back(self, item: _Item) -> None:
-        """Cancel a write that was not handed over."""
+        """Cancel a write that is not submitted yet."""
         if item.waits:
             item.waits = False
             self._outbox.remove(item)
@@ -306,7 +309,7 @@ class _Step:
     # ---- reading ---------------------------------------------------------------------------------
 
     def _use(self, item: _Item) -> None:
-        """Backward needs an activation, waits for it if it must, and holds it from now on."""
+        """Wait for an activation that backward needs, and hold it in memory."""
         self._settle()
         if item.stays:
             return
@@ -333,17 +336,17 @@ class _Step:
         self._read += item.nbytes
 
     def _fill_window(self) -> None:
-        """Read what backward uses next, as far as the window allows."""
+        """Read the next activations for backward, as far as the window allows."""
         self._settle()
         if self._in_flight > self._window.fills_below:
             return
         while self._next < len(self._order):
-            across = self._pass_of[self._next] > self._pass  # a forward pass comes before its use
+            across = self._pass_of[self._next] > self._pass  # a forward pass runs before backward uses it
             for item in self._saved.get(self._order[self._next], ()):
                 if item.in_memory:
                     if across:
                         return
-                    self._take_back(item)  # it is about to be used where it is
+                    self._take_back(item)  # backward uses it from memory
                 elif item.arrives == INFINITY and not self._reads_ahead(item, across=across):
                     return
             self._next += 1
@@ -353,7 +356,7 @@ class _Step:
             self._in_flight, self._read_ahead_bytes, item.nbytes, across_forward=across
         ):
             if not across:
-                self._flush(0)  # what waits there is needed later
+                self._flush(0)  # the pending writes are needed later than this read
             return False
         self._start_read(item)
         self._read_ahead_bytes += item.nbytes
@@ -364,7 +367,7 @@ class _Step:
 
 
 def _passes(slots: list[Slot]) -> list[int]:
-    """Of each backward slot: how often forward came after backward before it."""
+    """Return, for each backward slot, how many forward passes have followed a backward so far."""
     count, numbers, before = 0, [], False
     for slot in slots:
         count += before and not slot.backward

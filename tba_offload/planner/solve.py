@@ -1,11 +1,13 @@
-"""Finds the best plan: two numbers and a way to spare the drive, tried on the simulator.
+"""Finds the best plan by trying candidates in the simulator.
 
-Layers that are kept are the last ones, since backward needs them first. Among the others, layers that spare
-the drive (recomputed, or rebuilt in part) are spread evenly, so that each gives it time for the next one. All
-others are offloaded. The two numbers are searched on a grid, then ever closer. The window is the largest that
-keeps to the budget even if it is full when most is held.
+A candidate has two numbers and one placement that spares the drive. The first number is how many layers are
+kept. These are the last layers, because backward needs them first. The second number is how many of the other
+layers spare the drive: they are recomputed or partly rebuilt. They are spread evenly, so that each gives the
+drive time for the next layer. All other layers are offloaded. The search tries the two numbers on a grid,
+then on finer grids. The window is the largest that keeps to the budget, even if it is full when the other
+memory is at its peak.
 
-Pure: the same question has the same answer.
+The search is deterministic: equal inputs give equal plans.
 """
 
 from __future__ import annotations
@@ -32,39 +34,39 @@ WAYS = (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD, Placement.RECOMPUTE_EX
 """Placements that spare the drive."""
 
 GRID = 6
-"""Parts that the number of layers is divided into on the first grid."""
+"""Number of intervals of the first grid."""
 
 MOST_PLAYS, LEAST_PLAYS, MOST_PLAYED = 500, 40, 200_000
-"""Plans that are played, and activations in them: half a second; then the best so far is taken."""
+"""Limits of the search, about half a second: simulated plans, and simulated activations."""
 
 MOST_ITEMS = 1500
-"""Activations in a step; in larger steps neighbours are merged, so that a play takes milliseconds."""
+"""Activations in a simulated step. Larger steps merge neighbours, so that a run takes milliseconds."""
 
 UNMEASURED = 0.05
-"""Share of the budget that a plan leaves free as long as no step like it was measured."""
+"""Fraction of the budget that a plan leaves free until a similar step is measured."""
 
 FULLER = 1.1
-"""Factor by which plans count a full window larger: the more is in flight, the less certain is the rest."""
+"""Factor on the size of a full window. The more bytes are in flight, the less certain the prediction is."""
 
 NO_WAIT, NO_SLOWER = 0.01, 0.02
-"""Shares of a step that it may wait, and be slower than keep, where memory is wanted at no cost in time."""
+"""Fractions of a step that count as no wait and no slowdown for the objective ``memory``."""
 
 Score = tuple[float, ...]
-"""Less is better: bytes over the limits, seconds, bytes written, peak."""
+"""Rank of a plan, smaller is better: bytes over the limits, seconds, written bytes, peak."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A question to the solver.
+    """Input of the solver.
 
     Attributes:
         profile: The step.
-        bandwidth: The rates of the store.
-        limits: What the plan must keep to.
-        policy: Placement of each layer; those that are ``auto`` are free.
-        objective: Shortest step, or lowest peak at no cost in time.
-        not_recomputed: Free layers that must not be recomputed.
-        highest: Highest activation peak, bytes, beside the limits.
+        bandwidth: Rates of the store.
+        limits: Limits that the plan must keep.
+        policy: Placement of each layer. The solver places the layers that are ``auto``.
+        objective: Shortest step, or lowest peak without a longer step.
+        not_recomputed: ``auto`` layers that must not be recomputed.
+        highest: Highest activation peak in bytes, in addition to the limits.
     """
 
     profile: StepProfile
@@ -77,11 +79,11 @@ class Case:
 
     @cached_property
     def keep(self) -> Prediction:
-        """What comes of a step in which all free layers are kept."""
+        """Prediction for the plan that keeps all ``auto`` layers."""
         return self.played(self.uniform(KEEP))
 
     def allows(self, layer: int, way: Placement) -> bool:
-        """Return True if a free layer may be placed so."""
+        """Return True if an ``auto`` layer may have the placement."""
         kind = self.profile.kind_of(layer)
         if way.recomputes and (self.objective is Objective.MEMORY or layer in self.not_recomputed):
             return False
@@ -91,12 +93,12 @@ class Case:
 
     @cached_property
     def sparing(self) -> list[Placement]:
-        """Placements that spare the drive, and that a free layer may have."""
+        """Placements that spare the drive and are allowed for at least one ``auto`` layer."""
         free = [layer for layer, wanted in enumerate(self.policy) if wanted is Placement.AUTO]
         return [way for way in WAYS if any(self.allows(layer, way) for layer in free)]
 
     def place(self, choose: Callable[[int], Placement]) -> tuple[Placement, ...]:
-        """Return the policy with ``choose(layer)`` for free layers, or offload where that is not allowed."""
+        """Return the policy with ``choose(layer)`` for ``auto`` layers, or offload if that is not allowed."""
 
         def placed(layer: int, wanted: Placement) -> Placement:
             if wanted is not Placement.AUTO:
@@ -106,17 +108,17 @@ class Case:
         return tuple(placed(*pair) for pair in enumerate(self.policy))
 
     def uniform(self, way: Placement) -> Plan:
-        """Return the plan that gives all free layers one placement."""
+        """Return the plan that gives all ``auto`` layers one placement."""
         return Plan(self.place(lambda _: way), window=self.limits.window)
 
     @property
     def full_planned(self) -> float:
-        """Peak in bytes that plans are made for if the window is full: nobody has measured such a step."""
+        """Largest peak in bytes with a full window. It has more margin, because no such step was measured."""
         return math.inf if self.limits.budget is None else (1 - UNMEASURED) * self.limits.budget
 
     def score(self, plan: Plan, found: Prediction) -> Score:
-        """Return how good a played plan is."""
-        full = found.peak_bytes  # if the window is full when most is held: drives have their moods
+        """Return the score of a simulated plan."""
+        full = found.peak_bytes  # peak with a full window, since the speed of drives varies
         if plan.window is not None:
             full = max(full, min(found.held_bytes + int(FULLER * plan.window), self.keep.peak_bytes))
         over = max(found.peak_bytes - self.limits.planned, full - self.full_planned, 0.0)
@@ -129,7 +131,7 @@ class Case:
         return over, max(waits, slower), found.peak_bytes, found.sent_bytes
 
     def played(self, plan: Plan) -> Prediction:
-        """Return what comes of a step under a plan."""
+        """Return the prediction for a step under a plan."""
         return play(self.profile, plan, self.bandwidth)
 
     def predicted(self, plan: Plan) -> Plan:
@@ -137,29 +139,29 @@ class Case:
         return replace(plan, prediction=self.played(plan))
 
     def fits(self, plan: Plan) -> bool:
-        """Return True if a plan keeps to the limits, however slow the drive is."""
+        """Return True if a plan keeps to the limits, even with a slow drive."""
         return not self.score(plan, self.played(plan))[0]
 
 
 def solve(case: Case) -> Plan:
-    """Return the best plan that is found, with its prediction; over the limits only if none keeps to them."""
+    """Return the best plan found, with its prediction. It is over the limits only if all plans are."""
     found = _Search(replace(case, profile=coarse(case.profile))).best()
     plan = case.predicted(found)
     if case.fits(found) or found.window is None:
         return plan
-    narrow = _Search(case).fitted(found.placements)  # what merged activations hid
+    narrow = _Search(case).fitted(found.placements)  # merged activations can hide a short peak
     return case.predicted(narrow)
 
 
 def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
-    """Return the fastest plain plan but ``other`` within the limits; ``None`` if there is none.
+    """Return the fastest uniform plan within the limits except ``other``. ``None`` if there is none.
 
-    A plain plan keeps the last layers, as many as it can, and gives all others one placement.
+    A uniform plan keeps as many of the last layers as possible and gives all other layers one placement.
 
     Args:
-        case: What plans must keep to.
-        other: A plan that does not count.
-        recomputes: Whether that placement shall recompute, where such a plan fits.
+        case: Input of the solver.
+        other: Plan to exclude.
+        recomputes: Whether to prefer a placement that recomputes, if such a plan fits.
     """
     search = _Search(replace(case, profile=coarse(case.profile)))
     again = [way for way in case.sparing if way.recomputes and recomputes]
@@ -173,7 +175,7 @@ def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
 
 
 class _Search:
-    """Plans that were played, and the best of them."""
+    """Simulated plans and the best of them."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -183,7 +185,7 @@ class _Search:
         self._most_plays = max(min(MOST_PLAYS, MOST_PLAYED // max(items, 1)), LEAST_PLAYS)
 
     def played(self, plan: Plan) -> tuple[Score, Prediction]:
-        """Return the score of a plan and its figures; each plan is played once."""
+        """Return the score and the prediction of a plan. Each plan is simulated once."""
         if plan not in self._found:
             found = self._case.played(plan)
             self._found[plan] = self._case.score(plan, found), found
@@ -193,12 +195,13 @@ class _Search:
         """Return the plan with the largest window that keeps to the budget."""
         limits, largest = self._case.limits, self._case.profile.largest_bytes
         plan = Plan(placements, window=limits.window)
-        for least in (largest, largest // 4):  # the last one has one activation in flight at a time
+        for least in (largest, largest // 4):  # the smallest window holds one activation at a time
             (over, *_), found = self.played(plan)
             if not over or not any(way.offloads for way in placements):
                 break
             highest = self._case.highest - self._case.profile.gradient_bytes
-            room = min(self._case.full_planned, highest) - found.held_bytes  # the rest of it is in flight
+            # Bytes in flight fill the remaining room.
+            room = min(self._case.full_planned, highest) - found.held_bytes
             window = min(room / FULLER, found.peak_bytes if plan.window is None else plan.window)
             smaller = Plan(placements, window=max(int(window), least, 1))
             if self.played(smaller)[0] < self.played(plan)[0]:
@@ -206,17 +209,17 @@ class _Search:
         return plan
 
     def plain(self, way: Placement) -> Plan:
-        """Return the plan that keeps the last layers, as many as fit, and places the others alike."""
+        """Return the plan that keeps as many of the last layers as fit, and places the others uniformly."""
         order = self._free[::-1]
         plans = [self._spread(order, kept, len(order) - kept, way, way) for kept in range(len(order) + 1)]
         fitting = bisect.bisect(plans, 0.0, key=lambda placements: self._try(placements)[0])
         return self.fitted(plans[max(fitting - 1, 0)])
 
     def best(self) -> Plan:
-        """Return the best plan of all families."""
+        """Return the best plan of all families of candidates."""
         others = min((OFFLOAD, REMAT), key=lambda way: self._try(self._case.place(lambda _: way)))
         orders = [self._free[::-1]]
-        if len(self._case.profile.kinds) > 1:  # which kind is kept first matters more than where it is
+        if len(self._case.profile.kinds) > 1:  # keeping the right kind first matters more than the position
             nbytes = {layer: self._case.profile.kind_of(layer).nbytes for layer in self._free}
             orders += [sorted(orders[0], key=nbytes.__getitem__, reverse=first) for first in (False, True)]
         for order in orders:
@@ -233,7 +236,7 @@ class _Search:
     def _spread(
         self, order: Sequence[int], kept: int, sparing: int, way: Placement, others: Placement
     ) -> tuple[Placement, ...]:
-        """Keep the first ``kept`` layers of ``order``; ``sparing`` of the rest, evenly, spare the drive."""
+        """Keep the first ``kept`` layers of ``order``. Give ``way`` to ``sparing`` others, spread evenly."""
         rest = sorted(order[kept:])
         chosen = dict.fromkeys(order[:kept], KEEP)
         for place, layer in enumerate(rest):
@@ -255,7 +258,7 @@ class _Search:
             points = {(a, b) for a, b in near if a >= 0 and b >= 0 and a + b <= count}
 
     def _shares(self) -> None:
-        """Offload a share of all layers but the last ones, which are kept."""
+        """Try plans that keep the last layers and offload a share of all others."""
         count = len(self._free)
         for percent in range(90, 0, -10):
             for kept in _grid(count, max(count // GRID, 1)):
@@ -277,7 +280,7 @@ def _grid(most: int, step: int) -> Iterable[int]:
 
 
 def coarse(profile: StepProfile) -> StepProfile:
-    """Return a profile that saves about :data:`MOST_ITEMS` activations and behaves like this one."""
+    """Return a similar profile with at most about :data:`MOST_ITEMS` activations."""
     profile = _with_few_micro_batches(profile)
     runs = sum(not slot.backward for slot in profile.slots)
     most = max(MOST_ITEMS // max(runs, 1), 1)
@@ -288,7 +291,7 @@ def coarse(profile: StepProfile) -> StepProfile:
 
 
 def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
-    """Return the step with the micro-batches that run when most of them do, and two on either side."""
+    """Return the step with the micro-batches that run when most of them run, and two more on either side."""
     order = list(dict.fromkeys(slot.micro_batch for slot in profile.slots))
     last = {slot.micro_batch: place for place, slot in enumerate(profile.slots)}
     running: dict[int, None] = {}
@@ -305,7 +308,7 @@ def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
 
 
 def _merged(activations: Sequence[Saved], most: int) -> tuple[Saved, ...]:
-    """Merge neighbours that are rebuilt, or offloaded, alike: saved with the last, used with the first."""
+    """Merge neighbours of the same treatment: saved at the time of the last, used at that of the first."""
     size = -(-len(activations) // most)
     alike = [list(run) for _, run in itertools.groupby(activations, key=lambda saved: saved.rebuilt)]
     groups = [run[first : first + size] for run in alike for first in range(0, len(run), size)]

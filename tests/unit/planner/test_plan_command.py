@@ -92,11 +92,11 @@ def test_a_plan_for_a_device_has_what_the_run_left_on_it(tmp_path: Path, run_log
     options = ("--device-bytes", f"{device_bytes}B")
     said = run_plan(path, *options, "-o", policy).output
     assert re.search(
-        r"^3\.9\d MiB are left for activations of .*, less .* live before a step and", said, re.MULTILINE
+        r"^3\.9\d MiB are left for activations of .*, minus .* in use before a step and", said, re.MULTILINE
     )
     assert load_config(policy).budget.device_bytes is None  # each layer is placed, and waits for its drive
     for arguments, what in (
-        ((path, "--device-bytes", "1MiB"), "nothing is left for activations of 1.00 MiB, less"),
+        ((path, "--device-bytes", "1MiB"), "nothing is left for activations of 1.00 MiB, minus"),
         ((path, *options, "--layers", "9"), "what lies on the device beside activations is not known"),
         ((run_log, *options), "what lies on the device beside activations is not known"),
         ((path, *options, "--budget", "3MiB"), "--budget and --device-bytes both say"),
