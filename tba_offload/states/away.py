@@ -1,4 +1,4 @@
-"""Tensors without memory: an optimizer's state, a master copy or a gradient whose bytes are away."""
+"""Tensors without memory, for offloaded optimizer states, offloaded master copies and freed gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from tba_offload.errors import StatesAwayError
 from tba_offload.torch_private import factories, tree_leaves, without_subclasses
 
-_TENSOR: Any = torch.Tensor  # attributes of which are descriptors, as the types do not know
+_TENSOR: Any = torch.Tensor  # its attributes are descriptors, which the type stubs do not declare
 _KNOWN = (
     *(name for name in dir(torch.Tensor) if name.startswith("is_")),
     *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "size", "stride", "numel", "dim"),
@@ -23,16 +23,18 @@ _HARMLESS = {
     *(factories.zeros_like, factories.ones_like, factories.empty_like),
     *(_TENSOR.grad.__set__, _TENSOR.grad.__delete__),
 }
-"""Functions that ask a tensor for what it knows without memory, or for its gradient, and give it one."""
+"""Functions that need no bytes of a tensor: they read its metadata, or read and set its gradient."""
 
 _ALIASES = frozenset((_TENSOR.data.__get__, _TENSOR.detach))
-"""Functions that give another tensor of the same memory."""
+"""Functions that return another tensor over the same memory."""
 
 
 class _Away(torch.Tensor):
-    """A tensor without bytes: size, strides, data type and device are known, and every other use is an error.
+    """A tensor without bytes, of known size, strides, data type and device.
 
-    Classes of it say which functions may be called with it, and the error of others.
+    Any use of the bytes raises an error.
+
+    Subclasses define which functions are allowed, and the error message for all others.
     """
 
     _allowed = _HARMLESS
@@ -40,16 +42,16 @@ class _Away(torch.Tensor):
     _tba_offload_name: str
 
     def refused(self, use: str) -> StatesAwayError:
-        """Return the error of a use of the bytes.
+        """Return the error for a use of the missing bytes.
 
         Args:
-            use: The clause that says what was done with them.
+            use: A clause that describes the use.
         """
         return StatesAwayError(self._error.format(name=self._tba_offload_name, use=use))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Answer what needs no bytes, and raise for everything else."""
+        """Run functions that need no bytes, and raise an error for all others."""
         if func not in cls._allowed:
             cls._refuse(func, types, args, kwargs)
         with without_subclasses():
@@ -65,100 +67,100 @@ class _Away(torch.Tensor):
 
 
 class AwayTensor(_Away):
-    """A state without memory.
+    """Placeholder of an offloaded state.
 
-    An optimizer that is asked what its states are like answers as ever. What would compute with their bytes,
-    copy or save them, raises an error that says what to do instead.
+    Code that reads only the metadata of states works as before. Code that computes with the bytes, copies or
+    saves them raises an error that explains what to do.
 
     Args:
-        size: That of the state.
-        stride: Likewise, elements.
-        dtype: Likewise.
-        device: Where the state lies while it is updated.
-        name: For messages: ``'exp_avg' of layers.0.weight``.
+        size: Size of the state.
+        stride: Strides of the state in elements.
+        dtype: Data type of the state.
+        device: Device of the state during an update.
+        name: Name for messages, such as ``'exp_avg' of layers.0.weight``.
     """
 
-    # As Lightning's teardown asks: they give the tensor itself, or are dispatched, and raise there.
+    # Lightning's teardown calls these. They return the tensor itself, or are dispatched and raise there.
     _allowed = _HARMLESS | {_TENSOR.to, _TENSOR.cpu, _TENSOR.contiguous}
     _error = (
-        "the optimizer state {name} is not in memory between updates, and {use}; read states with "
+        "the optimizer state {name} is not in memory between updates, but {use}. Read states with "
         "optimizer.state_dict() or OptimizerStates.read(parameter), or close the OptimizerStates first"
     )
     origin: tuple[torch.Tensor | None, str] = None, ""
-    """The parameter whose state it is, and the name of the state."""
+    """The parameter of the state, and the name of the state."""
 
     @staticmethod
     def __new__(
         cls, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str
     ) -> Self:
-        """Make one."""
+        """Create a wrapper subclass without storage."""
         made: Self = _TENSOR._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=device)
         made._tba_offload_name = name
         return made
 
-    # Autograd and other code in C++ come here at once.
+    # Autograd and other C++ code call this directly.
     __torch_dispatch__ = _Away._refuse  # type: ignore[assignment] # other types there
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Return no parts, so that what counts memory by this protocol finds none."""
+        """Return no inner tensors, so that tools that count memory by this protocol count none."""
         return [], None
 
 
 class FreedGradient(AwayTensor):
-    """A gradient that was used in backward and is freed."""
+    """Placeholder of a gradient that was used in backward and then freed."""
 
     _error = (
-        "{name} is freed, since backward has updated the parameter with it, and {use}. Call zero_grad() "
-        "with set_to_none=True after each step; where clipping, a gradient scaler or another pass needs "
+        "{name} is freed, because backward has updated the parameter with it, but {use}. Call zero_grad() "
+        "with set_to_none=True after each step. If clipping, a gradient scaler or another pass needs "
         "gradients, set states.when to step"
     )
 
 
 class AwayMaster(_Away):
-    """The class of a master copy whose bytes are away.
+    """The class of an offloaded master copy.
 
-    It is the same object as in memory: a key of ``optimizer.state``, a member of parameter groups, and what
-    gradients are assigned to.
+    The tensor stays the same object: a key of ``optimizer.state``, a member of parameter groups, and the
+    target of gradient assignments. Only its class and its storage change.
     """
 
     _allowed = _HARMLESS | _ALIASES
     _error = (
-        "the {name} is not in memory between updates, and {use}; set states.masters to keep, or close the "
+        "the {name} is not in memory between updates, but {use}. Set states.masters to keep, or close the "
         "OptimizerStates first"
     )
     _tba_offload_class: type[torch.Tensor]
 
     @classmethod
     def begin(cls, master: torch.Tensor, name: str) -> None:
-        """Take the bytes of a tensor, which owns its memory, away.
+        """Free the memory of a tensor that owns its storage, and set its class.
 
         Args:
             master: The tensor.
-            name: The parameter that it is a master of, for messages.
+            name: The parameter of which it is a master copy, for messages.
         """
         vars(master).update(_tba_offload_name=f"master of {name}", _tba_offload_class=type(master))
         storage = master.untyped_storage()
-        master.__class__ = cls  # before its memory goes
+        master.__class__ = cls  # before the memory is freed
         storage.resize_(0)
 
     @classmethod
     def allocate(cls, master: torch.Tensor) -> None:
-        """Give it memory, whose contents are undefined, unless it has some again."""
+        """Give the tensor memory with undefined contents, unless it has memory."""
         with without_subclasses():
             storage = master.untyped_storage()
-            if storage.nbytes() != master.nbytes:  # else it would be allocated anew, and copied
+            if storage.nbytes() != master.nbytes:  # resizing to the same size would allocate and copy
                 storage.resize_(master.nbytes)
 
     @classmethod
     def end(cls, master: torch.Tensor) -> None:
-        """Give it its class again, and memory, unless it has some."""
+        """Restore the class of the tensor, and give it memory unless it has some."""
         cls.allocate(master)
         master.__class__ = vars(master)["_tba_offload_class"]
         del vars(master)["_tba_offload_name"], vars(master)["_tba_offload_class"]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Answer what needs no bytes, and raise for everything else."""
+        """Run functions that need no bytes, and mark aliases as offloaded too."""
         made = super().__torch_function__(func, types, args, kwargs)
         if func in _ALIASES:
             vars(made).update(vars(args[0]))
@@ -167,10 +169,10 @@ class AwayMaster(_Away):
 
 
 def stands_for(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[AwayTensor]:
-    """Return True if a value is what stands for a state of a parameter."""
+    """Return True if ``value`` is the placeholder of this state of this parameter."""
     return type(value) is AwayTensor and value.origin[0] is parameter and value.origin[1] == key
 
 
 def is_away(value: object) -> bool:
-    """Return True for a state or a master copy whose bytes are away."""
+    """Return True for the placeholder of a state, and for an offloaded master copy."""
     return type(value) in (AwayTensor, AwayMaster)

@@ -1,8 +1,8 @@
-"""Updates in backward: a sub-group is updated as soon as its gradients are final, and these are freed.
+"""Updates in backward: a sub-group is updated once its gradients are final, then they are freed.
 
 Gradients are final in the last backward pass before ``optimizer.step()``. When that pass returns, all
-parameters have their new values, and ``step()`` only checks that nothing came in between that a plain step
-would have used. Whatever asks for a freed gradient gets an error.
+parameters have their new values. ``step()`` then only checks that nothing changed in between that a plain
+step would have used. Reading a freed gradient raises an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tba_offload.states.updates import StatesRecord
 
 _CLOSELY = 3
-"""First steps in which all bytes of parameters are compared, as in those whose number is a power of two."""
+"""Number of first steps that compare all bytes of parameters. Later, steps 4, 8, 16 and so on do."""
 
 _HALFWAY = "backward ended halfway through its updates. Load a checkpoint of the model and the optimizer"
 
@@ -41,7 +41,7 @@ class BackwardUpdates(Updates):
     """Updates the parameters of one optimizer in the last backward pass before each of its steps.
 
     Args:
-        arguments: As for :class:`Updates`.
+        arguments: Arguments of :class:`Updates`.
     """
 
     _is_early = True
@@ -56,23 +56,23 @@ class BackwardUpdates(Updates):
         self._task: int | None = None
         self._forget()
         logger.warning(
-            "states.when: backward: parameters have their new values when backward() returns; what reads "
-            "them before optimizer.step() reads those"
+            "states.when is backward: parameters have their new values when backward() returns. Code that "
+            "reads them before optimizer.step() gets the new values"
         )
 
     def _forget(self) -> None:
-        """Forget what was updated since the last step: a checkpoint was loaded, or the step came."""
+        """Reset the record of backward, after a step or after a checkpoint is loaded."""
         self._passes = 0
         self._is_updating = False
         self._made: StatesRecord | None = None
 
     def loaded(self) -> None:
-        """Take a checkpoint that was loaded, and forget what backward has done."""
+        """Take the states of a loaded checkpoint, and reset the record of backward."""
         self._forget()
         super().loaded()
 
     def follow(self) -> None:
-        """Follow what was done to the optimizer, and have hooks on the parameters that it trains now."""
+        """Follow changes of the optimizer, and register hooks on all parameters that it trains now."""
         super().follow()
         wanted = {each for each in parameters_of(self.optimizer) if each.is_leaf and each.requires_grad}
         for parameter in self._handles.keys() - wanted:
@@ -82,12 +82,12 @@ class BackwardUpdates(Updates):
             self._handles[parameter] = register(_weakly(WeakMethod(self._gradient_came)))
 
     def close(self) -> None:
-        """Take all hooks off, and end what runs beside the training thread."""
+        """Remove all hooks, and end the helper threads."""
         super().close()
         while self._handles:
             self._handles.popitem()[1].remove()
         if self._made is not None:
-            logger.warning("parameters are updated by a backward pass that no optimizer.step() has followed")
+            logger.warning("a backward pass has updated parameters, and no optimizer.step() followed")
 
     # ---- backward --------------------------------------------------------------------------------
 
@@ -102,10 +102,10 @@ class BackwardUpdates(Updates):
                 self._read_ahead()
             self._note_later_use(parameter)
         holding = [group for group, missing in self._open.items() if parameter in missing]
-        for group in holding:  # several, if they have slices of it
+        for group in holding:  # several, if the parameter is cut into slices
             self._open[group].discard(parameter)
             if self._open[group] or not self._read_later.isdisjoint(group.parameters):
-                continue  # the latter are updated at the end
+                continue  # parameters that are used later are updated at the end
             self._is_updating = True
             self._done.append(group)
             with self._guarded():
@@ -116,22 +116,22 @@ class BackwardUpdates(Updates):
         self._last = self.homes.device.event()
 
     def _wait(self) -> None:
-        """Have the work that follows come after that of the hook before, whatever their streams.
+        """Make the following work wait for the work of the previous hook, which may use another stream.
 
-        Hooks of autograd are called on the stream that made a gradient, FSDP2's on the one that reduced it;
-        an optimizer's step has another.
+        Autograd calls hooks on the stream that computed the gradient. FSDP2 calls them on the stream that
+        reduced it. An optimizer's step runs on another stream.
         """
-        self._last.wait(self.homes.device.stream())  # without it, that of the current device
+        self._last.wait(self.homes.device.stream())  # the current device's stream
 
     def _begin_pass(self) -> None:
-        """Count a backward pass, and let updates begin if it is the last before the step.
+        """Count a backward pass. Allow updates if it is the last pass before the step.
 
         Raises:
-            SessionError: Parameters were updated in a pass before, and no step came.
+            SessionError: An earlier pass has updated parameters, and no step followed.
         """
         if self._is_updating:
             raise SessionError(
-                "another backward pass came after that which updated the parameters, before step(): "
+                "another backward pass ran after the parameters were updated, before step(): "
                 f"states.micro_batches is {self.micro_batches}. Set it to the number of passes in a "
                 "step, set use_reentrant=False for torch's checkpoints, or set states.when to step"
                 if self._made is not None
@@ -144,20 +144,21 @@ class BackwardUpdates(Updates):
             with self._guarded():
                 self._read_ahead()
             return
-        call_after_backward(partial(call_after_backward, self._pass_ends))  # after what FSDP2 does there
+        call_after_backward(partial(call_after_backward, self._pass_ends))  # run after FSDP2's own callback
         self._freed.clear()
         self._read_later: set[torch.Tensor] = set()
         self._keeps_graph = keeps_graph()
-        if not self._keeps_graph:  # else it reads parameters again, so that all are updated at the end
+        if not self._keeps_graph:  # else backward may run again and read the parameters, so update at the end
             self.follow()
             self._open = {group: self._handles.keys() & set(group.parameters) for group in self.groups}
 
     def _note_later_use(self, parameter: torch.Tensor) -> None:
-        """Note whether something else holds the memory of a parameter, as a later node of the graph.
+        """Note if a later node of the graph still uses the memory of a parameter.
 
-        Nodes that had a part in its gradient have let go of it by now. One that had none, as of a layer that
-        uses the weight of another by ``.data``, would read the new value. In the first pass of a parameter
-        nothing is known yet: what it has at the end of a pass, when all have let go, is usual.
+        Nodes that contributed to the gradient have released the parameter by now. Another node may still hold
+        it, for example of a layer that uses the weight of another layer by ``.data``. That node would read
+        the new value. In the first pass of a parameter no reference count is known. Later, the count at the
+        end of a pass is the normal one.
         """
         if _references_to(parameter) > self._references.get(parameter, 0):
             self._read_later.add(parameter)
@@ -167,12 +168,12 @@ class BackwardUpdates(Updates):
             if parameter.grad is not None:
                 name = f"the gradient of {self.groups.name_of(parameter)}"
                 own: torch.Tensor = local(parameter.grad)
-                stride = torch.empty(own.shape, device="meta").stride()  # a sparse one has none
+                stride = torch.empty(own.shape, device="meta").stride()  # a sparse gradient has no strides
                 freed = FreedGradient(own.shape, stride, own.dtype, own.device, name)
                 parameter.grad = self._freed[parameter] = distributed(freed, spec_of(parameter.grad))
 
     def _pass_ends(self) -> None:
-        """Update what was not updated yet: parameters without states, and those of incomplete sub-groups."""
+        """Update the remaining parameters: those without states, and those in incomplete sub-groups."""
         self._wait()
         self._is_updating, self._open = True, {}
         self._made = self._make({}, done=self._done)
@@ -187,20 +188,20 @@ class BackwardUpdates(Updates):
     # ---- the step --------------------------------------------------------------------------------
 
     def clearing(self) -> None:
-        """Count passes anew: gradients that are cleared before they were used go into no update."""
+        """Restart the count of passes: cleared gradients are not part of an update."""
         if not self._is_updating:
             self._passes = 0
 
     def step(self, options: Mapping[str, Any]) -> StatesRecord:
-        """Return the record of the update that backward made.
+        """Return the record of the update that backward has made.
 
-        A step that has fewer passes than others, as the last of an epoch may, is updated as a whole here.
+        A step with fewer passes than usual, such as the last step of an epoch, is updated here as a whole.
 
         Args:
             options: Arguments of the step.
 
         Raises:
-            SessionError: A plain step would have used something else than what backward used.
+            SessionError: Something changed after backward that a plain step would have used.
             TransferError: States cannot be read.
         """
         made, parameters = self._made, parameters_of(self.optimizer)
@@ -208,7 +209,7 @@ class BackwardUpdates(Updates):
             raise SessionError(_HALFWAY)
         if made is None and any(type(local(each.grad)) is FreedGradient for each in parameters):
             raise SessionError(
-                "optimizer.step() came without a backward pass since the last one. Call it once after "
+                "optimizer.step() was called twice without a backward pass between. Call it once after "
                 "backward(), or set states.when to step"
             )
         self._wait()
@@ -216,7 +217,7 @@ class BackwardUpdates(Updates):
         self._last = self.homes.device.event()
         if what is not None:
             raise SessionError(
-                f"another {what} came after backward(), which has updated the parameters. Change it after "
+                f"{what} changed after backward() had updated the parameters. Change it after "
                 "optimizer.step(), or set states.when to step"
             )
         self._forget()
@@ -224,28 +225,28 @@ class BackwardUpdates(Updates):
 
     def _what_differs(self, options: Mapping[str, Any]) -> str | None:
         if any(each.grad is not self._freed.get(each) for each in parameters_of(self.optimizer)):
-            return "gradient, or none,"
+            return "a gradient"
         if any(options.values()) or self._settings != self._settings_now():
-            return "setting of the optimizer"
+            return "a setting of the optimizer"
         if not all(map(self.entries.is_current, self.groups)):
-            return "state of the optimizer"
-        return None if self._values == self._values_now() else "value of a parameter"
+            return "a state of the optimizer"
+        return None if self._values == self._values_now() else "the value of a parameter"
 
     def _settings_now(self) -> str:
-        """Return the settings of all parameter groups as text, numbers in tensors among them."""
+        """Return the settings of all parameter groups as text, including numbers in tensors."""
         groups = [group.items() for group in self.optimizer.param_groups]
         settings = [(key, each) for group in groups for key, each in group if not key.startswith("param")]
         return repr([(key, each.tolist() if torch.is_tensor(each) else each) for key, each in settings])
 
     def _values_now(self) -> tuple[list[int], list[list[int]]]:
-        """Return the versions of parameters, and in some steps digests: ``.data`` leaves versions alone."""
+        """Return versions of the parameters. In some steps add digests, since ``.data`` keeps versions."""
         closely = self._steps <= _CLOSELY or not self._steps & (self._steps - 1)
         values = (local(each.detach()) for each in (self._freed if closely else ()))
         return [each._version for each in self._freed], list(map(digest, values))
 
 
 def _weakly(came: WeakMethod[Any]) -> Any:
-    """Return a hook on parameters that keeps nothing alive."""
+    """Return a parameter hook that does not keep the optimizer alive."""
 
     def hook(parameter: torch.Tensor) -> None:
         if (method := came()) is not None:
@@ -255,5 +256,5 @@ def _weakly(came: WeakMethod[Any]) -> Any:
 
 
 def _references_to(parameter: torch.Tensor) -> int:
-    """Return how many tensors have the memory of a parameter."""
+    """Return the number of tensors over the memory of a parameter."""
     return users_of(local(parameter).untyped_storage())

@@ -1,4 +1,4 @@
-"""What ``optimizer.state`` shows, and how states get from there into slots and back."""
+"""Moves states between ``optimizer.state`` and the slots."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 class Entries:
     """Moves states between ``optimizer.state`` and the slots.
 
-    A state is shown as away when all slices of its parameter are.
+    A state of a sliced parameter gets its placeholder when all slices are offloaded.
 
     Args:
         groups: The sub-groups of the optimizer.
-        next_use: When a sub-group is needed again; the greater, the later.
+        next_use: Returns when a sub-group is needed again. A greater number is later.
 
     Attributes:
-        in_host_memory: The states of sub-groups that the processor updates.
+        in_host_memory: States of the sub-groups that the CPU updates.
     """
 
     def __init__(self, groups: Groups, next_use: Callable[[SubGroup], int]) -> None:
@@ -45,20 +45,20 @@ class Entries:
     # ---- for an update ---------------------------------------------------------------------------
 
     def shown(self, parameter: torch.Tensor) -> Entry:
-        """Return what ``optimizer.state`` shows of a parameter."""
+        """Return the entry of a parameter in ``optimizer.state``."""
         return self._groups.optimizer.state.get(parameter, {})  # type: ignore[no-any-return]
 
     def resident(self, group: SubGroup, parameter: torch.Tensor) -> Entry:
-        """Return the states of a parameter that are in memory; a slice gets copies, as others do."""
+        """Return the states of a parameter that are in memory. Slices share them, so a slice gets copies."""
         entry = self.shown(parameter)
         found = {key: value for key, value in entry.items() if not isinstance(value, AwayTensor)}
         return found if group.part is None else {key: _copy(value) for key, value in found.items()}
 
     def bound(self, group: SubGroup) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the states of a sub-group that travel as views of its slot, for the caller to change.
+        """Return the offloadable states of a sub-group as views of its slot. The caller may change them.
 
         Raises:
-            TransferError: They cannot be read.
+            TransferError: The states cannot be read.
         """
         if not group.places:
             return {}
@@ -67,12 +67,14 @@ class Entries:
         return group.views(slot.lend())
 
     def take(self, group: SubGroup, bound: Bound, left: Left) -> None:
-        """Take the states that an update left, and show them; those of slices with :meth:`show_slices`.
+        """Take the states after an update, and put placeholders into ``optimizer.state``.
+
+        States of slices appear there after :meth:`show_slices`.
 
         Args:
-            group: The sub-group that was updated.
-            bound: Its states as views of its slot, as the update got them.
-            left: The states that there are now.
+            group: The updated sub-group.
+            bound: Its states as views of its slot, as passed to the update.
+            left: All its states after the update.
         """
         self._copies.clear()
         if have_moved(bound, left):
@@ -80,13 +82,13 @@ class Entries:
         self._show(group, left)
 
     def show_slices(self) -> None:
-        """Show what the update of slices has left: with the states, what slices have in common."""
+        """Put the entries of updated slices into ``optimizer.state``, with the states that slices share."""
         of_slices, self._of_slices = self._of_slices, {}
         for parameter, entry in of_slices.items():
             self._set(parameter, entry)
 
     def _show(self, group: SubGroup, left: Left) -> None:
-        """Show what stands for states that are away, and the others; of slices when all have been updated."""
+        """Put the entry of each parameter into ``optimizer.state``. Collect slices until all are updated."""
         for parameter, entry in left.items():
             keys = group.keys[parameter]
             shown = {
@@ -97,7 +99,7 @@ class Entries:
                 self._set(parameter, shown)
             else:
                 self._of_slices[parameter] = shown
-                if shown.keys() - {MASTER}:  # in the order in which a plain step has them
+                if shown.keys() - {MASTER}:  # so that parameters have the same order as after a plain step
                     self._groups.optimizer.state.setdefault(parameter, {})
 
     def _set(self, parameter: torch.Tensor, entry: Entry) -> None:
@@ -105,19 +107,21 @@ class Entries:
             self._groups.send_away(parameter)
         shown = {key: value for key, value in entry.items() if key != MASTER}
         known = self.shown(parameter)
-        shown = {key: shown[key] for key in known if key in shown} | shown  # in the order that there was
+        # Keep the previous order of states.
+        shown = {key: shown[key] for key in known if key in shown} | shown
         if known.keys() == shown.keys():
             known.update(shown)
-        else:  # at once: an interrupt must find all of it
+        else:  # in one assignment, because an interrupt must find the entry complete
             self._groups.optimizer.state[parameter] = shown
 
     # ---- between updates -------------------------------------------------------------------------
 
     def check_owners(self) -> None:
-        """Check of all states that no program has put what stands for one where its bytes are not.
+        """Check that all placeholders in ``optimizer.state`` are where they belong.
 
         Raises:
-            StatesAwayError: One was given to another parameter, or put back after it was forgotten.
+            StatesAwayError: A program gave a placeholder to another parameter, or put it back after its bytes
+                were dropped.
         """
         for each in self._groups.optimizer.state:
             self._check_owner(each)
@@ -129,17 +133,17 @@ class Entries:
                 continue
             if not stands_for(value, parameter, key):
                 raise value.refused(
-                    f"it was given to {self._groups.name_of(parameter)} as {key!r}. give it back, or put a "
+                    f"it was given to {self._groups.name_of(parameter)} as {key!r}. Give it back, or put a "
                     "tensor with bytes there"
                 )
             groups = self._groups.holding.get(parameter)
             if not groups or any(key not in group.keys[parameter] for group in groups):
                 raise value.refused(
-                    "it was put back when it was there no more. put a tensor with bytes there"
+                    "it was put back after its bytes were freed. Put a tensor with bytes there"
                 )
 
     def is_current(self, group: SubGroup) -> bool:
-        """Return True if ``optimizer.state`` still shows what is away: states may be set or cleared."""
+        """Return True if no program has set or cleared states of the sub-group since the last update."""
         return all(map(self._is_away, group.places)) and not any(
             isinstance(value, Incoming) or is_away(value) or travels(value, parameter)
             for parameter in group.parameters
@@ -148,23 +152,23 @@ class Entries:
         )
 
     def shows_any(self, group: SubGroup) -> bool:
-        """Return True if ``optimizer.state`` shows some of its states as away: they are needed yet."""
+        """Return True if ``optimizer.state`` has a placeholder of this sub-group."""
         return any(map(self._is_away, group.places))
 
     def absorb(self, groups: Iterable[SubGroup]) -> None:
-        """Take the states that ``optimizer.state`` shows, and forget those that it shows no more.
+        """Take over the states in ``optimizer.state``, and drop the bytes of states that are no longer there.
 
         Args:
-            groups: Sub-groups, with all slices of each parameter; :meth:`check_owners` was called.
+            groups: Sub-groups, with all slices of each parameter. The caller has called :meth:`check_owners`.
 
         Raises:
-            TransferError: States that are still away cannot be read.
+            TransferError: Offloaded states cannot be read.
         """
         self._copies.clear()
-        self._of_slices.clear()  # left by an update that failed
+        self._of_slices.clear()  # left by a failed update
         for group in groups:
             self._absorb(group)
-        self.show_slices()  # only now: each slice takes its part of the same tensors
+        self.show_slices()  # at the end, because all slices are cut from the same tensors
 
     def _absorb(self, group: SubGroup) -> None:
         entries = {
@@ -180,11 +184,11 @@ class Entries:
         self._show(group, entries)
 
     def restore(self) -> None:
-        """Put all states back into ``optimizer.state``, in memory of their own; not those that were cleared.
+        """Put all states back into ``optimizer.state``, each in its own memory. Skip cleared states.
 
         Raises:
-            StatesAwayError: As of :meth:`check_owners`; nothing has changed.
-            TransferError: They cannot be read.
+            StatesAwayError: As for :meth:`check_owners`. Nothing has changed.
+            TransferError: The states cannot be read.
         """
         self.check_owners()
         for _, slices in groupby(self._groups, lambda group: id(group.parameters[0])):
@@ -199,11 +203,13 @@ class Entries:
                 self.in_host_memory.pop(group, None)
 
     def read(self, parameter: torch.Tensor) -> Entry:
-        """Return the states of a parameter, and itself if it is a master; what is away is copied to the host.
+        """Return the states of a parameter, with copies of offloaded states in host memory.
+
+        If the parameter is an offloaded master copy, the entry has its values too.
 
         Raises:
-            StatesAwayError: As of :meth:`check_owners`, for this parameter.
-            TransferError: They cannot be read.
+            StatesAwayError: As for :meth:`check_owners`, for this parameter.
+            TransferError: The states cannot be read.
         """
         self._check_owner(parameter)
         entry = self._groups.states_of(parameter)
@@ -211,7 +217,7 @@ class Entries:
         if away:
             if (
                 not away <= self._copies.get(parameter, {}).keys()
-            ):  # others of its sub-group are likely to be asked for next
+            ):  # callers usually read the others of the sub-group next
                 self._copies = self._whole(self._groups.holding[parameter], torch.device("cpu"))
             copies = self._copies.pop(parameter)
             entry.update({key: copies[key] for key in away})
@@ -222,11 +228,12 @@ class Entries:
     def _whole(
         self, groups: Iterable[SubGroup], device: torch.device | None = None
     ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return copies of states that are away, each put together of its slices.
+        """Return whole copies of offloaded states, assembled from slices.
 
         Args:
             groups: The sub-groups.
-            device: Where to; by default that of the parameters, where masters are filled themselves.
+            device: Device of the copies. By default the device of the parameters, where masters get their own
+                bytes.
         """
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for group in groups:
@@ -241,10 +248,10 @@ class Entries:
         return found
 
     def bytes_of(self, group: SubGroup) -> torch.Tensor:
-        """Return the bytes of a sub-group, wherever they are; those at home are read into host memory.
+        """Return the bytes of a sub-group. Bytes that are only in the store are read into host memory.
 
         Raises:
-            TransferError: They cannot be read.
+            TransferError: The bytes cannot be read.
         """
         if (slot := self.slots.of(group)) is not None:
             slot.wait_for_reads()
@@ -253,13 +260,13 @@ class Entries:
         return group.home.on_host(group.nbytes) if flat is None else flat
 
     def _is_away(self, place: Place) -> bool:
-        """Whether ``optimizer.state`` shows that a state is away, or the master itself that it is."""
+        """Return True if this state has its placeholder in ``optimizer.state``, or is an offloaded master."""
         if place.key == MASTER:
             return is_away(place.parameter)
         return stands_for(self.shown(place.parameter).get(place.key), place.parameter, place.key)
 
     def _lay_out(self, group: SubGroup, bound: Bound, entries: Left) -> None:
-        """Give the states of a sub-group other places, in another slot; views of the old one live on."""
+        """Move the states of a sub-group to another slot with a new layout. Old views stay valid."""
         stays = self.slots.stays(group)
         self.slots.drop(group)
         group.home.release()
@@ -278,12 +285,12 @@ class Entries:
             return known
         name = f"{key!r} of {self._groups.name_of(parameter)}"
         away = AwayTensor(like.shape, like.stride(), value.dtype, value.device, name)
-        away.origin = parameter, key  # no weak reference: PyTorch swaps no tensors that have one
+        away.origin = parameter, key  # no weak reference: torch.utils.swap_tensors refuses such tensors
         return away
 
 
 def have_moved(bound: Bound, left: Left) -> bool:
-    """Return True if states came, went or changed their shape; copy those back that were only replaced."""
+    """Return True if states were added, removed or resized. Copy replaced tensors back into their views."""
     moved = False
     for parameter, entry in left.items():
         views = bound.get(parameter, {})
@@ -299,7 +306,7 @@ def have_moved(bound: Bound, left: Left) -> bool:
 
 
 def _is_alike(value: object, view: torch.Tensor) -> bool:
-    """Whether a state could lie where another one does."""
+    """Return True if a state fits into the place of another state."""
     return (
         isinstance(value, torch.Tensor)
         and (value.shape, value.dtype, value.device) == (view.shape, view.dtype, view.device)
@@ -308,16 +315,16 @@ def _is_alike(value: object, view: torch.Tensor) -> bool:
 
 
 def _arrived(group: SubGroup, parameter: torch.Tensor, value: Any) -> Any:
-    """Return a state, or a copy of a slice of it; those of a checkpoint come to the parameter's device."""
+    """Return the state, cut to the slice. States of a checkpoint are copied to the parameter's device."""
     if isinstance(value, Incoming):
-        # The data type in which PyTorch itself loads a state, in Optimizer.load_state_dict.
+        # PyTorch's own Optimizer.load_state_dict uses this data type.
         dtype = parameter.dtype if parameter.is_floating_point() else value.value.dtype
         return group.cut(value.value).to(device=parameter.device, dtype=dtype, copy=True)
     return value if group.part is None or is_away(value) else _copy(group.cut(value))
 
 
 def _memory(group: SubGroup, place: Place, device: torch.device | None) -> torch.Tensor:
-    """Return memory for a whole state; that of the master itself, unless a device is given."""
+    """Return memory for a whole state. For a master without ``device``, return the master's own memory."""
     parameter = place.parameter
     if place.key == MASTER and device is None:
         AwayMaster.allocate(parameter)

@@ -1,4 +1,4 @@
-"""Sub-groups: parameters whose states lie packed in one slot and travel as one."""
+"""Sub-groups: parameters whose states share one slot and are read and written together."""
 
 from __future__ import annotations
 
@@ -33,47 +33,47 @@ if TYPE_CHECKING:
     States = Mapping[torch.Tensor, Mapping[str, Any]]
 
 Entry = dict[str, Any]
-"""The states of one parameter by their names, as in ``optimizer.state[parameter]``."""
+"""The states of one parameter by name, as in ``optimizer.state[parameter]``."""
 
 MASTER = "tba_offload.master"
-"""Name of a master copy among the states of its own: no optimizer has one of that name."""
+"""Key of a master copy among its states. No optimizer uses this key."""
 
 SLICE = 1024
-"""Elements at whose multiples a parameter is cut, so that no kernel meets another alignment or remainder."""
+"""Slices begin at multiples of this many elements, so that kernels see the same alignment and remainders."""
 
 _STATES = 2
-"""States of a parameter that are as large as that, before an update has made them: what Adam has."""
+"""Assumed number of parameter-sized states before the first update, as for Adam."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A state of a checkpoint, which ``load_state_dict`` passes on as it passes on what is no tensor.
+    """Wrapper of a checkpoint's state. ``load_state_dict`` keeps it as it is, because it is no tensor.
 
     Attributes:
-        value: The state, wherever the checkpoint has it.
+        value: The state, on the device of the checkpoint.
     """
 
     value: torch.Tensor
 
 
 def held_back(value: Any) -> Any:
-    """Return a state of a checkpoint as one that sub-groups bring to the device; a number is itself."""
+    """Return a checkpoint's state wrapped for sub-groups. Return numbers unchanged."""
     is_large = (type(value) is torch.Tensor or is_distributed(value)) and value.numel() > 1
     return Incoming(value) if is_large else value
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one state of one parameter lies in the bytes of its sub-group.
+    """Position of one state of one parameter in the bytes of its sub-group.
 
     Attributes:
-        parameter: Whose state it is.
-        key: Its name in ``state[parameter]``.
-        start: Its first byte.
-        size: Of the state; 1-D for a slice.
-        stride: Likewise, elements.
-        dtype: Likewise.
-        spec: How a distributed tensor is spread, whose part on this rank the state is; else ``None``.
+        parameter: The parameter.
+        key: Name of the state in ``state[parameter]``.
+        start: Offset of the first byte.
+        size: Size of the state. 1-D for a slice.
+        stride: Strides of the state in elements.
+        dtype: Data type of the state.
+        spec: Placement of the ``DTensor`` whose local part the state is. ``None`` for a plain tensor.
     """
 
     parameter: torch.Tensor
@@ -85,7 +85,7 @@ class Place:
     spec: Any
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the state in the bytes of its sub-group, of a distributed tensor the part on this rank."""
+        """Return the state as a view of its sub-group's bytes: the local part of a distributed tensor."""
         end = self.start + self.size.numel() * self.dtype.itemsize
         return flat[self.start : end].view(self.dtype).as_strided(self.size, self.stride)
 
@@ -94,16 +94,16 @@ class SubGroup:
     """Some parameters of one parameter group, or one slice of a large parameter.
 
     Args:
-        number: The number of the parameter group.
+        number: Index of the parameter group.
         parameters: The parameters.
-        home: Where their states live between updates.
-        part: The elements of the only parameter that belong to it; ``None`` for whole parameters.
+        home: Storage of their states between updates.
+        part: The elements of a single parameter that this sub-group has. ``None`` for whole parameters.
 
     Attributes:
-        elements: How many elements each parameter had when it came here.
-        places: Where their states lie; empty before the first update that made some.
-        keys: The names of the states that travel, of each parameter that has any.
-        nbytes: Bytes that travel, padded to blocks: extents are cut at multiples of them, for direct I/O.
+        elements: Number of elements of each parameter when it was added.
+        places: Positions of the states. Empty before the first update that makes states.
+        keys: For each parameter, the names of its offloadable states.
+        nbytes: Bytes to transfer, padded to whole blocks for direct I/O.
     """
 
     def __init__(
@@ -120,43 +120,43 @@ class SubGroup:
 
     @property
     def moving(self) -> list[torch.Tensor]:
-        """Its parameters that have gradients, so that an update changes them."""
+        """The parameters that have gradients, so that an update changes them."""
         return [each for each in self.parameters if each.grad is not None]
 
     def cut(self, value: Any) -> Any:
-        """Return the slice of a tensor of its parameter's shape, 1-D; anything else is itself."""
+        """Return the 1-D slice of a tensor with the parameter's shape. Return anything else unchanged."""
         if self.part is None or getattr(value, "shape", None) != self.parameters[0].shape:
             return value
         return value.reshape(-1)[self.part]
 
     def tensor(self, parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
-        """Return what an update gets as a parameter: itself, or a slice of it.
+        """Return the tensor that an update gets for a parameter: itself, a slice of it, or the master.
 
         Args:
             parameter: The parameter.
-            master: The bytes in a slot, if it is a master.
+            master: The master's bytes in a slot, if the parameter is an offloaded master.
         """
         if self.part is None and master is None:
             return parameter
         made: torch.Tensor = self.cut(parameter.detach()) if master is None else master
-        for name, value in vars(parameter).items():  # an optimizer may know a parameter by them
+        for name, value in vars(parameter).items():  # an optimizer may identify a parameter by its attributes
             setattr(made, name, value)
         made.grad = self.cut(parameter.grad)
         return made
 
     def views(self, flat: torch.Tensor) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return its states as views of its bytes, parameter by parameter."""
+        """Return the states of each parameter as views of the sub-group's bytes."""
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for place in self.places:
             found.setdefault(place.parameter, {})[place.key] = distributed(place.view(flat), place.spec)
         return found
 
     def lay_out(self, states: States, bound: States) -> bool:
-        """Plan the places of states, aligned as PyTorch aligns tensors; return False if none travels.
+        """Assign positions to states, aligned as in PyTorch. Return False if no state can be offloaded.
 
         Args:
             states: The states.
-            bound: Those that lie in a slot so far.
+            bound: States that are in a slot so far.
         """
         views = {id(value) for entry in bound.values() for value in entry.values()}
         found = [
@@ -178,30 +178,30 @@ class SubGroup:
 
 
 class Groups:
-    """The sub-groups of one optimizer, kept up with its parameter groups, and its master copies.
+    """The sub-groups of one optimizer and its master copies.
 
-    A parameter that has more states than a sub-group is cut into slices, where updates of them give the same
-    bits.
+    The sub-groups follow changes of the optimizer's parameter groups. A parameter whose states are larger
+    than a sub-group is cut into slices, if updates of slices give the same bits.
 
-    Between updates a master has no bytes, and is the same object. An update gets a tensor over the bytes in a
-    slot in its place.
+    Between updates an offloaded master has no bytes, but it is the same object. During an update, a tensor
+    over the bytes in a slot takes its place.
 
     Args:
         optimizer: The optimizer.
-        homes: What the homes of sub-groups share.
-        masters: Master copies that the optimizer updates, and the parameters of the model, or parts of them,
-            that are set to their values.
-        names: Names of parameters in the model, as far as it is known.
-        most: Bytes of states in a sub-group; one of a single parameter that cannot be cut may have more.
+        homes: The shared store.
+        masters: Maps master copies that the optimizer updates to the model parameters, or local parts, that
+            are set from them.
+        names: Known names of parameters in the model.
+        most: Bytes of states in a sub-group. A parameter that cannot be cut may have more.
 
     Attributes:
-        optimizer: As given.
-        homes: Likewise.
-        most: Likewise.
-        holding: The sub-group that holds a parameter, or those that hold its slices.
+        optimizer: The optimizer.
+        homes: The shared store.
+        most: Bytes of states in a sub-group.
+        holding: For each parameter, its sub-group, or the sub-groups of its slices.
 
     Raises:
-        UnsupportedError: A parameter has another shape than its master.
+        UnsupportedError: A parameter and its master have different shapes.
     """
 
     def __init__(
@@ -221,8 +221,8 @@ class Groups:
         for master, copy in self._copies.items():
             if master.shape != copy.shape:
                 raise UnsupportedError(
-                    f"a master of {tuple(master.shape)} does not lie in memory like its parameter of "
-                    f"{tuple(copy.shape)}; set states.masters to keep"
+                    f"a master has shape {tuple(master.shape)}, but its parameter has shape "
+                    f"{tuple(copy.shape)}. Set states.masters to keep"
                 )
         self._names = names
         self.most = most
@@ -231,15 +231,16 @@ class Groups:
         self._all: list[SubGroup] = []
 
     def __iter__(self) -> Iterator[SubGroup]:
-        """Yield all in the order in which their parameters got states."""
+        """Yield all sub-groups in the order in which their parameters got states."""
         return iter(tuple(self._all))
 
     @property
     def spread(self) -> list[SubGroup]:
-        """The sub-groups that have states, in the order in which they leave memory.
+        """The sub-groups that have states, in the order in which they are offloaded.
 
-        However many have left, they lie evenly among the others in the order of an update (van der Corput):
-        while sub-groups that stay are updated, the next ones are read and the last ones written.
+        The order is a van der Corput sequence. So at any count, the offloaded sub-groups are spread evenly
+        over the update. While sub-groups in memory are updated, the next offloaded ones are read and the last
+        ones written.
         """
         groups = [group for group in self._all if group.places]
         bits = max(len(groups) - 1, 1).bit_length()
@@ -247,10 +248,10 @@ class Groups:
             groups[at] for at in sorted(range(len(groups)), key=lambda at: int(f"{at:0{bits}b}"[::-1], 2))
         ]
 
-    # ---- what was done to the optimizer ------------------------------------------------------------
+    # ---- changes of the optimizer ------------------------------------------------------------------
 
     def are_current(self) -> bool:
-        """Return True if the parameters of all sub-groups are in their parameter groups, as they were."""
+        """Return True if all parameters are in the same parameter groups, with the same sizes, as before."""
         now = {each: n for n, group in enumerate(self.optimizer.param_groups) for each in group["params"]}
         return all(
             now.get(each) == group.number
@@ -261,10 +262,10 @@ class Groups:
         )
 
     def add(self, wanted: Callable[[torch.Tensor], bool]) -> list[SubGroup]:
-        """Make sub-groups of those parameters that are in none yet.
+        """Make sub-groups for parameters that have none yet.
 
         Args:
-            wanted: Says of which of them.
+            wanted: Returns True for parameters to include.
         """
         self._numbers = {each: number for number, each in enumerate(parameters_of(self.optimizer))}
         made: list[SubGroup] = []
@@ -280,18 +281,19 @@ class Groups:
         return made
 
     def clear(self) -> None:
-        """Forget all sub-groups, whose states are back in memory."""
+        """Remove all sub-groups. Their states are back in memory."""
         for group in self._all:
             group.home.release()
         self._all, self.holding = [], {}
 
     def _slices(self, parameter: torch.Tensor) -> Sequence[slice | None]:
-        """Return the elements that each sub-group of a parameter gets; ``[None]`` for a whole one."""
+        """Return the slices of a parameter, or ``[None]`` for a whole parameter."""
         count, nbytes = parameter.numel(), self._states_bytes(parameter)
         step = max(self.most * count // nbytes // SLICE, 1) * SLICE
         if nbytes <= self.most or count <= step or not self._can_be_cut(parameter):
             return [None]
-        starts = range(0, count - 1, step)  # the last has two elements at least: a state of one never travels
+        # At least two elements in the last slice: one-element states are not offloaded.
+        starts = range(0, count - 1, step)
         return [slice(start, count if start == starts[-1] else start + step) for start in starts]
 
     def _can_be_cut(self, parameter: torch.Tensor) -> bool:
@@ -303,7 +305,7 @@ class Groups:
         )
 
     def _states_bytes(self, parameter: torch.Tensor) -> int:
-        """Return the bytes of what travels for a parameter, as far as they are known; at least one."""
+        """Return the bytes to offload for a parameter, estimated before its first update. At least 1."""
         own: int = local(parameter).nbytes
         known: int = sum(
             value.value.numel() * parameter.itemsize if isinstance(value, Incoming) else local(value).nbytes
@@ -313,29 +315,29 @@ class Groups:
         return max((known or own * _STATES) + own * (parameter in self._copies), 1)
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """Return a parameter's name in the model; its number, as ``state_dict`` counts, if none is known."""
+        """Return a parameter's name in the model. If it is unknown, return its index in ``state_dict``."""
         known = self._names.get(parameter) or self._names.get(self._copies.get(parameter, parameter))
         return known or f"parameter {self._numbers.get(parameter)}"
 
     # ---- masters -----------------------------------------------------------------------------------
 
     def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return what ``optimizer.state`` shows, and the master if it is one, a plain tensor unless away."""
+        """Return the entry in ``optimizer.state``, with the master itself if the parameter is a master."""
         entry = dict(self.optimizer.state.get(parameter, {}))
         return {**entry, MASTER: parameter.detach()} if parameter in self._copies else entry
 
     def model_part(self, group: SubGroup, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what an update of a sub-group changes of a parameter of the model, on this rank."""
+        """Return the local part of the model parameter that an update of a sub-group changes."""
         return group.cut(local(self._copies.get(parameter, parameter).detach()))  # type: ignore[no-any-return]
 
     def send_away(self, master: torch.Tensor) -> None:
-        """Free the memory of a master, whose bytes lie in a slot or at home."""
+        """Free the memory of a master whose bytes are in a slot or in the store."""
         if type(master) is not AwayMaster:
             AwayMaster.begin(master, self.name_of(master))
 
 
 def _is_cut_alike(state: object, parameter: torch.Tensor) -> bool:
-    """Whether a state is cut like its parameter, or is a number that all slices share."""
+    """Return True if a state can be sliced like its parameter, or is a number that all slices share."""
     value = state.value if isinstance(state, Incoming) else state
     if not isinstance(value, torch.Tensor) or value.numel() <= 1:
         return True
@@ -344,9 +346,9 @@ def _is_cut_alike(state: object, parameter: torch.Tensor) -> bool:
 
 
 def side_by_side(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the offset of each of consecutive tensors of these sizes, and the end of the last.
+    """Return the offsets of consecutive tensors of these sizes, and the end of the last one.
 
-    Each begins at a cache line, as PyTorch's own do.
+    Each tensor starts at a cache line, as in PyTorch.
     """
     *starts, end = accumulate((round_up(size, CACHE_LINE) for size in sizes), initial=0)
     return starts, end

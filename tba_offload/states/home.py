@@ -1,4 +1,4 @@
-"""Where the states of one sub-group live between updates: extents of a store."""
+"""Storage of the states of one sub-group between updates: extents of a store."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ if TYPE_CHECKING:
     from tba_offload.store.multi import MultiStore
 
 PART = 8 * 2**20
-"""Bytes that travel as one extent: a sub-group has some for each drive and each thread."""
+"""Bytes of one extent. A sub-group has several extents for each drive and each thread."""
 
 HOST_PART = 64 * 2**20
-"""Bytes of an extent in host memory alone: after each copy the link idles until a thread is awake
-again. Updates on an H200 moved 60 GB/s in parts of 8 MiB, both directions together, and 82 in parts of 64."""
+"""Bytes of one extent if the store is host memory.
+
+After each copy the link is idle until a thread wakes up. On an H200, updates moved 60 GB/s in both directions
+with parts of 8 MiB, and 82 GB/s with parts of 64 MiB.
+"""
 
 TRIES = 3
-"""Reads of one extent before its error counts."""
+"""Number of times an extent is read before an error is raised."""
 
 
 class Homes:
-    """The store of all sub-groups, or of all frozen weights, and what has moved.
+    """The store of all sub-groups or frozen weights, with counters.
 
     Args:
-        store: Where bytes go.
-        device: Where the optimizer updates.
+        store: The store.
+        device: The device that runs the optimizer.
 
     Attributes:
-        read_bytes: Bytes whose reads have begun.
-        written_bytes: Bytes whose writes have begun.
-        waited: Seconds that were waited for transfers.
-        waits: Begin and end of each wait; who wants them sets a longer one.
+        read_bytes: Bytes whose reads have started.
+        written_bytes: Bytes whose writes have started.
+        waited: Seconds spent waiting for transfers.
+        waits: Start and end of each wait. Empty by default; assign a longer deque to record waits.
     """
 
     def __init__(self, store: MultiStore, device: Device) -> None:
@@ -51,11 +54,11 @@ class Homes:
         self.waits: deque[tuple[float, float]] = deque(maxlen=0)
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait for a transfer, within the limit of the store.
+        """Wait for a transfer, at most for the store's time limit.
 
         Raises:
-            HangingError: Its drive hangs.
-            StoreError: It failed.
+            HangingError: The drive hangs.
+            StoreError: The transfer failed.
         """
         if transfer.is_done and transfer.error is None:
             return
@@ -69,27 +72,27 @@ class Homes:
 
 
 class Home:
-    """The extents of one sub-group, or of one frozen weight. Each write goes to the same ones.
+    """The extents of one sub-group or of one frozen weight. Every write uses the same extents.
 
     Args:
-        homes: The store, for all of them.
-        owner: Whose they are, for messages.
-        what: The bytes, likewise.
+        homes: The shared store.
+        owner: Name of the parameters, for messages.
+        what: Kind of the bytes, for messages.
 
     Attributes:
-        homes: As given.
+        homes: The shared store.
     """
 
     def __init__(self, homes: Homes, owner: str, what: str = "optimizer states") -> None:
         self.homes = homes
         self._what = f"the {what} of {owner}"
-        self._writes: list[Transfer] = []  # the last of each part, which knows its extent
+        self._writes: list[Transfer] = []  # the last write of each part, which knows its extent
 
     def write(self, memory: ByteRange) -> list[Transfer]:
-        """Begin to write all bytes; the caller waits for them with :meth:`settle_writes`.
+        """Start to write all bytes. The caller waits with :meth:`settle_writes`.
 
         Args:
-            memory: The bytes, page-aligned; as many each time.
+            memory: The bytes, page-aligned. Their number is the same in each call.
         """
         homes = self.homes
         if sum(write.nbytes for write in self._writes if write.extent is not None) != memory.nbytes:
@@ -107,7 +110,7 @@ class Home:
         """Wait for writes.
 
         Raises:
-            TransferError: One failed, or the drive hangs.
+            TransferError: A write failed, or the drive hangs.
         """
         for write in writes:
             try:
@@ -115,29 +118,29 @@ class Home:
             except StoreError as error:
                 remedy = "Make room" if isinstance(error, StoreFullError) else "Check the drive"
                 raise TransferError(
-                    f"{self._what} cannot be written: {error}. {remedy}; if training has begun, load a "
+                    f"{self._what} cannot be written: {error}. {remedy}. If training has started, load a "
                     "checkpoint of the model and the optimizer"
                 ) from error
 
     def read(self, memory: ByteRange, after: Event | None = None) -> list[Transfer]:
-        """Begin to read all bytes; the caller waits for them with :meth:`settle_reads`.
+        """Start to read all bytes. The caller waits with :meth:`settle_reads`.
 
         Args:
-            memory: Where to.
-            after: The device has no more work with the memory when this point is reached; by default all
-                work that the calling thread has given it until now.
+            memory: The memory to fill.
+            after: Event after which the device no longer uses the memory. By default, an event after all work
+                that the calling thread has submitted so far.
 
         Raises:
             SessionError: The store is closed.
-            TransferError: There are none: the update or the load that was to write them was interrupted.
+            TransferError: The bytes were never written, because an update or a load was interrupted.
         """
         homes = self.homes
         after = after or homes.device.event()
         extents = [write.extent for write in self._writes]
         if not extents or None in extents:
             raise TransferError(
-                f"{self._what} are lost, since an update or the loading of a checkpoint was interrupted; "
-                "load a checkpoint"
+                f"{self._what} are lost: an update or the loading of a checkpoint was interrupted. "
+                "Load a checkpoint"
             )
         parts = zip(self._parts(memory), extents, strict=True)
         reads = [Transfer(part, after, extent=extent) for part, extent in parts]
@@ -146,7 +149,7 @@ class Home:
         return reads
 
     def settle_reads(self, reads: list[Transfer]) -> None:
-        """Wait for reads; one that failed is tried again.
+        """Wait for reads. Repeat a read that fails.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -163,24 +166,24 @@ class Home:
                     if not tries_left or isinstance(error, HangingError) or memory is None or extent is None:
                         place = "the store" if extent is None else homes.store.place(extent)
                         raise TransferError(
-                            f"{self._what} cannot be read back from {place}: {error}; check the drive, and "
+                            f"{self._what} cannot be read back from {place}: {error}. Check the drive, and "
                             "load a checkpoint"
                         ) from error
                     read = Transfer(memory, homes.device.event(), extent=extent)
                     homes.store.read([read])
 
     def on_host(self, nbytes: int) -> torch.Tensor:
-        """Return a copy of the bytes in new host memory, 1-D uint8; the slots are left alone.
+        """Return a copy of the bytes in new host memory, as 1-D uint8. Slots are not used.
 
         Raises:
-            TransferError: They cannot be read.
+            TransferError: The bytes cannot be read.
         """
         target = page_aligned(nbytes, Device(), self.homes.store.alignment)
         self.settle_reads(self.read(target, READY))
         return target.tensor()
 
     def release(self) -> None:
-        """Give the extents back; one that a transfer uses is freed when that ends."""
+        """Release the extents. An extent that a transfer uses is freed when the transfer ends."""
         writes, self._writes = self._writes, []
         for write in writes:
             if write.extent is not None:
@@ -194,5 +197,5 @@ class Home:
 
 
 def page_aligned(nbytes: int, device: Device, alignment: int) -> ByteRange:
-    """Return new memory for the bytes of a sub-group: direct I/O fills and empties it without a copy."""
+    """Return new page-aligned memory for a sub-group, so that direct I/O needs no extra copy."""
     return aligned_range(nbytes, 0, max(alignment, BLOCK), device)

@@ -1,8 +1,8 @@
-"""Updates in host memory: the processor updates some sub-groups while the device updates the others.
+"""Updates in host memory: the CPU updates some sub-groups while the device updates the others.
 
-The states of its sub-groups do not cross the link between device and host: gradients come, and parameters go
-instead. Deep Optimizer States does so (arXiv 2410.21316). The optimizer's own code updates both, by its
-kernels for a CPU here, which may round differently.
+For the CPU's sub-groups, states do not cross the link between device and host. Gradients move to the host,
+and parameters move back. Deep Optimizer States (arXiv 2410.21316) has this design. Both sides run the
+optimizer's own code. On the host it uses CPU kernels, which may round differently.
 """
 
 from __future__ import annotations
@@ -35,39 +35,41 @@ if TYPE_CHECKING:
     States = Mapping[torch.Tensor, Entry]
 
 _THREADS = 2
-"""While one updates, on all cores, the other copies what it has updated and what it is going to."""
+"""One thread updates on all cores. The other copies the last results and the next inputs."""
 
 _RECENT = 5
-"""Updates whose median counts: single ones are as slow as whatever else runs on the host makes them."""
+"""Number of updates whose median rate counts. A single update can be slow because of other host load."""
 
 _WORTH_IT = 0.95
-"""Of the expected time: what another split must come down to, since a sub-group that changes lanes is written
-and read once more. Less would follow the noise of single updates."""
+"""A new split must reduce the expected time to this fraction.
+
+A sub-group that moves to the other side is written and read once more. A smaller gain would be noise.
+"""
 
 
 class HostLane:
-    """The processor updates some sub-groups, or all, beside the device.
+    """Updates some or all sub-groups on the CPU, in parallel with the device.
 
-    The states of its sub-groups lie in memory of their own, and are updated in place.
+    The states of these sub-groups are in their own host memory and are updated in place.
 
     Args:
-        updates: Those of the optimizer.
+        updates: The updates of the optimizer.
         kind: The class of the optimizer.
-        update: ``device``, ``host`` or ``auto``: who updates.
+        update: Who updates: ``device``, ``host`` or ``auto``.
 
     Raises:
-        UnsupportedError: States live on drives, which both lanes would share.
+        UnsupportedError: The states are on drives. Both sides would share the drives.
     """
 
     def __init__(self, updates: Updates, kind: type[torch.optim.Optimizer], update: str) -> None:
-        self._optimizer = updates.optimizer  # not the updates: a cycle
+        self._optimizer = updates.optimizer  # a reference to `updates` would be a cycle
         self._entries, self._groups, self._device = updates.entries, updates.groups, updates.homes.device
         self._states = self._entries.in_host_memory
-        self._is_on = update != "device" and self._device.runs_behind  # a CPU's memory is the host's
+        self._is_on = update != "device" and self._device.runs_behind  # a CPU device already uses host memory
         if self._is_on and updates.homes.store.kind != "host":
             raise UnsupportedError(
-                f"states.update: {update} needs states in host memory, and they live in a store of kind "
-                f"{updates.homes.store.kind}; set store.kind to host, or states.update to device"
+                f"states.update: {update} needs states in host memory, but they are in a store of kind "
+                f"{updates.homes.store.kind}. Set store.kind to host, or states.update to device"
             )
         self._rates = _Rates(is_auto=update == "auto")
         self._twin = Twin(self._optimizer, kind, _settings_for_host)
@@ -83,12 +85,12 @@ class HostLane:
         """Update some sub-groups while the device updates the others.
 
         Args:
-            groups: All that are updated.
+            groups: All sub-groups to update.
             options: Further arguments of the optimizer's ``step``.
-            record: Gets what the processor does, and what the update is expected to take.
+            record: Receives the number of the CPU's sub-groups and the predicted time.
 
         Yields:
-            Those that are left to the device.
+            The sub-groups for the device.
 
         Raises:
             TransferError: States cannot be read or written.
@@ -96,7 +98,7 @@ class HostLane:
         if not self._is_on:
             yield groups
             return
-        if self._last is not None:  # by now the device is done with that
+        if self._last is not None:  # the device has finished the last update by now
             marks, sizes, on_host = self._last
             began, ended = self._device.seconds(marks)
             self._rates.learn(sizes, (ended - began, on_host))
@@ -109,7 +111,7 @@ class HostLane:
         self._last, marks = None, [self._device.mark()]
         self._times.clear()
         jobs = {}
-        for group in mine:  # slices get copies of states, which the event comes after
+        for group in mine:  # the event comes after the copies of states for slices
             resident = {each: self._entries.resident(group, each) for each in group.moving}
             jobs[group] = self._pool.submit(self._update, group, resident, options, self._device.event())
         try:
@@ -126,7 +128,7 @@ class HostLane:
             self._last = marks, sizes, max(self._times) - min(self._times)
 
     def give_up(self, groups: Iterable[SubGroup]) -> None:
-        """Leave sub-groups to the device.
+        """Return sub-groups to the device.
 
         Raises:
             TransferError: Their states cannot be written.
@@ -144,10 +146,11 @@ class HostLane:
     # ---- which sub-groups --------------------------------------------------------------------------
 
     def _choose(self, groups: Sequence[SubGroup]) -> None:
-        """Take over the states of sub-groups that the processor updates now, and give up those of others."""
+        """Choose the sub-groups for the CPU, copy their states to host memory, and return the others."""
         updated = set(groups)
         able = [group for group in self._groups.spread if group in updated and self._is_able(group)]
-        able.sort(key=lambda group: group not in self._states)  # what it has stays as far as it may
+        # Prefer sub-groups whose states are already here.
+        able.sort(key=lambda group: group not in self._states)
         chosen = set(able[: self._rates.count([group.nbytes for group in able], len(self._states))])
         self.give_up(updated - chosen)
         for group in chosen - self._states.keys():
@@ -156,31 +159,31 @@ class HostLane:
             group.home.release()
 
     def _is_able(self, group: SubGroup) -> bool:
-        """Whether the parameters that are updated have states, and are such as fused kernels take."""
+        """Return True if all updated parameters have states, and fused CPU kernels support them."""
         return all(self._entries.shown(each) and _is_plain(each, each.grad) for each in group.moving)
 
-    # ---- the way of one sub-group ------------------------------------------------------------------
+    # ---- one sub-group -----------------------------------------------------------------------------
 
     def _update(
         self, group: SubGroup, resident: States, options: Mapping[str, Any], after: Event
     ) -> tuple[States, States]:
-        """Update a sub-group: copy gradients and parameters here, update, copy parameters back.
+        """Copy gradients and parameters to the host, update them, and copy the parameters back.
 
         Args:
             group: The sub-group.
-            resident: States that do not travel, of its parameters that have gradients.
+            resident: States in memory of its parameters that have gradients.
             options: Further arguments of the optimizer's ``step``.
-            after: The device has made these and the gradients when this point is reached.
+            after: Event after which the gradients and ``resident`` are ready on the device.
 
         Returns:
-            The states that travel, as the update got them, and all states that it has left.
+            The offloadable states as passed to the update, and all states after it.
         """
         after.synchronize()
         self._times.append(time.perf_counter())
         bound = group.views(self._states[group])
         models = {each: self._groups.model_part(group, each) for each in resident}
         copies = {each: _pinned_like(model) for each, model in models.items()}
-        with self._device.on_side_stream():  # another one would wait for all that the device has to do
+        with self._device.on_side_stream():  # another stream would wait for all queued work of the device
             states = {each: _on_host(entry) | bound.get(each, {}) for each, entry in resident.items()}
             tensors = {each: states[each].get(MASTER, copy) for each, copy in copies.items()}
             for each, tensor in tensors.items():
@@ -188,26 +191,26 @@ class HostLane:
                 tensor.grad = _pinned_like(gradient).copy_(gradient, non_blocking=True)
                 if tensor is copies[each]:
                     tensor.copy_(models[each], non_blocking=True)
-        with self._computing:  # one update at a time has all cores
+        with self._computing:  # each update uses all cores, so only one may run
             self._twin.run(group.number, {tensors[each]: states[each] for each in tensors}, options)
             self._twin.discard()
             for each, copy in copies.items():
                 copy.copy_(tensors[each])
         if have_moved(bound, states):
             raise UnsupportedError(
-                f"{type(self._optimizer).__name__} makes or drops states in host memory. Load a checkpoint, "
-                "and keep states.update at device"
+                f"{type(self._optimizer).__name__} adds or removes states on the CPU. Load a checkpoint, "
+                "and set states.update to device"
             )
         with self._device.on_side_stream():
             for each, tensor in tensors.items():
                 models[each].copy_(copies[each], non_blocking=True)
-                if hasattr(self._optimizer, "grad_scale"):  # by which a fused kernel has divided
+                if hasattr(self._optimizer, "grad_scale"):  # a fused kernel has divided the gradient by it
                     group.cut(each.grad).copy_(tensor.grad, non_blocking=True)
                 for key, value in resident[each].items():
                     if isinstance(value, torch.Tensor):
                         states[each][key] = value.copy_(states[each][key])
         for tensor in tensors.values():
-            tensor.grad = None  # a master in host memory would keep it
+            tensor.grad = None  # a master in host memory would keep the gradient alive
         self._times.append(time.perf_counter())
         return bound, states
 
@@ -216,14 +219,14 @@ class HostLane:
 
 
 class _Rates:
-    """What the lanes take for each byte of states, and how many sub-groups the processor gets.
+    """Measured time of both sides per byte of states, and the number of sub-groups for the CPU.
 
-    An update takes ``max(bytes on the device / its rate, bytes on the host / its rate)``, as Deep Optimizer
-    States has it, with rates that hold what host memory and link allow when both work. So each sub-group goes
-    to the lane that ends it first. Updates are split in halves until one was timed.
+    An update takes ``max(bytes on the device / its rate, bytes on the host / its rate)``, as in Deep
+    Optimizer States. The rates are measured while both sides work, so they include limits of host memory and
+    link. The split with the smallest maximum wins. Before the first timed update, the split is half and half.
 
     Args:
-        is_auto: Whether both lanes work; else the processor updates all.
+        is_auto: Whether both sides work. Otherwise the CPU updates everything.
     """
 
     def __init__(self, *, is_auto: bool) -> None:
@@ -231,11 +234,11 @@ class _Rates:
         self._lanes: tuple[deque[float], deque[float]] = (deque(maxlen=_RECENT), deque(maxlen=_RECENT))
 
     def count(self, sizes: Sequence[int], before: int) -> int:
-        """Return how many sub-groups the processor updates, the first ones of these.
+        """Return the number of leading sub-groups that the CPU updates.
 
         Args:
-            sizes: Bytes of the states of each.
-            before: How many of them it has.
+            sizes: Bytes of states of each sub-group.
+            before: Number of these sub-groups that the CPU has now.
         """
         if not self._is_auto:
             return len(sizes)
@@ -247,10 +250,10 @@ class _Rates:
         return best if seconds[best] < _WORTH_IT * seconds[now] else now
 
     def seconds(self, *nbytes: int) -> float | None:
-        """Return the seconds of an update; ``None`` as long as the rate of a lane that works is not known.
+        """Return the seconds of an update, or ``None`` if the rate of a used side is unknown.
 
         Args:
-            nbytes: Bytes of states that the device updates, and that the processor does.
+            nbytes: Bytes of states updated by the device, and by the CPU.
         """
         busy = [(some, rates) for some, rates in zip(nbytes, self._lanes, strict=True) if some]
         if not busy or not all(rates for _, rates in busy):
@@ -258,7 +261,7 @@ class _Rates:
         return max(some * statistics.median(rates) for some, rates in busy)
 
     def learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """Note the bytes and the seconds of the lanes of an update."""
+        """Add the bytes and seconds of both sides in one update."""
         for nbytes, took, rates in zip(sizes, seconds, self._lanes, strict=True):
             if nbytes:
                 rates.append(took / nbytes)
@@ -268,7 +271,7 @@ class _Rates:
 
 
 def _is_plain(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
-    """Whether a parameter and its gradient are plain tensors of real numbers that lie in memory alike."""
+    """Return True if parameter and gradient are plain dense real tensors with the same strides."""
     return (
         type(parameter.data) in (torch.Tensor, AwayMaster)
         and type(gradient) is torch.Tensor
@@ -280,15 +283,15 @@ def _is_plain(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
 
 
 def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return pinned memory that is laid out like a tensor; PyTorch keeps it for the next one of its size."""
+    """Return pinned memory with the layout of a tensor. PyTorch's allocator reuses it."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def _settings_for_host(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of an optimizer for an update in host memory.
 
-    Where the optimizer leaves the implementation to PyTorch, the fused one is taken if there is one: the loop
-    that PyTorch chooses for tensors of a CPU goes through memory some ten times.
+    If the optimizer lets PyTorch choose, use the fused implementation. PyTorch's choice for CPU tensors is
+    the loop, which goes through memory about ten times.
     """
     settings = _on_host(values)
     if settings.get("fused", False) is None and settings.get("foreach") is None:
@@ -297,5 +300,5 @@ def _settings_for_host(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same, with tensors of a device copied to host memory."""
+    """Return a copy of ``values`` with tensors in host memory."""
     return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()}

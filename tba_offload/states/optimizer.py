@@ -1,4 +1,4 @@
-"""``offload_optimizer``: the states of an optimizer lie in a store between its updates."""
+"""Keeps the states of an optimizer in a store between its updates: ``offload_optimizer``."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 
 class OptimizerStates:
-    """The offloaded states of one optimizer; made by :func:`offload_optimizer`.
+    """The offloaded states of one optimizer. Made by :func:`offload_optimizer`.
 
-    They have a store of their own, of the kind and in the directories that the configuration says. The
-    optimizer stays the object that it was. Between updates ``optimizer.state`` shows tensors that have sizes
-    and no bytes; whatever reads them gets an error that says what to do.
+    The states have a store of their own, with the kind and the directories from the configuration. The
+    optimizer stays the same object. Between updates, ``optimizer.state`` holds placeholders: tensors with a
+    size but without bytes. Reading a placeholder raises an error that explains what to do.
 
     Attributes:
         optimizer: The optimizer.
-        records: What the last 10,000 updates were like, the oldest first.
+        records: Records of the last 10,000 updates, oldest first.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class OptimizerStates:
         self._set_bytes = 0
         try:
             self._updates.follow()
-        except BaseException:  # no room, or an interrupt: the optimizer is to go on without this
+        except BaseException:  # no room, or Ctrl-C: the optimizer must work without offloading
             self._updates.close()
             self._updates.restore()
             raise
@@ -78,31 +78,32 @@ class OptimizerStates:
         self._takeover.begin(self._step, self._updates.clearing)
 
     def read(self, parameter: torch.Tensor, *, master: bool = False) -> dict[str, Any]:
-        """Return the states of a parameter, those that are away as copies in host memory.
+        """Return the states of a parameter. Offloaded states are copied to host memory.
 
         Args:
             parameter: The parameter.
-            master: Whether the parameter itself is wanted too, as ``MASTER``, if it is such a master.
+            master: Whether to include the parameter itself, as ``MASTER``, if it is an offloaded master copy.
 
         Raises:
-            StatesAwayError: A program has put a state of another parameter there.
-            TransferError: They cannot be read.
+            StatesAwayError: The program has put the placeholder of another parameter there.
+            TransferError: The states cannot be read.
         """
         found = self._updates.entries.read(parameter)
         return found if master else {key: value for key, value in found.items() if key != MASTER}
 
     @contextmanager
     def setting(self, parameter: torch.Tensor, *, states: bool = True) -> Iterator[None]:
-        """Within, what is away of a parameter has undefined memory, for a program to set; then it is taken.
+        """Give the offloaded states of a parameter undefined memory, so that a program can set them.
 
-        After an error it is away as before.
+        At the end of the block the new values are taken. After an error in the block, the states are
+        offloaded as before.
 
         Args:
-            parameter: The parameter; if it is a master, that is set too.
-            states: Whether its states are.
+            parameter: The parameter. If it is a master copy, the block sets the master as well.
+            states: Whether the block sets the states.
 
         Raises:
-            TransferError: States of other parameters, which travel together with these, cannot be read.
+            TransferError: States of other parameters in the same sub-group cannot be read.
         """
         entry = self.optimizer.state.get(parameter, {}) if states else {}
         away = {key: value for key, value in entry.items() if isinstance(value, AwayTensor)}
@@ -121,12 +122,12 @@ class OptimizerStates:
         self.take(parameter)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Take the states, or the master, that a program has set, once they are as many as a sub-group has.
+        """Take the states or the master that a program has set, once they fill a sub-group.
 
-        The next update would do so too; until then they would be in memory.
+        Without this call, the next update takes them, and they stay in memory until then.
 
         Raises:
-            TransferError: States of other parameters, which travel together with these, cannot be read.
+            TransferError: States of other parameters in the same sub-group cannot be read.
         """
         if not self._is_open:
             return
@@ -139,7 +140,7 @@ class OptimizerStates:
             self._updates.follow()
 
     def _fill(self, optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-        """Return a state dict in which each state that is away is a tensor in host memory."""
+        """Return the state dict with offloaded states as tensors in host memory."""
         parameters = dict(enumerate(parameters_of(optimizer)))
         states = {
             key: self.read(parameters[key]) if key in parameters else entry
@@ -147,26 +148,27 @@ class OptimizerStates:
         }
         return state_dict | {"state": states}
 
-    # ---- how many sub-groups stay ------------------------------------------------------------------
+    # ---- how many sub-groups stay in memory --------------------------------------------------------
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of the sub-groups that have states, in the order in which :meth:`arrange` has them leave."""
+        """Bytes of each sub-group that has states, in the order in which :meth:`arrange` offloads them."""
         return tuple(group.nbytes for group in self._updates.groups.spread)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that sub-groups and slots take on the device between updates."""
+        """Bytes that sub-groups and slots use on the device between updates."""
         return self._updates.entries.slots.nbytes
 
     def arrange(self, travelling: int) -> None:
-        """Have a number of sub-groups travel from now on, where ``states.when`` is ``step``; the others stay.
+        """Offload the first ``travelling`` sub-groups from now on, and keep the others in memory.
 
-        They stay in slots, so that ``optimizer.state`` shows all of them as if they were away. This is what
-        ``states.default: auto`` calls, which goes with ``states.update: device`` only.
+        The sub-groups that stay are in slots, and ``optimizer.state`` shows placeholders for them too.
+        ``states.default: auto`` calls this method. It needs ``states.when: step`` and ``states.update:
+        device``.
 
         Raises:
-            TransferError: One of them cannot be read or written; those that are not arranged go on as before.
+            TransferError: A sub-group cannot be read or written. The remaining sub-groups stay as they were.
         """
         slots = self._updates.entries.slots
         with interrupts_put_off():
@@ -175,32 +177,32 @@ class OptimizerStates:
                     (slots.stay if number >= travelling else slots.leave)(group)
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
-        """Have a function told of each call that moves bytes; see :meth:`MultiStore.watch_moves`."""
+        """Call a function after each call that moves bytes. See :meth:`MultiStore.watch_moves`."""
         self._store.watch_moves(seen)
 
     # ------------------------------------------------------------------------------------------------
 
     def close(self, *, bring_back: bool = True) -> None:
-        """Bring the states back into memory: the optimizer is as it was. May be called twice.
+        """Bring the states back into memory, so that the optimizer is as before. May be called twice.
 
-        What a call that was interrupted has left is done by the next one.
+        A second call completes a call that was interrupted.
 
         Args:
-            bring_back: Whether they are; without, the optimizer cannot be used any more.
+            bring_back: Whether to bring the states back. Without them, the optimizer cannot be used any more.
 
         Raises:
-            StatesAwayError: A program has put what stands for a state where its bytes are not. All stays
-                offloaded, for the program to put that right.
-            TransferError: They cannot be read.
+            StatesAwayError: The program has put a placeholder in the wrong place. All states stay offloaded,
+                so that the program can correct this.
+            TransferError: The states cannot be read.
         """
         if not self._is_open:
             return
         try:
             if bring_back:
                 self._updates.restore()
-        except StatesAwayError:  # else the bytes would be lost
+        except StatesAwayError:  # closing would lose the bytes
             raise
-        except Exception:  # not an interrupt: the next call brings back what this one has left
+        except Exception:  # after Ctrl-C, a second call brings back the rest
             self._end()
             raise
         self._end()
@@ -225,7 +227,7 @@ class OptimizerStates:
         return loss
 
     def _loaded(self) -> None:
-        self._store.resume()  # a drive that has failed may have been seen to
+        self._store.resume()  # the user may have repaired a failed drive
         self._updates.loaded()
 
     def __enter__(self) -> Self:
@@ -246,24 +248,27 @@ def offload_optimizer(
 ) -> OptimizerStates:
     """Keep the states of an optimizer in a store between its updates.
 
-    An update goes through the parameters in sub-groups: while one is updated by the optimizer's own code, the
-    states of the next are read and those of the last are written. So at most three sub-groups are in memory,
-    however large the model is, and parameters and states get the bits that they would get without it.
+    An update runs the optimizer's own code on one sub-group of parameters after another. During the update of
+    a sub-group, the states of the next one are read and those of the last one are written. So at most three
+    sub-groups are in memory, whatever the size of the model. Parameters and states get the same bits as
+    without offloading.
 
     Args:
-        optimizer: Any optimizer of ``torch.optim`` but LBFGS; another one that updates each parameter by
-            itself where ``states.trust`` is set. It may have made updates before.
-        config: As for :func:`tba_offload.attach`; its ``states`` and ``store`` count.
-        model: The model that it trains, or its chunks: messages name parameters as the model does, and
-            ``when: backward`` with several processes needs to know that ``fully_shard`` has spread all of it.
-        masters: Copies in high precision, which the optimizer updates, and the parameters of the model that
-            they are copies of. Masters travel with their states, and each parameter is set to its master as
-            soon as that is updated.
-        directories: Where the bytes go, instead of where the policy says: one path, or one for each drive.
-        updated: Called after each update with what it was like.
+        optimizer: Any optimizer of ``torch.optim`` except LBFGS. With ``states.trust``, also another
+            optimizer that updates each parameter independently. It may already have made updates.
+        config: The configuration, as for :func:`tba_offload.attach`. Only ``states`` and ``store`` are used.
+        model: The model that the optimizer trains, or its chunks. Messages use its parameter names. ``when:
+            backward`` with several processes needs it to check that ``fully_shard`` has sharded the whole
+            model.
+        masters: Maps each high-precision copy that the optimizer updates to its model parameter. Master
+            copies are offloaded with their states. Each model parameter is set as soon as its master is
+            updated.
+        directories: Directories of the store, instead of those in the policy: one path, or one for each
+            drive.
+        updated: Called with the record of each update.
 
     Returns:
-        The states. Close them, or use them as a context manager: states come back into memory then.
+        The states. Close them, or use them as a context manager, to bring the states back into memory.
 
     Raises:
         ConfigError: The configuration is wrong.
@@ -279,8 +284,8 @@ def offload_optimizer(
     check(optimizer, chosen.states or StatesConfig(), modules, has_masters=bool(masters))
     if modules and not masters and set(_names_in(modules)).isdisjoint(parameters_of(optimizer)):
         warn(
-            f"no parameter of this {type(optimizer).__name__} belongs to the model, so that offloading its "
-            "states saves nothing. give the optimizer that updates the model",
+            f"no parameter of this {type(optimizer).__name__} belongs to the model, so offloading its "
+            "states saves nothing. Give the optimizer that updates the model",
             NoEffectWarning,
         )
     store = open_store(chosen.store, device=device_of_parameters(optimizer))
@@ -296,9 +301,9 @@ def _names_in(modules: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
 
 
 def _hold_back(_: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """Return a state dict whose states come to the device by sub-groups, when all of it is checked.
+    """Return the state dict with its tensors wrapped, so that they reach the device one sub-group at a time.
 
-    What belongs to no parameter is left as it is.
+    The wrapped tensors pass PyTorch's checks first. Entries without a parameter are left as they are.
     """
     known = {each for group in state_dict["param_groups"] for each in group["params"]}
     states = {

@@ -1,4 +1,4 @@
-"""Which optimizers can be updated in parts, in backward and by the processor, and which states travel."""
+"""Checks of optimizers (updates in parts, in backward, on the CPU) and of offloadable states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FUSED = {
     "apex.optimizers.fused_adam.FusedAdam",
     "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
 }
-"""Optimizers of other packages that update each parameter by itself."""
+"""Optimizers of other packages that update each parameter independently."""
 
 _ELEMENTWISE = frozenset(
     f"torch.optim.{name}"
@@ -34,15 +34,17 @@ _ELEMENTWISE = frozenset(
         *("adamax.Adamax", "nadam.NAdam", "radam.RAdam", "asgd.ASGD", "rprop.Rprop"),
     )
 )
-"""Optimizers that treat each element of a parameter by itself."""
+"""Optimizers that update each element of a parameter independently."""
 
 _EXACT = frozenset((torch.float32, torch.float64))
-"""Data types in which vectors of a kernel and the scalar loop for its last elements give the same bits. In 16
-bits they do not: on a CPU 15 of 300,000 elements differed after six updates by RMSprop in bfloat16."""
+"""Data types for which vectorized kernels and their scalar remainder loops give the same bits.
+
+16-bit types do not. On a CPU, 15 of 300,000 bfloat16 elements differed after six updates by RMSprop.
+"""
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer itself, out of wrappers such as that of Accelerate."""
+    """Return the optimizer inside wrappers such as Accelerate's."""
     inner = getattr(optimizer, "optimizer", None)
     while isinstance(inner, torch.optim.Optimizer):
         optimizer, inner = inner, getattr(inner, "optimizer", None)
@@ -52,16 +54,16 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def check(
     optimizer: torch.optim.Optimizer, config: StatesConfig, modules: Sequence[nn.Module], *, has_masters: bool
 ) -> None:
-    """Check that an optimizer can be updated in parts, when and where the configuration says.
+    """Check that an optimizer can be updated in parts, at the time and place that the configuration asks for.
 
     Args:
         optimizer: The optimizer.
-        config: What the user wanted.
-        modules: The model that it trains, or its chunks.
-        has_masters: Whether its parameters are copies of those of the model.
+        config: The user's configuration.
+        modules: The model that the optimizer trains, or its chunks.
+        has_masters: Whether its parameters are master copies of model parameters.
 
     Raises:
-        UnsupportedError: It cannot.
+        UnsupportedError: It cannot be updated this way.
     """
     _check_parts(optimizer, trusted=config.trust)
     if config.update != "device" and device_of_parameters(optimizer).torch_device.type != "cpu":
@@ -74,30 +76,30 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
     """Check that an optimizer can be updated in parts.
 
     Raises:
-        UnsupportedError: It cannot, or is not known and not trusted to.
+        UnsupportedError: It cannot, or it is unknown and ``states.trust`` is not set.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UnsupportedError(f"{name} is no torch.optim.Optimizer; give the optimizers that it has")
+        raise UnsupportedError(f"{name} is not a torch.optim.Optimizer. Give the optimizers inside it")
     if is_taken(optimizer):
-        raise UnsupportedError(f"the states of this {name} are offloaded already; close those first")
+        raise UnsupportedError(f"the states of this {name} are already offloaded. Close those first")
     if (attribute := _attribute_with_optimizers(optimizer)) is not None:
         raise UnsupportedError(
-            f"{name} has other optimizers make its updates; give what is in its attribute {attribute} instead"
+            f"{name} lets other optimizers make its updates. Give those in its attribute {attribute} instead"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError("LBFGS updates all parameters as one vector, so that nothing can be away")
+        raise UnsupportedError("LBFGS updates all parameters as one vector, which needs all states in memory")
     if not (trusted or is_known(optimizer)):
         raise UnsupportedError(
-            f"whether {name} updates each parameter by itself is not known; if it computes nothing over all "
-            "of them, set states.trust to true"
+            f"it is not known whether {name} updates each parameter independently. If it computes nothing "
+            "over several parameters, set states.trust to true"
         )
     if any(not isinstance(key, torch.Tensor) for key in optimizer.state):
-        raise UnsupportedError(f"{name} keeps states for all parameters at once; do not offload them")
+        raise UnsupportedError(f"{name} keeps states for all parameters at once. Do not offload its states")
     if _goes_by_position(optimizer):
         raise UnsupportedError(
-            f"{name} has settings for some parameters by their position, which is another one in a part; "
-            "give these parameters a group or an optimizer of their own"
+            f"{name} has settings for some parameters by position, and an update in parts changes positions. "
+            "Give these parameters their own group or optimizer"
         )
     for group in optimizer.param_groups:
         _check_group(name, group, of_adafactor=isinstance(optimizer, torch.optim.Adafactor))
@@ -105,29 +107,29 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
 
 def _check_group(name: str, group: dict[str, Any], *, of_adafactor: bool) -> None:
     if len(set(group["params"])) < len(group["params"]):
-        raise UnsupportedError(f"a parameter stands twice in one group of this {name}; give it once")
-    # PyTorch's Adafactor gives all parameters of a group an eps that depends on the first one.
+        raise UnsupportedError(f"a parameter is twice in one group of this {name}. Give it once")
+    # In PyTorch's Adafactor, the eps of a whole group depends on the dtype of its first parameter.
     if of_adafactor and group["eps"][0] is None and len({each.dtype for each in group["params"]}) > 1:
         raise UnsupportedError(
-            "Adafactor with parameters of several data types in one group cannot be updated in parts; "
-            "give each data type a group of its own, or set eps"
+            "Adafactor with parameters of several data types in one group cannot be updated in parts. "
+            "Put each data type into its own group, or set eps"
         )
     for setting in ("capturable", "differentiable"):
         if group.get(setting):
-            raise UnsupportedError(f"{name} with {setting}=True cannot be updated in parts; set it to False")
+            raise UnsupportedError(f"{name} with {setting}=True cannot be updated in parts. Set it to False")
 
 
 def _goes_by_position(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer of bitsandbytes has settings by numbers of groups and parameters.
+    """Return True if an optimizer of bitsandbytes has settings by index of group and parameter.
 
-    Its manager is one for the process. Those of a module become such in the first step.
+    All its optimizers share one manager. Settings by module become settings by index in the first step.
     """
     manager = getattr(optimizer, "mng", None)
     return any(getattr(manager, name, None) for name in ("index2config", "module_weight_config_triple"))
 
 
 def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:
-    """Where an optimizer has others of its parameters, as ZeroRedundancyOptimizer; ``None`` if nowhere."""
+    """Return the attribute with inner optimizers, as in ZeroRedundancyOptimizer, or ``None``."""
     own = set(parameters_of(optimizer))
     for attribute, value in vars(optimizer).items():
         for other in tree_leaves(value, lambda each: isinstance(each, torch.optim.Optimizer)):
@@ -146,22 +148,22 @@ def _check_backward(
     """
     name, parameters = type(optimizer).__name__, parameters_of(optimizer)
     come_late = has_peers() and not is_fully_sharded(modules, parameters)
-    # By FSDP2's CPUOffloadPolicy: there is a device, and parameters are not on it.
+    # With FSDP2's CPUOffloadPolicy, parameters are on the CPU although an accelerator exists.
     on_host = any(is_distributed(each) and each.device.type == "cpu" for each in parameters)
     are_copied = on_host and torch.accelerator.is_available()
     refusals = {
-        "masters get their gradients after backward": has_masters,
-        "with several processes gradients are final only when they are reduced": come_late,
-        "FSDP2 may tell of gradients that it copies to host memory before they are there": are_copied,
-        f"whether {name} can be updated in any order is not known": not is_known(optimizer),
+        "master copies get their gradients after backward": has_masters,
+        "with several processes, gradients are final only after they are reduced": come_late,
+        "FSDP2 may report gradients before their copy to host memory has finished": are_copied,
+        f"{name} is not known to allow updates in any order": not is_known(optimizer),
     }
     for why, holds in refusals.items():
         if holds:
-            raise UnsupportedError(f"{why}; set states.when to step")
+            raise UnsupportedError(f"states.when: backward is not possible: {why}. Set it to step")
 
 
 def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
-    """Check that the processor can update sub-groups of an optimizer.
+    """Check that the CPU can update sub-groups of an optimizer.
 
     Raises:
         UnsupportedError: It cannot.
@@ -169,37 +171,37 @@ def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
     name, are_spread = type(optimizer).__name__, any(map(is_distributed, parameters_of(optimizer)))
     may_drift = update == "auto" and has_peers()
     refusals = {
-        f"whether {name} updates parameters in host memory is not known": not is_of_torch(optimizer),
+        f"{name} is not known to update parameters in host memory": not is_of_torch(optimizer),
         "distributed parameters, as fully_shard makes them, are updated on the device only": are_spread,
-        "with several processes each would choose for itself what its processor updates": may_drift,
+        "with several processes, each would choose other sub-groups for its CPU": may_drift,
     }
     for why, holds in refusals.items():
         if holds:
-            raise UnsupportedError(f"{why}; set states.update to device")
+            raise UnsupportedError(f"states.update: {update} is not possible: {why}. Set it to device")
 
 
 def device_of_parameters(optimizer: torch.optim.Optimizer) -> Device:
     """Return the device of the parameters.
 
     Raises:
-        UnsupportedError: They lie on several.
+        UnsupportedError: The parameters are on several devices.
     """
     devices = {each.device for each in parameters_of(optimizer)}
     if len(devices) != 1:
-        raise UnsupportedError(f"the parameters lie on {len(devices)} devices; use an optimizer for each")
+        raise UnsupportedError(f"the parameters are on {len(devices)} devices. Use one optimizer per device")
     return device_of(devices.pop())
 
 
-# ---- of optimizers and their parameters ------------------------------------------------------------
+# ---- properties of optimizers and parameters -------------------------------------------------------
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer, each once, in the order in which ``state_dict`` counts them."""
+    """Return the parameters of an optimizer without repetition, in the order of ``state_dict``."""
     return list(dict.fromkeys(each for group in optimizer.param_groups for each in group["params"]))
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer is known to update each parameter by itself, as PyTorch's do but LBFGS."""
+    """Return True for PyTorch's optimizers, and for others that update each parameter independently."""
     return is_of_torch(optimizer) or _name_of(optimizer) in _FUSED
 
 
@@ -209,7 +211,7 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def can_be_cut(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Return True if a parameter has slices that are views, and updates of them give the same bits."""
+    """Return True if a parameter can be cut into views, and updates of the views give the same bits."""
     return (
         _name_of(optimizer) in _ELEMENTWISE
         and type(parameter.data) in (torch.Tensor, AwayMaster)
@@ -227,7 +229,7 @@ _Part = TypeVar("_Part")
 
 
 def gathered(parts: Iterable[_Part], most: int, nbytes_of: Callable[[_Part], int]) -> list[list[_Part]]:
-    """Return parts in groups of at most ``most`` bytes; a larger one is a group of its own."""
+    """Return the parts in groups of at most ``most`` bytes. A larger part forms its own group."""
     groups: list[list[_Part]] = []
     room = 0
     for part in parts:
@@ -240,10 +242,12 @@ def gathered(parts: Iterable[_Part], most: int, nbytes_of: Callable[[_Part], int
 
 
 def travels(value: object, parameter: torch.Tensor) -> bool:
-    """Return True if a state can be away: a dense tensor, or shard, of several elements with own memory.
+    """Return True if a state can be offloaded: a dense tensor or shard with its own storage.
 
-    What is something else (a number, a step count, a tensor of a subclass, a view of memory that other
-    tensors share) stays where the optimizer put it.
+    It must have more than one element.
+
+    Other values stay where the optimizer put them: numbers, step counts, tensor subclasses and views of
+    shared memory.
     """
     value = local(value)
     return (
@@ -258,7 +262,7 @@ def travels(value: object, parameter: torch.Tensor) -> bool:
 
 
 def is_dense(value: torch.Tensor) -> bool:
-    """Return True if the elements fill a range of memory, in whatever order of dimensions."""
+    """Return True if the elements fill a contiguous range of memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size != 1:
@@ -268,19 +272,20 @@ def is_dense(value: torch.Tensor) -> bool:
     return True
 
 
-# ---- distributed tensors: what travels is the part that lies on this rank ------------------------------
+# ---- distributed tensors: only the local part is offloaded -----------------------------------------
 
 
 def is_distributed(value: object) -> bool:
-    """Return True for a ``DTensor``; none is before PyTorch's module of them was imported."""
+    """Return True for a ``DTensor``. There is none before PyTorch's module is imported."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def is_fully_sharded(modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
-    """Return True if ``fully_shard`` has spread all parameters of a model.
+    """Return True if ``fully_shard`` has sharded all parameters of a model.
 
-    FSDP2 calls the hooks of a parameter when its gradient is reduced over the ranks, and so final.
+    FSDP2 calls the hooks of a parameter after its gradient is reduced over the ranks, so the gradient is
+    final.
     """
     module: Any = sys.modules.get("torch.distributed.fsdp")
     return (
@@ -291,20 +296,20 @@ def is_fully_sharded(modules: Iterable[nn.Module], parameters: Iterable[torch.Te
 
 
 def local(value: Any) -> Any:
-    """Return the part of a distributed tensor that lies on this rank; anything else is itself."""
+    """Return the local part of a distributed tensor. Return anything else unchanged."""
     if not is_distributed(value):
         return value
-    with torch.no_grad():  # where gradients are recorded this would be a node of the graph
+    with torch.no_grad():  # with gradients enabled, this would add a graph node
         return value.to_local()
 
 
 def spec_of(value: Any) -> Any:
-    """Return how a distributed tensor is spread; ``None`` for anything else."""
+    """Return the spec of a distributed tensor, or ``None`` for anything else."""
     return value._spec if is_distributed(value) else None
 
 
 def distributed(value: torch.Tensor, spec: Any) -> torch.Tensor:
-    """Return the distributed tensor whose part on this rank a tensor is; without ``spec`` that is itself."""
+    """Return the distributed tensor with ``value`` as its local part. Without ``spec``, return ``value``."""
     if spec is None:
         return value
     module: Any = sys.modules["torch.distributed.tensor"]

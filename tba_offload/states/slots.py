@@ -1,6 +1,6 @@
-"""Memory of the device for three sub-groups: one is updated, the next is read, the last is written.
+"""Device memory for three sub-groups: one is updated, the next one is read, the last one is written.
 
-A sub-group that stays has a slot of its own, which no other takes.
+A sub-group that stays in memory has its own slot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tba_offload.store.pool import Transfer
 
 SLOTS = 3
-"""More would not shorten a step whose drive is busy all the time."""
+"""Number of slots. More slots would not shorten a step if the drive is busy all the time."""
 
 _FAR = 2**62
 
@@ -31,13 +31,13 @@ class Slot:
     """Memory for one sub-group.
 
     Args:
-        nbytes: Its size.
+        nbytes: Size in bytes.
         homes: The store and the device.
-        stays: Whether no other sub-group takes it.
+        stays: Whether the slot belongs to one sub-group that stays in memory.
 
     Attributes:
-        stays: As given.
-        holder: The sub-group whose bytes lie here, or are on their way; set by :meth:`read` and :meth:`hold`.
+        stays: Whether the slot belongs to one sub-group that stays in memory.
+        holder: The sub-group whose bytes are here or are being read. Set by :meth:`read` and :meth:`hold`.
     """
 
     holder: SubGroup
@@ -50,66 +50,66 @@ class Slot:
         self._writes: list[Transfer] = []
         self._allocate(nbytes)
 
-    @torch.inference_mode(mode=False)  # or the memory could be changed in an evaluation only
+    @torch.inference_mode(mode=False)  # inference tensors could not be changed outside inference mode
     def _allocate(self, nbytes: int) -> None:
         self.memory: ByteRange = page_aligned(nbytes, self._homes.device, self._homes.store.alignment)
         self._bytes: torch.Tensor = self.memory.tensor()
-        self._is_used = True  # by whatever had the memory before
+        self._is_used = True  # the previous user of the memory may still work with it
 
     def lend(self) -> torch.Tensor:
-        """Return all its memory, 1-D uint8, for work of the device, which the next read waits for."""
+        """Return the whole memory as 1-D uint8, for work of the device. The next read waits for this work."""
         self._is_used = True
         return self._bytes
 
     @property
     def is_free(self) -> bool:
-        """Whether no transfer is under way, and its bytes need not be written."""
+        """Whether no transfer is running, and the bytes need no write."""
         return not self._is_newer and all(each.is_done for each in (*self._reads, *self._writes))
 
     def hold(self, group: SubGroup) -> None:
-        """Note that the caller changes the bytes of a sub-group here, so that they are newer than at home."""
+        """Set the sub-group whose bytes the caller changes here. The copy in the store is then outdated."""
         self.holder, self._is_newer = group, True
 
     def read(self, group: SubGroup) -> None:
-        """Begin to read a sub-group from where it lives."""
-        # The host may be far ahead: what it records now is reached long after this slot's own work is done.
+        """Start to read a sub-group from the store."""
+        # The host may be far ahead. An event recorded now would come long after the work on this slot.
         after = self._homes.device.event() if self._is_used else READY
         self._reads = group.home.read(self._part(group), after)
         self.holder, self._is_newer, self._is_used = group, False, False
 
     def write(self) -> None:
-        """Begin to write what it holds, if that is newer than what lies at home."""
+        """Start to write the bytes, if they are newer than those in the store."""
         if self._is_newer:
             self.settle()
             self._writes = self.holder.home.write(self._part(self.holder))
             self._is_newer = self._is_used = False
 
     def settle(self) -> None:
-        """Wait until no transfer is under way.
+        """Wait until no transfer is running.
 
         Raises:
-            TransferError: The bytes cannot be read, or not be written.
+            TransferError: The bytes cannot be read or written.
         """
         self.wait_for_reads()
         try:
             self.holder.home.settle_writes(self._writes)
-        except TransferError:  # so that these are the only bytes; a write that hangs may come yet
+        except TransferError:  # the store has no valid copy, and a hanging write may still arrive
             self._is_newer = True
             self._writes = [each for each in self._writes if not each.is_done]
             raise
         self._writes = []
 
     def wait_for_reads(self) -> None:
-        """Wait until the bytes are here.
+        """Wait for the reads of this slot.
 
         Raises:
-            TransferError: They cannot be read.
+            TransferError: The bytes cannot be read.
         """
         self.holder.home.settle_reads(self._reads)
         self._reads = []
 
     def give_up(self) -> None:
-        """Wait until no transfer is under way, whatever comes of them; a drive that hangs keeps its own."""
+        """Wait until no transfer is running, and ignore failures. A hanging drive keeps its transfers."""
         for transfer in (*self._reads, *self._writes):
             try:
                 self._homes.wait(transfer)
@@ -119,18 +119,18 @@ class Slot:
                 continue
 
     def empty(self) -> None:
-        """Write what it holds, so that others may have its memory.
+        """Write the bytes, so that other sub-groups can use the memory.
 
         Raises:
-            TransferError: It cannot be written, or what was read ahead cannot be read.
+            TransferError: The bytes cannot be written, or a prefetch cannot be read.
         """
         self.write()
         self.settle()
 
     def grow(self, nbytes: int) -> None:
-        """Have so many bytes at least; what it held is lost if it had less."""
+        """Make the memory at least ``nbytes`` large. If it grows, its contents are lost."""
         if self.memory.nbytes < nbytes:
-            del self.memory, self._bytes  # before there is more
+            del self.memory, self._bytes  # free the old memory first
             self._allocate(nbytes)
 
     def _part(self, group: SubGroup) -> ByteRange:
@@ -138,12 +138,12 @@ class Slot:
 
 
 class Slots:
-    """The slots of one optimizer: which sub-group lies where.
+    """The slots of one optimizer.
 
     Args:
-        groups: Its sub-groups: all slots together are no larger than their states.
+        groups: Its sub-groups. All slots together are no larger than their states.
         homes: The store and the device.
-        next_use: When a sub-group is needed again; the greater, the later.
+        next_use: Returns when a sub-group is needed again. A greater number is later.
     """
 
     def __init__(self, groups: Groups, homes: Homes, next_use: Callable[[SubGroup], int]) -> None:
@@ -154,18 +154,18 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, with those of sub-groups that stay."""
+        """Bytes of all slots, including those of sub-groups that stay in memory."""
         return sum(slot.memory.nbytes for slot in self._of.values())
 
     def of(self, group: SubGroup) -> Slot | None:
-        """Return the slot that holds a sub-group, or is about to."""
+        """Return the slot that holds or receives a sub-group."""
         return self._of.get(group)
 
     def load(self, group: SubGroup) -> Slot:
-        """Return the slot with the bytes of a sub-group, once they are there.
+        """Return the slot with the bytes of a sub-group. Read them if necessary.
 
         Raises:
-            TransferError: They cannot be read.
+            TransferError: The bytes cannot be read.
         """
         if group not in self._of:
             self._read(group, self._ring())
@@ -173,7 +173,7 @@ class Slots:
         return self._of[group]
 
     def read_ahead(self, group: SubGroup) -> bool:
-        """Begin to read a sub-group if there is a slot for which nothing has to be waited; return whether."""
+        """Start to read a sub-group if a slot is free. Return True if the sub-group has a slot."""
         before = self._next_use(group)
         free = [slot for slot in self._ring() if slot.is_free and self._next_use(slot.holder) > before]
         if self._able(group, free) or self._has_room(group):
@@ -181,19 +181,19 @@ class Slots:
         return group in self._of
 
     def take(self, group: SubGroup, *, stays: bool = False) -> Slot:
-        """Return a slot for new bytes of a sub-group, which :meth:`hold` gives it; wait until there is one.
+        """Return a slot for new bytes of a sub-group, to be assigned with :meth:`hold`. Wait if none is free.
 
-        These bytes are somewhere in memory as well, so that there are two slots at most.
+        The bytes exist elsewhere in memory too, so at most two slots are used.
 
         Raises:
-            TransferError: What the slot held cannot be written.
+            TransferError: The old contents of the slot cannot be written.
         """
         if stays:
             return Slot(group.nbytes, self._homes, stays=True)
         return self._slot(group, self._ring(), SLOTS - 1)
 
     def hold(self, group: SubGroup, slot: Slot) -> None:
-        """Give a slot to a sub-group, whose bytes the caller has put there, or changes there."""
+        """Assign a slot to a sub-group whose bytes the caller puts or changes there."""
         self._of[group] = slot
         slot.hold(group)
 
@@ -203,7 +203,7 @@ class Slots:
         self._of[group] = slot
 
     def _slot(self, group: SubGroup, among: Sequence[Slot], most: int = SLOTS) -> Slot:
-        """Return a new slot, or that of some which is needed last, once what it holds is written."""
+        """Return a new slot, or the slot that is needed last, after its contents are written."""
         if self._has_room(group, most):
             return Slot(group.nbytes, self._homes)
         slot = max(self._able(group, among) or among, key=lambda slot: self._next_use(slot.holder))
@@ -216,7 +216,7 @@ class Slots:
         return [slot for slot in self._of.values() if not slot.stays]
 
     def _able(self, group: SubGroup, among: Iterable[Slot]) -> list[Slot]:
-        """Return the slots that are large enough for a sub-group, or may be."""
+        """Return the slots that are large enough for a sub-group, or may grow to its size."""
         return [
             slot for slot in among if slot.memory.nbytes >= group.nbytes or self._may_have(group.nbytes, slot)
         ]
@@ -226,9 +226,9 @@ class Slots:
         return not ring or (len(ring) < most and self._may_have(group.nbytes))
 
     def _may_have(self, nbytes: int, slot: Slot | None = None) -> bool:
-        """Whether slots hold no more than the largest sub-groups do if this or a new one has so many bytes.
+        """Return True if a slot of ``nbytes`` keeps all slots within the size of the largest sub-groups.
 
-        Each sub-group counts as one of usual size at least, if there are enough of them.
+        A small sub-group counts with the usual size, if there are enough sub-groups.
         """
         sizes = [group.nbytes for group in self._groups]
         usual = min(self._groups.most, sum(sizes) // SLOTS)
@@ -238,12 +238,12 @@ class Slots:
         return len(slots) <= len(largest) and all(map(int.__le__, slots, largest))
 
     def write(self, group: SubGroup) -> None:
-        """Begin to write a sub-group that a slot holds, unless it stays."""
+        """Start to write a sub-group in a slot, unless it stays in memory."""
         if group in self._of and not self.stays(group):
             self._of[group].write()
 
     def drop(self, group: SubGroup) -> None:
-        """Give up the bytes of a sub-group in a slot, written or not."""
+        """Discard the bytes of a sub-group in a slot, whether written or not."""
         slot = self._of.pop(group, None)
         if slot is not None:
             slot.give_up()
@@ -251,14 +251,14 @@ class Slots:
     # ---- sub-groups that stay --------------------------------------------------------------------
 
     def stays(self, group: SubGroup) -> bool:
-        """Return True if a sub-group stays in memory, in a slot that no other takes."""
+        """Return True if a sub-group stays in memory, in its own slot."""
         return group in self._of and self._of[group].stays
 
     def stay(self, group: SubGroup) -> None:
-        """Bring a sub-group into a slot that no other takes.
+        """Move a sub-group into its own slot, so that it stays in memory.
 
         Raises:
-            TransferError: It cannot be read.
+            TransferError: The sub-group cannot be read.
         """
         slot = Slot(group.nbytes, self._homes, stays=True)
         slot.lend().copy_(self.load(group).lend()[: group.nbytes])
@@ -267,21 +267,21 @@ class Slots:
         group.home.release()
 
     def leave(self, group: SubGroup) -> None:
-        """Write a sub-group, and free its slot.
+        """Write a sub-group to the store and free its slot.
 
         Raises:
-            TransferError: It cannot be written.
+            TransferError: The sub-group cannot be written.
         """
         self._of[group].empty()
         del self._of[group]
 
 
 class Order:
-    """The order in which sub-groups are updated, and so the order in which they are needed again.
+    """The order in which sub-groups are updated. It determines when each sub-group is needed again.
 
     Args:
-        turns: Whether the next update goes in the reverse order. What was updated last is still in its slot
-            then, and needs neither be written nor read.
+        turns: Whether the next update goes in the reverse order. The sub-groups updated last are then still
+            in their slots, and need no write and no read.
     """
 
     def __init__(self, *, turns: bool) -> None:
@@ -291,33 +291,32 @@ class Order:
         self._at = -1
 
     def begin(self, done: Sequence[SubGroup], groups: Sequence[SubGroup]) -> Sequence[SubGroup]:
-        """Line sub-groups up after those that are updated already, and return them in their order."""
+        """Set the order of an update, after ``done`` sub-groups. Return the remaining ones in order."""
         line = [*done, *(reversed(groups) if self._is_reversed else groups)]
         self._places = {group: place for place, group in enumerate(line)}
         self._at = len(done) - 1
         return line[len(done) :]
 
     def reach(self, group: SubGroup) -> None:
-        """Note that a sub-group is updated now; a new one is the last in line."""
+        """Set the sub-group that is updated now. A new sub-group is appended to the order."""
         self._at = self._places.setdefault(group, len(self._places))
 
     def end(self) -> None:
-        """Have the next update turn round, or begin in the same order at any time."""
+        """End an update. The next one has the reverse order, or the same order again."""
         if self._turns:
             self._is_reversed = not self._is_reversed
         else:
             self._at = -1
 
     def upcoming(self) -> Sequence[SubGroup]:
-        """Return what is updated next."""
-        # A generator that is left half-way would swallow an interrupt that comes while it is closed.
+        """Return the sub-groups that are updated next."""
+        # Not a generator: closing a half-used generator would swallow a Ctrl-C at that moment.
         return [*self._places][self._at + 1 :]
 
     def next_use(self, group: SubGroup) -> int:
-        """Return when a sub-group is needed again: in this update, or later, the last updated the soonest.
+        """Return when a sub-group is needed again: in this update, or after it, last updated first.
 
-        That is so where the order turns. Where it does not, a slot whose write is over is the first to make
-        room all the same.
+        Without reversal the last part is wrong, but a slot whose write has finished is still reused first.
         """
         place = self._places.get(group, 2 * _FAR)
         if place <= self._at:

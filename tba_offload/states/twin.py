@@ -1,4 +1,4 @@
-"""The optimizer's own update code, run over some of its parameters, and how its ``step`` comes here."""
+"""Runs the optimizer's own update code on some of its parameters, and replaces the optimizer's ``step``."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _APART = ("params", "param_groups", "state")
 
 
 class Twin:
-    """Runs the update of an optimizer on a twin of it that has only some parameters and their states.
+    """Runs the update of an optimizer on a twin that has only some parameters and their states.
 
-    The twin starts with the attributes that the optimizer has, each time: a count of steps that an optimizer
-    keeps in itself or in a parameter group goes up by one in a step, however many twins there are. The
-    optimizer itself is changed once, by :meth:`commit`.
+    Each twin starts with the attributes of the optimizer. So a step count in the optimizer or in a parameter
+    group increases by one per step, for any number of twins. Only :meth:`commit` changes the optimizer
+    itself.
 
     Args:
         optimizer: The optimizer.
         kind: Its class.
-        settings: Makes those of the twin, and its attributes, of those of the optimizer.
+        settings: Converts settings and attributes of the optimizer for the twin.
 
     Attributes:
-        kind: As given.
-        states: What the last run has left.
+        kind: The class of the optimizer.
+        states: The states after the last run.
     """
 
     def __init__(
@@ -44,19 +44,19 @@ class Twin:
         self._optimizer = optimizer
         self.kind = kind
         self._made_of = settings
-        step: Any = kind.step  # without the wrapper that calls the user's hooks, which come once a step
+        step: Any = kind.step  # without the wrapper that calls the user's hooks: they run once per step
         self._update: Step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        self._loans: dict[int | None, _Loan] = {}  # those of parameter groups by number, attributes by None
+        self._loans: dict[int | None, _Loan] = {}  # by index of the parameter group; None for attributes
         self.states: dict[torch.Tensor, Entry] = {}
 
     def run(self, number: int, entries: Mapping[torch.Tensor, Entry], options: Mapping[str, Any]) -> None:
-        """Update some parameters of one parameter group; ``states`` holds their states afterwards.
+        """Update some parameters of one parameter group. ``states`` then holds their states.
 
-        After an error they hold what there is of them.
+        After an error, ``states`` holds the states that exist.
 
         Args:
-            number: The number of the parameter group.
-            entries: Parameters and their states; an empty entry where there are none.
+            number: Index of the parameter group.
+            entries: Parameters and their states. A parameter without states has an empty entry.
             options: Further arguments of the optimizer's ``step``.
         """
         twin: Any = object.__new__(self.kind)
@@ -68,11 +68,11 @@ class Twin:
         try:
             self._update(twin, **options)
         finally:
-            group.taken["params"] = []  # or views of them would live on
+            group.taken["params"] = []  # else views of the parameters would stay alive
         self.states = twin.state
 
     def check_rest(self) -> None:
-        """Check that nothing is in ``states`` when those of parameters were taken out.
+        """Check that ``states`` is empty after the states of all parameters were taken out.
 
         Raises:
             UnsupportedError: The update keeps states that belong to no parameter.
@@ -84,31 +84,31 @@ class Twin:
             )
 
     def commit(self) -> None:
-        """Give the optimizer what its update changed in itself and in its parameter groups."""
+        """Copy the changes of the twins' attributes and parameter groups to the optimizer."""
         for number, loan in self._loans.items():
             loan.give_back(vars(self._optimizer) if number is None else self._optimizer.param_groups[number])
         self.discard()
 
     def discard(self) -> None:
-        """Forget what the update changed there."""
+        """Forget the changes of the twins."""
         self._loans, self.states = {}, {}
 
 
 class _Loan:
-    """Values of an optimizer that a twin takes: what it changes of them, the optimizer gets.
+    """Values of the optimizer that a twin uses. The twin's changes can be copied back.
 
-    A number in a tensor is copied, since an update may count in it, in place.
+    A number in a tensor is copied, because an update may count in place.
 
     Args:
-        values: The values by their names.
-        taken: Where the twin has them.
+        values: The values by name.
+        taken: The dict of the twin that receives the values.
 
     Attributes:
-        taken: As given.
+        taken: The dict of the twin.
     """
 
     def __init__(self, values: Mapping[str, Any], taken: dict[str, Any]) -> None:
-        with torch.inference_mode(mode=False):  # whose tensors do not tell that they are changed
+        with torch.inference_mode(mode=False):  # inference tensors have no version
             self._given = {
                 name: value.detach().clone() if _is_number(value) else value for name, value in values.items()
             }
@@ -116,13 +116,13 @@ class _Loan:
         taken.update(self._given)
 
     def give_back(self, own: dict[str, Any]) -> None:
-        """Change the optimizer's own values where the twin has; others may have been changed meanwhile."""
+        """Copy values that the twin has changed. Other code may have changed the rest in the meantime."""
         for name, value in self.taken.items():
             if value is not self._given.get(name, _APART):
                 if name not in _APART:
                     own[name] = value
             elif _is_number(value) and value._version:
-                own[name].copy_(value)  # others may hold it, as schedulers do
+                own[name].copy_(value)  # others may hold this tensor, as schedulers do
 
 
 def _is_number(value: object) -> TypeGuard[torch.Tensor]:
@@ -134,20 +134,20 @@ def _is_number(value: object) -> TypeGuard[torch.Tensor]:
 _taken: dict[Kind, Kind] = {}
 
 _STEP, _CLEARING = "_tba_offload_step", "_tba_offload_clearing"
-"""Attributes of an optimizer that hold what its methods call, so that this lives as long as it."""
+"""Attributes of an optimizer with the functions that its methods call. They live as long as the optimizer."""
 
 
 class Takeover:
-    """Has ``optimizer.step`` call another function, beneath the hooks of users.
+    """Makes ``optimizer.step`` call another function, inside the user's hooks.
 
-    The optimizer stays the same object, of its class by ``isinstance``, with a ``step`` that is a method:
-    schedulers, ``GradScaler`` and hooks work as before.
+    The optimizer stays the same object, an instance of its class, and ``step`` stays a method. So schedulers,
+    ``GradScaler`` and hooks work as before.
 
     Args:
         optimizer: The optimizer.
 
     Raises:
-        UnsupportedError: Its ``step`` was replaced by something that is not known.
+        UnsupportedError: Its ``step`` was replaced by an unknown function.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -156,12 +156,12 @@ class Takeover:
         self._instance_step = vars(optimizer).get("step")
         if self._instance_step is not None and not hasattr(self._instance_step, "_wrapped_by_lr_sched"):
             raise UnsupportedError(
-                f"the step of this {self.kind.__name__} was replaced by {self._instance_step!r}; offload its "
+                f"the step of this {self.kind.__name__} was replaced by {self._instance_step!r}. Offload its "
                 "states first, and replace it afterwards"
             )
 
     def begin(self, step: Step, clearing: Step) -> None:
-        """Have ``optimizer.step(closure, **options)`` call ``step(closure, options)`` from now on.
+        """Make ``optimizer.step(closure, **options)`` call ``step(closure, options)`` from now on.
 
         Args:
             step: The function.
@@ -172,7 +172,7 @@ class Takeover:
         self._optimizer.__class__ = _class_for(self.kind)
 
     def end(self) -> None:
-        """Give the optimizer its own class and step back."""
+        """Restore the optimizer's class and step."""
         for name in (_STEP, _CLEARING):
             vars(self._optimizer).pop(name, None)
         self._optimizer.__class__ = self.kind
@@ -181,7 +181,7 @@ class Takeover:
 
 
 def is_taken(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer's states are offloaded already."""
+    """Return True if the states of the optimizer are already offloaded."""
     return _STEP in vars(optimizer)
 
 
@@ -194,11 +194,11 @@ def _class_for(kind: Kind) -> Kind:
 
 
 def _hooked(kind: Kind) -> Step:
-    """Return a step that calls the user's hooks once, and what :meth:`Takeover.begin` was given between."""
+    """Return a ``step`` that calls the user's hooks, and the function of :meth:`Takeover.begin` inside."""
 
     @functools.wraps(kind.step)
     def step(self: torch.optim.Optimizer, closure: Any = None, **options: Any) -> Any:
-        vars(self)["_opt_called"] = True  # as a scheduler's own wrapper notes it
+        vars(self)["_opt_called"] = True  # as a scheduler's own wrapper does
         return vars(self)[_STEP](closure, options)
 
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
@@ -209,7 +209,7 @@ def _hooked(kind: Kind) -> Step:
 
 
 def _clearing(kind: Kind) -> Step:
-    """Return a ``zero_grad`` that calls what :meth:`Takeover.begin` was given first."""
+    """Return a ``zero_grad`` that first calls the ``clearing`` function of :meth:`Takeover.begin`."""
 
     @functools.wraps(kind.zero_grad)
     def zero_grad(self: torch.optim.Optimizer, *arguments: Any, **options: Any) -> None:
@@ -221,6 +221,6 @@ def _clearing(kind: Kind) -> Step:
 
 def _refuse_copy(self: torch.optim.Optimizer, _: object) -> NoReturn:
     raise StatesAwayError(
-        f"the states of this {type(self).__name__} are not in memory between updates, and it was copied or "
-        "pickled; use optimizer.state_dict(), or close the OptimizerStates first"
+        f"this {type(self).__name__} cannot be copied or pickled, because its states are offloaded. Use "
+        "optimizer.state_dict(), or close the OptimizerStates first"
     )

@@ -1,6 +1,6 @@
 """The updates of an optimizer whose states are offloaded.
 
-An update goes through the sub-groups of the optimizer. :meth:`Updates.update` is the way of one of them.
+An update goes through the sub-groups of the optimizer. :meth:`Updates.update` updates one sub-group.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 
 class Updates:
-    """Updates an optimizer's parameters sub-group by sub-group, while the next is read and the last written.
+    """Updates one sub-group after another, while the next one is read and the last one is written.
 
     Args:
         optimizer: The optimizer.
         kind: Its class.
-        config: What the user wanted.
-        store: Where sub-groups live.
-        names: Names of parameters in the model, as far as it is known.
-        masters: The master copies among its parameters, and what they are copies of.
+        config: The user's configuration.
+        store: The store of the sub-groups.
+        names: Known names of parameters in the model.
+        masters: Maps each master copy among the parameters to its model parameter.
     """
 
     _is_early = False
@@ -71,7 +71,7 @@ class Updates:
         self._failure: TransferError | None = None
 
     def update(self, group: SubGroup, options: Mapping[str, Any]) -> None:
-        """Update one sub-group: read, bind, the optimizer's own step, unbind, write.
+        """Update one sub-group: read, bind, run the optimizer's own step, unbind, write.
 
         Args:
             group: The sub-group.
@@ -95,7 +95,7 @@ class Updates:
             entries.take(group, bound, left)
         self._twin.check_rest()
         self._read_ahead()
-        if self._is_early or None in map(slots.of, self.order.upcoming()):  # which needs its slot
+        if self._is_early or None in map(slots.of, self.order.upcoming()):  # another sub-group needs the slot
             slots.write(group)
         self._record.sub_groups += 1
 
@@ -106,14 +106,14 @@ class Updates:
             options: Further arguments of the optimizer's ``step``.
 
         Raises:
-            SessionError: An update before this one failed halfway.
-            TransferError: States cannot be read. The parameters of some sub-groups are updated, as after an
-                error inside any optimizer.
+            SessionError: An earlier update failed halfway.
+            TransferError: States cannot be read. Some parameters are already updated, as after an error
+                inside any optimizer.
         """
         return self._make(options)
 
     def _make(self, options: Mapping[str, Any], done: Sequence[SubGroup] = ()) -> StatesRecord:
-        """Update all parameters that have gradients, but for sub-groups that are updated already."""
+        """Update all parameters that have gradients, except sub-groups that are already updated."""
         with self._guarded():
             self.follow()
             try:
@@ -136,7 +136,8 @@ class Updates:
         with self._host.updating(groups, options, self._record) as rest:
             for group in self.order.begin(done, rest):
                 self.update(group, options)
-        if not is_of_torch(self.optimizer):  # one that counts steps may do so without gradients too
+        # An unknown optimizer may count steps of groups without gradients.
+        if not is_of_torch(self.optimizer):
             updated = {group.number for group in (*done, *groups)}
             for number in set(range(len(self.optimizer.param_groups))) - updated:
                 self._twin.run(number, {}, options)
@@ -151,11 +152,11 @@ class Updates:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Count what is done within, and have further updates refused if a transfer fails."""
+        """Count the transfers in the block, and reject later updates if a transfer fails."""
         if self._failure is not None:
             raise SessionError(
-                f"an update before this one failed halfway ({self._failure}); load a checkpoint of the model "
-                "and of the optimizer before the next"
+                f"an earlier update failed halfway: {self._failure}. Load a checkpoint of the model "
+                "and the optimizer"
             )
         homes, record, began = self.homes, self._record, time.perf_counter()
         waited, read, written = homes.waited, homes.read_bytes, homes.written_bytes
@@ -174,11 +175,11 @@ class Updates:
     # ---- between updates -------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Follow what was done to the optimizer since the last update: parameters and states may be others.
+        """Follow changes of parameters and states since the last update.
 
         Raises:
             TransferError: States cannot be read.
-            StatesAwayError: What stands for a state is where its bytes are not; nothing has changed.
+            StatesAwayError: A placeholder is in the wrong place. Nothing has changed.
         """
         self.entries.check_owners()
         if not self.groups.are_current():
@@ -189,17 +190,17 @@ class Updates:
         self.entries.absorb(self.groups.add(lambda each: bool(self.groups.states_of(each))))
 
     def restore(self) -> None:
-        """Put all states back into ``optimizer.state``, free slots and extents, and forget the sub-groups.
+        """Put all states back into ``optimizer.state``, free slots and extents, and remove the sub-groups.
 
         Raises:
-            TransferError: They cannot be read.
+            TransferError: The states cannot be read.
         """
         self.entries.restore()
         self.groups.clear()
         self.order.begin((), ())
 
     def loaded(self) -> None:
-        """Take a checkpoint that was loaded, and forget that an update failed."""
+        """Take the states of a loaded checkpoint, and allow updates again after a failure."""
         self._failure = None
         with interrupts_put_off():
             for group in self.groups:
@@ -208,18 +209,18 @@ class Updates:
             self.follow()
 
     def clearing(self) -> None:
-        """Note that gradients are about to be cleared."""
+        """Handle gradients that are about to be cleared. Only updates in backward need this."""
 
     def close(self) -> None:
-        """End what runs beside the training thread, and have nothing called by hooks any more."""
+        """End helper threads and hooks."""
         self._host.close()
 
 
 @contextmanager
 def interrupts_put_off() -> Iterator[None]:
-    """Put a first Ctrl-C off to the end of the block, where states are whole; a second one comes at once.
+    """Delay a first Ctrl-C to the end of the block, when states are consistent. A second one raises at once.
 
-    Not on other threads, nor where the program has a handler of its own.
+    Has no effect on other threads, or if the program has its own handler.
     """
     handler, came = signal.default_int_handler, False
 
@@ -244,22 +245,22 @@ def interrupts_put_off() -> Iterator[None]:
 
 @dataclass(slots=True)
 class StatesRecord:
-    """What one update of an optimizer with offloaded states was like.
+    """Figures of one update of an optimizer with offloaded states.
 
     Attributes:
-        seconds: The whole update, without the closure and hooks; with what of it was done in backward.
-        waited_seconds: Of these, what the thread that trains waited for drives.
+        seconds: Duration of the update, including parts in backward, without closure and hooks.
+        waited_seconds: Seconds in which the training thread waited for drives.
         read_bytes: Bytes of states that were read.
         written_bytes: Bytes of states that were written.
-        states_bytes: Bytes of all states that are away between updates.
+        states_bytes: Bytes of all states that are offloaded between updates.
         slot_bytes: Bytes of the slots, which stay on the device.
-        sub_groups: Sub-groups that were updated.
-        staying: Of all, how many stay in memory between updates.
+        sub_groups: Number of updated sub-groups.
+        staying: Number of all sub-groups that stay in memory between updates.
         staying_bytes: Bytes of their states.
-        in_backward: Of those that were updated, how many in backward.
-        predicted_seconds: What follows for ``seconds`` from the rates of device and processor, where
-            ``states.update`` has both work; None elsewhere.
-        on_host: Of those that were updated, how many by the processor.
+        in_backward: Number of sub-groups updated in backward.
+        predicted_seconds: Predicted ``seconds`` from the rates of device and CPU, if ``states.update`` uses
+            both. Otherwise ``None``.
+        on_host: Number of sub-groups updated by the CPU.
     """
 
     seconds: float = 0.0

@@ -186,7 +186,7 @@ def test_states_on_drives_are_refused(tmp_path: Path) -> None:
     chosen = lanes(tmp_path, "host")
     chosen["store"] |= {"kind": "file", "directories": [str(tmp_path)]}
     with pytest.raises(
-        UnsupportedError, match="needs states in host memory, and they live in a store of kind"
+        UnsupportedError, match="needs states in host memory, but they are in a store of kind"
     ):
         tba.offload_optimizer(found.optimizer, chosen)
 
@@ -196,5 +196,5 @@ def test_an_optimizer_of_others_is_refused(tmp_path: Path) -> None:
         pass
 
     found, _ = pair(lambda parameters: Own(parameters, lr=1e-3))
-    with pytest.raises(UnsupportedError, match=r"Own updates parameters in host memory is not known"):
+    with pytest.raises(UnsupportedError, match=r"Own is not known to update parameters in host memory"):
         tba.offload_optimizer(found.optimizer, lanes(tmp_path, trust=True))

@@ -287,9 +287,9 @@ class Overriding(optim.AdamW):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Around, "give what is in its attribute optim instead"),
-        (Overriding, "has settings for some parameters by their position"),
-        (lambda each: SimpleNamespace(optim_map={"weight": optim.SGD(each)}), "is no torch.optim.Optimizer"),
+        (Around, "Give those in its attribute optim instead"),
+        (Overriding, "has settings for some parameters by position"),
+        (lambda each: SimpleNamespace(optim_map={"weight": optim.SGD(each)}), "not a torch.optim.Optimizer"),
     ],
 )
 def test_what_no_trust_makes_right_is_refused(make: Any, message: str, tmp_path: Path) -> None:

@@ -181,8 +181,8 @@ def test_masters_are_read_and_set_while_they_are_away(tmp_path: Path) -> None:
 def test_what_masters_do_not_go_together_with_is_refused(tmp_path: Path) -> None:
     training = Mixed("adam")
     settings = policy(tmp_path, states={"when": "backward"})
-    with pytest.raises(UnsupportedError, match="masters get their gradients after backward"):
+    with pytest.raises(UnsupportedError, match="master copies get their gradients after backward"):
         tba.offload_optimizer(training.optimizer, settings, model=training.model, masters=training.masters)
     flat = {master: parameter.detach().flatten() for master, parameter in training.masters.items()}
-    with pytest.raises(UnsupportedError, match="does not lie in memory like its parameter"):
+    with pytest.raises(UnsupportedError, match=r"a master has shape .* but its parameter has shape"):
         tba.offload_optimizer(training.optimizer, policy(tmp_path), masters=flat)

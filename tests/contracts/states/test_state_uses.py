@@ -108,7 +108,7 @@ MIXED = [nn.Parameter(torch.ones(8, dtype=dtype)) for dtype in (torch.float32, t
         (lambda: optim.LBFGS([WEIGHT]), "as one vector"),
         (lambda: optim.AdamW([WEIGHT], differentiable=True), "differentiable=True"),
         # As tied weights do that a program has collected by their names: each step updates them twice.
-        (lambda: optim.AdamW([WEIGHT, WEIGHT]), "stands twice in one group of this AdamW"),
+        (lambda: optim.AdamW([WEIGHT, WEIGHT]), "is twice in one group of this AdamW"),
         (lambda: optim.Adafactor(MIXED), "several data types in one group"),
     ],
 )
@@ -120,7 +120,7 @@ def test_what_cannot_be_updated_in_parts_is_refused(
 
 
 def test_an_optimizer_is_offloaded_once(training: Training, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="offloaded already"):
+    with pytest.raises(UnsupportedError, match="already offloaded"):
         tba.offload_optimizer(training.optimizer, policy(tmp_path))
 
 
