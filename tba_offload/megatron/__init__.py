@@ -1,4 +1,4 @@
-"""Everything that knows Megatron; no other part of the package names it.
+"""Integrates with Megatron-LM. No other part of the package names Megatron.
 
-megatron-core is optional: this package imports without it.
+megatron-core is optional. This package can be imported without it.
 """

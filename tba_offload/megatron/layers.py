@@ -1,4 +1,4 @@
-"""The transformer layers of a Megatron model, and state beside them that a second run must find again."""
+"""Finds the transformer layers of a Megatron model, and other state that a recomputation must restore."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
 
 
 def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
-    """Whether a model, or a list of model chunks, holds a transformer layer of megatron-core.
+    """Return True if a model, or a list of model chunks, contains a transformer layer of megatron-core.
 
-    megatron-core is not imported for the answer: where it was not imported, nothing is Megatron's.
+    This does not import megatron-core. If the program has not imported it, no layer is Megatron's.
     """
     layer_types = _layer_types()
     return any(isinstance(module, layer_types) for chunk in chunks_of(model) for module in chunk.modules())
@@ -33,14 +33,14 @@ def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
 def find_stack(
     model: nn.Module | Sequence[nn.Module], gather: Callable[[list[LayerId]], Sequence[LayerId]] | None = None
 ) -> LayerStack:
-    """Get the layers of a Megatron model, with the micro-batches of its schedules and its generators.
+    """Return the layers of a Megatron model, with the micro-batch numbers and random generators of Megatron.
 
     Args:
-        model: The model or the list of its chunks on this rank, wrapped or not.
-        gather: Tells the layers of all ranks from those of this one; by default there are no others.
+        model: The model, or the list of its chunks on this rank, with or without wrappers.
+        gather: Returns the layers of all ranks for those of this rank. By default there are no other ranks.
 
     Raises:
-        UnsupportedError: A layer does not know its number.
+        UnsupportedError: A layer has no number.
     """
     layer_types = _layer_types()
     found = [
@@ -59,11 +59,11 @@ def find_stack(
 
 
 def _states() -> Sequence[State]:
-    """Return generators of Megatron's random number regions, and losses that its routers sum for the log."""
+    """Return the generators of Megatron's random number regions, and the logged losses of its routers."""
     from megatron.core import tensor_parallel
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    # It goes on in the very dict that it is given.
+    # The tracker continues to use the same dict, so pass a copy.
     generators = (tracker.get_states, lambda found: tracker.set_states(dict(found)))
     return generators, (lambda: {name: each.clone() for name, each in _logged().items()}, _put_logged)
 
@@ -83,34 +83,34 @@ def _put_logged(values: Mapping[str, Tensor]) -> None:
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
-    """Find the transformer and Mamba layers of a model, as this rank holds it.
+    """Find the transformer and Mamba layers of a model on this rank.
 
-    Numbers count from 0 over all pipeline stages and model chunks. Names are those of the bare model
-    (``decoder.layers.7``), without wrappers such as ``Float16Module`` and with the global number in
-    place of the local one. The stack (``encoder``) is named only where numbers alone are ambiguous.
-    A layer within a layer is part of the outer one.
+    Numbers start from 0 and count over all pipeline stages and model chunks. Names are those of the model
+    without wrappers such as ``Float16Module``, with the global number of the layer (``decoder.layers.7``).
+    The stack (``encoder``) is part of the id only if numbers alone are ambiguous. A layer inside another
+    layer is part of the outer layer.
 
     Args:
-        model: The model or the list of its chunks on this rank, wrapped or not.
+        model: The model, or the list of its chunks on this rank, with or without wrappers.
 
     Returns:
-        The layers in the order of the chunks, and within a chunk in the order in which they were
-        registered; empty where the model is not Megatron's.
+        The layers in order of chunks, and within a chunk in order of registration. Empty if the model is not
+        Megatron's.
 
     Raises:
-        UnsupportedError: A layer does not know its number.
+        UnsupportedError: A layer has no number.
     """
     return list(find_stack(model).layers)
 
 
 def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[LayerId]:
-    """Leave out the names of stacks where numbers say enough, and count their layers.
+    """Remove the stack from layer ids if numbers are unique, and add the number of layers per stack.
 
-    Multi-token prediction counts on where the decoder ends; the stacks of T5 both count from 0.
+    The layers of multi-token prediction continue the numbers of the decoder. Both stacks of T5 start from 0.
 
     Args:
         layers: Layers with their stacks.
-        everywhere: Those of all ranks: no stage of a pipeline may see both stacks.
+        everywhere: Layers of all ranks. A single pipeline stage may contain only one of the stacks.
     """
     stacks: dict[int, set[str | None]] = defaultdict(set)
     for layer in everywhere:
@@ -121,10 +121,10 @@ def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[La
 
 
 def current_microbatch(layer: nn.Module) -> int | None:
-    """Return the micro-batch that Megatron's schedule runs the layer on, from 0; None outside of a schedule.
+    """Return the micro-batch number that Megatron's schedule has set, from 0. None outside of a schedule.
 
-    A schedule sets it before each forward and leaves it standing afterwards: it means something during
-    a layer's first forward only, and never in backward.
+    A schedule sets the number before each forward and does not reset it. So it is valid only during a layer's
+    first forward, and never in backward.
     """
     number: int | None = getattr(layer, "current_microbatch", None)
     return number
@@ -137,7 +137,7 @@ _LAYER_TYPES = {
 
 
 def _layer_types() -> tuple[type[nn.Module], ...]:
-    """Return the base classes of megatron-core's layers, those that are in use at all."""
+    """Return the base classes of megatron-core's layers whose modules are imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in _LAYER_TYPES.items())
     return tuple(layer_type for layer_type in found if layer_type is not None)
 
@@ -152,14 +152,14 @@ def _outermost(chunk: nn.Module, layer_types: tuple[type[nn.Module], ...]) -> It
 
 
 def _identify(name: str, layer: nn.Module) -> LayerId:
-    """Return the layer's global number and name; its stack is what stands before ``.layers``."""
+    """Return a layer's id with its global number. Its stack is the part of the name before ``.layers``."""
     number = getattr(layer, "layer_number", None)
     if not isinstance(number, int):
         raise UnsupportedError(
             f"the layer {name!r} ({type(layer).__name__}) has no layer_number, so that no policy can "
-            "name it; Megatron's layers get one from the block that builds them"
+            "name it. Megatron's layers get their number from the block that builds them"
         )
-    parts = list(itertools.dropwhile(_WRAPPERS.__contains__, name.split(".")))  # names of the bare model
+    parts = list(itertools.dropwhile(_WRAPPERS.__contains__, name.split(".")))  # names without wrappers
     if parts[-1].isdigit():
         parts[-1] = str(number - 1)
     stack, within_a_stack, _ = ".".join(parts).partition(".layers.")

@@ -1,4 +1,4 @@
-"""Megatron's optimizers: which ``torch`` optimizers are inside, their masters, and their checkpoints."""
+"""Handles Megatron's optimizers: the inner ``torch`` optimizers, their masters and their checkpoints."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ if TYPE_CHECKING:
     from tba_offload.states import OptimizerStates
 
 _KINDS = frozenset(("DistributedOptimizer", "Float16OptimizerWithFloat16Params", "FP32Optimizer"))
-"""Classes of Megatron whose states are known to be in ``optimizer.optimizer.state`` and nowhere else."""
+"""Megatron's optimizer classes that keep all their states in ``optimizer.optimizer.state``."""
 
 _GROUPS = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
     ("float16_groups", "fp32_from_float16_groups"),
 )
-"""Attributes with parameters in 16 bits and their masters: of a distributed optimizer, of the other one."""
+"""Attributes with 16-bit parameters and their masters: of a distributed optimizer, and of the other class."""
 
 _SAVED = ("fp32_from_fp16_params", "fp32_from_fp16")
-"""Names of the masters in a checkpoint that is not of a distributed optimizer; the second is of old ones."""
+"""Keys of the masters in checkpoints of optimizers that are not distributed. Old ones use the second."""
 
 
 def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
-    """Return the optimizers of Megatron that update something on this rank.
+    """Return the optimizers of Megatron that update parameters on this rank.
 
     Raises:
-        UnsupportedError: One of them keeps its states in a way of its own; or the configuration asks for
+        UnsupportedError: An optimizer keeps its states in an unknown way, or the configuration asks for
             updates in backward.
     """
     if config.when == "backward":
         raise UnsupportedError(
-            "states.when: backward cannot be had under Megatron, which reduces gradients after backward and "
-            "updates copies of parameters; set it to step"
+            "states.when: backward is not possible under Megatron, which reduces gradients after backward "
+            "and updates copies of parameters. Set it to step"
         )
     children = _children(optimizer)
     for child in children:
         if type(child).__name__ not in _KINDS:
             raise UnsupportedError(
-                f"optimizer states of Megatron's {type(child).__name__} cannot be offloaded; remove "
+                f"optimizer states of Megatron's {type(child).__name__} cannot be offloaded. Remove "
                 "--tba-optimizer-states, and states from the policy"
             )
     return children
 
 
 def inner_of(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the ``torch`` optimizers inside, as far as there are any.
+    """Return the inner ``torch`` optimizers.
 
     Args:
-        optimizer: That of Megatron, or ``None``.
+        optimizer: Megatron's optimizer, or ``None``.
     """
     inner = [child.optimizer for child in _children(optimizer)]
     return [each for each in inner if isinstance(each, torch.optim.Optimizer)]
@@ -68,16 +68,16 @@ def inner_of(optimizer: Any) -> list[torch.optim.Optimizer]:
 def _children(optimizer: Any) -> list[Any]:
     found = []
     for child in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(child, "optimizer", None)  # None for a rank that has nothing of a group of experts
+        inner = getattr(child, "optimizer", None)  # None on a rank without parameters of an expert group
         if inner is not None and any(group["params"] for group in inner.param_groups):
             found.append(child)
     return found
 
 
 def masters_of(children: Sequence[Any]) -> dict[torch.Tensor, torch.Tensor]:
-    """Masters of Megatron's optimizers, and what they are copies of: parameters, or this rank's shards.
+    """Return the masters of Megatron's optimizers, mapped to the parameters or local shards that they copy.
 
-    Those of parameters in FP8 and FP4, which are quantized together, are left out.
+    Masters of FP8 and FP4 parameters are excluded, because those parameters are quantized together.
     """
     return {
         main: part
@@ -97,12 +97,12 @@ def _pairs(child: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
 
 
 def _groups_of(child: Any) -> tuple[str, str] | None:
-    """Return the names of the groups that an optimizer has; ``None`` for one without masters."""
+    """Return the names of an optimizer's groups, or ``None`` if it has no masters."""
     return next((names for names in _GROUPS if all(hasattr(child, name) for name in names)), None)
 
 
 def _part(child: Any, model_param: torch.Tensor) -> torch.Tensor:
-    """Return the part of a parameter that a master on this rank is a copy of."""
+    """Return the part of a parameter that this rank's master copies."""
     if not hasattr(child, "_get_model_param_range_map"):
         return model_param
     shard = child._get_model_param_range_map(model_param)["param"]
@@ -110,16 +110,16 @@ def _part(child: Any, model_param: torch.Tensor) -> torch.Tensor:
 
 
 def follow(child: Any, states: OptimizerStates) -> None:
-    """Let an optimizer of Megatron find states and masters where they are.
+    """Make an optimizer of Megatron use offloaded states and masters.
 
-    Methods of the optimizer are replaced: those that make states, that save and load them, and that copy
-    between masters and parameters.
+    This replaces methods of the optimizer that create states, save and load them, and copy between masters
+    and parameters.
 
     Args:
         child: An optimizer of Megatron.
-        states: The states of the optimizer inside.
+        states: The states of its inner optimizer.
     """
-    if child.init_state_fn is not None:  # there is none of SGD
+    if child.init_state_fn is not None:  # SGD has none
         _make_states_one_by_one(child, states)
     if hasattr(child, "_get_main_param_and_optimizer_states"):
         _follow_distributed_checkpoints(child, states)
@@ -130,7 +130,7 @@ def follow(child: Any, states: OptimizerStates) -> None:
 
 
 def _make_states_one_by_one(child: Any, states: OptimizerStates) -> None:
-    """Offload each state once it is made for a checkpoint to be loaded into: memory need not hold all."""
+    """Offload each state right after it is created for loading, because memory may not hold all states."""
     make_plain = child.init_state_fn
 
     def make(inner: Any, *settings: Any) -> None:
@@ -145,9 +145,9 @@ def _make_states_one_by_one(child: Any, states: OptimizerStates) -> None:
 
 
 def _follow_distributed_checkpoints(child: Any, states: OptimizerStates) -> None:
-    """Save and load states of a distributed optimizer, all formats of which go parameter by parameter.
+    """Save and load the states of a distributed optimizer. All its checkpoint formats go by parameter.
 
-    What is saved are copies in host memory, so that a checkpoint may be written while training goes on.
+    Saved tensors are copies in host memory, so training can continue while a checkpoint is written.
     """
     set_plain, load_plain = child._set_main_param_and_optimizer_states, child.load_state_dict
 
@@ -162,11 +162,12 @@ def _follow_distributed_checkpoints(child: Any, states: OptimizerStates) -> None
         return {"param": found.pop(MASTER, main), **found}
 
     def set_(model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        with states.setting(main_of(model_param)):  # Megatron copies into new memory, which then goes away
+        # Megatron copies into new memory, which is offloaded at the end of the block.
+        with states.setting(main_of(model_param)):
             set_plain(model_param, tensors)
 
     def load(state_dict: dict[str, Any]) -> None:
-        if not child.optimizer.state:  # Megatron would make those of all parameters at once
+        if not child.optimizer.state:  # else Megatron would create the states of all parameters at once
             child.init_state_fn(child.optimizer, child.config)
         load_plain(state_dict)
 
@@ -201,7 +202,7 @@ def _follow_checkpoints_of_masters(child: Any, states: OptimizerStates) -> None:
 
 
 def _follow_copies(child: Any, states: OptimizerStates) -> None:
-    """Leave to Megatron the masters in memory: an update copies each master that is away, when it has it."""
+    """Let Megatron copy only masters in memory, because an update copies each offloaded master itself."""
     to_model, to_masters = child._copy_main_params_to_model_params, child._copy_model_params_to_main_params
 
     def copy_to_model() -> None:
@@ -209,7 +210,7 @@ def _follow_copies(child: Any, states: OptimizerStates) -> None:
             to_model()
 
     def copy_to_masters(*arguments: Any, **options: Any) -> None:
-        # After a checkpoint without optimizer: those of a sub-group at a time.
+        # After loading a checkpoint without optimizer: copy one sub-group at a time.
         mains = [main for _, main in _pairs(child)]
         away = [main for main in mains if main is not None and is_away(main)]
         for some in gathered(away, max(states.sizes, default=0), lambda main: main.nbytes):
@@ -228,7 +229,7 @@ def _follow_copies(child: Any, states: OptimizerStates) -> None:
 
 @contextmanager
 def _narrowed(child: Any, masters: AbstractSet[torch.Tensor | None]) -> Iterator[None]:
-    """Within, an optimizer has only these masters, and the parameters that they are copies of."""
+    """Restrict an optimizer to some masters and their parameters for the duration of the block."""
     names = _groups_of(child) or ()
     whole = [getattr(child, name) for name in names]
     pairs = [

@@ -1,10 +1,9 @@
-"""Puts a session into Megatron-LM's training loop, from outside and for every release.
+"""Attaches a session to Megatron-LM's training loop, without changes to Megatron-LM.
 
-There are three places: where arguments are added (the flags), where model and optimizer are built (the
-session attaches), and where the schedule is chosen (each call of it that goes backward is a step). The
-launcher wraps the three functions of ``megatron.training`` by :func:`install`, and the script runs untouched;
-a patched checkout calls :func:`add_arguments`, :func:`attach_model` and :func:`stepping` itself. Both may
-come together.
+There are three places. The first adds the arguments (flags). The second builds model and optimizer, and the
+session attaches there. The third chooses the schedule, and each call of the schedule with a backward is a
+step. :func:`install` wraps the three functions of ``megatron.training`` for the launcher. A patched checkout
+instead calls :func:`add_arguments`, :func:`attach_model` and :func:`stepping` itself. Using both is allowed.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ _chunks: list[nn.Module] = []
 
 
 def install() -> None:
-    """Wrap the names in ``megatron.training``; once, before the training script imports them.
+    """Wrap functions of ``megatron.training``. Call it before the training script imports them.
 
     Raises:
-        ModuleNotFoundError: There is no ``megatron.training``: it is part of a Megatron-LM checkout, and of
+        ModuleNotFoundError: There is no ``megatron.training``. It is part of a Megatron-LM checkout, and of
             the megatron-core package since 0.19.
     """
     from megatron.training import arguments, training
@@ -86,7 +85,7 @@ def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Offload states and masters before a checkpoint is loaded, or all of it would be in memory then.
+    """Offload states and masters before a checkpoint is loaded, because memory may not hold all of them.
 
     Args:
         load: Megatron's ``load_checkpoint``.
@@ -98,7 +97,8 @@ def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
         arguments = get_args()
         if optimizer is not None and is_on(arguments):
             config = config_of(arguments)
-            if config.states is not None and not config.frozen_percent:  # weights are loaded first
+            # Frozen weights must be loaded before they are offloaded.
+            if config.states is not None and not config.frozen_percent:
                 attach_model(model, optimizer)
         return load(model, optimizer, *args, **kwargs)
 
@@ -106,15 +106,16 @@ def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> None:
-    """Attach the session of this process, if a flag asks for one; once for each model.
+    """Attach the session of this process if a flag asks for it. Has no effect on an attached model.
 
     Args:
-        model: The chunks of this rank, as ``setup_model_and_optimizer`` returns them.
-        optimizer: What it returns too; its states are offloaded if a flag or the policy says so.
+        model: The chunks of this rank, as returned by ``setup_model_and_optimizer``.
+        optimizer: The optimizer, as returned by it. Its states are offloaded if a flag or the policy asks for
+            it.
 
     Raises:
-        SystemExit: It cannot be attached on this rank or on another one; carries the message, so that the
-            process ends with it and not with a traceback.
+        SystemExit: This rank or another one cannot attach. The process ends with the message and no
+            traceback.
     """
     from megatron.training.global_vars import get_args
 
@@ -122,7 +123,7 @@ def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) 
     arguments, chunks = get_args(), chunks_of(model)
     if not is_on(arguments) or (_session is not None and _chunks == chunks):
         return
-    if _session is not None:  # training was started anew in this process
+    if _session is not None:  # training started again in this process
         atexit.unregister(_close_at_exit)
         _session.close()
     try:
@@ -135,15 +136,17 @@ def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) 
 def _close_at_exit() -> None:
     if _session is not None:
         for states in _session.states:
-            states.close(bring_back=False)  # nothing uses them any more, and memory may not have room
+            # The states are no longer needed, and memory may not have room for them.
+            states.close(bring_back=False)
         _session.close()
 
 
 def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Make every call of a schedule that goes backward a step of the session.
+    """Make every call of a schedule with a backward a step of the session.
 
     Args:
-        schedule: What ``get_forward_backward_func`` returns; one that steps already is returned as it is.
+        schedule: The schedule from ``get_forward_backward_func``. A schedule that is already wrapped is
+            returned unchanged.
     """
     if hasattr(schedule, _MARK):
         return schedule
@@ -166,23 +169,23 @@ def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:
 def open_session(
     model: nn.Module | Sequence[nn.Module], arguments: argparse.Namespace, optimizer: Any = None
 ) -> Session:
-    """Attach to the model chunks of this rank, as the flags say; all ranks must do it, or none.
+    """Attach to the model chunks of this rank according to the flags. All ranks must call this, or none.
 
     Args:
-        model: What Megatron built on this rank.
+        model: The model that Megatron built on this rank.
         arguments: Megatron's arguments.
-        optimizer: That of Megatron, or ``None``.
+        optimizer: Megatron's optimizer, or ``None``.
 
     Raises:
-        ConfigError: A rule takes no effect on any rank, or the ranks were given different policies.
+        ConfigError: A rule has no effect on any rank, or the ranks have different policies.
         UnsupportedError: No rank has a layer.
-        TbaError: It failed on another rank, which the message names.
+        TbaError: Another rank failed. The message names it.
         StoreError: A directory cannot be used.
     """
     chunks = chunks_of(model)
     with _failing_together():
         config = config_of(arguments)
-        find_stack(chunks)  # before other ranks wait for what this one finds
+        find_stack(chunks)  # raise errors of this rank before the other ranks wait for it
     stack = find_stack(chunks, _of_all_ranks)
     world = _world_of([layer.id for layer in stack.layers], config)
     with _failing_together():
@@ -219,7 +222,7 @@ def open_session(
     return session
 
 
-# What the ranks share
+# Communication between ranks
 
 
 def _rank() -> int:
@@ -235,7 +238,7 @@ def _ranks() -> int:
 
 
 def _of_all_ranks(own: list[_Item]) -> list[_Item]:
-    """Return what each rank has, in the order of the ranks; every rank must come here."""
+    """Return the items of all ranks in rank order. Every rank must call this."""
     if not dist.is_initialized():
         return own
     gathered: list[list[_Item]] = [[]] * _ranks()
@@ -244,17 +247,17 @@ def _of_all_ranks(own: list[_Item]) -> list[_Item]:
 
 
 def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
-    """Return what the ranks tell each other: their layers, and a check that all place them alike.
+    """Return the layers of all ranks, after a check that all ranks have the same placements.
 
-    Directories and budgets may differ from node to node, placements may not: ranks that share a layer have
-    to recompute it together.
+    Directories and budgets may differ between nodes. Placements may not differ, because ranks that share a
+    layer must recompute it together.
     """
     placements = OffloadConfig(default=config.default, layers=config.layers).to_yaml()
     for rank, others in enumerate(_of_all_ranks([placements])):
         if others != placements:
             raise ConfigError(
-                f"rank {rank} was given another policy than rank {_rank()}, but the ranks of a model must "
-                "agree; is the policy file the same on every node?"
+                f"rank {rank} has another policy than rank {_rank()}, but all ranks of a model need the same "
+                "policy. Use the same policy file on every node"
             )
     layers = _of_all_ranks(own)
     if not layers:
@@ -268,13 +271,13 @@ def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
 
 
 def _agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[str, Placement]:
-    """Of each layer, what is proposed by the rank that has it and needs its proposal most.
+    """Return for each layer the proposal of the rank that has this layer and the greatest need.
 
-    All ranks of the job take part, so that tensor, expert and context parallel ranks do the same, and so do
-    data-parallel ones, over which experts may be spread. Pipeline stages have no layer in common.
+    All ranks of the job take part. So tensor, expert, context and data parallel ranks use the same placements
+    (experts may be spread over data parallel ranks). Pipeline stages share no layers.
     """
     agreed: dict[str, Placement] = {}
-    proposals = reversed(_of_all_ranks([(need, proposed)]))  # the first of equals counts
+    proposals = reversed(_of_all_ranks([(need, proposed)]))  # the lowest rank wins among equal needs
     for _, proposal in sorted(proposals, key=lambda each: each[0]):
         agreed.update(proposal)
     return agreed
@@ -282,10 +285,10 @@ def _agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[st
 
 @contextlib.contextmanager
 def _failing_together() -> Iterator[None]:
-    """If one rank fails in the block all do, or the others would wait for it in vain.
+    """Make all ranks fail if one rank fails in the block. Otherwise the others would wait forever.
 
     Raises:
-        TbaError: It failed on another rank.
+        TbaError: Another rank failed.
     """
     failure: TbaError | OSError | None = None
     try:
@@ -301,7 +304,7 @@ def _failing_together() -> Iterator[None]:
 
 
 def _with_own_drives(config: OffloadConfig) -> OffloadConfig:
-    """Share the drives out among the ranks of a node: each gets as many as there are for it, at least one."""
+    """Divide the drives of a node among its ranks. Each rank gets at least one drive."""
     hosts = _of_all_ranks([socket.gethostname()])
     neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[_rank()]]
     place, directories = neighbours.index(_rank()), config.store.directories
@@ -312,7 +315,7 @@ def _with_own_drives(config: OffloadConfig) -> OffloadConfig:
 
 
 def _patient(config: OffloadConfig, arguments: argparse.Namespace) -> OffloadConfig:
-    """Give a standstill half the time, at most, after which collective operations of other ranks give up."""
+    """Limit the time without I/O progress to half the timeout of collective operations on other ranks."""
     minutes = getattr(arguments, "distributed_timeout_minutes", None)
     later = getattr(arguments, "distributed_timeout_seconds_after_init", None)
     limits = [seconds / 2 for seconds in (minutes and 60 * minutes, later) if seconds]
@@ -322,11 +325,11 @@ def _patient(config: OffloadConfig, arguments: argparse.Namespace) -> OffloadCon
     return replace(config, store=replace(config.store, stall_seconds=stall_seconds))
 
 
-# What a step is
+# Figures of a step
 
 
 def _work_of_a_step() -> dict[str, Any]:
-    """Tokens and operations of one step: this rank's share of the global batch."""
+    """Return tokens and operations of one step: this rank's share of the global batch."""
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
     from megatron.training import training
     from megatron.training.global_vars import get_args
@@ -337,12 +340,12 @@ def _work_of_a_step() -> dict[str, Any]:
 
 
 def report_loss(step: Step, losses: Any) -> None:
-    """Put the loss of the micro-batches of this rank into a step's record; nothing waits for the device.
+    """Put this rank's loss into the record of a step, without waiting for the device.
 
     Args:
         step: The step.
-        losses: What the schedule returned: of each micro-batch what its loss function reports. That is a
-            mean, or a sum and the number of tokens in it, which makes NaN of no tokens. Stages without a loss
+        losses: The schedule's result: the reports of the loss function for each micro-batch. A report is a
+            mean, or a sum and its number of tokens. With 0 tokens the loss is NaN. Stages without a loss
             report nothing.
     """
     first = [next(iter(each.values())) for each in losses if each] if isinstance(losses, list) else []
@@ -363,11 +366,11 @@ def _model_info(arguments: argparse.Namespace) -> dict[str, object]:
     return {"name": "Megatron-LM", "batch_size": arguments.global_batch_size, **known}
 
 
-# What the user sees
+# Output for the user
 
 
 def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
-    """Print what the policy says of each layer; layers that follow one another and are equal are one row."""
+    """Print the placement of each layer and its reason. Equal consecutive layers share a row."""
     explained = [policy.explain(layer) for layer in layers]
     groups = grouped([layer.name for layer in layers], explained)
     table = Table("Layers", "Name", "Placement", "Why", title="tba-offload")
@@ -378,9 +381,9 @@ def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
 
 
 def draw_curves(record: StepRecord) -> None:
-    """Hand the main figures of a step to Megatron's own writers, where this rank has them.
+    """Pass the main figures of a step to Megatron's TensorBoard and W&B writers, if this rank has them.
 
-    They come at the iteration under which Megatron logs the loss of the step, as often as its own curves.
+    They use the iteration under which Megatron logs the loss, and the same interval.
     """
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 

@@ -1,4 +1,4 @@
-"""Frozen weights: in memory only while their layer computes."""
+"""Keeps frozen weights in memory only while their layer computes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Frozen weights on drives, as of the model that LoRA trains on top of: the layer that computes has them.
+"""Keeps frozen weights, such as those of a LoRA base model, on drives until their layer computes.
 
-The weights of a layer are read before its forward, and again before its backward; meanwhile those of the
-layer that comes next are read. They are written once, when they are taken over.
+The weights of a layer are read before its forward, and again before its backward. While one layer computes,
+the weights of the next layer are read. The weights are written once, when offloading starts.
 """
 
 from __future__ import annotations
@@ -48,16 +48,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ONLY = (
-    "only torch.nn.Parameter itself can be, on the device of the first one; no quantized or sharded weights"
-)
+_ONLY = "Only weights of class torch.nn.Parameter on the device of the first one can be offloaded"
 _NONE = (
-    "no frozen weight travels: no weight of the layers is frozen, of min_tensor_bytes or more, and used "
-    "there alone, or half of one is more than the share of weights.frozen. what is frozen later stays"
+    "no frozen weight is offloaded: no weight is frozen, has min_tensor_bytes or more, and is used in one "
+    "layer only; or weights.frozen is too small for one. Weights frozen later stay in memory"
 )
-_WITH = "with frozen weights in the store; close them first"
+_WITH = "with frozen weights in the store. Close the frozen weights first"
 _MOST_WAITS = 20_000
-"""Waits that are remembered: as many as a timeline tells."""
+"""Largest number of recorded waits, as in a timeline."""
 
 
 def offload_frozen(
@@ -67,27 +65,29 @@ def offload_frozen(
     layers: Modules | None = None,
     directories: Paths | None = None,
 ) -> FrozenWeights:
-    """Keep the frozen weights of a model's layers in a store, but for those of the layer that computes.
+    """Keep the frozen weights of a model's layers in a store, except those of the layer that computes.
 
-    Weights count as frozen that need no gradient now. Only ``torch.nn.Parameter`` itself travels, of at least
-    ``min_tensor_bytes``, whose memory no other layer and nothing outside the layers uses. Read from outside
-    of its layer such a weight is NaN; ``state_dict()`` has the values, in host memory.
+    A weight is frozen if it needs no gradient at the time of this call. Only a ``torch.nn.Parameter`` of at
+    least ``min_tensor_bytes`` is offloaded, and only if no other layer and nothing outside the layers uses
+    its memory. Outside of its layer, an offloaded weight reads as NaN. ``state_dict()`` returns the values in
+    host memory.
 
     Args:
         model: The model, or its chunks.
-        config: As for :func:`tba_offload.attach`; its ``store`` and ``min_tensor_bytes`` count, and the
-            share if its ``weights`` name one.
-        layers: The layers, if they cannot be found or others are wanted.
-        directories: Where the bytes go, instead of where the policy says: one path, or one for each drive.
+        config: The configuration, as for :func:`tba_offload.attach`. Only ``store``, ``min_tensor_bytes`` and
+            the percentage in ``weights`` are used.
+        layers: The layers, if they cannot be found automatically or others are wanted.
+        directories: Directories of the store, instead of those in the policy: one path, or one for each
+            drive.
 
     Returns:
-        The weights. Close them, or use them as a context manager: they come back into memory then.
+        The weights. Close them, or use them as a context manager, to bring them back into memory.
 
     Raises:
         ConfigError: The configuration is wrong, or no layers were found.
         StoreError: The store cannot be opened.
         TransferError: A weight cannot be written.
-        UnsupportedError: No weight can travel, and those of the layers are of classes that cannot.
+        UnsupportedError: No weight can be offloaded, because of the classes or the device of the weights.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     stack = find_layers(chunks) if layers is None else explicit_layers(chunks, layers)
@@ -100,16 +100,17 @@ class FrozenWeights:
 
     Args:
         chunks: The model or its chunks.
-        layers: In the order in which they run.
-        config: Its store, ``min_tensor_bytes`` and the share of its ``weights`` count.
-        count: Called with the number of bytes by which memory of the device grows or shrinks.
-        tell: Called with a line where weights stay in memory.
-        traffic: Counts what is read; by default nothing does.
+        layers: The layers in the order in which they run.
+        config: The configuration. Only ``store``, ``min_tensor_bytes`` and the percentage in ``weights`` are
+            used.
+        count: Called with each change of the device memory in bytes.
+        tell: Called with a message if weights stay in memory.
+        traffic: Counts the bytes that are read. By default nothing is counted.
 
     Attributes:
         nbytes: Bytes of all weights in the store.
-        resident_bytes: Bytes of those that are in memory now.
-        peak_bytes: The most that were since they were taken over, or since this was set to 0.
+        resident_bytes: Bytes of the weights that are in memory now.
+        peak_bytes: Largest ``resident_bytes`` since the start, or since this was set to 0.
     """
 
     def __init__(
@@ -148,8 +149,9 @@ class FrozenWeights:
         """Bring all weights back into memory and close the store. May be called twice.
 
         Raises:
-            TransferError: Some cannot be read. The others are back, and the next call tries again.
-            SessionError: Something was computed with one that was away.
+            TransferError: Some weights cannot be read. The others are back in memory. The next call tries
+                again.
+            SessionError: Something was computed with an offloaded weight.
         """
         with self._lock, ExitStack() as at_last:
             while self._handles:
@@ -181,7 +183,8 @@ class FrozenWeights:
             if share.stays(weight.untyped_storage().nbytes()):
                 continue
             piece = FrozenWeight(name, weight, Home(homes, name, "frozen weights"), self._grow)
-            self._pieces[number].append(piece)  # first: an interrupt must not lose what was written
+            # Before the write, so that an interrupt does not lose the bytes.
+            self._pieces[number].append(piece)
             piece.write()
             self.nbytes += piece.nbytes
         if others := left_out(layers, at_least, device):
@@ -192,7 +195,7 @@ class FrozenWeights:
             tell(_NONE)
 
     def _watch(self, layer: nn.Module, number: int) -> Iterator[RemovableHandle]:
-        """Watch a layer, and modules in it that have weights: those run, save and load by themselves too."""
+        """Add hooks to a layer, and to modules in it that have weights and can run, save and load alone."""
         before, after = _LayerHook(partial(self._begin, number)), _LayerHook(partial(self._end, number))
         yield layer.register_forward_pre_hook(before, prepend=True)
         yield layer.register_forward_hook(after, always_call=True)
@@ -216,22 +219,23 @@ class FrozenWeights:
     # ---- while the model runs --------------------------------------------------------------------
 
     def _begin(self, number: int, *_: object, is_part: bool = False) -> None:
-        """Bring the weights of a layer whose forward begins, or once more because backward has come to it.
+        """Bring the weights of a layer into memory before its forward, or before its recomputation.
 
         Args:
             number: The layer.
-            is_part: The forward is that of a module in it, whose layer may not run, as in ``layer.step()``.
+            is_part: Whether this is the forward of a module inside the layer. The layer itself may not run,
+                as in ``layer.step()``.
 
         Raises:
-            TransferError: Its weights cannot be read.
-            SessionError: One was changed while it was away, or a transform of ``torch.func`` runs the layer.
+            TransferError: The weights cannot be read.
+            SessionError: An offloaded weight was changed, or a transform of ``torch.func`` runs the layer.
         """
         with self._lock:
             if is_part and self._is_in_use(number):
                 return
             if is_transformed():
                 raise SessionError(f"transforms of torch.func cannot run layers {_WITH}")
-            # Without gradients it is an evaluation in a hook of backward.
+            # Without gradients, this is an evaluation inside a backward hook, not a recomputation.
             if is_recomputation() and torch.is_grad_enabled():
                 self._backward_came(number)
                 return
@@ -240,36 +244,36 @@ class FrozenWeights:
             self._bring(number, self._next(number))
 
     def _end(self, number: int, *given: object) -> None:
-        """Free the weights of a layer whose forward has ended."""
+        """Free the weights of a layer after its forward."""
         returns = self._watch_output(number, *given)
         run = threading.get_ident(), number
         with self._lock:
-            if run not in self._in_forward:  # it was made again for its backward, which is to come
+            if run not in self._in_forward:  # recomputed just before its backward
                 return
             self._in_forward.discard(run)
-            # The last layer is the first that backward comes back to.
+            # Backward starts with the last layer.
             if not (returns and number == self._next(number)):
                 self.keep_only(self._in_memory - {number})
 
     def _watch_output(self, number: int, _module: object, _arguments: object, output: object) -> bool:
-        """Bring the weights when backward comes to an output of their layer; return True if it may come.
+        """Add hooks that bring the weights when backward reaches an output. Return True if it may reach one.
 
         Raises:
-            SessionError: The output cannot be looked through.
+            SessionError: The output has too many nested objects to search.
         """
         if not torch.is_grad_enabled():
             return False
         try:
             found = [tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.grad_fn]
         except TooManyError:
-            raise SessionError(f"too much to be looked through is returned by a layer {_WITH}") from None
+            raise SessionError(f"too many nested outputs are returned by a layer {_WITH}") from None
         for tensor in found:
             tensor.register_hook(partial(self._gradient_came, number))  # type: ignore[no-untyped-call]
         return bool(found)
 
     def _gradient_came(self, number: int, _: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            raise SessionError(f"gradients of gradients (create_graph=True) cannot be had of layers {_WITH}")
+            raise SessionError(f"gradients of gradients (create_graph=True) do not work for layers {_WITH}")
         self._backward_came(number)
 
     def _backward_came(self, number: int) -> None:
@@ -280,14 +284,14 @@ class FrozenWeights:
                 self._passes[this] = found = _Pass(self)
                 call_after_backward(found)
             found.layer = number
-            del found  # or the traceback of an error below would keep the pass alive
+            del found  # else the traceback of an error would keep the pass alive
             self._bring(number, self._next(number, by=-1))
 
     def _bring(self, number: int, then: int, *_: object) -> None:
-        """Read the weights of a layer, and begin to read those of the next one."""
+        """Read the weights of a layer, and start to read those of the next one."""
         with self._lock:
             near = {number, then}
-            self.keep_only(near)  # some were read in vain, as of a layer that was left out
+            self.keep_only(near)  # weights of a skipped layer may have been read ahead
             self._in_memory |= near
             for piece in (*self._pieces[number], *self._pieces[then]):
                 piece.begin_read()
@@ -295,7 +299,7 @@ class FrozenWeights:
                 piece.read()
 
     def keep_only(self, near: set[int]) -> None:
-        """Free the weights of all layers but those that are near, and those that compute."""
+        """Free the weights of all layers except those in ``near`` and those that compute."""
         with self._lock:
             for number in self._in_memory - near:
                 if not self._is_in_use(number):
@@ -308,20 +312,20 @@ class FrozenWeights:
         return number in in_backward or any(number == layer for _, layer in self._in_forward)
 
     def _next(self, number: int, *, by: int = 1) -> int:
-        """Return the next layer with weights in the store, forward or backward; itself if there is none."""
+        """Return the next layer with offloaded weights in this direction, or ``number`` if there is none."""
         others = range(number + by, len(self._pieces) if by > 0 else -1, by)
         return next((other for other in others if self._pieces[other]), number)
 
     def _save(self, pieces: dict[int, Any], owner: nn.Module, state: Any, prefix: str, _: Any) -> None:
         for name, parameter in owner.named_parameters(recurse=False):
-            # load_state_dict(assign=True) has perhaps put another parameter in its place.
+            # load_state_dict(assign=True) may have replaced the parameter.
             if f"{prefix}{name}" in state and id(parameter) in pieces:
                 with self._lock:
                     state[f"{prefix}{name}"] = pieces[id(parameter)].copy()
 
 
 class _Pass:
-    """A backward pass: autograd calls it at the end, and holds it until then, or until an exception."""
+    """A backward pass. Autograd holds it until the pass ends or fails, and calls it at the end."""
 
     def __init__(self, weights: FrozenWeights) -> None:
         self.layer = -1
@@ -333,13 +337,13 @@ class _Pass:
 
 
 class _Hook:
-    """A hook of a module; copies of the model must not take the weights of this one for theirs."""
+    """A module hook that cannot be copied, because a copy of the model must not use these weights."""
 
     def __init__(self, call: Callable[..., object]) -> None:
         self._call = call
 
     def __call__(self, *given: object) -> None:
-        if not torch.compiler.is_compiling():  # what is compiled runs within its layer
+        if not torch.compiler.is_compiling():  # compiled code runs inside its layer
             self._call(*given)
 
     def __reduce_ex__(self, _: object) -> Any:
@@ -353,12 +357,12 @@ class _LayerHook(_Hook):
 
 
 class WeightsMoved(NamedTuple):
-    """What was read in a while.
+    """Bytes read in an interval.
 
     Attributes:
         read_bytes: Bytes that were read.
-        waited_seconds: How long layers waited for them.
-        waits: When, by :func:`time.perf_counter`: from, until; the latest 20,000.
+        waited_seconds: Seconds in which layers waited for reads.
+        waits: Start and end of the latest 20,000 waits, by :func:`time.perf_counter`.
     """
 
     read_bytes: int
@@ -367,19 +371,19 @@ class WeightsMoved(NamedTuple):
 
 
 class WeightsTraffic:
-    """What the frozen weights of a model read while they are in a store."""
+    """Counts the bytes that the offloaded frozen weights of a model read."""
 
     def __init__(self) -> None:
         self._homes: Homes | None = None
         self._before = 0, 0.0
 
     def begin(self, homes: Homes | None) -> None:
-        """Count what is read through these homes from now on; ``None`` for weights in memory."""
+        """Count reads through ``homes`` from now on. ``None`` if the weights are in memory."""
         self._homes = homes
         self.take()
 
     def begin_step(self, resident: int) -> None:
-        """Begin a step: what was read before is none of it, but for what is in memory.
+        """Start the count of a step. Weights that are already in memory count as read in this step.
 
         Args:
             resident: Bytes of weights that are in memory.
@@ -389,7 +393,7 @@ class WeightsTraffic:
         self._before = read - resident, waited
 
     def take(self) -> WeightsMoved | None:
-        """Return what was read since the step began, or the last call; None without weights in a store."""
+        """Return the reads since the last call or the start of the step. ``None`` without a store."""
         homes = self._homes
         if homes is None:
             return None
@@ -398,6 +402,6 @@ class WeightsTraffic:
         return WeightsMoved(self._before[0] - read, self._before[1] - waited, tuple(waits))
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
-        """Call a function after each call that moves bytes; see :meth:`MultiStore.watch_moves`."""
+        """Call a function after each call that moves bytes. See :meth:`MultiStore.watch_moves`."""
         if self._homes is not None:
             self._homes.store.watch_moves(seen)

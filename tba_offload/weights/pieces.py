@@ -1,4 +1,4 @@
-"""Frozen weights one by one: which can be offloaded, and one that is in memory or in the store."""
+"""Selects the frozen weights that can be offloaded, and moves a single weight between memory and store."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 def own_weights(
     chunks: Modules, layers: Modules, at_least: int, device: torch.device
 ) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """Yield each frozen weight whose memory nothing else uses: number of its layer, name there, parameter.
+    """Yield each frozen weight whose memory has no other user, with its layer's number and its name there.
 
     Args:
         chunks: The model or its chunks.
         layers: Its layers.
-        at_least: Bytes of the smallest storage that can be offloaded.
-        device: Weights elsewhere are left out: transfers know the order of work on this device only.
+        at_least: Bytes of the smallest storage to offload.
+        device: Device of the weights to offload. Transfers are ordered with the work of this device only.
     """
     owner = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
     users: defaultdict[int, dict[tuple[int | None, int], Any]] = defaultdict(dict)
     for module in chain.from_iterable(chunk.modules() for chunk in chunks):
-        # By the class's methods: Megatron's data-parallel wrapper has an attribute `buffers` of its own.
+        # Call the methods of nn.Module: Megatron's data-parallel wrapper has its own attribute `buffers`.
         own = nn.Module.parameters(module, recurse=False), nn.Module.buffers(module, recurse=False)
         for tensor in chain(*own):
             if (storage := plain_storage(tensor)) is not None:
@@ -50,19 +50,20 @@ def own_weights(
         ((number, _), weight), *others = found.items()
         if others or number is None or weight.device != device or type(weight) is not nn.Parameter:
             continue
-        is_frozen = not weight.requires_grad and weight.dtype is not torch.bool  # of which no value is unused
+        # Every bool is a valid value, so none can mark missing data.
+        is_frozen = not weight.requires_grad and weight.dtype is not torch.bool
         if is_frozen and weight.untyped_storage().nbytes() >= max(at_least, 1):
             name = next(name for name, each in layers[number].named_parameters() if each is weight)
             yield number, name, weight
 
 
 def left_out(layers: Modules, at_least: int, device: torch.device) -> str:
-    """Say which frozen weights of layers stay for their class or their device; nothing if there are none.
+    """Return which frozen weights stay in memory because of their class or device. Empty if there are none.
 
     Args:
         layers: The layers.
-        at_least: Bytes of the smallest weight that can be offloaded.
-        device: The device whose weights can be.
+        at_least: Bytes of the smallest weight to offload.
+        device: Device of the weights to offload.
     """
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for parameter in {id(each): each for layer in layers for each in layer.parameters()}.values():
@@ -82,19 +83,19 @@ def left_out(layers: Modules, at_least: int, device: torch.device) -> str:
 class FrozenWeight:
     """A frozen weight, in memory or in the store.
 
-    Autograd saves weights, and views of them, by their storage. So that stays the same object, empty while
-    its bytes are in the store. The parameter then looks at one NaN, spread over its shape: what reads it
-    computes NaN, never with the memory of others, and what writes it raises.
+    Autograd saves weights and their views by storage. So the storage stays the same object, and it is empty
+    while the bytes are in the store. Meanwhile the parameter is a single NaN, expanded to its shape. Reading
+    the parameter gives NaN, and writing to it raises an error.
 
     Args:
         name: Its name in its layer.
         parameter: The parameter.
-        home: Where the bytes are in the store.
-        count: Called with the number of bytes by which memory grows or shrinks.
+        home: Storage of the bytes in the store.
+        count: Called with each change of memory in bytes.
 
     Attributes:
         nbytes: Bytes of its storage.
-        is_back: Whether the bytes are in memory for good.
+        is_back: Whether offloading has ended and the bytes are in memory.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, home: Home, count: Count) -> None:
@@ -102,10 +103,10 @@ class FrozenWeight:
         self.nbytes = parameter.untyped_storage().nbytes()
         self.is_back = self._is_here = True
         self._name, self._home, self._count = name, home, count
-        # What a file or another library has allocated can perhaps not be resized.
+        # Memory from a file or from another library may not be resizable, so allocate new memory.
         self._storage = new_storage(self.nbytes, parameter.device)
         self._here, self._away = _over(self._storage, parameter), _nan_like(parameter)
-        self._stream: Any = None  # that its memory was allocated on
+        self._stream: Any = None  # the stream that its memory was allocated on
         self._reads: list[Transfer] | None = None
         self._version = -1
 
@@ -114,10 +115,10 @@ class FrozenWeight:
         return ByteRange(self._storage, 0, self.nbytes)
 
     def write(self) -> None:
-        """Write the bytes for the first time, and free their memory.
+        """Write the bytes for the first time and free their memory.
 
         Raises:
-            TransferError: They cannot be written; they stay in memory.
+            TransferError: The bytes cannot be written. They stay in memory.
         """
         self._bytes.tensor().copy_(ByteRange(self.parameter.untyped_storage(), 0, self.nbytes).tensor())
         self._home.settle_writes(self._home.write(self._bytes))
@@ -127,54 +128,56 @@ class FrozenWeight:
         self._free()
 
     def begin_read(self) -> None:
-        """Begin to read the bytes, if they are not in memory or on their way."""
+        """Start to read the bytes, unless they are in memory or are being read."""
         if not self._is_here and self._reads is None:
             self._resize(self.nbytes)
             self._reads = self._home.read(self._bytes)
 
     def read(self) -> None:
-        """Read the bytes, if they are not in memory, for the stream of the calling thread.
+        """Bring the bytes into memory, for use on the stream of the calling thread.
 
         Raises:
-            TransferError: They cannot be read.
+            TransferError: The bytes cannot be read.
             SessionError: The parameter was changed while its bytes were in the store.
         """
         if not self._is_here:
             if self.parameter.requires_grad or not self._is_ours():
                 what = "is trained now" if self.parameter.requires_grad else "was replaced"
                 raise SessionError(
-                    f"the frozen weight {self._name} {what} while its values are in the store; close the "
+                    f"the frozen weight {self._name} {what} while its values are in the store. Close the "
                     "frozen weights first, and offload them again afterwards"
                 )
             self._read()
             self._version = self.parameter._version
         stream = self._home.homes.device.stream()
-        if stream != self._stream:  # it was read ahead, into memory of the stream of the layer before
+        if stream != self._stream:  # read ahead on the stream of the previous layer
             self._home.homes.device.use(self._bytes.tensor(), stream)
 
     def leave(self) -> None:
-        """Free the memory; what was changed in it is written before.
+        """Free the memory. If the values were changed, write them first.
 
         Raises:
-            TransferError: That cannot be written.
+            TransferError: The values cannot be written.
         """
         if self._reads is not None:
             try:
                 self._settle_reads()
-            except TransferError:  # others may be on their way; the layer says it, if it runs
+            except TransferError:  # the layer reports the error if it runs
                 return
         elif self._is_here and self.parameter._version != self._version:
             self._home.settle_writes(self._home.write(self._bytes))
         self._free()
 
     def come_back(self) -> None:
-        """Bring the bytes back for good; a parameter that was given other values keeps those.
+        """Bring the bytes back at the end of offloading. If the program has set other values, keep those.
 
-        The extents are not given back, since an interrupted transfer may use them: the store is closed next.
+        The extents are not released, because an interrupted transfer may still use them. The caller closes
+        the store next.
 
         Raises:
-            TransferError: They cannot be read.
-            SessionError: Something was computed with the parameter while it was NaN. It has its values again.
+            TransferError: The bytes cannot be read.
+            SessionError: Something was computed with the parameter while it was NaN. The parameter has its
+                values again.
         """
         if self.is_back:
             return
@@ -184,18 +187,18 @@ class FrozenWeight:
         if not self._is_ours() and self.parameter.isnan().all():
             self.parameter.data = self._here
             raise SessionError(
-                f"something was computed with the frozen weight {self._name} while its values were in the "
-                "store; it has its values again. close the frozen weights first, and compute afterwards"
+                f"a computation changed the frozen weight {self._name} while its values were in the store. "
+                "The weight has its old values again. Close the frozen weights first, then compute"
             )
 
     def copy(self) -> torch.Tensor:
         """Return the values in new host memory.
 
         Raises:
-            TransferError: They cannot be read.
+            TransferError: The values cannot be read.
         """
         here = self._bytes.tensor().to("cpu", copy=True) if self._is_here else self._home.on_host(self.nbytes)
-        return _over(here.clone().untyped_storage(), self._here)  # from byte 0 of a storage of its own
+        return _over(here.clone().untyped_storage(), self._here)  # in a new storage without an offset
 
     def _read(self) -> None:
         self.begin_read()
@@ -209,7 +212,8 @@ class FrozenWeight:
         self._reads = None
 
     def _free(self) -> None:
-        self._is_here = False  # first, so that after an interrupt the bytes are read again
+        # Before the memory is freed, so that after an interrupt the bytes are read again.
+        self._is_here = False
         if self._is_ours():
             self.parameter.data = self._away
         self._resize(0)
@@ -222,12 +226,12 @@ class FrozenWeight:
             self._count(grown)
 
     def _is_ours(self) -> bool:
-        """Whether the parameter has what it was given here: its values, or NaN."""
+        """Return True if the parameter still has the storage that it got here: its values, or NaN."""
         found = self.parameter.untyped_storage()._cdata
         return found in {self._storage._cdata, self._away.untyped_storage()._cdata}
 
 
-@torch.inference_mode(mode=False)  # an inference tensor could not be trained with later
+@torch.inference_mode(mode=False)  # an inference tensor could not be trained later
 def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, like.storage_offset(), like.shape, like.stride())

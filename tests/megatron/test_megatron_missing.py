@@ -42,7 +42,7 @@ def test_what_is_no_script_of_megatron_is_one_line(tmp_path: Path, python_with_t
     run = python_with_torch.run
     finished = run("-m", "tba_offload", "launch", str(tmp_path / "none.py"))
     assert finished.returncode == 1
-    assert finished.stderr.startswith("Error: there is no script")
+    assert finished.stderr.startswith("Error: no script")
     alone = tmp_path / "alone.py"
     alone.write_text("raise SystemExit(7)\n")
     inner = tmp_path / "megatron" / "training"
@@ -51,5 +51,5 @@ def test_what_is_no_script_of_megatron_is_one_line(tmp_path: Path, python_with_t
     (inner / "__init__.py").write_text("raise ModuleNotFoundError('gone', name='six')\n")
     finished = run("-m", "tba_offload", "launch", str(alone))
     assert finished.returncode == 1
-    said = "megatron.training needs the module six, which is missing; pip install 'tba-offload[scripts]'"
+    said = "megatron.training needs the module six, which is missing. Run pip install 'tba-offload[scripts]'"
     assert finished.stderr == f"Error: alone.py: {said}\n"

@@ -99,7 +99,7 @@ def test_uncommitted_changes_are_refused(tree: Path) -> None:
     path = checkout / "megatron/training/arguments.py"
     path.write_text(path.read_text() + "# mine\n")
     before = contents(checkout)
-    with pytest.raises(PatchError, match=r"megatron/training/arguments\.py differs from what is committed"):
+    with pytest.raises(PatchError, match=r"megatron/training/arguments\.py has uncommitted changes"):
         Checkout.at(checkout).patch()
     assert contents(checkout) == before
     git(checkout, "checkout", "--", ".")
@@ -123,7 +123,7 @@ def test_lines_that_were_changed_are_not_taken_out(tree: Path) -> None:
     path = tree / "megatron/training/arguments.py"
     path.write_text(path.read_text().replace("# tba-offload: ", "# mine: "))
     before = contents(tree)
-    with pytest.raises(PatchError, match="take them out by hand"):
+    with pytest.raises(PatchError, match="Remove them by hand"):
         found.unpatch()
     assert contents(tree) == before
 
@@ -131,8 +131,8 @@ def test_lines_that_were_changed_are_not_taken_out(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (None, "is no Megatron-LM checkout"),
-        (VERSION.format(0, 12), "is Megatron-LM 0.12.0, and there are patches for core_v0.16.1"),
+        (None, "is not a Megatron-LM checkout"),
+        (VERSION.format(0, 12), "is Megatron-LM 0.12.0, but there are patches for core_v0.16.1"),
         ("", "is Megatron-LM ?.?.?"),
     ],
 )

@@ -273,7 +273,7 @@ def test_a_weight_that_was_changed_while_it_was_away_is_named(said: str, tmp_pat
 @pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])
 def test_a_copy_of_the_model_is_refused(way: Callable[[object], object], tmp_path: Path) -> None:
     model = Model()
-    with offloaded(model, tmp_path), pytest.raises(SessionError, match="close them first"):
+    with offloaded(model, tmp_path), pytest.raises(SessionError, match="Close the frozen weights first"):
         way(model)
     way(model)
 
