@@ -60,19 +60,19 @@ ROUNDS, ROUNDS_ON_HOST = 2, 3
 OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
 """Limits above which to solve again: change of step times, steps in a row, change of a store rate."""
 
-ANOTHER_SHARE = "the memory available for activations has changed"
+ROOM_CHANGED = "the memory available for activations has changed"
 
 WORTH_IT = 0.02
 """Relative gain that a new plan needs to replace the current one. Shorter waits for I/O count as none."""
 
-CLIMB, CLIMBS_ON = 2, 4 / 3
+GROWTH, GROWTH_TO_PLAN = 2, 4 / 3
 """Limits of plans when no limit is set, relative to the highest activation peak that has fitted so far.
 
-A plan may peak at most at ``CLIMB`` times that peak. A new plan is made when the allowed peak has grown by
-``CLIMBS_ON``. The device fills up in a few steps, and each step checks the previous prediction.
+A plan may peak at most at ``GROWTH`` times that peak. A new plan is made when the allowed peak has grown by
+``GROWTH_TO_PLAN``. The device fills up in a few steps, and each step checks the previous prediction.
 """
 
-TALKS = 8
+AGREE_EVERY = 8
 """Ranks that share layers agree on a plan after each of the first 16 steps, then after every eighth step."""
 
 
@@ -156,7 +156,7 @@ class Controller:
         self.steps = 0
         self.profile: StepProfile | None = None
         self._not_recomputed: frozenset[int] = frozenset()
-        self._told: Plan | None = None
+        self._reported: Plan | None = None
         self._warned: set[str] = set()
         self._learn()
 
@@ -170,7 +170,7 @@ class Controller:
         self._races = 0  # races since the last new plan, without the current race
         self._measured = False  # whether the current plan's peak was measured in HOLD
         self._off = 0
-        self._limited = False  # whether the limits changed after the current plan was made
+        self._limits_changed = False  # whether the limits changed after the current plan was made
         self._usual: list[float] = []  # seconds of the first steps under the current plan
         self._bandwidth: Bandwidth | None = None  # bandwidth that the current plan was made for
         self._highest = math.inf  # `Case.highest` that the current plan was made for
@@ -213,7 +213,7 @@ class Controller:
     def limit(self, limits: Limits) -> None:
         """Set the limits for plans from the next step on."""
         self.task = replace(self.task, limits=limits)
-        self._limited = True
+        self._limits_changed = True
 
     # ---- between steps ---------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class Controller:
         if self.task.agree is None:
             return plan
         # Until then, recomputed layers stay recomputed.
-        if self.steps <= 2 * TALKS or self.steps % TALKS == 0:
+        if self.steps <= 2 * AGREE_EVERY or self.steps % AGREE_EVERY == 0:
             found = self.task.agree(dict(zip(names, plan.placements, strict=True)), self.need_of(plan))
             agreed = tuple(found[name] for name in names)
         return self._bind(agreed, plan)
@@ -249,13 +249,13 @@ class Controller:
         self._since += 1
         taken = bytes_taken(seen.record, self.task.limits)
         if self.sizes.is_largest:
-            self._look(seen, taken)
+            self._update_profile(seen, taken)
         if self.profile is None or self.rates.bandwidth() is None:
             return self.task.first()
         budget = self.task.limits.budget
         if taken is not None and budget is not None and self.task.decides:
             if taken > budget:
-                return self._over(taken - budget, seen)
+                return self._after_excess(taken - budget, seen)
             self._most_seen = max(self._most_seen, seen.record.activation_peak_bytes or 0)
             self._measured = True
         if not self.task.decides:
@@ -264,10 +264,10 @@ class Controller:
         if self.state is State.LEARN:
             if self._since < LEARNING:
                 return self._next_lesson()
-            return self._try("the first steps were measured")
+            return self._start_race("the first steps were measured")
         if not self.sizes.is_largest:
             return seen.plan
-        return self._raced(seen) if self.state is State.TRY else self._held(seen)
+        return self._after_try(seen) if self.state is State.TRY else self._after_hold(seen)
 
     def _forget_warm_up(self) -> None:
         """Discard times of the first step, when files grew, caches were cold and gradients arrived late."""
@@ -277,9 +277,9 @@ class Controller:
             profile = self.profile.without_gradients()
             self.profile = replace(profile, timings=({},) * len(profile.kinds))
 
-    def _look(self, seen: StepObservation, taken: int | None) -> None:
+    def _update_profile(self, seen: StepObservation, taken: int | None) -> None:
         """Update the profile and the headroom, if this step adds information."""
-        is_due = self._limited or self._off >= OFF_STEPS - 1 or self.steps % TALKS == 0
+        is_due = self._limits_changed or self._off >= OFF_STEPS - 1 or self.steps % AGREE_EVERY == 0
         if self.state is State.HOLD and not is_due:
             return
         record, plan = seen.record, seen.plan
@@ -332,7 +332,7 @@ class Controller:
             raise RuntimeError("no plan can be made before a step is measured")
         if limits.budget is not None:
             limits = replace(limits, budget=max(int((1 - spare) * limits.budget) - self._excess, 0))
-        climbs = limits.is_fit and self._most_seen
+        grows = limits.is_fit and self._most_seen
         return Case(
             profile,
             bandwidth,
@@ -340,7 +340,7 @@ class Controller:
             self.task.policy,
             self.task.objective,
             self._not_recomputed,
-            CLIMB * self._most_seen if climbs else math.inf,
+            GROWTH * self._most_seen if grows else math.inf,
         )
 
     def _solve(self) -> Plan:
@@ -362,22 +362,22 @@ class Controller:
         elif not case.fits(plan) and (limits.device is None or limits.device.left > 0):
             self._warn("budget", over_budget(limits, plan, case))
 
-    def _try(self, why: str, *plans: Plan) -> Plan:
+    def _start_race(self, why: str, *plans: Plan) -> Plan:
         """Start to measure the best plan, or several plans in turn."""
         plan, *others = plans or (self._solve(),)
         self.state, self._off, self._usual, self._why = State.TRY, 0, [], why
-        self._race, self._races, self._told = {each: [] for each in (plan, *others)}, 0, None
+        self._race, self._races, self._reported = {each: [] for each in (plan, *others)}, 0, None
         self._headrooms = {}
         return plan
 
-    def _over(self, over: int, seen: StepObservation) -> Plan:
+    def _after_excess(self, over: int, seen: StepObservation) -> Plan:
         """Handle a step over the budget: subtract the excess from the budget and return a new plan."""
         self._why = f"the last step exceeded the budget by {readable_size(over)}"
         # The first step has one-time allocations.
         if self.steps == WARM_UP and not seen.record.fallback_kept_bytes:
             return self._next_lesson()
         if self.state is State.LEARN:  # no plan with a lower peak than the first steps is known
-            return self._try(self._why)
+            return self._start_race(self._why)
         if seen.plan.prediction is None or seen.plan.prediction.peak_bytes <= self.task.limits.planned:
             self._excess += over  # else no plan is known to fit, and a smaller budget would not help
         self.state, self._off, self._usual = State.HOLD, 0, []
@@ -385,23 +385,23 @@ class Controller:
 
     # ---- TRY -------------------------------------------------------------------------------------
 
-    def _raced(self, seen: StepObservation) -> Plan:
+    def _after_try(self, seen: StepObservation) -> Plan:
         """Add a measured step to the race. Return the plan of the next step, or the winner."""
-        if self._limited:  # the racing plans were made for another budget
-            self._limited = False
-            return self._try(ANOTHER_SHARE)
+        if self._limits_changed:  # the racing plans were made for another budget
+            self._limits_changed = False
+            return self._start_race(ROOM_CHANGED)
         plan, first = seen.plan, next(iter(self._race))
         if plan in self._race:
             self._race[plan].append(_seconds(seen))
-        if plan == first and len(self._race) == 1 and (rival := self._rival(seen)):
-            self._race[rival] = []
+        if plan == first and len(self._race) == 1 and (second := self._second_plan(seen)):
+            self._race[second] = []
         rounds = ROUNDS_ON_HOST if seen.on_device is None else ROUNDS
         waiting = [each for each, times in self._race.items() if len(times) < rounds]
         if waiting and len(self._race) > 1:
             return self._case().predicted(min(waiting, key=lambda each: len(self._race[each])))
         self.state = State.HOLD
         if len(self._race) > 1:
-            self._told = None
+            self._reported = None
         raced = {each: min(times) for each, times in self._race.items() if times}
         winner = min(raced, key=raced.__getitem__, default=first)
         if winner != first and first in raced:
@@ -410,19 +410,19 @@ class Controller:
         if self.profile is not None and winner in self._headrooms:
             self.profile = replace(self.profile, headroom=self._headrooms[winner])
         case = self._case()
-        if case.highest > CLIMBS_ON * self._highest and case.keep.activation_peak > self._highest:
-            return self._try(f"a peak of {readable_size(self._most_seen)} has fitted")
+        if case.highest > GROWTH_TO_PLAN * self._highest and case.keep.activation_peak > self._highest:
+            return self._start_race(f"a peak of {readable_size(self._most_seen)} has fitted")
         return self._improved(case, winner)
 
-    def _rival(self, seen: StepObservation) -> Plan | None:
+    def _second_plan(self, seen: StepObservation) -> Plan | None:
         """Return a plan to race against the first one, or ``None`` if the first one will be replaced anyway.
 
         Whether training waits for the drive depends on the measured rates, which are uncertain. So a plan
         that waits for I/O races against a plan that recomputes.
         """
         plan, record, case = seen.plan, seen.record, self._case(UNMEASURED)
-        climbs = self._highest < min(case.limits.planned, case.keep.activation_peak)
-        if climbs or self._races or self.task.agree or set(plan.placements) == {Placement.KEEP}:
+        grows = self._highest < min(case.limits.planned, case.keep.activation_peak)
+        if grows or self._races or self.task.agree or set(plan.placements) == {Placement.KEEP}:
             return None
         expected = 0.0 if plan.prediction is None else plan.prediction.stall_seconds
         waits = max(record.stall_seconds or 0.0, expected) > WORTH_IT * record.seconds
@@ -451,7 +451,7 @@ class Controller:
 
     # ---- HOLD ------------------------------------------------------------------------------------
 
-    def _held(self, seen: StepObservation) -> Plan:
+    def _after_hold(self, seen: StepObservation) -> Plan:
         """Return the current plan, unless step times or the store have changed."""
         case, was, seconds = self._case(), self._bandwidth, _seconds(seen)
         # Compare with measured times, since the prediction may have a constant error.
@@ -460,18 +460,18 @@ class Controller:
         expected = statistics.median(self._usual)
         self._off = self._off + 1 if abs(seconds - expected) > OFF * expected else 0
         moved = was is not None and case.bandwidth.differs_from(was, OTHER_RATE)
-        if not (moved or self._limited or self._off >= OFF_STEPS):
+        if not (moved or self._limits_changed or self._off >= OFF_STEPS):
             return seen.plan
         why = "the times of three steps in a row have changed"
-        if self._limited or moved:
-            why = f"the store now gives {case.bandwidth} instead of {was}" if moved else ANOTHER_SHARE
-        self._off, self._usual, self._limited = 0, [], False
+        if self._limits_changed or moved:
+            why = f"the store now gives {case.bandwidth} instead of {was}" if moved else ROOM_CHANGED
+        self._off, self._usual, self._limits_changed = 0, [], False
         now, better = case.predicted(seen.plan), self._solve()
         if not case.fits(now):
-            return self._try(why, better)
+            return self._start_race(why, better)
         if not _is_worth_it(better, now):
             return now  # the same plan, with a new prediction
-        return self._try(why, better, now)
+        return self._start_race(why, better, now)
 
     # ---- agreement of ranks ----------------------------------------------------------------------
 
@@ -513,10 +513,10 @@ class Controller:
         if self.state is State.LEARN or self.profile is None or plan.prediction is None:
             return None
         is_last = not self.task.decides and self.steps == 2 * LEARNING  # memory is measured by then
-        if self._told is not None and not is_last and (plan == self._told or self.state is State.TRY):
+        if self._reported is not None and not is_last and (plan == self._reported or self.state is State.TRY):
             return None  # racing plans are reported after the race
         case = self._case()
-        self._told = plan
+        self._reported = plan
         return {
             "summary": describe(self.task.names, plan, self._why, case),
             "names": self.task.names,

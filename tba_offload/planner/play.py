@@ -127,8 +127,8 @@ class _Step:
         self._gradients = self._to_come = profile.gradient_bytes
         self._is_backward = True
         # writes: first in the outbox, then submitted to the store
-        self._outbox: deque[_Item] = deque()
-        self._outbox_bytes = 0
+        self._pending: deque[_Item] = deque()
+        self._pending_bytes = 0
         self._batch_from = self._window.held_back + self._window.batch
         self._writing: deque[_Item] = deque()
         self._next_written = INFINITY
@@ -250,13 +250,13 @@ class _Step:
             self._admit(nbytes)
         self._settle()
         item = _Item(nbytes, until)
-        self._outbox.append(item)
-        self._outbox_bytes += nbytes
+        self._pending.append(item)
+        self._pending_bytes += nbytes
         self._in_flight += nbytes
         self._note()
         if self._in_flight > self._tight_above:
             self._flush(0)  # else the next activation may have to wait
-        elif self._outbox_bytes >= self._batch_from:
+        elif self._pending_bytes >= self._batch_from:
             self._flush(self._window.held_back)
         return item
 
@@ -273,9 +273,9 @@ class _Step:
 
     def _flush(self, held_back: int) -> None:
         """Submit pending writes, except the last ``held_back`` bytes."""
-        while self._outbox and not (held_back and self._outbox_bytes <= held_back):
-            item = self._outbox.popleft()
-            self._outbox_bytes -= item.nbytes
+        while self._pending and not (held_back and self._pending_bytes <= held_back):
+            item = self._pending.popleft()
+            self._pending_bytes -= item.nbytes
             item.waits = False
             if item.blocks > self._room:
                 item.stays, item.in_memory, item.arrives = True, False, self._now
@@ -303,8 +303,8 @@ class _Step:
         """Cancel a write that is not submitted yet."""
         if item.waits:
             item.waits = False
-            self._outbox.remove(item)
-            self._outbox_bytes -= item.nbytes
+            self._pending.remove(item)
+            self._pending_bytes -= item.nbytes
 
     # ---- reading ---------------------------------------------------------------------------------
 

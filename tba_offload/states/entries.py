@@ -9,7 +9,7 @@ import torch
 
 from tba_offload.states.away import AwayMaster, AwayTensor, is_away, stands_for
 from tba_offload.states.groups import MASTER, Incoming
-from tba_offload.states.parameters import distributed, local, travels
+from tba_offload.states.parameters import distributed, is_offloadable, local
 from tba_offload.states.slots import Slots
 from tba_offload.torch_private import without_subclasses
 
@@ -145,7 +145,7 @@ class Entries:
     def is_current(self, group: SubGroup) -> bool:
         """Return True if no program has set or cleared states of the sub-group since the last update."""
         return all(map(self._is_away, group.places)) and not any(
-            isinstance(value, Incoming) or is_away(value) or travels(value, parameter)
+            isinstance(value, Incoming) or is_away(value) or is_offloadable(value, parameter)
             for parameter in group.parameters
             for key, value in self.shown(parameter).items()
             if key not in group.keys[parameter]
@@ -301,7 +301,7 @@ def have_moved(bound: Bound, left: Left) -> bool:
                 view.copy_(value)
                 entry[key] = view
             elif value is not view:
-                moved = moved or view is not None or travels(value, parameter)
+                moved = moved or view is not None or is_offloadable(value, parameter)
     return moved
 
 

@@ -18,10 +18,10 @@ from tba_offload.states.parameters import (
     distributed,
     gathered,
     is_distributed,
+    is_offloadable,
     local,
     parameters_of,
     spec_of,
-    travels,
 )
 from tba_offload.store.base import BLOCK, round_up
 
@@ -56,7 +56,7 @@ class Incoming:
     value: torch.Tensor
 
 
-def held_back(value: Any) -> Any:
+def as_incoming(value: Any) -> Any:
     """Return a checkpoint's state wrapped for sub-groups. Return numbers unchanged."""
     is_large = (type(value) is torch.Tensor or is_distributed(value)) and value.numel() > 1
     return Incoming(value) if is_large else value
@@ -163,7 +163,7 @@ class SubGroup:
             (parameter, key, local(value), spec_of(value))
             for parameter, entry in states.items()
             for key, value in entry.items()
-            if id(value) in views or travels(value, parameter)
+            if id(value) in views or is_offloadable(value, parameter)
         ]
         starts, end = side_by_side(own.nbytes for _, _, own, _ in found)
         self.places = tuple(
@@ -216,7 +216,9 @@ class Groups:
         self.homes = homes
         own = set(parameters_of(optimizer))
         self._copies = {
-            each: copy for each, copy in masters.items() if each in own and travels(each.detach(), each)
+            each: copy
+            for each, copy in masters.items()
+            if each in own and is_offloadable(each.detach(), each)
         }
         for master, copy in self._copies.items():
             if master.shape != copy.shape:
@@ -310,7 +312,7 @@ class Groups:
         known: int = sum(
             value.value.numel() * parameter.itemsize if isinstance(value, Incoming) else local(value).nbytes
             for value in self.optimizer.state.get(parameter, {}).values()
-            if isinstance(value, Incoming) or travels(value, parameter)
+            if isinstance(value, Incoming) or is_offloadable(value, parameter)
         )
         return max((known or own * _STATES) + own * (parameter in self._copies), 1)
 
@@ -341,7 +343,7 @@ def _is_cut_alike(state: object, parameter: torch.Tensor) -> bool:
     value = state.value if isinstance(state, Incoming) else state
     if not isinstance(value, torch.Tensor) or value.numel() <= 1:
         return True
-    is_taken = isinstance(state, Incoming) or is_away(value) or travels(value, parameter)
+    is_taken = isinstance(state, Incoming) or is_away(value) or is_offloadable(value, parameter)
     return is_taken and value.shape == parameter.shape
 
 

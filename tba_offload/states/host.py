@@ -47,7 +47,7 @@ A sub-group that moves to the other side is written and read once more. A smalle
 """
 
 
-class HostLane:
+class HostUpdates:
     """Updates some or all sub-groups on the CPU, in parallel with the device.
 
     The states of these sub-groups are in their own host memory and are updated in place.
@@ -231,7 +231,7 @@ class _Rates:
 
     def __init__(self, *, is_auto: bool) -> None:
         self._is_auto = is_auto
-        self._lanes: tuple[deque[float], deque[float]] = (deque(maxlen=_RECENT), deque(maxlen=_RECENT))
+        self._sides: tuple[deque[float], deque[float]] = (deque(maxlen=_RECENT), deque(maxlen=_RECENT))
 
     def count(self, sizes: Sequence[int], before: int) -> int:
         """Return the number of leading sub-groups that the CPU updates.
@@ -242,7 +242,7 @@ class _Rates:
         """
         if not self._is_auto:
             return len(sizes)
-        if not all(self._lanes):
+        if not all(self._sides):
             return len(sizes) // 2
         on_host = [0, *accumulate(sizes)]
         seconds = [self.seconds(on_host[-1] - nbytes, nbytes) or 0.0 for nbytes in on_host]
@@ -255,14 +255,14 @@ class _Rates:
         Args:
             nbytes: Bytes of states updated by the device, and by the CPU.
         """
-        busy = [(some, rates) for some, rates in zip(nbytes, self._lanes, strict=True) if some]
+        busy = [(some, rates) for some, rates in zip(nbytes, self._sides, strict=True) if some]
         if not busy or not all(rates for _, rates in busy):
             return None
         return max(some * statistics.median(rates) for some, rates in busy)
 
     def learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
         """Add the bytes and seconds of both sides in one update."""
-        for nbytes, took, rates in zip(sizes, seconds, self._lanes, strict=True):
+        for nbytes, took, rates in zip(sizes, seconds, self._sides, strict=True):
             if nbytes:
                 rates.append(took / nbytes)
 

@@ -13,7 +13,7 @@ from tba_offload.config import ConfigLike, OffloadConfig, Paths, StatesConfig, r
 from tba_offload.errors import NoEffectWarning, StatesAwayError, warn
 from tba_offload.states.away import AwayMaster, AwayTensor, is_away
 from tba_offload.states.backward import BackwardUpdates
-from tba_offload.states.groups import MASTER, held_back
+from tba_offload.states.groups import MASTER, as_incoming
 from tba_offload.states.parameters import check, device_of_parameters, innermost, parameters_of
 from tba_offload.states.twin import Takeover
 from tba_offload.states.updates import StatesRecord, Updates, interrupts_put_off
@@ -72,7 +72,7 @@ class OptimizerStates:
             raise
         self._handles: list[RemovableHandle] = [
             optimizer.register_state_dict_post_hook(self._fill, prepend=True),
-            optimizer.register_load_state_dict_pre_hook(_hold_back),
+            optimizer.register_load_state_dict_pre_hook(_wrap_states),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded(), prepend=True),
         ]
         self._takeover.begin(self._step, self._updates.clearing)
@@ -160,8 +160,8 @@ class OptimizerStates:
         """Bytes that sub-groups and slots use on the device between updates."""
         return self._updates.entries.slots.nbytes
 
-    def arrange(self, travelling: int) -> None:
-        """Offload the first ``travelling`` sub-groups from now on, and keep the others in memory.
+    def arrange(self, offloaded: int) -> None:
+        """Offload the first ``offloaded`` sub-groups from now on, and keep the others in memory.
 
         The sub-groups that stay are in slots, and ``optimizer.state`` shows placeholders for them too.
         ``states.default: auto`` calls this method. It needs ``states.when: step`` and ``states.update:
@@ -173,8 +173,8 @@ class OptimizerStates:
         slots = self._updates.entries.slots
         with interrupts_put_off():
             for number, group in enumerate(self._updates.groups.spread):
-                if slots.stays(group) != (number >= travelling):
-                    (slots.stay if number >= travelling else slots.leave)(group)
+                if slots.stays(group) != (number >= offloaded):
+                    (slots.stay if number >= offloaded else slots.leave)(group)
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
         """Call a function after each call that moves bytes. See :meth:`MultiStore.watch_moves`."""
@@ -300,14 +300,14 @@ def _names_in(modules: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
     return {each: name for module in modules for name, each in module.named_parameters()}
 
 
-def _hold_back(_: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+def _wrap_states(_: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     """Return the state dict with its tensors wrapped, so that they reach the device one sub-group at a time.
 
     The wrapped tensors pass PyTorch's checks first. Entries without a parameter are left as they are.
     """
     known = {each for group in state_dict["param_groups"] for each in group["params"]}
     states = {
-        key: {name: held_back(value) for name, value in entry.items()} if key in known else entry
+        key: {name: as_incoming(value) for name, value in entry.items()} if key in known else entry
         for key, entry in state_dict["state"].items()
     }
     return state_dict | {"state": states}

@@ -241,7 +241,7 @@ def gathered(parts: Iterable[_Part], most: int, nbytes_of: Callable[[_Part], int
     return groups
 
 
-def travels(value: object, parameter: torch.Tensor) -> bool:
+def is_offloadable(value: object, parameter: torch.Tensor) -> bool:
     """Return True if a state can be offloaded: a dense tensor or shard with its own storage.
 
     It must have more than one element.

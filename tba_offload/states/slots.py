@@ -168,15 +168,15 @@ class Slots:
             TransferError: The bytes cannot be read.
         """
         if group not in self._of:
-            self._read(group, self._ring())
+            self._read(group, self._shared())
         self._of[group].settle()
         return self._of[group]
 
     def read_ahead(self, group: SubGroup) -> bool:
         """Start to read a sub-group if a slot is free. Return True if the sub-group has a slot."""
         before = self._next_use(group)
-        free = [slot for slot in self._ring() if slot.is_free and self._next_use(slot.holder) > before]
-        if self._able(group, free) or self._has_room(group):
+        free = [slot for slot in self._shared() if slot.is_free and self._next_use(slot.holder) > before]
+        if self._large_enough(group, free) or self._has_room(group):
             self._read(group, free)
         return group in self._of
 
@@ -190,7 +190,7 @@ class Slots:
         """
         if stays:
             return Slot(group.nbytes, self._homes, stays=True)
-        return self._slot(group, self._ring(), SLOTS - 1)
+        return self._slot(group, self._shared(), SLOTS - 1)
 
     def hold(self, group: SubGroup, slot: Slot) -> None:
         """Assign a slot to a sub-group whose bytes the caller puts or changes there."""
@@ -206,26 +206,26 @@ class Slots:
         """Return a new slot, or the slot that is needed last, after its contents are written."""
         if self._has_room(group, most):
             return Slot(group.nbytes, self._homes)
-        slot = max(self._able(group, among) or among, key=lambda slot: self._next_use(slot.holder))
+        slot = max(self._large_enough(group, among) or among, key=lambda slot: self._next_use(slot.holder))
         slot.empty()
         del self._of[slot.holder]
         slot.grow(group.nbytes)
         return slot
 
-    def _ring(self) -> list[Slot]:
+    def _shared(self) -> list[Slot]:
         return [slot for slot in self._of.values() if not slot.stays]
 
-    def _able(self, group: SubGroup, among: Iterable[Slot]) -> list[Slot]:
+    def _large_enough(self, group: SubGroup, among: Iterable[Slot]) -> list[Slot]:
         """Return the slots that are large enough for a sub-group, or may grow to its size."""
         return [
-            slot for slot in among if slot.memory.nbytes >= group.nbytes or self._may_have(group.nbytes, slot)
+            slot for slot in among if slot.memory.nbytes >= group.nbytes or self._fits(group.nbytes, slot)
         ]
 
     def _has_room(self, group: SubGroup, most: int = SLOTS) -> bool:
-        ring = self._ring()
-        return not ring or (len(ring) < most and self._may_have(group.nbytes))
+        shared = self._shared()
+        return not shared or (len(shared) < most and self._fits(group.nbytes))
 
-    def _may_have(self, nbytes: int, slot: Slot | None = None) -> bool:
+    def _fits(self, nbytes: int, slot: Slot | None = None) -> bool:
         """Return True if a slot of ``nbytes`` keeps all slots within the size of the largest sub-groups.
 
         A small sub-group counts with the usual size, if there are enough sub-groups.
@@ -233,7 +233,7 @@ class Slots:
         sizes = [group.nbytes for group in self._groups]
         usual = min(self._groups.most, sum(sizes) // SLOTS)
         largest = sorted((max(size, usual) for size in sizes), reverse=True)
-        others = (each.memory.nbytes for each in self._ring() if each is not slot)
+        others = (each.memory.nbytes for each in self._shared() if each is not slot)
         slots = sorted([nbytes, *others], reverse=True)
         return len(slots) <= len(largest) and all(map(int.__le__, slots, largest))
 

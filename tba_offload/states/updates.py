@@ -17,7 +17,7 @@ from tba_offload.errors import SessionError, TransferError
 from tba_offload.states.entries import Entries
 from tba_offload.states.groups import MASTER, Groups
 from tba_offload.states.home import Homes
-from tba_offload.states.host import HostLane
+from tba_offload.states.host import HostUpdates
 from tba_offload.states.parameters import device_of_parameters, is_known, is_of_torch
 from tba_offload.states.slots import SLOTS, Order
 from tba_offload.states.twin import Twin
@@ -59,14 +59,14 @@ class Updates:
         states, device = config.states or StatesConfig(), device_of_parameters(optimizer)
         self.optimizer = optimizer
         self.homes = Homes(store, device)
-        travelling = masters if states.masters == "offload" else {}
+        offloaded = masters if states.masters == "offload" else {}
         most = states.sub_group_on(device.torch_device.type)
-        self.groups = Groups(optimizer, self.homes, travelling, names, most)
+        self.groups = Groups(optimizer, self.homes, offloaded, names, most)
         self.micro_batches = states.micro_batches
         self.order = Order(turns=is_known(optimizer) and not self._is_early)
         self.entries = Entries(self.groups, self.order.next_use)
         self._twin = Twin(optimizer, kind)
-        self._host = HostLane(self, kind, states.update)
+        self._host = HostUpdates(self, kind, states.update)
         self._record = StatesRecord()
         self._failure: TransferError | None = None
 
@@ -145,8 +145,8 @@ class Updates:
 
     def _read_ahead(self) -> None:
         slots = self.entries.slots
-        travelling = [group for group in self.order.upcoming() if not slots.stays(group)]
-        for group in travelling[: SLOTS - 1]:
+        offloaded = [group for group in self.order.upcoming() if not slots.stays(group)]
+        for group in offloaded[: SLOTS - 1]:
             if group.places and slots.of(group) is None and not slots.read_ahead(group):
                 return
 
