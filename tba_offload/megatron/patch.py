@@ -76,7 +76,7 @@ class Checkout:
             raise PatchError(f"{self.directory}: {names} has uncommitted changes. Commit or stash them first")
         if self._fault("--check"):
             raise PatchError(
-                f"{self.directory}: the patch for {self.release} does not fit, so the files are other ones. "
+                f"{self.directory}: the patch for {self.release} does not fit, because the files differ. "
                 "Use tba-offload launch, which changes no file"
             )
         return check or self._apply()
@@ -125,7 +125,7 @@ class Checkout:
     def _git(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         git = shutil.which("git")
         if git is None:
-            raise PatchError("patching a checkout needs git, which is not installed")
+            raise PatchError("patching a checkout needs git. Install git")
         # Do not search for a repository above the checkout.
         root = self.directory.resolve()
         environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent), "LC_ALL": "C"}

@@ -1,9 +1,10 @@
 """Attaches a session to Megatron-LM's training loop, without changes to Megatron-LM.
 
-There are three places. The first adds the arguments (flags). The second builds model and optimizer, and the
-session attaches there. The third chooses the schedule, and each call of the schedule with a backward is a
-step. :func:`install` wraps the three functions of ``megatron.training`` for the launcher. A patched checkout
-instead calls :func:`add_arguments`, :func:`attach_model` and :func:`stepping` itself. Using both is allowed.
+It uses three functions of ``megatron.training``. The first adds arguments, and gets the flags. The second
+builds model and optimizer, and the session attaches after it. The third returns the schedule, and each
+schedule call with a backward is a step. For the launcher, :func:`install` wraps these functions. A patched
+checkout calls :func:`add_arguments`, :func:`attach_model` and :func:`stepping` itself. Both together are
+allowed.
 """
 
 from __future__ import annotations
@@ -304,7 +305,7 @@ def _failing_together() -> Iterator[None]:
 
 
 def _with_own_drives(config: OffloadConfig) -> OffloadConfig:
-    """Divide the drives of a node among its ranks. Each rank gets at least one drive."""
+    """Return the config with this rank's share of the node's drives, at least one drive."""
     hosts = _of_all_ranks([socket.gethostname()])
     neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[_rank()]]
     place, directories = neighbours.index(_rank()), config.store.directories
@@ -315,7 +316,7 @@ def _with_own_drives(config: OffloadConfig) -> OffloadConfig:
 
 
 def _patient(config: OffloadConfig, arguments: argparse.Namespace) -> OffloadConfig:
-    """Limit the time without I/O progress to half the timeout of collective operations on other ranks."""
+    """Return the config with ``stall_seconds`` of at most half the timeout of collective operations."""
     minutes = getattr(arguments, "distributed_timeout_minutes", None)
     later = getattr(arguments, "distributed_timeout_seconds_after_init", None)
     limits = [seconds / 2 for seconds in (minutes and 60 * minutes, later) if seconds]

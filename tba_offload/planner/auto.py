@@ -222,7 +222,7 @@ class Controller:
         plan, names, agreed = self.propose(seen), self.task.names, seen.plan.placements
         if self.task.agree is None:
             return plan
-        # Until then, recomputed layers stay recomputed.
+        # Between agreements, recomputed layers stay recomputed.
         if self.steps <= 2 * AGREE_EVERY or self.steps % AGREE_EVERY == 0:
             found = self.task.agree(dict(zip(names, plan.placements, strict=True)), self.need_of(plan))
             agreed = tuple(found[name] for name in names)
@@ -411,7 +411,7 @@ class Controller:
             self.profile = replace(self.profile, headroom=self._headrooms[winner])
         case = self._case()
         if case.highest > GROWTH_TO_PLAN * self._highest and case.keep.activation_peak > self._highest:
-            return self._start_race(f"a peak of {readable_size(self._most_seen)} has fitted")
+            return self._start_race(f"a peak of {readable_size(self._most_seen)} fits")
         return self._improved(case, winner)
 
     def _second_plan(self, seen: StepObservation) -> Plan | None:

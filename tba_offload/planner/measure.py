@@ -178,7 +178,7 @@ def _clock(stalls: Sequence[tuple[float, float]]) -> Callable[[float], float]:
 
 
 def _stretches(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """Return when each scope computed, as (forward, backward). A backward lasts until the next event."""
+    """Return when each scope computed, as (forward, backward). Backward lasts until the next event."""
     clock = _clock(times.stalls)
     begins = [began for scope in times.scopes for began in (scope.forward_began, scope.backward_began)]
     borders = sorted([*begins, *times.backward_ends])

@@ -352,7 +352,7 @@ class Limits:
 
     def on_device(self, device: DeviceShare) -> Limits:
         """Return these limits, reduced to the memory that ``device`` leaves."""
-        # Without a limit of the user, no budget counts activations alone.
+        # A budget of the user limits activations alone. Else they may use the room of later gradients.
         nets = self.nets_gradients or self.budget is None
         budget, window = (
             device.budget if limit is None else min(limit, device.budget)

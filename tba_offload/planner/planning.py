@@ -100,7 +100,7 @@ class Planning:
             self._outgrown = None
 
     def limit(self, limits: Limits) -> None:
-        """Set the limits of plans, of the window and of layers with slow drives."""
+        """Set the limits for plans, for the window and for the capture hooks."""
         self._capture.budget_bytes = limits.budget
         if self.controller is not None:
             self.controller.limit(limits)
@@ -108,12 +108,12 @@ class Planning:
             self._put_in_force(replace(self.plan, window=limits.window))
 
     def leave_if_over_limits(self) -> None:
-        """Replace the plan for the rest of this step if less memory is available than it was made for."""
+        """Replace the plan for the rest of this step if less memory is available than the plan needs."""
         if self.controller is not None and self.has_budget and self._budget < self._made_for:
             self._leave(self.controller)
 
     def leave_if_outgrown(self, layer: int, size: RunSize) -> None:
-        """Replace the plan for the rest of this step if a layer gets a larger input than it was made for."""
+        """Replace the plan for the rest of this step if a layer gets a larger input than planned."""
         controller = self.controller
         if controller is not None and not controller.sizes.note(layer, size) and self._outgrown is None:
             self._leave(controller)

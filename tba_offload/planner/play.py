@@ -126,7 +126,7 @@ class _Step:
         self._in_flight = self._settled = self._beside = self._peak = self._held = self._activations = 0
         self._gradients = self._to_come = profile.gradient_bytes
         self._is_backward = True
-        # writes: first in the outbox, then submitted to the store
+        # writes: first pending, then submitted to the store
         self._pending: deque[_Item] = deque()
         self._pending_bytes = 0
         self._batch_from = self._window.held_back + self._window.batch
@@ -151,7 +151,7 @@ class _Step:
             max(self._peak + self._headroom, 0),
             self._written,
             max(self._activations + self._headroom, 0),
-            # A negative headroom belongs to the peak, which may be at another time.
+            # A negative headroom was measured at the peak, and may not exist at other times.
             self._held + max(self._headroom, 0),
             self._read,
             self._forwarded,

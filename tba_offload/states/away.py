@@ -80,7 +80,7 @@ class AwayTensor(_Away):
         name: Name for messages, such as ``'exp_avg' of layers.0.weight``.
     """
 
-    # Lightning's teardown calls these. They return the tensor itself, or are dispatched and raise there.
+    # Lightning's teardown calls these methods. They return the tensor itself, or the dispatcher raises.
     _allowed = _HARMLESS | {_TENSOR.to, _TENSOR.cpu, _TENSOR.contiguous}
     _error = (
         "the optimizer state {name} is not in memory between updates, but {use}. Read states with "
@@ -136,7 +136,7 @@ class AwayMaster(_Away):
 
         Args:
             master: The tensor.
-            name: The parameter of which it is a master copy, for messages.
+            name: Name of the parameter that it copies, for messages.
         """
         vars(master).update(_tba_offload_name=f"master of {name}", _tba_offload_class=type(master))
         storage = master.untyped_storage()

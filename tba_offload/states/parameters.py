@@ -82,13 +82,13 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedError(f"{name} is not a torch.optim.Optimizer. Give the optimizers inside it")
     if is_taken(optimizer):
-        raise UnsupportedError(f"the states of this {name} are already offloaded. Close those first")
+        raise UnsupportedError(f"the states of this {name} are already offloaded. Close them first")
     if (attribute := _attribute_with_optimizers(optimizer)) is not None:
         raise UnsupportedError(
-            f"{name} lets other optimizers make its updates. Give those in its attribute {attribute} instead"
+            f"{name} lets other optimizers make its updates. Give the optimizers in its attribute {attribute}"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError("LBFGS updates all parameters as one vector, which needs all states in memory")
+        raise UnsupportedError("LBFGS updates all parameters as one vector. Use another optimizer")
     if not (trusted or is_known(optimizer)):
         raise UnsupportedError(
             f"it is not known whether {name} updates each parameter independently. If it computes nothing "

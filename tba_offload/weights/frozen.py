@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 _ONLY = "Only weights of class torch.nn.Parameter on the device of the first one can be offloaded"
 _NONE = (
-    "no frozen weight is offloaded: no weight is frozen, has min_tensor_bytes or more, and is used in one "
-    "layer only; or weights.frozen is too small for one. Weights frozen later stay in memory"
+    "no frozen weight is offloaded: no frozen weight of the layers has min_tensor_bytes or more and is used "
+    "nowhere else, or weights.frozen is too small. Weights that are frozen later stay in memory"
 )
 _WITH = "with frozen weights in the store. Close the frozen weights first"
 _MOST_WAITS = 20_000
@@ -251,7 +251,7 @@ class FrozenWeights:
             if run not in self._in_forward:  # recomputed just before its backward
                 return
             self._in_forward.discard(run)
-            # Backward starts with the last layer.
+            # Keep the weights of the last layer, because backward starts there.
             if not (returns and number == self._next(number)):
                 self.keep_only(self._in_memory - {number})
 
@@ -299,7 +299,7 @@ class FrozenWeights:
                 piece.read()
 
     def keep_only(self, near: set[int]) -> None:
-        """Free the weights of all layers except those in ``near`` and those that compute."""
+        """Free the weights of all layers except the layers in ``near`` and layers that compute now."""
         with self._lock:
             for number in self._in_memory - near:
                 if not self._is_in_use(number):

@@ -287,7 +287,7 @@ class Overriding(optim.AdamW):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Around, "Give those in its attribute optim instead"),
+        (Around, "Give the optimizers in its attribute optim"),
         (Overriding, "has settings for some parameters by position"),
         (lambda each: SimpleNamespace(optim_map={"weight": optim.SGD(each)}), "not a torch.optim.Optimizer"),
     ],
