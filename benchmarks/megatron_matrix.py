@@ -361,7 +361,7 @@ def descendants(pid: int) -> Iterator[int]:
 # Results
 
 ITERATION = re.compile(r"\] iteration +\d+/ +\d+ \|(.*)\|")
-VALIDATION = re.compile(r"validation loss at (.*?) *\|? *\n")
+VALIDATION = re.compile(r"validation loss at (.*?)(?: *\|? *| \| WARNING:.*)\n")  # of another rank
 
 
 def iterations_in(output: str) -> tuple[list[dict[str, str]], list[float]]:
