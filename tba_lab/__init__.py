@@ -1,4 +1,4 @@
-"""What shows tba-offload and is none of it: the demo, GPT models to try, Megatron-LM on a CPU.
+"""Tools around tba-offload: the demo, GPT models to try, and Megatron-LM on a CPU.
 
-It is installed with tba-offload, which imports it only where a command asks for it.
+This package is installed with tba-offload. The library imports it only for commands that need it.
 """

@@ -1,4 +1,4 @@
-"""``tba-offload demo``: keep, recompute and offload side by side on a small Megatron GPT and real text."""
+"""``tba-offload demo``: compare keep, recompute and offload on a small Megatron GPT and real text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
+import shutil
 import statistics
+import sys
 import sysconfig
 import tempfile
 import time
@@ -28,24 +31,25 @@ from tba_offload.device.host_memory import keep_freed_pages
 from tba_offload.device.meters import available_bytes
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.files import write_regular
+from tba_offload.formatting import readable_size
 from tba_offload.report.log import StepRecord, counted_steps, read_run_log
 from tba_offload.report.rok import draw, points, require_matplotlib
 from tba_offload.report.text import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     Say = Callable[[str], object]
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "gpu": {"layers": 12, "hidden": 2048, "sequence": 1024, "steps": 20},
-    "bf16": {"layers": 12, "hidden": 1536, "sequence": 160, "steps": 10},
-    "fp32": {"layers": 12, "hidden": 1152, "sequence": 128, "steps": 10},
+    "gpu": {"layers": 12, "hidden": 2048, "sequence": 1024, "steps": 20, "batch_sizes": (2, 3)},
+    "bf16": {"layers": 8, "hidden": 512, "sequence": 128, "steps": 8, "batch_sizes": (16, 32)},
+    "fp32": {"layers": 8, "hidden": 384, "sequence": 128, "steps": 8, "batch_sizes": (16, 32)},
 }
-"""The job by class of machine, for options that are not given: a GPU, or a CPU by its faster dtype."""
+"""Defaults for a GPU, and for a CPU by its faster dtype. On a CPU, activations are most of the process."""
 
-LAYERS_WITH_STATES, SIZES, SIZES_WITH_STATES = 4, (2, 3), (16,)
-"""All states travel in each step, so that a step of few tokens would be the drive's alone."""
+WITH_STATES: dict[str, Any] = {"layers": 4, "hidden": 1536, "sequence": 160, "batch_sizes": (16,)}
+"""Defaults with offloaded optimizer states. Every step moves all states, so a step needs many tokens."""
 
 STATES = {
     "offload": tba.StatesConfig(),
@@ -53,14 +57,14 @@ STATES = {
     "backward": tba.StatesConfig(when="backward"),
 }
 WINDOW = 32 / 3
-"""The window by default, in hidden states of a micro-batch, of which a layer saves some 25."""
+"""The default in-flight window, in hidden states of a micro-batch. A layer saves about 25 of them."""
 
 SEED = 1234
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the demo trains and where it writes; a budget is bytes, or as a ``float`` a share of keep."""
+    """The settings of a demo. A budget is a number of bytes, or a ``float``: a share of keep's peak."""
 
     shape: GptShape
     sizes: tuple[int, ...]
@@ -76,36 +80,36 @@ class Job:
     control: bool = False
 
     @property
-    def lanes(self) -> tuple[str, ...]:
-        """The lanes: the third is compared with the first two, ``control`` is keep once more."""
+    def strategies(self) -> tuple[str, ...]:
+        """The strategies that are compared. ``control`` is a second run of keep."""
         ours = "auto" if self.policy == Path("auto") else "offload"
         return ("keep", "recompute", ours, *["states"] * bool(self.states), *["control"] * self.control)
 
     @property
     def budgeted(self) -> str:
-        """The lane that keeps to the budgets."""
-        return self.lanes[3 if self.states else 2]
+        """The strategy that has the budgets."""
+        return self.strategies[3 if self.states else 2]
 
-    def config(self, lane: str, size: int, scratch: Path, limits: Mapping[str, int]) -> tba.OffloadConfig:
-        """Return the policy of a lane, for a batch size, a directory by default, and budgets in bytes."""
+    def config(self, strategy: str, size: int, scratch: Path, limits: Mapping[str, int]) -> tba.OffloadConfig:
+        """Return the policy of a strategy at a batch size. ``scratch`` is the default directory."""
         item, states = DTYPES[self.shape.dtype].itemsize, None
-        if lane == "states" and self.states is not None:
+        if strategy == "states" and self.states is not None:
             nbytes = 2 * item * self.shape.layers * self.shape.layer_parameters // 20  # for 20 sub-groups
             states = dataclasses.replace(self.states, sub_group_bytes=min(max(nbytes, 2**18), 64 << 20))
-        if lane in {"offload", "states"} and self.policy not in {None, Path("auto")}:
+        if strategy in {"offload", "states"} and self.policy not in {None, Path("auto")}:
             config = load_config(str(self.policy))
             if config.store.kind != "host":
                 places = self.directories or config.store.directories or (scratch,)
                 store = dataclasses.replace(config.store, directories=tuple(places))
                 config = dataclasses.replace(config, store=store)
             return dataclasses.replace(config, states=states)
-        default = {"states": self.lanes[2], "control": "keep"}.get(lane, lane)
+        default = {"states": self.strategies[2], "control": "keep"}.get(strategy, strategy)
         hidden_state = min(self.sizes) * self.shape.sequence * self.shape.hidden * item
         window = self.window or math.ceil(WINDOW * hidden_state / 2**20) * 2**20
         budget: dict[str, Any] = {"in_flight_bytes": window * size // min(self.sizes)}
         return tba.OffloadConfig(
             default=tba.Placement(default),
-            budget=tba.BudgetConfig(**(dict(limits) if limits and lane == self.budgeted else budget)),
+            budget=tba.BudgetConfig(**(dict(limits) if limits and strategy == self.budgeted else budget)),
             store=tba.StoreConfig(kind="file", directories=self.directories or (scratch,)),
             states=states,
         )
@@ -113,13 +117,13 @@ class Job:
     def __str__(self) -> str:
         shape = self.shape
         return (
-            f"{shape.layers} layers of width {shape.hidden}, sequence {shape.sequence}, {shape.dtype}, batch "
-            f"sizes {', '.join(map(str, self.sizes))}; {self.steps} steps of {', '.join(self.lanes)} in turn"
+            f"GPT, {shape.layers} layers, hidden {shape.hidden}, sequence {shape.sequence}, {shape.dtype}, "
+            f"batch {' and '.join(map(str, self.sizes))}: {self.steps} steps of {', '.join(self.strategies)}"
         )
 
 
 def run_on_console(*, as_json: bool, time_limit: float, **options: Any) -> None:
-    """Run the demo with the options of the command line and print what it found."""
+    """Run the demo with the options of the command line, and print the comparison."""
     say: Say = (lambda _: None) if as_json else Console(stderr=True, highlight=False, soft_wrap=True).print
     require_core("the demo")
     require_matplotlib()
@@ -128,32 +132,30 @@ def run_on_console(*, as_json: bool, time_limit: float, **options: Any) -> None:
     summary = run_demo(job, say, time_limit=60 * time_limit)
     click.echo(json.dumps(summary, indent=2) if as_json else text_of(summary, job))
     if not (summary["identical_losses"] and summary["identical_parameters"]):
-        raise TbaError("the lanes differ by a bit: this must not happen, please report it")
+        raise TbaError("the strategies trained different bits, which is a bug. Please report it")
 
 
 def job_of(say: Say, options: dict[str, Any]) -> Job:
-    """Return the job that the options, and where they say nothing the preset of this machine, ask for."""
+    """Return the settings from the options. Options that are None come from the preset of this machine."""
     policy, states, window = options["policy"], options.pop("states"), options.pop("window")
     budgets = {name: options.pop(name) for name in ("budget", "device_budget")}
     if any(budgets.values()) and policy != Path("auto"):
-        raise ConfigError("a budget is for --policy auto; a policy file has its own")
+        raise ConfigError("a budget needs --policy auto. A policy file has its own budget")
     if states == "auto" and budgets["device_budget"] is None:
         raise ConfigError("--states auto needs --device-budget")
     if window is not None and policy is not None:
-        raise ConfigError("--window has no effect with --policy; set budget.in_flight_bytes in the policy")
+        raise ConfigError("--window has no effect with --policy. Set budget.in_flight_bytes in the policy")
     device = training_device()
     dtype, why = choose_dtype(options.pop("dtype"), device)
     say(why)
-    chosen = PRESETS["gpu" if device.type == "cuda" else dtype]
-    chosen = chosen | ({} if states == "keep" else {"layers": LAYERS_WITH_STATES})
-    chosen |= {name: value for name, value in options.items() if value is not None}
+    chosen = PRESETS["gpu" if device.type == "cuda" else dtype] | ({} if states == "keep" else WITH_STATES)
+    chosen |= {name: value for name, value in options.items() if value not in (None, ())}
     model: dict[str, Any] = {name: chosen.pop(name) for name in ("layers", "hidden", "sequence")}
     heads = next(count for count in range(12, 0, -1) if model["hidden"] % count == 0)
     limits: dict[str, Any] = {name: text and _budget(text) for name, text in budgets.items()}
-    sizes = set(chosen.pop("batch_sizes")) or (SIZES if states == "keep" else SIZES_WITH_STATES)
     job = Job(
         shape=GptShape(**model, heads=heads, dtype=dtype),
-        sizes=tuple(sorted(sizes)),
+        sizes=tuple(sorted(set(chosen.pop("batch_sizes")))),
         window=None if window is None else parse_size(window),
         states=STATES.get(states),
         **limits,
@@ -164,36 +166,37 @@ def job_of(say: Say, options: dict[str, Any]) -> Job:
 
 
 def _budget(text: str) -> float:
-    """Return a size in bytes, or a share of keep's peak."""
     if not text.endswith("%"):
         return parse_size(text)
     with contextlib.suppress(ValueError):
         if 0 < (share := float(text[:-1]) / 100) < math.inf:
             return share
-    raise ConfigError(f"a budget is a size such as 64MiB, or a share such as 35%, and not {text!r}")
+    raise ConfigError(f"not a budget: {text!r}. Give a size such as 64MiB, or a share of keep's peak: 35%")
 
 
 def _refuse_what_does_not_fit(job: Job, available: int) -> None:
-    """Refuse a job that the system would end for its memory: weights, gradients, moments and activations."""
+    """Raise an error if the processes together need more memory than is available."""
     shape, item = job.shape, DTYPES[job.shape.dtype].itemsize
-    scores = shape.heads * shape.sequence * (8 + 3 * item)  # two of them in fp32, around the softmax
+    scores = shape.heads * shape.sequence * (8 + 3 * item)  # attention saves two in fp32 around the softmax
     activations = max(job.sizes) * shape.sequence * (20 * item * shape.hidden + scores)
-    lane = (500 << 20) + shape.layers * (4 * item * shape.layer_parameters + activations)
-    if (needed := len(job.lanes) * lane) > available:
+    base = (500 << 20) + 4 * shape.layers * item * shape.layer_parameters  # weights, gradients, two moments
+    needed = len(job.strategies) * base + 2 * shape.layers * activations  # all of keep, parts of the others
+    if needed > available:
         raise ConfigError(
-            f"{job}: needs about {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are free; give a "
-            "smaller --hidden, --layers, --sequence or --batch-size"
+            f"{job}: needs about {readable_size(needed)}, but only {readable_size(available)} are free. Give "
+            "a smaller --hidden, --layers, --sequence or --batch-size"
         )
 
 
 def run_demo(job: Job, say: Say, *, time_limit: float = math.inf) -> dict[str, Any]:
-    """Train, write run logs, ``rok.svg``, ``rok.png`` and ``summary.json``, and return the summary."""
+    """Train all strategies, write run logs, pictures and ``summary.json``, and return the summary."""
     if old := sorted(job.output.glob("*.jsonl")):
         raise ConfigError(
-            f"{job.output} holds run logs of another run ({old[0].name}); choose a new directory"
+            f"{job.output}: the directory has run logs of another run ({old[0].name}). Name a new directory"
         )
     job.output.mkdir(parents=True, exist_ok=True)
-    logs = {(size, name): job.output / f"{name}-b{size}.jsonl" for size in job.sizes for name in job.lanes}
+    keys = [(size, name) for size in job.sizes for name in job.strategies]
+    logs = {(size, name): job.output / f"{name}-b{size}.jsonl" for size, name in keys}
     ends, limits, deadline = {}, {}, time.monotonic() + time_limit
     try:
         with tempfile.TemporaryDirectory(prefix="tba-demo-", dir=job.output) as scratch:
@@ -201,29 +204,28 @@ def run_demo(job: Job, say: Say, *, time_limit: float = math.inf) -> dict[str, A
                 limits[size] = _limits(job, size, Path(scratch), say)
                 entrants = {
                     name: _entrant(job, name, size, Path(scratch), limits[size], logs[size, name])
-                    for name in job.lanes
+                    for name in job.strategies
                 }
                 ahead = sum(each for each in job.sizes if each > size) / size
                 left = deadline - time.monotonic()
                 for name, steps in race(entrants, job.steps, say=say, time_limit=left, ahead=ahead).items():
                     ends[size, name] = steps[-1]["parameters"]
     except BaseException:
-        for log in logs.values():  # half of a comparison is none, and would be in the way of the next
+        for log in logs.values():  # an incomplete comparison would block the next run in this directory
             log.unlink(missing_ok=True)
         raise
-    say("drawing the curve")
     summary = summarize(job, logs, limits)
     summary["identical_parameters"] = all(ends[key] == ends[key[0], "keep"] for key in ends)
     compared = [log for (_, name), log in logs.items() if name != "control"]
     drawn = points(compared, memory="device" if job.states else "activations")
     for name in ("rok.svg", "rok.png"):
-        draw(drawn, job.output / name, title=str(job).partition(";")[0])
+        draw(drawn, job.output / name)
     write_regular(job.output / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
     return summary
 
 
 def _limits(job: Job, size: int, scratch: Path, say: Say) -> dict[str, int]:
-    """Return the budgets in bytes; shares of keep's peaks are measured in a few steps of keep alone."""
+    """Return the budgets in bytes. For shares of keep's peaks, train a few steps of keep alone first."""
     given = {"activation_bytes": job.budget, "device_bytes": job.device_budget}
     peaks: dict[str, int] = {}
     if any(isinstance(value, float) for value in given.values()):
@@ -239,15 +241,15 @@ def _limits(job: Job, size: int, scratch: Path, say: Say) -> dict[str, int]:
     }
 
 
-def _entrant(job: Job, lane: str, size: int, scratch: Path, limits: Mapping[str, int], log: Path) -> Entrant:
-    config = job.config(lane, size, scratch, limits).to_yaml()
-    return Entrant(Trainer, {"job": job, "config": config, "lane": lane, "size": size, "log": log})
+def _entrant(job: Job, name: str, size: int, scratch: Path, limits: Mapping[str, int], log: Path) -> Entrant:
+    config = job.config(name, size, scratch, limits).to_yaml()
+    return Entrant(Trainer, {"job": job, "config": config, "strategy": name, "size": size, "log": log})
 
 
 class Trainer:
-    """Model, optimizer, data and session of one lane, in its process."""
+    """Model, optimizer, data and session of one strategy, in its own process."""
 
-    def __init__(self, *, job: Job, config: str, lane: str, size: int, log: Path) -> None:
+    def __init__(self, *, job: Job, config: str, strategy: str, size: int, log: Path) -> None:
         keep_freed_pages()
         if job.threads is not None:
             torch.set_num_threads(job.threads)
@@ -263,14 +265,14 @@ class Trainer:
                 policy,
                 optimizer=None if policy.states is None else self._optimizer,
                 run_log=log,
-                strategy=lane,
+                strategy=strategy,
                 model_info=dataclasses.asdict(job.shape) | {"name": "megatron-core GPT", "batch_size": size},
             )
         )
         self.close = stack.close
 
     def step(self) -> dict[str, str]:
-        """Do forward, backward and update; after the last step return a digest of all parameters."""
+        """Train one step. After the last step, return a digest of all parameters."""
         job, is_measured = self._job, measures_memory(self._done)
         batch = text_batch(self._text, job.shape, self._size, self._done)
         with self._session.step(
@@ -283,7 +285,7 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]
             step.loss = float(loss.detach())
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=bool(job.states))  # gradients stay, as in Megatron's buffers
+        self._optimizer.zero_grad(set_to_none=bool(job.states))  # Megatron keeps its gradient buffers
         self._done += 1
         digest = hashlib.sha256()
         for parameter in self._model.parameters() if self._done == job.steps else ():
@@ -292,16 +294,16 @@ class Trainer:
 
 
 def read_text(limit: int = 4 << 20) -> torch.Tensor:
-    """Return the source of the Python standard library, a token a byte; a NUL ends each file."""
+    """Return the source files of Python's standard library, separated by NUL. Each byte is a token."""
     library = Path(sysconfig.get_path("stdlib"))
     text = b"\0".join(path.read_bytes() for path in sorted(library.glob("*.py")))[:limit]
     if not text:
-        raise UnsupportedError(f"this Python came without the source of its standard library ({library})")
+        raise UnsupportedError(f"no text to train on: {library} has no source files of the standard library")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def text_batch(text: torch.Tensor, shape: GptShape, size: int, number: int) -> Batch:
-    """Return the micro-batch of a step: passages of the text, the same for the same number."""
+    """Return the micro-batch of a step: passages of the text. Equal numbers give equal passages."""
     generator = torch.Generator().manual_seed(SEED + number)
     starts = torch.randint(0, len(text) - shape.sequence, (size, 1), generator=generator)
     return batch_of(text[starts + torch.arange(shape.sequence + 1)].long())
@@ -310,7 +312,7 @@ def text_batch(text: torch.Tensor, shape: GptShape, size: int, number: int) -> B
 def summarize(
     job: Job, logs: Mapping[tuple[int, str], Path], limits: Mapping[int, Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Return the figures of the run logs. Ratios of times are of single rounds: median and quartiles."""
+    """Return the figures of the run logs. Ratios of times are medians and quartiles over rounds."""
     found = {key: points([path], memory="device")[0] for key, path in logs.items()}
     steps = {key: counted_steps(read_run_log(path)) for key, path in logs.items()}
     figures: dict[str, dict[str, Any]] = {str(size): {} for size in job.sizes}
@@ -320,7 +322,7 @@ def summarize(
         figures[str(size)][name] = {
             "activation_peak_bytes": point.activation_peak_bytes,
             "device_peak_bytes": point.peak_bytes,
-            "process_peak_bytes": max(step.resident_peak_bytes or 0 for step in counted),
+            "resident_peak_bytes": max(step.resident_peak_bytes or 0 for step in counted),
             "step_seconds_median": point.step_seconds,
             "tokens_per_second": (counted[-1].tokens or 0) / point.step_seconds,
             "offloaded_bytes": statistics.median(step.offloaded_bytes for step in counted),
@@ -341,46 +343,62 @@ def summarize(
         "ratios": ratios,
         "budgets": {str(size): dict(each) for size, each in limits.items()},
         "identical_losses": all(
-            each["losses"] == lanes["keep"]["losses"] for lanes in figures.values() for each in lanes.values()
+            each["losses"] == group["keep"]["losses"] for group in figures.values() for each in group.values()
         ),
     }
 
 
 def _times(ours: Sequence[StepRecord], others: Sequence[StepRecord]) -> Spread:
     rounds = timed_rounds(ours, others, measured=lambda step: step.peak_source is not None)
-    return paired_ratio(*([step[lane].seconds_with_update for step in rounds] for lane in range(2)))
+    return paired_ratio(*([pair[place].seconds_with_update for pair in rounds] for place in range(2)))
 
 
 def text_of(summary: Mapping[str, Any], job: Job) -> str:
-    """Return the table and what follows from it."""
-    peaks, moved = ("activation peak", "device peak", "process peak"), ("offloaded", "read")
-    heads = ("batch", "strategy", *(f"{what} MiB" for what in peaks), "step s", "tokens/s")
-    heads += (*(f"{what} MiB" for what in moved), "stall s", "last loss")
+    """Return the table, the comparisons, the memory of the largest batch as bars, and the next commands."""
+    on_cpu = training_device().type == "cpu"
+    peaks = ["activation", *["resident"] * on_cpu, *["device"] * (not on_cpu or job.states is not None)]
+    heads = ("batch", "strategy", *(f"{what} peak MiB" for what in peaks))
+    heads += ("step s", "tokens/s", "written MiB", "stall s", "last loss")
     rows, lines = [], []
-    for size, lanes in summary["batch_sizes"].items():
-        for name, each in lanes.items():
-            memory, bytes_ = (
-                [f"{each[w.replace(' ', '_') + '_bytes'] / 2**20:.1f}" for w in v] for v in (peaks, moved)
-            )
+    for size, group in summary["batch_sizes"].items():
+        for name, each in group.items():
+            memory = [f"{each[f'{what}_peak_bytes'] / 2**20:.0f}" for what in peaks]
             times = f"{each['step_seconds_median']:.3f}", f"{each['tokens_per_second']:.0f}"
-            ends = f"{each['stall_seconds_median']:.3f}", f"{each['losses'][-1]:.6f}"
-            rows.append((size, name, *memory, *times, *bytes_, *ends))
-        for name in job.lanes[2:]:
-            keep, again = (summary["ratios"][size][f"{name}_over_{way}"] for way in ("keep", "recompute"))
-            lines.append(
-                f"batch size {size}: {name} has {keep['activation_peak']:.3f} x the activation peak of keep, "
-                f"{keep['device_peak']:.3f} x its device peak and {Spread(**keep['time'])} x its step time; "
-                f"{again['activation_peak']:.3f} and {again['time']['median']:.3f} x those of recompute"
-            )
+            written, stall = f"{each['offloaded_bytes'] / 2**20:.0f}", f"{each['stall_seconds_median']:.3f}"
+            rows.append((size, name, *memory, *times, written, stall, f"{each['losses'][-1]:.6f}"))
+        for name in job.strategies[2:]:
+            for other in ("keep", "recompute"):
+                ratio = summary["ratios"][size][f"{name}_over_{other}"]
+                lines.append(
+                    f"batch size {size}: {name} has {ratio['activation_peak']:.2f} x the activation peak of "
+                    f"{other} and {Spread(**ratio['time'])} x its step time"
+                )
         for what, nbytes in summary["budgets"][size].items():
-            peak = lanes[job.budgeted][what.replace("bytes", "peak_bytes")]
-            kept = f"{'kept' if peak <= nbytes else 'NOT kept'} by {job.budgeted}"
-            lines.append(f"{what} {format_size(nbytes)}: {kept}, {peak / 2**20:.1f} MiB at most")
+            peak = group[job.budgeted][what.replace("bytes", "peak_bytes")]
+            result = "within" if peak <= nbytes else "OVER"
+            lines.append(f"{what} {format_size(nbytes)}: {job.budgeted} is {result}, {readable_size(peak)}")
     for what in ("losses", "parameters"):
         same = "identical to the last bit" if summary[f"identical_{what}"] else "DIFFERENT"
-        lines.append(f"{what} of the {len(job.lanes)} lanes over {job.steps} steps: {same}")
-    lines.append(f"curve: {job.output / 'rok.png'}; figures: {job.output / 'summary.json'}")
+        lines.append(f"{what} of the {len(job.strategies)} strategies over {job.steps} steps: {same}")
     console = Console(width=None if Console().is_terminal else 150)
     with console.capture() as capture:
         console.print(Table(heads, rows, right=heads[:1] + heads[2:]))
-    return "\n".join([capture.get(), *lines])
+    bars = _bars(summary["batch_sizes"][str(job.sizes[-1])], peaks[-1])
+    return "\n".join([capture.get(), *lines, "", *bars, "", *_next_steps(job.output)])
+
+
+def _bars(group: Mapping[str, Any], what: str) -> Iterator[str]:
+    found = {name: each[f"{what}_peak_bytes"] for name, each in group.items()}
+    owner = "whole process (resident peak)" if what == "resident" else "device (device peak)"
+    yield f"Memory of the {owner} at the largest batch size:"
+    for name, nbytes in found.items():
+        yield f"  {name:10}{'=' * round(50 * nbytes / max(found.values()))} {readable_size(nbytes)}"
+
+
+def _next_steps(output: Path) -> Iterator[str]:
+    yield f"Picture: {output / 'rok.png'}. Figures: {output / 'summary.json'}."
+    beside = os.path.relpath(Path(sys.executable).with_name("tba-offload"))
+    program = "tba-offload" if shutil.which("tba-offload") else beside
+    yield "Next, see where the memory is, and check your drive:"
+    yield f"  {program} report {output}/*.jsonl -o {output}/report.html"
+    yield f"  {program} doctor --bench {output}"

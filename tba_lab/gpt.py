@@ -1,6 +1,6 @@
-"""Real megatron-core models of any size, GPT and Llama-style; the dtype that this machine trains faster in.
+"""megatron-core models of any size, in GPT and Llama style, and the faster dtype of this machine.
 
-They use megatron-core's own layers ("local"), without Transformer Engine, Apex and fused kernels: the same
+The models use megatron-core's "local" layers, without Transformer Engine, Apex and fused kernels. So the same
 model runs on a CPU and on a GPU.
 """
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 Batch = dict[str, Tensor]
-"""One micro-batch of shape (batch, sequence); its mask is True where attention is forbidden."""
+"""A micro-batch with tensors of shape (batch, sequence). The mask is True where attention is forbidden."""
 
 
 @dataclass(frozen=True)
 class GptShape:
-    """What distinguishes one model from another.
+    """The size, dtype and style of a model.
 
-    The style ``gpt`` has LayerNorm, GELU, biases and learned positions; ``llama`` has RMSNorm, SwiGLU, no
+    Style ``gpt`` has LayerNorm, GELU, biases and learned positions. Style ``llama`` has RMSNorm, SwiGLU, no
     biases, rotary positions, and grouped keys and values.
     """
 
@@ -47,30 +47,30 @@ class GptShape:
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
-            raise ConfigError(f"no such model: hidden {self.hidden} is not a multiple of heads {self.heads}")
+            raise ConfigError(f"wrong shape: hidden {self.hidden} is not a multiple of heads {self.heads}")
 
     @property
     def ffn_width(self) -> int:
-        """Width inside the MLP: of Llama's three matrices 8/3 x hidden, rounded up to a multiple of 64."""
+        """The width of the MLP: 4 x hidden. For Llama 8/3 x hidden, rounded up to a multiple of 64."""
         return 4 * self.hidden if self.style == "gpt" else -(-8 * self.hidden // 3 // 64) * 64
 
     @property
     def key_value_heads(self) -> int:
-        """Heads of keys and values: for Llama a quarter."""
+        """The heads of keys and values. Llama has a quarter of the heads."""
         return self.heads if self.style == "gpt" or self.heads % 4 else self.heads // 4
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of a layer; biases and norms, a thousandth of them, left out."""
+        """The number of weights in a layer, without biases and norms (about 0.1 %)."""
         attention = 2 * self.hidden * (self.hidden + self.hidden * self.key_value_heads // self.heads)
         return attention + (2 if self.style == "gpt" else 3) * self.hidden * self.ffn_width
 
 
 def build_gpt(shape: GptShape, *, seed: int) -> nn.Module:
-    """Build a megatron-core ``GPTModel``; where it is bf16, inside its ``Float16Module``.
+    """Build a megatron-core ``GPTModel``. For bf16, wrap it in ``Float16Module``.
 
-    It needs an initialised megatron-core, as in :func:`~tba_lab.megatron_cpu.single_process`. A seed gives
-    the same weights on every device; the random number generators are left as they were.
+    megatron-core must be initialised, as :func:`~tba_lab.megatron_cpu.single_process` does. Equal seeds give
+    equal weights on every device. The states of random number generators do not change.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -93,11 +93,11 @@ def build_gpt(shape: GptShape, *, seed: int) -> nn.Module:
 
 @contextlib.contextmanager
 def drawing_weights(seed: int) -> Iterator[None]:
-    """Draw weights from a generator of their own; silence megatron-core's warnings of its own defaults."""
+    """Draw weights from a separate generator, without megatron-core's warnings about its own defaults."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated", module=r"megatron\.")
         warnings.filterwarnings("ignore", message="MLP requires ffn_hidden_size", module=r"megatron\.")
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch a GPU's
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed GPUs
         yield
 
 
@@ -110,7 +110,7 @@ _LLAMA: dict[str, Any] = {
 
 
 def transformer_config(shape: GptShape) -> Any:
-    """Return megatron-core's configuration of a shape."""
+    """Return the megatron-core configuration of a shape."""
     from megatron.core.transformer import TransformerConfig
 
     return TransformerConfig(
@@ -135,7 +135,7 @@ def transformer_config(shape: GptShape) -> Any:
 
 
 def gpt_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean cross entropy of the next token in fp32; the batch is moved to the model's device."""
+    """Return the mean cross entropy of the next token in fp32, on the model's device."""
     device = next(model.parameters()).device
     losses: Tensor = model(
         batch["tokens"].to(device),
@@ -148,7 +148,7 @@ def gpt_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def batch_of(text: Tensor) -> Batch:
-    """Return the micro-batch of texts, int64 of shape (batch, sequence + 1): each token predicts the next."""
+    """Return a micro-batch from tokens of shape (batch, sequence + 1). Each token predicts the next."""
     count, sequence = len(text), text.shape[1] - 1
     return Batch(
         tokens=text[:, :-1].clone(),
@@ -160,21 +160,21 @@ def batch_of(text: Tensor) -> Batch:
 
 
 def random_batch(shape: GptShape, *, batch_size: int, seed: int) -> Batch:
-    """Return a micro-batch of random tokens: the shapes of real ones where their content does not matter."""
+    """Return a micro-batch of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return batch_of(torch.randint(0, shape.vocab, (batch_size, shape.sequence + 1), generator=generator))
 
 
 def causal_mask(sequence: int) -> Tensor:
-    """Return true where a token would look ahead, bool of shape (1, 1, sequence, sequence)."""
+    """Return the causal mask, bool of shape (1, 1, sequence, sequence): True for later tokens."""
     return torch.ones(sequence, sequence, dtype=torch.bool).triu(diagonal=1)[None, None]
 
 
 def model_flops(shape: GptShape, batch_size: int) -> float:
-    """Return the floating-point operations that forward and backward of one step need, by the algorithm.
+    """Return the floating point operations of forward and backward in one step.
 
-    A multiplication of (m, k) by (k, n) matrices counts 2mkn, backward counts twice the forward. Attention
-    counts the whole square; a recomputed forward does not count. With ``gpt``'s defaults this is
+    A product of (m, k) and (k, n) matrices counts 2mkn, and backward counts twice the forward. Attention
+    counts the whole square, and recomputation does not count. With the defaults of ``gpt`` this is
     72 B s l h^2 (1 + s / 6h + V / 12lh): equation 3 of Narayanan et al. (SC 2021) without recomputation.
     """
     layer = shape.layer_parameters + 2 * shape.sequence * shape.hidden
@@ -182,20 +182,21 @@ def model_flops(shape: GptShape, batch_size: int) -> float:
 
 
 def choose_dtype(dtype: str, device: torch.device) -> tuple[str, str]:
-    """Return the dtype to train in, and a sentence that says why.
+    """Return the dtype to train in, and the reason.
 
-    ``auto`` times the matrix products of a linear layer in each dtype, on one thread. A CPU without bf16
-    instructions multiplies bf16 up to a hundred times slower than fp32, in some orientations only.
+    ``auto`` times the matrix products of a linear layer in each dtype on one thread. CPUs without bf16
+    instructions multiply bf16 up to a hundred times slower than fp32, in some orientations only.
     """
+    instructions = f"instruction set {torch.backends.cpu.get_cpu_capability()}"
     if dtype != "auto":
-        return dtype, f"dtype {dtype}, as given; instruction set {instruction_set()}"
+        return dtype, f"dtype {dtype} (given by --dtype), {instructions}"
     rows, width = (2048, 2048) if device.type == "cuda" else (128, 384)
     seconds = dict.fromkeys(DTYPES, float("inf"))
     threads, began = torch.get_num_threads(), time.perf_counter()
-    torch.set_num_threads(1)  # or threads that wait for each other on a busy machine would be timed
+    torch.set_num_threads(1)  # on a busy machine threads wait for each other, which would be timed too
     try:
         for number in range(5):
-            if number < 2 or time.perf_counter() - began < 0.3:  # the first one loads kernels
+            if number < 2 or time.perf_counter() - began < 0.3:  # the first product loads kernels
                 for name, each in DTYPES.items():
                     x, gradient = (torch.ones(rows, width, dtype=each, device=device) for _ in range(2))
                     weight = torch.ones(width, width, dtype=each, device=device)
@@ -207,10 +208,5 @@ def choose_dtype(dtype: str, device: torch.device) -> tuple[str, str]:
         torch.set_num_threads(threads)
     rates = {name: 6e-9 * rows * width * width / each for name, each in seconds.items()}
     chosen = max(rates, key=lambda name: rates[name])
-    told = ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())
-    return chosen, f"dtype {chosen}, the faster one: {told} GFLOP/s on one core; {instruction_set()}"
-
-
-def instruction_set() -> str:
-    """Return the vector instructions that PyTorch uses on this CPU, such as ``AVX2`` or ``AVX512``."""
-    return torch.backends.cpu.get_cpu_capability()
+    measured = ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items())
+    return chosen, f"dtype {chosen} (the faster one: {measured} GFLOP/s on one core), {instructions}"

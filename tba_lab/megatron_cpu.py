@@ -1,6 +1,6 @@
 """megatron-core without a GPU: one training process on the CPU.
 
-megatron-core assumes that a GPU is there. ``install`` replaces the few assumptions that matter here.
+megatron-core assumes that a GPU is present. ``install`` replaces the few functions that depend on one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CPU = torch.device("cpu")
 
 
 def require_core(purpose: str) -> None:
-    """Import megatron-core without its warnings of accelerators that are absent.
+    """Import megatron-core without its warnings about missing accelerators.
 
-    Where it is missing, that is a :class:`MissingDependencyError`, which names the purpose.
+    If megatron-core is not installed, raise a :class:`MissingDependencyError` that names the purpose.
     """
     try:
         with warnings.catch_warnings():
@@ -41,60 +41,57 @@ def require_core(purpose: str) -> None:
 
 
 def training_device() -> torch.device:
-    """Return the device that megatron-core trains on in this process: the current GPU, else the CPU."""
+    """Return the device of megatron-core in this process: the current GPU if there is one, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return CPU
 
 
 def install() -> None:
-    """Make megatron-core train on the CPU for the rest of the process; calling it again changes nothing.
+    """Make megatron-core train on the CPU for the rest of the process. Further calls do nothing.
 
-    Where a GPU is present, which the substitutions would hide, that is an :class:`UnsupportedError`.
+    If a GPU is present, raise an :class:`UnsupportedError`.
     """
     if torch.cuda.is_available():
         raise UnsupportedError(
-            "the CPU substitutions for megatron-core would hide the GPU that is present; "
-            "megatron-core needs none of them here, or hide the GPU with CUDA_VISIBLE_DEVICES=''"
+            "CPU substitutions for megatron-core are refused: this process has a GPU. Train on the GPU, or "
+            "hide the GPU with CUDA_VISIBLE_DEVICES=''"
         )
     require_core("training on the CPU")
     from megatron.core.tensor_parallel import random
 
-    # Parameters, masks and buffers are created on the current device. Random number regions are seeded
-    # through torch.cuda; on a CPU dropout draws from the CPU's generator. A region swaps its state by
-    # functions of its own: without CUDA, PyTorch would queue the change, and dropout would not repeat.
-    for owner, name, value in (
-        (torch.cuda, "current_device", lambda: CPU),
-        (torch.cuda, "manual_seed", _seed_generator),
-        (torch.cuda, "get_rng_state", _get_state),
-        (random, "_get_cuda_rng_state", _get_state),
-        (random, "_set_cuda_rng_state", _set_state),
-    ):
-        replace(owner, name, value)
-    # Leaving a region warns when the CPU's generator has moved, which here it must.
+    # Parameters, masks and buffers are created on the current device. megatron-core seeds its random number
+    # regions through torch.cuda, but on a CPU dropout draws from the CPU's generator. Without CUDA, PyTorch
+    # would queue a region's change of state, and dropout would not repeat.
+    replace(torch.cuda, "current_device", lambda: CPU)
+    replace(torch.cuda, "manual_seed", torch.default_generator.manual_seed)
+    replace(torch.cuda, "get_rng_state", lambda *_, **__: torch.default_generator.get_state())
+    replace(random, "_get_cuda_rng_state", torch.cuda.get_rng_state)
+    replace(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.default_generator.set_state(state))
+    # At the end of a region megatron-core warns if the CPU's generator changed, as is intended here.
     logging.getLogger(random.__name__).addFilter(_is_news)
 
 
 @contextlib.contextmanager
 def single_process(*, seed: int = 1234) -> Iterator[None]:
-    """Set megatron-core up for one process, on the GPU where there is one, else on the CPU.
+    """Set up megatron-core for one process, on the GPU if there is one, else on the CPU.
 
-    On exit all process groups are gone, so that the context can be entered again. A process that belongs to a
-    group already is an :class:`UnsupportedError`.
+    The exit destroys all process groups, so the context can be entered again. If the process already belongs
+    to a group, raise an :class:`UnsupportedError`.
     """
     require_core("training in a single process")
     if dist.is_initialized():
         raise UnsupportedError(
-            "this process already belongs to a process group; leave it with "
-            "torch.distributed.destroy_process_group() before training in a single process"
+            "training in a single process is refused: this process belongs to a process group. Call "
+            "torch.distributed.destroy_process_group() first"
         )
     if not torch.cuda.is_available():
         install()
     from megatron.core import parallel_state
 
-    # gloo opens a port even for a group of one, on the host's address by default.
+    # Even for a group of one, gloo opens a port, by default on the host's public address.
     with warnings.catch_warnings(), patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
-        # megatron-core's own layers call each other in a way that it deprecates.
+        # megatron-core's own layers cause this warning.
         warnings.filterwarnings("ignore", "Warning: tp_group is None", DeprecationWarning, r"megatron\.")
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -108,7 +105,7 @@ def single_process(*, seed: int = 1234) -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed every random number generator that a model uses, inside :func:`single_process`."""
+    """Seed all random number generators of a model. Call this function inside :func:`single_process`."""
     from megatron.core import tensor_parallel
 
     torch.manual_seed(seed)
@@ -116,20 +113,8 @@ def seed_all(seed: int) -> None:
 
 
 def replace(owner: object, name: str, value: object) -> None:
-    """Put a substitute in the place of what ``owner`` calls ``name``."""
+    """Set an attribute, under a name that type checkers accept for methods and modules."""
     setattr(owner, name, value)
-
-
-def _seed_generator(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
-def _get_state(*_ignored: object, **_also: object) -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _set_state(new_state: torch.Tensor, *_ignored: object, **_also: object) -> None:
-    torch.default_generator.set_state(new_state)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

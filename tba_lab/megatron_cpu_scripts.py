@@ -1,8 +1,8 @@
-"""Megatron-LM's own training scripts without a GPU, in one process or in several with gloo.
+"""Megatron-LM's training scripts without a GPU, in one process or in several with gloo.
 
-Scripts, schedules and optimizers of Megatron 0.16 and 0.19 assume more than models do; each function below
-replaces one of these assumptions. ``python -m tba_lab.megatron_cpu_scripts SCRIPT ARGUMENTS`` runs a script
-so and changes nothing else: for checkouts that are patched, and for comparisons.
+The scripts, schedules and optimizers of Megatron 0.16 and 0.19 use a GPU in more places than models do. Each
+function below replaces one of these places. ``python -m tba_lab.megatron_cpu_scripts SCRIPT ARGUMENTS`` runs
+a script with these replacements only, for patched checkouts and for comparisons.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def install_for_scripts() -> None:
-    """Make the training scripts run on the CPU for the rest of the process; refuse where a GPU is present."""
-    _no_compilers()  # first: megatron-core asks for them when it is imported
+    """Make training scripts run on the CPU for the rest of the process. With a GPU, raise an error."""
+    _no_compilers()  # first, because megatron-core uses compilers when it is imported
     install()
     _one_device()
     _cpu_literals()
@@ -48,7 +48,7 @@ def install_for_scripts() -> None:
 
 
 def _no_compilers() -> None:
-    """Leave functions uncompiled; stand in for kernels that need triton, which are imported and not used."""
+    """Disable torch.compile, and replace triton kernels, which are imported and never called."""
     replace(torch, "compile", lambda given=None, *_, **__: given if given is not None else lambda made: made)
     name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
     module = types.ModuleType(name)
@@ -58,13 +58,13 @@ def _no_compilers() -> None:
 
 
 def _one_device() -> None:
-    """Say that there is a device while scripts start, which make no process groups without one."""
+    """Report a device while scripts start. Without a device they create no process groups."""
     real = torch.cuda.is_available
     starting = {"initialize_megatron", "parse_and_validate_args", "validate_args"}
-    # For these functions only: for others, yes would mean the way of the GPU.
+    # Only for these functions. Other functions would take their GPU path.
     replace(torch.cuda, "is_available", lambda: sys._getframe(1).f_code.co_name in starting or real())
     replace(torch.cuda, "device_count", lambda: 1)
-    # The last name is of devices of AMD, which the compiler asks for where PyTorch is not built for CUDA.
+    # gcnArchName belongs to AMD devices. The compiler reads this name in builds of PyTorch without CUDA.
     properties = types.SimpleNamespace(
         major=9, minor=0, name="cpu", total_memory=16 << 30, multi_processor_count=1, gcnArchName="cpu"
     )
@@ -81,7 +81,7 @@ _FACTORIES = (
 
 
 def _cpu_literals() -> None:
-    """Create tensors on the CPU, and leave them there, where the code says "cuda"."""
+    """Use the CPU wherever the code says "cuda"."""
     for name in _FACTORIES:
         replace(torch, name, _on_cpu(getattr(torch, name)))
     for owner in (torch.Tensor, torch.nn.Module):
@@ -109,7 +109,7 @@ def _is_cuda(device: object) -> bool:
 
 
 def _no_streams() -> None:
-    """Do without streams, events and synchronization: on a CPU everything is done when its call returns."""
+    """Replace streams, events and synchronization. On a CPU all work is finished when its call returns."""
     for name in (
         *("synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect", "manual_seed_all"),
         *("reset_peak_memory_stats", "reset_max_memory_allocated"),
@@ -127,14 +127,20 @@ def _no_streams() -> None:
     replace(torch.Tensor, "record_stream", _nothing("record_stream"))
 
 
-def _pass(*_: object, **__: object) -> None:
-    pass
+def _nothing(name: str) -> Callable[..., None]:
+    """Return a new function. PyTorch's compiler does not allow two names for one function."""
+
+    def nothing(*_: object, **__: object) -> None:
+        return None
+
+    nothing.__name__ = name
+    return nothing
 
 
 class _Event:
-    """A point that is reached when it is recorded."""
+    """An event that is complete when it is recorded."""
 
-    wait = synchronize = staticmethod(_pass)
+    wait = synchronize = staticmethod(_nothing("wait"))
 
     def __init__(self, *_: object, **__: object) -> None:
         self.record()
@@ -150,11 +156,11 @@ class _Event:
 
 
 class _Stream:
-    """A stream on which everything is done."""
+    """A stream without pending work."""
 
     cuda_stream = 0
     device = CPU
-    wait_stream = wait_event = synchronize = __init__ = __exit__ = staticmethod(_pass)
+    wait_stream = wait_event = synchronize = __init__ = __exit__ = staticmethod(_nothing("wait"))
 
     def record_event(self, event: _Event | None = None) -> _Event:
         return event or _Event()
@@ -166,24 +172,14 @@ class _Stream:
         return self
 
 
-def _nothing(name: str) -> Callable[..., None]:
-    """Return a new function each time: PyTorch's compiler insists that no two names share one."""
-
-    def nothing(*_: object, **__: object) -> None:
-        return None
-
-    nothing.__name__ = name
-    return nothing
-
-
 def _kernel(name: str) -> Callable[..., None]:
-    if name.startswith("__"):  # what Python itself asks a module for
+    if name.startswith("__"):  # Python itself looks for these names in a module
         raise AttributeError(name)
     return _nothing(name)
 
 
 def _cuda_types() -> None:
-    """Name types as CUDA's, which optimizers sort parameters by."""
+    """Report CUDA tensor types, because optimizers sort parameters by them."""
     original = torch.Tensor.type
 
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +191,7 @@ def _cuda_types() -> None:
 
 
 def _parallel_norm() -> None:
-    """Mark the parameters of the plain norm, which refuses sequence parallelism and needs nothing else."""
+    """Mark the parameters of the plain norm, which otherwise refuses sequence parallelism."""
     norm = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     make = norm.__new__
 
@@ -213,7 +209,7 @@ def _parallel_norm() -> None:
 
 
 def _kept_sends() -> None:
-    """Send copies: pipeline stages free an output while gloo still sends it."""
+    """Send copies, because pipeline stages free an output while gloo still sends it."""
     send = dist.isend
 
     def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +220,7 @@ def _kept_sends() -> None:
 
 
 def _host_splits() -> None:
-    """Give experts the sizes by which they exchange tokens, which they expect on another device."""
+    """Convert the token counts of experts, which the code expects on another device."""
     utilities = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     if not hasattr(utilities, "te_general_gemm"):
@@ -241,7 +237,7 @@ def _host_splits() -> None:
 
 
 def _prebuilt_helpers() -> None:
-    """Take the helpers of datasets from the package, and build no kernels: scripts compile both."""
+    """Use the prebuilt dataset helpers of the package, and build no kernels. Scripts would compile both."""
     name = "megatron.core.datasets.helpers_cpp"
     folders = map(Path, site.getsitepackages())
     built = [file for folder in folders for file in folder.glob("megatron/core/datasets/helpers_cpp*.so")]
@@ -252,13 +248,13 @@ def _prebuilt_helpers() -> None:
         sys.modules[name] = module
     utilities = importlib.import_module("megatron.core.datasets.utils")
     replace(utilities, "compile_helpers", _nothing("compile_helpers"))
-    with contextlib.suppress(ImportError):  # there is none from 0.19 on
+    with contextlib.suppress(ImportError):  # 0.19 and later do not have this module
         kernels = importlib.import_module("megatron.legacy.fused_kernels")
         replace(kernels, "load", _nothing("load"))
 
 
 def _substituting_children() -> None:
-    """Give processes that start anew, as those that write checkpoints, all of this, but not the script."""
+    """Install the replacements in spawned processes, for example checkpoint writers, without the script."""
     prepare = multiprocessing.spawn.get_preparation_data
 
     def prepared(name: str) -> dict[str, Any]:
@@ -270,7 +266,7 @@ def _substituting_children() -> None:
 
 
 def _fused_adam() -> None:
-    """Put Apex's Adam in the place of PyTorch's, whose saved states a distributed optimizer cannot load."""
+    """Use Apex's Adam. A distributed optimizer cannot load saved states of PyTorch's Adam."""
     optimizers = importlib.import_module("megatron.core.optimizer")
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     replace(optimizers, "Adam", FusedAdam)
@@ -280,18 +276,18 @@ def _fused_adam() -> None:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Apex's Adam or AdamW, as training and checkpoints see it: one count of steps a parameter group."""
+    """Apex's Adam or AdamW for training and checkpoints: one step counter for each parameter group."""
 
     def __init__(self, params: Iterable[Any], *, adam_w_mode: bool = True, **options: Any) -> None:
         if options.pop("capturable", False):
-            raise UnsupportedError("there are no CUDA graphs on a CPU")
+            raise UnsupportedError("capturable is not supported: a CPU has no CUDA graphs. Remove the option")
         defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
         super().__init__(params, defaults | options)
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient."""
+        """Update all parameters with a gradient."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
@@ -307,7 +303,7 @@ class FusedAdam(torch.optim.Optimizer):
                 averages,
                 squares,
                 [],
-                [torch.tensor(group["step"] - 1.0) for _ in parameters],  # counted up by what is called
+                [torch.tensor(group["step"] - 1.0) for _ in parameters],  # adam() increments these
                 foreach=False,
                 decoupled_weight_decay=self.adam_w_mode,
                 amsgrad=False,
@@ -327,5 +323,5 @@ if __name__ == "__main__":
     entered = enter(sys.argv[1:])
     install_for_scripts()
     run(entered)
-elif __name__ == "__mp_main__":  # a process that one with the substitutions has started
+elif __name__ == "__mp_main__":  # a process spawned by a process with these replacements
     install_for_scripts()

@@ -1,7 +1,7 @@
-"""Compares lanes fairly on a noisy machine: each in a process of its own, single steps in turn.
+"""Comparison of runs on a noisy machine: each run has its own process, and runs alternate step by step.
 
-So each lane has its own model, optimizer, random state, heap and peak of resident memory. Whatever else the
-machine does hits all lanes of a round alike: ratios hold where absolute times do not.
+Each run has its own model, optimizer, random state, heap and peak of resident memory. In each round every run
+trains one step. Noise of the machine affects all runs of a round, so ratios are more reliable than times.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 MEASURE_EVERY = 4
-"""Rounds of which one measures memory. Its time does not count, since sampling takes part of a core."""
+"""One of this many rounds measures memory. Its times do not count, since sampling uses part of a core."""
 
 _SILENCE = 5.0
-FAST_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # huge pages: direct I/O pins 512 times fewer
+FAST_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # direct I/O pins 512 times fewer pages
 
 
 class RaceError(TbaError, RuntimeError):
-    """A process of a race failed, or the race would take longer than its limit."""
+    """A process failed, or the comparison would take longer than its limit."""
 
 
 class Entrant(NamedTuple):
-    """One lane: what ``make(**arguments)`` returns in its process has ``step()`` and ``close()``."""
+    """One run. Its process calls ``make(**arguments)``, whose result has ``step`` and ``close``."""
 
     make: Callable[..., Any]
     arguments: Mapping[str, Any] = {}
@@ -51,11 +51,11 @@ def race(
     time_limit: float = math.inf,
     ahead: float = 0.0,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run ``rounds`` steps of every lane, alternating, each round starting with another one.
+    """Train all runs in alternation for ``rounds`` steps, and return the results of their steps.
 
-    It returns what the steps of each lane returned. ``say`` prints a line of progress. A lane that fails is a
-    :class:`RaceError`, and so is a race that would take longer than ``time_limit`` seconds with the races
-    ``ahead``, which are counted in times of this one.
+    ``say`` prints a line of progress. A :class:`RaceError` means that a run failed, or that this comparison
+    and later ones would take longer than ``time_limit`` seconds. ``ahead`` is the length of later comparisons
+    as a multiple of this one.
     """
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in entrants}
     progress = _Progress(len(entrants), rounds, say, time_limit, ahead)
@@ -72,7 +72,7 @@ def race(
 
 
 class _Progress:
-    """Says every few seconds how far a race is, and ends one that takes too long."""
+    """Progress messages every few seconds, and the check of the time limit."""
 
     def __init__(
         self, lanes: int, rounds: int, say: Callable[[str], object], limit: float, ahead: float
@@ -84,21 +84,21 @@ class _Progress:
 
     def tick(self) -> None:
         now, early = time.monotonic(), 2 * self._lanes
-        is_known = self._done > self._lanes  # the first steps allocate: they tell little of the others
+        is_known = self._done > self._lanes  # the first steps allocate memory, so they take longer
         left = (
             (now - self._warm) / max(self._done - self._lanes, 1) * (self._steps - self._done + self._ahead)
         )
-        told = f"about {duration(left)} to go" if is_known else f"{now - self._began:.0f} s so far"
+        time_left = f"about {duration(left)} left" if is_known else f"{now - self._began:.0f} s so far"
         if self._done <= early and (left if self._done == early else now - self._began) > self._limit:
             raise RaceError(
-                f"{told}, longer than {duration(self._limit)}; give fewer --steps or --layers, a smaller "
-                "--hidden, --sequence or --batch-size, or more minutes by --time-limit"
+                f"{time_left}, but the limit is {duration(self._limit)}. Give fewer --steps or --layers, a "
+                "smaller --hidden, --sequence or --batch-size, or a longer --time-limit"
             )
         if now - self._said > _SILENCE:
             self._said = now
             number = min(self._done + 1, self._steps)
             step = f"step {number} of {self._steps} ({self.doing})" if self.doing else "starting"
-            self._say(f"{step}; {told}")
+            self._say(f"{step}, {time_left}")
 
     def step_ended(self) -> None:
         self._done += 1
@@ -108,18 +108,18 @@ class _Progress:
 
 
 def turns(names: Sequence[str], number: int) -> list[str]:
-    """Return the order of a round, counted from 0: each starts with another lane, measured ones too."""
+    """Return the order of names in a round, counted from 0. Each round starts with another name."""
     shift = (number + number // MEASURE_EVERY) % len(names)
     return [*names[shift:], *names[:shift]]
 
 
 def measures_memory(number: int) -> bool:
-    """Return whether memory is measured in a round, counted from 0."""
+    """Return True if memory is measured in a round, counted from 0."""
     return number % MEASURE_EVERY == MEASURE_EVERY - 1
 
 
 def duration(seconds: float) -> str:
-    """Return minutes and seconds, such as ``3:05 min``; less than a minute in seconds."""
+    """Return a time as text, for example ``3:05 min`` or ``42 s``."""
     return f"{seconds:.0f} s" if seconds < 60 else f"{int(seconds) // 60}:{int(seconds) % 60:02} min"
 
 
@@ -133,7 +133,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the quartiles of some values; of one value it is that value."""
+        """Return the median and quartiles of values. A single value is all three."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -144,12 +144,12 @@ class Spread:
 
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
-    """Return the ratio round by round: what the machine did in a round cancels out."""
+    """Return the ratios of each round. Noise that affects a whole round cancels."""
     return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
 def timed_rounds(*lanes: Sequence[Any], measured: Callable[[Any], bool]) -> list[tuple[Any, ...]]:
-    """Return the rounds whose time counts: those in which no lane measured memory, if there are any."""
+    """Return the rounds in which no run measured memory. If there are none, return all rounds."""
     rounds = list(zip(*lanes, strict=True))
     return [steps for steps in rounds if not any(map(measured, steps))] or rounds
 
@@ -159,7 +159,7 @@ def timed_rounds(*lanes: Sequence[Any], measured: Callable[[Any], bool]) -> list
 
 @dataclass
 class _Lane:
-    """The process of one entrant, seen from the race."""
+    """The process of one run, seen from the parent process."""
 
     name: str
     process: BaseProcess
@@ -178,7 +178,7 @@ class _Lane:
         except (EOFError, ConnectionResetError):
             self.process.join(timeout=10)
             status = self.process.exitcode
-            why = "; so the system ends what takes too much memory" if status == -signal.SIGKILL else ""
+            why = " (the system kills processes when memory is full)" if status == -signal.SIGKILL else ""
             raise RaceError(f"{self.name}: its process ended with status {status}{why}") from None
         if not worked:
             raise RaceError(f"{self.name} failed:\n{answer}")
@@ -187,9 +187,9 @@ class _Lane:
 
 @contextlib.contextmanager
 def _started(entrants: Mapping[str, Entrant], tick: Callable[[], None]) -> Iterator[dict[str, _Lane]]:
-    """Start all processes at once and wait until each is ready; none outlives the block."""
+    """Start all processes at once, wait until each is ready, and end them with the block."""
     lanes: dict[str, _Lane] = {}
-    patience = 2.0  # a store leaves nothing behind when its process is killed
+    patience = 2.0  # a killed process leaves no store files, so an error need not wait longer
     try:
         for name, entrant in entrants.items():
             lanes[name] = _start(name, entrant)
@@ -218,7 +218,6 @@ def _start(name: str, entrant: Entrant) -> _Lane:
 
 
 def _run_lane(entrant: Entrant, pipe: Connection) -> None:
-    """Make the runner in its process, then do as it is told until the pipe closes."""
     with contextlib.suppress(EOFError, BrokenPipeError), contextlib.ExitStack() as stack:
         try:
             runner = entrant.make(**entrant.arguments)
@@ -229,7 +228,7 @@ def _run_lane(entrant: Entrant, pipe: Connection) -> None:
             stack.close()
             pipe.send((True, None))
         except (EOFError, BrokenPipeError):
-            raise  # the race is over, for whatever reason
+            raise  # the parent process has ended the comparison
         except BaseException as error:
             text = (
                 f"{type(error).__name__}: {error}" if isinstance(error, TbaError) else traceback.format_exc()

@@ -9,7 +9,7 @@ setup_venv dev,docs,frameworks,megatron
 kvikio=$PWD/.venv/kvikio packages=tests/support/stub_driver/requirements.txt
 if ! cmp -s "$packages" "$kvikio/installed"; then
     rm -rf "$kvikio"
-    saying "installing kvikio" .venv/bin/pip install --quiet --no-deps --target "$kvikio" -r "$packages"
+    with_progress "installing kvikio" .venv/bin/pip install --quiet --no-deps --target "$kvikio" -r "$packages"
     cp "$packages" "$kvikio/installed"
 fi
 # Processes that tests start, and pytest itself, find compiled what the run before has compiled.

@@ -10,7 +10,7 @@ setup_venv dev,transformers,accelerate deepspeed==0.19.8
 export PATH=$PWD/$VENV/bin:$PATH DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$PWD/$VENV/extensions
 # A build that was cut off leaves a lock, which the next one would wait for without end.
 rm -f "$TORCH_EXTENSIONS_DIR"/*/lock
-saying "compiling what DeepSpeed needs" python -c '
+with_progress "compiling what DeepSpeed needs" python -c '
 from deepspeed.comm.torch import build_shm_op
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 build_shm_op()

@@ -23,7 +23,7 @@ from tba_offload.planner.model import Bandwidth, DeviceShare, Limits, Plan, Plan
 from tba_offload.planner.play import play
 from tba_offload.planner.solve import Case, solve
 from tba_offload.report.log import PLAN, PlanEvent, counted_steps, read_run_log, timed_steps
-from tba_offload.report.plans import PlanReport, title_of
+from tba_offload.report.plans import PlanReport
 from tba_offload.report.ranks import paths_of_ranks
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Situation:
             config=config,
             elsewhere=tuple((name, Placement(its["placement"])) for name, its in placed if name not in names),
             run=_measured_step(log),
-            title=title_of(log.header.model, log.header.hardware),
+            title=log.header.title,
             not_recomputed=frozenset(layer for layer, kind in enumerate(profile.layers) if kind in odd),
             beside=_beside_activations(log.steps, updates),
         )

@@ -1,4 +1,4 @@
-"""What a run leaves to read: the run log, and the pictures and tables made of run logs.
+"""Run logs, and the pictures and tables made from them.
 
-Nothing here imports torch: a log can be read on a machine that never trains.
+This package does not import torch, so run logs can be read on a machine without it.
 """

@@ -1,6 +1,6 @@
-"""The run log: its records, reading, writing, and the one rule of which steps count for figures.
+"""Run logs: their records, how to read and write them, and which steps count for figures.
 
-A run log is JSON lines, one header and then one record for every step::
+A run log is a file of JSON lines: one header, then one record for each step, and other events::
 
     {"event": "run", "schema": 1, "started": "2025-01-01T00:00:00+00:00", "strategy": "offload", ...}
     {"event": "step", "step": 1, "seconds": 1.25, "loss": 10.4, ...}
@@ -9,12 +9,12 @@ A run log is JSON lines, one header and then one record for every step::
     {"event": "memory", "step": 3, "phases": {...}, "layers": [...], "static": {...}, ...}
     {"event": "timeline", "step": 3, "scopes": [...], "stalls": [...], "points": [...], ...}
 
-A finite float survives bit for bit: JSON gets its shortest exact decimal form. JSON has no word for other
-floats, so they are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``. Reading turns these back into
-floats wherever a field is a float.
+Finite floats keep every bit, because JSON gets their shortest exact decimal form. JSON has no other floats,
+so they are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``. The reader converts these strings back
+to floats where a field is a float.
 
-Within schema 1 fields and events may be added. A reader keeps unknown ones aside, in ``extra`` and in
-:attr:`RunLog.others`. Any other schema number is refused. Nothing here imports torch.
+Within schema 1, fields and events may be added. The reader keeps unknown fields in ``extra`` and unknown
+events in :attr:`RunLog.others`. It refuses any other schema number. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 
 PLAN, MEMORY, TIMELINE = "plan", "memory", "timeline"
-"""Events: a new plan; where in a step memory was at its peak, and what held it; one step over time."""
+"""Names of events: a new plan, the memory of a step by holder, and one step over time."""
 
 Json = dict[str, object]
 Bytes = Annotated[int, Field(strict=True, ge=0)]
@@ -54,26 +54,30 @@ Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 # Records
 
+_UNNAMED = {"name", "dtype", "device"}
+_SIZES = ("layers", "hidden", "hidden_size", "sequence", "seq_length", "batch_size")
+_IN_TITLES = ("name", *_SIZES, "dtype", "device", "cpus")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """What was the same for every step of a run.
+    """Facts that are the same for every step of a run.
 
     Attributes:
-        strategy: A free label, such as ``"offload"``. Runs with equal labels form one line of a ROK curve.
-        schema: Number of the log's schema.
-        run: The same word in the logs of all ranks of one run; None where there is only one.
-        rank: The rank that this log is of.
-        ranks: How many ranks the run has, each with a log of its own.
-        started: When the run started, ISO 8601 in UTC.
-        versions: Package name to version.
-        hardware: The machine, free form.
-        model: The model, free form: for example name, layers, hidden, batch_size, sequence. ``batch_size``
-            (sequences a step) is what orders the points of a ROK curve.
-        policy: The policy as YAML, None where there was none.
-        plan: Name of a layer to its number, its placement, and why; of all ranks.
-        store: The store: kind, the I/O path that each directory really used, alignment, and so on.
-        extra: Keys that this version does not know; written back as they were read.
+        strategy: A free label, for example ``"offload"``. Runs with equal labels form one line of a ROK
+            curve.
+        schema: The number of the log's schema.
+        run: A name that the logs of all ranks of a run share. None if the run has one rank.
+        rank: The rank that wrote this log.
+        ranks: The number of ranks. Each rank writes a log.
+        started: The start of the run, ISO 8601 in UTC.
+        versions: Package names and their versions.
+        hardware: The machine, in free form.
+        model: The model, in free form: for example name, layers, hidden, batch_size, sequence. A ROK curve
+            orders its points by ``batch_size``, the number of sequences in a step.
+        policy: The policy as YAML. None if the run has no policy.
+        plan: For each layer name its number, its placement and the reason, on all ranks.
+        store: The store: its kind, the I/O path in use for each directory, alignment, and so on.
+        extra: Keys that this version does not know. The writer writes them unchanged.
     """
 
     EVENT: ClassVar[str] = "run"
@@ -92,90 +96,100 @@ class RunHeader:
     store: Json = field(default_factory=dict)
     extra: Json = field(default_factory=dict)
 
+    @property
+    def title(self) -> str:
+        """The model and the machine in one line, as far as the log names them."""
+        facts = {**self.model, **self.hardware}
+        names = {name: f"{name.replace('_', ' ')} " for name in _IN_TITLES if facts.get(name)}
+        names |= dict.fromkeys(names.keys() & _UNNAMED, "")
+        return ", ".join(f"{label}{facts[name]}" for name, label in names.items())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one step did and cost: times in seconds, amounts of memory and of transfers in bytes.
+    """The measurements of one step: times in seconds, memory and transfers in bytes.
 
-    None always means *not measured* or *not known*, never zero.
+    None means that a value was not measured or is not known. It never means zero.
 
     Attributes:
-        step: Number of the step within the session, from 1.
-        seconds: Wall-clock time of the whole ``with session.step()`` block, or from the first forward to the
-            end of the last backward of a step that opened by itself, without optimizers. On a GPU, which
-            works later than the host, it is by the GPU's clock where there is a run log or a layer is placed
-            ``auto``, unless an optimizer worked within; else it is the host's, which is how long the work
-            took only if the block ends with something that waits for the device, as ``loss.item()`` does.
-        optimizer_seconds: Wall-clock time of the steps that optimizers made in it, and between the last step
-            and this one where the program tells what a step is and updates after it. None if there was none.
-            On a GPU it is how long the host was held up, to launch the work or to wait for it.
-        skipped: Whether its gradients were dropped without an update, as a gradient scaler does after an
-            overflow. Nothing is planned from such a step.
-        forward_seconds: Time spent in forward passes; None on a GPU.
-        backward_seconds: Time spent in backward passes; None on a GPU.
-        stall_seconds: Time that the training thread waited for I/O of activations; a GPU may have had work
+        step: The number of the step in the session, counted from 1.
+        seconds: Wall-clock time of the ``with session.step()`` block. Without a block, the time from the
+            first forward to the end of the last backward, without optimizers. On a GPU, the GPU's clock
+            measures it if there is a run log or an ``auto`` layer, and no optimizer runs inside the block.
+            Otherwise the host's clock measures it. The host's time is right only if the block ends with a
+            call that waits for the device, for example ``loss.item()``.
+        optimizer_seconds: Wall-clock time of optimizer steps inside the step. If the program updates after
+            its step block, the update before this step counts. None if there was no update. On a GPU, the
+            time that the host needed to launch the update or wait for it.
+        skipped: True if the gradients were dropped without an update, as a gradient scaler does after an
+            overflow. The planner ignores these steps.
+        forward_seconds: Time of forward passes. None on a GPU.
+        backward_seconds: Time of backward passes. None on a GPU.
+        stall_seconds: Time that the training thread waited for I/O of activations. A GPU may have computed
             meanwhile.
-        tokens: Tokens trained on.
-        model_flops: Algorithmic floating point operations of the step; recomputation is not counted.
-        loss: The loss, exactly as the caller gave it; may be NaN or infinite. None until the device has come
-            to it, if it was given as a tensor.
-        activation_peak_bytes: Peak device memory minus the base, read from the allocator, without gradients
-            and optimizer states that were allocated in the step. A gradient counts as an activation while it
-            is computed, until autograd has put it in place.
-        gradient_bytes: Bytes of gradients that were allocated in the step.
-        gradient_peak_bytes: Most bytes of gradients at one time in the step, whenever they were allocated,
-            and of frozen weights that are offloaded.
-        state_bytes: By how much optimizers let memory grow in the step, in bytes: their states, made in the
-            first one.
-        sampled_peak_bytes: The highest sample, where samples were too thin to be taken for the peak, as they
-            may be on a busy CPU; then ``activation_peak_bytes`` and ``device_peak_bytes`` are None.
-        peak_samples: Samples of the peak on a CPU; None where the allocator keeps the peak itself.
-        peak_source: How ``activation_peak_bytes`` was measured, such as ``"cuda allocator"``.
-        base_bytes: Bytes that were live in the allocator when the step began, gradients and outputs of
-            earlier steps left out: parameters, states of optimizers, and whatever else outlives steps. On a
-            CPU all of the process count.
-        earlier_outputs_bytes: Bytes of outputs of the model of earlier steps that the program held when the
-            step began, as where it is written ``outputs = model(...)``; they are part of the activation peak.
-        reserved_peak_bytes: Most memory that the allocator of a GPU had taken from it: of the whole process,
-            with what it holds ready for later. None on a CPU.
-        device_peak_bytes: Most bytes that were live in the allocator while forward and backward ran: of all
-            that there is, on a CPU of the whole process.
-        activation_budget_bytes: Most bytes of the activation peak that the step was allowed: the smaller of
-            ``budget.activation_bytes`` and what ``budget.device_bytes`` leaves, of which gradients may take
-            their part as they come; None without a budget.
-        own_peak_bytes: Peak of the resident activations of captured layers by our own ledger. Layers that
-            are placed keep or recompute run without hooks, and nothing is known of them.
-        resident_peak_bytes: Peak resident set of the process as the operating system counts it (VmHWM).
+        tokens: The number of tokens in the step.
+        model_flops: Floating point operations of the algorithm, without recomputation.
+        loss: The loss as the caller gave it. It may be NaN or infinite. If the caller gave a tensor, None
+            until the device has computed the tensor.
+        activation_peak_bytes: Peak memory of the device minus ``base_bytes``, without gradients and optimizer
+            states allocated in the step. A gradient counts as an activation until autograd has stored it in
+            ``.grad``.
+        gradient_bytes: Bytes of gradients allocated in the step.
+        gradient_peak_bytes: Most bytes of gradients and offloaded frozen weights in memory at one time,
+            including gradients from earlier steps.
+        state_bytes: Bytes that memory grew by during optimizer steps. The first step allocates the states.
+        sampled_peak_bytes: The highest sample, if the samples were too few to be the peak, for example on a
+            busy CPU. In that case ``activation_peak_bytes`` and ``device_peak_bytes`` are None.
+        peak_samples: The number of samples on a CPU. None if the allocator records its own peak.
+        peak_source: The method that measured ``activation_peak_bytes``, for example ``"cuda allocator"``.
+        base_bytes: Live bytes of the allocator at the start of the step, without gradients and outputs of
+            earlier steps: parameters, optimizer states, and everything else that outlives steps. On a CPU,
+            live bytes of the whole process.
+        earlier_outputs_bytes: Bytes of model outputs from earlier steps that the program still referenced
+            when the step began, as ``outputs = model(...)`` does. They are part of the activation peak.
+        reserved_peak_bytes: Most memory that the allocator had reserved on the GPU, including its cache. None
+            on a CPU.
+        device_peak_bytes: Most live bytes of the allocator during forward and backward. On a CPU, live bytes
+            of the whole process.
+        activation_budget_bytes: The largest activation peak that the step was allowed: the smaller of
+            ``budget.activation_bytes`` and the rest of ``budget.device_bytes``. Gradients share this rest.
+            None without a budget.
+        own_peak_bytes: Peak bytes of resident activations that the offloader counted. Layers placed keep or
+            recompute run without hooks, so the offloader does not count them.
+        resident_peak_bytes: Peak resident set of the process, as the operating system reports it (VmHWM).
         offloaded_bytes: Bytes written to the store.
         read_bytes: Bytes read back from the store.
-        reread_bytes: Bytes read again because a read of them failed.
-        forwarded_bytes: Bytes handed to backward from memory, without a read, because they were still there.
+        reread_bytes: Bytes read again after a failed read.
+        forwarded_bytes: Bytes that backward took from memory without a read, because they were not freed yet.
         deduplicated_bytes: Bytes not written because the same storage was offloaded already.
-        rebuilt_bytes: Bytes neither kept nor written, because backward computed them anew.
-        kept_bytes: Bytes that captured layers kept because they are small, not understood, or held elsewhere.
-        recomputed_scopes: Scopes that were recomputed in backward.
-        scopes: Scopes that ran: one for each layer, micro-batch and model chunk.
-        in_flight_peak_bytes: Most bytes in flight at one time: packed and not yet freed, plus read ahead and
+        rebuilt_bytes: Bytes neither kept nor written, because backward computed them again.
+        kept_bytes: Bytes that layers with hooks kept: small tensors, tensors of unsupported kinds, and
+            tensors that other references keep in memory.
+        recomputed_scopes: The number of scopes that backward recomputed.
+        scopes: The number of scopes that ran. Each run of a layer on a micro-batch is one scope.
+        in_flight_peak_bytes: Most bytes in flight at one time: saved and not yet freed, plus prefetched and
             not yet used.
-        given_up_bytes: Prefetches given up, to be read on demand instead.
-        held_bytes: Bytes written although something else kept the storage in memory until backward.
-        fallback_kept_bytes: Bytes kept although the plan said offload: store full, drive failed or too slow.
-        checksum_seconds: Processor time of I/O threads for checksums of what drives were given and gave back,
-            in the step and since the last one; none where a GPU computes them.
-        drives_out_of_service: Drives that take no writes at the end of the step: a write to them failed, or
+        given_up_bytes: Bytes of prefetches that were cancelled and read on demand later.
+        held_bytes: Bytes written although another reference kept the storage in memory until backward.
+        fallback_kept_bytes: Bytes kept although the plan said offload, because the store was full, or a drive
+            failed or was too slow.
+        checksum_seconds: Processor time that I/O threads spent on checksums in the step and since the last
+            one. None if a GPU computes the checksums.
+        drives_out_of_service: Drives that accept no writes at the end of the step, because a write failed or
             found no room.
-        weights_read_bytes: Bytes of frozen weights that were read in the step; None where the session has
-            none offloaded.
-        weights_waited_seconds: Time that the training thread waited for them, no part of ``stall_seconds``;
-            likewise.
-        left_alone_scopes: Executions of layers inside saved-tensor hooks of other code, not captured.
-        planning_seconds: How long training waited for the planner before the step; None if there is none.
-        predicted_peak_bytes: What the plan predicted for the activation peak; None before there is a plan.
-        predicted_seconds: What the plan predicted for ``seconds``; None before there is a plan.
-        predicted_device_peak_bytes: What was predicted for ``device_peak_bytes``: what lies there beside
-            activations, and what the plan predicted, less what the peaks of gradients and activations were
-            apart in the step before; None without ``budget.device_bytes``.
-        extra: Keys that this version does not know; written back as they were read.
+        weights_read_bytes: Bytes of frozen weights read in the step. None if no frozen weights are offloaded.
+        weights_waited_seconds: Time that the training thread waited for frozen weights. It is not part of
+            ``stall_seconds``. None if no frozen weights are offloaded.
+        left_alone_scopes: Scopes that ran without our hooks, because other code had saved-tensor hooks
+            active.
+        planning_seconds: Time that training waited for the planner before the step. None without a planner.
+        predicted_peak_bytes: The activation peak that the plan predicted. None before the first plan.
+        predicted_seconds: The value of ``seconds`` that the plan predicted. None before the first plan.
+        predicted_device_peak_bytes: The value of ``device_peak_bytes`` that the plan predicted: the plan's
+            activation peak plus all other memory of the device. Gradients and activations peak at different
+            times, and the difference measured in the previous step is subtracted. None without
+            ``budget.device_bytes``.
+        extra: Keys that this version does not know. The writer writes them unchanged.
     """
 
     EVENT: ClassVar[str] = "step"
@@ -230,20 +244,20 @@ class StepRecord:
 
     @property
     def seconds_with_update(self) -> float:
-        """``seconds`` and ``optimizer_seconds`` together."""
+        """The sum of ``seconds`` and ``optimizer_seconds``."""
         return self.seconds + (self.optimizer_seconds or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLog:
-    """A run log that was read.
+    """The content of a run log.
 
     Attributes:
-        header: What was the same for every step.
+        header: The facts that are the same for every step.
         steps: The steps, in the order of the file.
         path: The file.
-        truncated: Whether the last line was cut off, as by a crash; it is left out.
-        others: Events of other kinds, as they were read, in the order of the file.
+        truncated: True if the last line is incomplete, for example after a crash. The line is left out.
+        others: All other events, unparsed, in the order of the file.
     """
 
     header: RunHeader
@@ -253,13 +267,13 @@ class RunLog:
     others: tuple[Json, ...] = ()
 
     def events(self, model: type[AnyEvent]) -> list[AnyEvent]:
-        """Return the events of one kind with their types.
+        """Return the events of one kind, parsed.
 
         Args:
-            model: The class of these events, such as :class:`PlanEvent`.
+            model: The class of the events, for example :class:`PlanEvent`.
 
         Raises:
-            RunLogError: A part of an event is missing or has another type.
+            RunLogError: A field of an event is missing or has the wrong type.
         """
         found = [event for event in self.others if event["event"] == model.EVENT]
         try:
@@ -268,31 +282,35 @@ class RunLog:
             raise RunLogError(f"{self.path}: {error}") from None
 
 
-# Which steps count for figures. In every command and picture a peak is the largest of `counted_steps(log)`.
-# A time is the median of `timed_steps(counted_steps(log))`.
+# Which steps count for figures. In every command and picture, a peak is the largest of `counted_steps(log)`,
+# and a time is the median of `timed_steps(counted_steps(log))`.
 
 
 def warm_up_steps(total: int) -> int:
-    """Return how many steps at the start of a run of ``total`` steps count for no figure.
+    """Return how many of the first steps of a run are ignored in figures.
 
-    Three of more than six, one of two to six, none of one: the first step allocates, the next settle.
+    The first step allocates memory, and the next ones are irregular. Of more than six steps three are
+    ignored, of two to six steps one, and of a single step none.
+
+    Args:
+        total: The number of steps of the run.
     """
     return 3 if total > 6 else int(total > 1)
 
 
 def counted_steps(log: RunLog, warm_up: int | None = None) -> list[StepRecord]:
-    """Return the steps of a run that count for figures: after warm-up, and with an update.
+    """Return the steps that count for figures: steps after the warm-up, without skipped ones.
 
     Args:
-        log: The run.
-        warm_up: Steps to leave out at the start. Default: :func:`warm_up_steps`.
+        log: The run log.
+        warm_up: Steps to ignore at the start. Default: :func:`warm_up_steps`.
     """
     late = log.steps[warm_up_steps(len(log.steps)) if warm_up is None else warm_up :]
     return [step for step in late if not step.skipped]
 
 
 def timed_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the steps whose times count: without those that measured memory, if others are left."""
+    """Return the steps that did not measure memory, since measuring costs time. If all did, return all."""
     return [step for step in steps if step.peak_source is None] or list(steps)
 
 
@@ -300,13 +318,13 @@ def timed_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def read_run_log(path: str | os.PathLike[str]) -> RunLog:
-    """Read a run log, also one whose run crashed or is still going on.
+    """Read the run log of a run that ended, crashed, or is still running.
 
-    A last line without its end is left out.
+    An incomplete last line is left out.
 
     Raises:
-        RunLogError: The file cannot be read, is no run log, has another schema or a damaged line, or is two.
-            The message names file and line.
+        RunLogError: The file cannot be read, is not a run log, has another schema, has a damaged line, or has
+            a second header. The message names the file and the line.
     """
     path = Path(path)
     try:
@@ -321,13 +339,12 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
                 found.append(_parsed(line))
         except RunLogError as error:
             raise RunLogError(f"{path}:{number}: {error}") from None
-    if not found:
-        raise RunLogError(f"{path}: no run log, for want of a whole line; was the run stopped at its start?")
-    header, *others = found
+    header, *others = found or [{}]
     if not isinstance(header, RunHeader):
-        raise RunLogError(f'{path}: no run log, which starts with {{"event": "run", "schema": …}}')
+        what = "its first line is not the header of a run" if header else "it has no complete line"
+        raise RunLogError(f"{path}: not a run log: {what}. Is it the right file?")
     if any(isinstance(each, RunHeader) for each in others):
-        raise RunLogError(f"{path}: a second header: two run logs in one file; split it there")
+        raise RunLogError(f"{path}: a second header: the file holds two run logs. Split it into two files")
     return RunLog(
         header=header,
         steps=tuple(each for each in others if isinstance(each, StepRecord)),
@@ -341,12 +358,12 @@ def _parsed(line: bytes) -> RunHeader | StepRecord | Json:
     try:
         event: Any = json.loads(line)
     except ValueError:
-        raise RunLogError("not a line of a run log: it is no JSON; remove the line") from None
+        event = None
     if not isinstance(event, dict) or not isinstance(kind := event.get("event"), str):
-        raise RunLogError('not a line of a run log: it names no "event"; remove the line')
+        raise RunLogError('not a line of a run log: it is not JSON with an "event". Remove the line')
     if kind == RunHeader.EVENT and event.get("schema") != SCHEMA:
-        found = f"with schema {event.get('schema')!r} of the run log, and this version reads schema {SCHEMA}"
-        raise RunLogError(f"written {found}; read it with the version of tba-offload that wrote it")
+        found = f"the log has schema {event.get('schema')!r}, and this version reads schema {SCHEMA}"
+        raise RunLogError(f"{found}. Read it with the version of tba-offload that wrote it")
     kinds = {each.EVENT: each for each in (RunHeader, StepRecord)}
     return _checked(kinds[kind], event) if kind in kinds else event
 
@@ -357,7 +374,6 @@ _NAMES = {kind: [each.name for each in fields(kind) if each.name != "extra"] for
 
 
 def _checked(kind: type[Record], event: Json) -> Record:
-    """Return an event as a record, its unknown keys in ``extra``."""
     known: Json = {name: event[name] for name in _NAMES[kind] if name in event}
     known["extra"] = {name: value for name, value in event.items() if name not in {*known, "event"}}
     return _valid(_ADAPTERS[kind].validate_python, kind.EVENT, known)  # type: ignore[no-any-return]
@@ -377,26 +393,26 @@ def _valid(validate: Callable[[Any], Any], name: str, values: Mapping[str, objec
 
 
 class RunLogWriter(AbstractContextManager["RunLogWriter"]):
-    """Writes a new run log, line by line.
+    """A writer of a new run log.
 
-    Each line reaches the operating system before :meth:`write` returns, so a process that dies loses at most
-    the line it was writing. Lines are not forced to the drive: a power cut may take the latest ones.
+    Each line reaches the operating system before :meth:`write` returns. A process that crashes loses at most
+    the line that it was writing. Lines are not synced to the drive, so a power cut may lose the latest ones.
 
-    Training never ends for its log. If a line cannot be written, as on a full drive or when the file was
-    removed, a warning says so once, and the log ends there.
+    A failed write does not stop training. If the drive is full or the file was removed, the writer warns once
+    and writes nothing more.
 
     Args:
-        path: The file to create, readable by its owner only (0600). Its directory has to exist.
-        header: Written at once as the first line.
+        path: The file to create, readable by its owner only (0600). Its directory must exist.
+        header: The first line. The constructor writes it.
 
     Raises:
-        RunLogError: Its directory does not exist, the file exists, or it cannot be opened or written. Or JSON
-            cannot hold the header.
+        RunLogError: The directory does not exist, the file exists, the file cannot be opened or written, or
+            JSON cannot represent the header.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: RunHeader) -> None:
         self.path = Path(path)
-        line = _line(header)  # first: no file is made for a header that cannot be written
+        line = _line(header)  # before the file is created, since it may raise
         self._file = _open_new(self.path)
         self._has_ended = False
         try:
@@ -414,27 +430,27 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
         self._append(_line(record))
 
     def note(self, event: str, document: Mapping[str, object]) -> None:
-        """Append an event of another kind, which readers hand on as it is (:attr:`RunLog.others`).
+        """Append an event that is neither a header nor a step (see :attr:`RunLog.others`).
 
         Args:
-            event: Its kind.
-            document: What JSON can hold.
+            event: The name of the event.
+            document: The fields of the event, as JSON can represent them.
 
         Raises:
-            RunLogError: The log is closed, or JSON cannot hold the document.
+            RunLogError: The log is closed, or JSON cannot represent the document.
         """
         self._append(_json_line(event, document))
 
     def close(self) -> None:
-        """Close the file; once is enough, more does no harm."""
-        with self._told_once():  # a network file system tells late
+        """Close the file. Further calls do nothing."""
+        with self._warn_once():  # a network file system reports failed writes when the file is closed
             self._file.close()
 
     def _append(self, line: bytes) -> None:
         if self._file.closed:
-            raise RunLogError(f"{self.path}: the run log is closed; open a new file to record more steps")
+            raise RunLogError(f"{self.path}: the run log is closed. Open a new file to record more steps")
         if not self._has_ended:
-            with self._told_once():
+            with self._warn_once():
                 self._write_whole(line)
 
     def _write_whole(self, line: bytes) -> None:
@@ -444,13 +460,13 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
             line = line[self._file.write(line) :]
 
     @contextmanager
-    def _told_once(self) -> Iterator[None]:
+    def _warn_once(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            said = "%s: the run log cannot be written: %s; it ends here. Training goes on; make room there"
+            message = "%s: the run log cannot be written: %s. Training continues without it; make room there"
             if not self._has_ended:
-                logger.warning(said, self.path, error.strerror or error)
+                logger.warning(message, self.path, error.strerror or error)
             self._has_ended = True
 
     def __exit__(self, *_: object) -> None:
@@ -458,7 +474,6 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
 
 
 def _open_new(path: Path) -> io.FileIO:
-    """Create a file for this process alone, without a buffer; no file, link or pipe is there before."""
     try:
         return io.FileIO(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600))
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
@@ -467,8 +482,8 @@ def _open_new(path: Path) -> io.FileIO:
             reason = f"its directory does not exist: mkdir -p {shlex.quote(str(path.absolute().parent))}"
         elif isinstance(error, FileExistsError):
             reason = (
-                "it exists, and run logs are never overwritten; name another file, one for each rank, such "
-                f"as {path.stem}.rank0{path.suffix}"
+                "it exists, and run logs are never overwritten. Name another file. If ranks write logs, name "
+                f"one for each, for example {path.stem}.rank0{path.suffix}"
             )
         raise RunLogError(f"{path}: the run log cannot be opened: {reason}") from error
 
@@ -483,12 +498,12 @@ def _json_line(event: str, document: Mapping[str, object]) -> bytes:
     try:
         text = json.dumps({"event": event} | _in_json(document), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise RunLogError(f"the {event} event holds a value that JSON cannot: {error}") from error
+        raise RunLogError(f"the {event} event has a value that JSON cannot represent: {error}") from error
     return text.encode("ascii") + b"\n"
 
 
 def _in_json(value: Any) -> Any:
-    """Return the value with the floats that JSON lacks spelt as strings."""
+    """Replace floats that JSON does not have by strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return float.__repr__(value)
     if isinstance(value, dict):
@@ -503,17 +518,17 @@ def _in_json(value: Any) -> Any:
 _NO_FIGURES = {"step", "skipped", "peak_source"}
 
 FIGURES = tuple(name for name in _NAMES[StepRecord] if name not in _NO_FIGURES)
-"""Fields of a step record that are numbers: the curves of :mod:`tba_offload.sinks`."""
+"""Fields of a step record that hold numbers. Sinks draw a curve of each."""
 
 MAIN_FIGURES = ("activation_peak_bytes", "offloaded_bytes", "read_bytes", "stall_seconds")
 """Those for frameworks that print the same figures that they hand on."""
 
 PREFIX = "tba-offload/"
-"""Beginning of the names of curves."""
+"""Prefix of the names of curves."""
 
 
 def curves_of(record: StepRecord, names: Iterable[str] = FIGURES) -> dict[str, float]:
-    """Return the figures of a step that are known, under ``tba-offload/`` and the name of the field."""
+    """Return the known figures of a step. A key is ``tba-offload/`` and the name of the field."""
     known = {f"{PREFIX}{name}": getattr(record, name) for name in names}
     return {name: value for name, value in known.items() if value is not None}
 
@@ -525,8 +540,8 @@ def describe_step(record: StepRecord) -> str:
         parts.append(f"activation peak {readable_size(record.activation_peak_bytes)}")
     if record.gradient_bytes:
         parts.append(f"gradients {readable_size(record.gradient_bytes)}")
-    waits = f", {significant(record.stall_seconds)} s of it waits" if record.stall_seconds else ""
-    parts.append(f"{significant(record.seconds)} s{waits}")
+    stall = f" (stall {significant(record.stall_seconds)} s)" if record.stall_seconds else ""
+    parts.append(f"{significant(record.seconds)} s{stall}")
     kept = record.kept_bytes + record.fallback_kept_bytes
     amounts = (record.offloaded_bytes, record.read_bytes, record.forwarded_bytes, kept)
     moved = zip(amounts, ("written", "read", "forwarded", "kept"), strict=True)
@@ -544,7 +559,7 @@ def describe_step(record: StepRecord) -> str:
 
 
 class Event(BaseModel):
-    """An event that is no step; its fields have types before anything is computed from them."""
+    """An event of a run log that is neither a header nor a step, with checked types."""
 
     EVENT: ClassVar[str]
 
@@ -553,24 +568,24 @@ AnyEvent = TypeVar("AnyEvent", bound=Event)
 
 
 def read_event(model: type[AnyEvent], event: Mapping[str, object]) -> AnyEvent:
-    """Return an event with its types.
+    """Return an event, parsed.
 
     Raises:
-        RunLogError: A part is missing or has another type; says which.
+        RunLogError: A field is missing or has the wrong type. The message names the field.
     """
     return _valid(model.model_validate, model.EVENT, event)  # type: ignore[no-any-return]
 
 
 class PlanEvent(Event):
-    """A new plan and what it was made from, as far as a plan is made anew from it.
+    """A new plan, with all data needed to plan again.
 
     Attributes:
         names: Module names of the layers.
-        policy: Placement that the user wants for each layer.
+        policy: The placement of each layer in the policy.
         plan: The plan.
-        profile: The step, as :class:`tba_offload.planner.model.StepProfile` reads it.
-        drive: Rates of the store, as :class:`tba_offload.planner.model.Bandwidth` reads them.
-        limits: What the plan had to keep to.
+        profile: The measured step, in the form of :class:`tba_offload.planner.model.StepProfile`.
+        drive: The rates of the store, in the form of :class:`tba_offload.planner.model.Bandwidth`.
+        limits: The budgets that the plan had to fit.
     """
 
     EVENT = PLAN
@@ -584,16 +599,16 @@ class PlanEvent(Event):
 
 
 class HeldBytes(NamedTuple):
-    """What holds memory at one moment, in bytes.
+    """Memory at one time by holder, in bytes.
 
     Attributes:
-        in_flight: On their way to the store or back.
-        settled: Kept by the offloader: in use by backward, or refused by a drive.
-        small: Saved by layers with hooks, and kept: small, not understood, or held elsewhere.
-        kept: Left in memory by layers that are placed ``keep`` or were left alone, or of which a share stays.
-        inputs: Left in memory by layers that are recomputed.
-        outputs: Left in memory by layers whose activations travel, beside all that the offloader knows of.
-        put_out: Put out by the model, now or in earlier steps, and alive still.
+        in_flight: Activations that are being written or were prefetched.
+        settled: Activations that backward uses, or that a drive refused.
+        small: Tensors that layers with hooks saved and kept, for the reasons of ``StepRecord.kept_bytes``.
+        kept: Activations of layers that keep all or part of what they save, or run without our hooks.
+        inputs: Inputs of recomputed layers.
+        outputs: Memory that offloaded layers left behind and that the offloader does not manage.
+        put_out: Live outputs of the model, from this step or earlier ones.
     """
 
     in_flight: Bytes = 0
@@ -606,20 +621,20 @@ class HeldBytes(NamedTuple):
 
     @property
     def planned(self) -> int:
-        """Bytes of which plans know: activations of layers."""
+        """Bytes that plans include: activations of layers."""
         return sum(self) - self.outputs - self.put_out
 
 
 class PhasePeak(NamedTuple):
-    """The fullest moment of one phase, gradients included.
+    """The memory of one phase of a step at its peak.
 
     Attributes:
-        nbytes: Live bytes, without those that were there before the step, gradients and states of optimizers.
-        layer: Index of the layer that ran, or had run last.
-        held: What held them.
-        beside: Those of nothing in ``held`` that were there when the layer began.
-        gradients: Bytes of gradients at the time.
-        frozen: Bytes of frozen weights that were there for layers that compute.
+        nbytes: Live bytes allocated in the step, without gradients and optimizer states.
+        layer: The index of the layer that ran, or ran last.
+        held: The same bytes by holder.
+        beside: Bytes outside ``held`` that were live when the layer began.
+        gradients: Bytes of gradients.
+        frozen: Bytes of offloaded frozen weights that were loaded.
     """
 
     nbytes: Bytes
@@ -631,21 +646,21 @@ class PhasePeak(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """All bytes of the moment."""
+        """The bytes of the peak with gradients and frozen weights."""
         return self.nbytes + self.gradients + self.frozen
 
     def as_json(self) -> dict[str, object]:
-        """Return the line of it in a run log."""
+        """Return the form of the peak in a run log."""
         return {**self._asdict(), "held": self.held._asdict()}
 
 
 class StaticBytes(BaseModel):
-    """Bytes that last from step to step.
+    """Memory that outlives steps, in bytes.
 
     Attributes:
-        parameters: Of parameters and buffers.
-        gradients: Of gradients.
-        states: Of what optimizers hold: states, and parameters that are not the model's own, as masters.
+        parameters: Parameters and buffers of the model.
+        gradients: Gradients.
+        states: Optimizer states, and parameters that only the optimizer has, for example fp32 masters.
     """
 
     parameters: Bytes
@@ -654,17 +669,17 @@ class StaticBytes(BaseModel):
 
 
 class MemoryEvent(Event):
-    """What a step that was looked at has shown.
+    """The memory of one step that was measured by phase.
 
     Attributes:
-        step: Its number.
+        step: The number of the step.
         names: Module names of the layers.
-        placements: Their placements.
-        static: What lasts from step to step.
+        placements: The placement of each layer.
+        static: The memory that outlives steps.
         phases: The peak of each phase.
-        left_out: How many trained blocks are like the layers and not among them.
-        outside: The largest trained parameter beside the layers: name and bytes.
-        frozen_weights: Bytes of frozen weights of layers that are in memory.
+        left_out: The number of trained blocks that look like layers and are not attached.
+        outside: The largest trained parameter outside the layers: its name and bytes.
+        frozen_weights: Bytes of the layers' frozen weights in memory.
     """
 
     EVENT = MEMORY

@@ -1,7 +1,6 @@
-"""One page for runs: the pictures and tables of the other commands, in one file without network requests.
+"""The report page: the pictures and tables of the other commands in one HTML file.
 
-Everything that a log holds is text to the page: the template escapes it, and the page forbids scripts and
-requests.
+The template escapes all text from logs. The page allows neither scripts nor network requests.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from tba_offload.errors import MissingDependencyError, RunLogError
 from tba_offload.formatting import BYTES, grouped, scale, visible
 from tba_offload.report import rok
 from tba_offload.report.log import MemoryEvent
-from tba_offload.report.plans import title_of
 from tba_offload.report.text import Table
-from tba_offload.report.timeline import TimelineEvent, timeline_figure
+from tba_offload.report.timeline import TimelineEvent, ends_of, timeline_figure
 from tba_offload.report.why import Diagnosis
 
 if TYPE_CHECKING:
@@ -28,21 +26,17 @@ if TYPE_CHECKING:
 
     from tba_offload.report.log import RunLog
 
-_WIDTH = 5.4
-"""Inches of a picture: on a phone its text can still be read."""
-
 
 def _picture(figure: Figure, says: str) -> dict[str, str]:
-    """Return a figure as a data URI, with what it shows in a sentence or two."""
     content = base64.b64encode(rok.rendered(figure, "svg")).decode()
     return {"source": f"data:image/svg+xml;base64,{content}", "says": says}
 
 
 def page(logs: Sequence[RunLog]) -> bytes:
-    """Return the page, as the bytes of a file of HTML.
+    """Return the page as the bytes of an HTML file.
 
     Args:
-        logs: The runs, at least one.
+        logs: The run logs, at least one.
 
     Raises:
         RunLogError: A run has no step.
@@ -58,11 +52,13 @@ def page(logs: Sequence[RunLog]) -> bytes:
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(source)
     names = _names(logs)
     with rok.drawing():
-        runs = [_run(log, name) for log, name in zip(logs, names, strict=True)]
+        timelines = [log.events(TimelineEvent)[-1:] for log in logs]
+        ends = [max(each) for each in zip(*(ends_of(last[0]) for last in timelines if last), strict=True)]
+        runs = [_run(*each, ends) for each in zip(logs, names, timelines, strict=True)]
         curve, summary = _comparison(logs)
         content = template.render(
             version=__version__,
-            title=f"{len(logs)} runs compared" if len(logs) > 1 else f"A run of {logs[0].header.strategy}",
+            title=f"{len(logs)} runs compared" if len(logs) > 1 else f"Run: {names[0]}",
             curve=curve,
             summary=summary,
             steps=_picture(_steps_figure(logs, names), "Every step of each run."),
@@ -72,34 +68,34 @@ def page(logs: Sequence[RunLog]) -> bytes:
 
 
 def _names(logs: Sequence[RunLog]) -> list[str]:
-    """Return a name for each run: its strategy where these differ, else its file."""
-    strategies = [visible(log.header.strategy) for log in logs]
-    if len(set(strategies)) == len(logs):
-        return strategies
-    return [f"{name} ({visible(log.path.name)})" for name, log in zip(strategies, logs, strict=True)]
+    """Return a short name for each run: its strategy, with the batch size or the file if needed."""
+    names = [visible(log.header.strategy) for log in logs]
+    sizes = [visible(str(log.header.model.get("batch_size"))) for log in logs]
+    for more in ([f"batch size {size}" for size in sizes], [visible(log.path.name) for log in logs]):
+        if len(set(names)) < len(logs):
+            names = [f"{log.header.strategy}, {text}" for log, text in zip(logs, more, strict=True)]
+    return names
 
 
 def _comparison(logs: Sequence[RunLog]) -> tuple[dict[str, str] | None, list[Table | str]]:
-    """Return the ROK curve of several runs, and the table of their points with what follows from it."""
+    """Return the ROK curve of several runs, and the table of their points with the comparisons."""
     try:
         points = rok.points_of(logs)
-    except RunLogError as error:  # as of a run that does not tell its tokens
+    except RunLogError as error:  # for example, a run without tokens
         return None, [f"No ROK curve: {error}"]
     if len(points) == 1:
         return None, [rok.table(points)]
-    figure = rok.rok_figure(points)
-    figure.set_size_inches(_WIDTH, 4.2)
-    return _picture(figure, "Activation peak and throughput of each run."), rok.summary(points)
+    return _picture(rok.rok_figure(points), "Left needs less memory, and up is faster."), rok.summary(points)
 
 
-def _run(log: RunLog, name: str) -> dict[str, Any]:
-    """Return what the template says of one run."""
-    told = log.events(TimelineEvent)[-1:]
+def _run(log: RunLog, name: str, timeline: list[TimelineEvent], ends: Sequence[float]) -> dict[str, Any]:
+    """Return the values of one run for the template."""
+    says = "One step over time. All runs on this page have the same axes."
     return {
         "name": name,
-        "about": visible(title_of(log.header.model, log.header.hardware)),
+        "about": visible(log.header.title),
         "why": Diagnosis.of(log).parts(),
-        "timeline": _picture(timeline_figure(told[0], width=_WIDTH), "One step over time.") if told else None,
+        "timeline": _picture(timeline_figure(timeline[0], ends), says) if timeline else None,
         "layers": _layers(log),
         "settings": Table(("Setting", "Value"), list(_settings(log))),
         "policy": "\n".join(map(visible, (log.header.policy or "").splitlines())),
@@ -107,13 +103,13 @@ def _run(log: RunLog, name: str) -> dict[str, Any]:
 
 
 def _layers(log: RunLog) -> Table | None:
-    """Return how each layer is placed, how it ran at last, and why; equal neighbours are one row."""
+    """Return the placement of each layer, its last placement in a step, and the reason."""
     last = log.events(MemoryEvent)[-1:]
     now = dict(zip(last[0].names, last[0].placements, strict=True)) if last else {}
     placed: Any = log.header.plan
     looks = [(entry["placement"], now.get(name, ""), entry["why"]) for name, entry in placed.items()]
     rows = [(group.name, *looks[group.first]) for group in grouped(list(placed), looks)]
-    return Table(("Layers", "Placement", "Ran as", "Why"), rows) if rows else None
+    return Table(("Layers", "Placement", "Last step", "Reason"), rows) if rows else None
 
 
 def _settings(log: RunLog) -> Iterator[tuple[str, str]]:
@@ -126,28 +122,28 @@ def _settings(log: RunLog) -> Iterator[tuple[str, str]]:
 # Steps
 
 _PANELS = (
-    ("Activation peak, dashed: predicted", "activation_peak_bytes", "predicted_peak_bytes"),
-    ("Written, dashed: read", "offloaded_bytes", "read_bytes"),
-    ("Step without optimizer, dashed: waits (s)", "seconds", "stall_seconds"),
+    ("Activation peak (dashed: predicted)", "activation_peak_bytes", "predicted_peak_bytes"),
+    ("Written (dashed: read)", "offloaded_bytes", "read_bytes"),
+    ("Step time without update (dashed: stall)", "seconds", "stall_seconds"),
     ("Loss", "loss"),
 )
-"""Title of each panel, and fields of a step: as a line, and as a dashed one."""
+"""The title of each panel, the field of its line, and the field of its dashed line."""
 
 
 def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
-    """Return memory, traffic, time and loss over steps, a line for each run; all but losses from zero."""
+    """Return memory, transfers, time and loss over steps, with one line for each run."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     shown = [panel for panel in _PANELS if any(_values(log, panel[1]) for log in logs)]
-    figure = Figure(figsize=(_WIDTH, 1.0 + 1.9 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(rok.WIDTH, 1.0 + 1.9 * len(shown)), layout="constrained")
     panels: list[Axes] = list(figure.subplots(len(shown), 1, sharex=True, squeeze=False).flat)
     looks = rok.looks(log.header.strategy for log in logs)
     for axes, (title, *fields) in zip(panels, shown, strict=True):
         values = [each for log in logs for field in fields for each in _values(log, field).values()]
-        unit, size = scale(max(values), BYTES) if fields[0].endswith("bytes") else ("", 1.0)
+        unit, size = scale(max(values), BYTES) if "bytes" in fields[0] else ("s" * (title != "Loss"), 1.0)
         for number, (log, name) in enumerate(zip(logs, names, strict=True)):
-            colour, *_ = looks[log.header.strategy]  # as in the ROK curve; runs differ in markers
+            colour, *_ = looks[log.header.strategy]  # as in the ROK curve. Runs differ in markers.
             for field, line in zip(fields, ("-", "--"), strict=False):
                 found = {step: value / size for step, value in _values(log, field).items()}
                 marker: dict[str, Any] = {"marker": "osv^Dd<>"[number % 8], "markersize": 4}
@@ -161,6 +157,6 @@ def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
 
 
 def _values(log: RunLog, field: str) -> dict[int, float]:
-    """Return the values of a field that are known, by the number of the step."""
+    """Return the known values of a field by step number."""
     known = ((step.step, getattr(step, field)) for step in log.steps)
     return {number: value for number, value in known if value is not None}

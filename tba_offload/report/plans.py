@@ -1,4 +1,4 @@
-"""The words and the picture of ``tba-offload plan``; the planner hands them numbers."""
+"""The report and the picture of ``tba-offload plan``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import ConfigError
 from tba_offload.formatting import BYTES, grouped, layers_by_placement, readable_size, scale, significant
-from tba_offload.report.rok import COLOURS, INK, RING, finish, short, write_picture
+from tba_offload.report.rok import COLOURS, INK, RING, WIDTH, finish, short, write_picture
 from tba_offload.report.text import Table
 
 if TYPE_CHECKING:
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """A plan in numbers.
+    """The result of planning from a run log.
 
     Attributes:
-        names: Module name of each layer.
-        plan: The plan as run logs hold it.
-        step: What the plan is predicted to do.
-        frontier: The best plan for each of some budgets, the smallest first.
-        keep_peak_bytes: The activation peak if every layer were kept.
-        keep_seconds: The step time then; ``None`` where no layer of the run was kept.
-        run: Measured activation peak and seconds of a step of the run; ``None`` if not measured.
+        names: The module name of each layer.
+        plan: The plan in the form of run logs.
+        step: The predicted step of the plan.
+        frontier: The best plan for each of several budgets, the smallest budget first.
+        keep_peak_bytes: The predicted activation peak if every layer is kept.
+        keep_seconds: The predicted step time if every layer is kept. None if the run kept no layer.
+        run: The measured activation peak and step time of the run. None if not measured.
         title: The model and the machine.
-        notes: Sentences on drives, device and optimizer states.
-        beside_bytes: Bytes of the device that are not for activations, if ``budget.device_bytes`` is given.
+        notes: Sentences about drives, device and optimizer states.
+        beside_bytes: Bytes of the device not available to activations, if ``budget.device_bytes`` is given.
     """
 
     names: tuple[str, ...]
@@ -49,13 +49,17 @@ class PlanReport:
     beside_bytes: int | None = None
 
     def parts(self, policy_file: str | None = None) -> list[Table | str]:
-        """Return what there is to say, the advice last."""
+        """Return the tables and sentences of the report, with the advice last.
+
+        Args:
+            policy_file: The policy file that the plan was written to.
+        """
         step = self.step
-        window = "no limit" if step.window_bytes is None else readable_size(step.window_bytes)
+        window = "without a limit" if step.window_bytes is None else readable_size(step.window_bytes)
         predicted = (
-            f"Predicted: peak {readable_size(step.activation_peak)}, step {significant(step.seconds)} s with "
-            f"{step.stall_seconds:.3f} s of waits, {readable_size(step.written_bytes)} written, window "
-            f"{window}."
+            f"Predicted: activation peak {readable_size(step.activation_peak)}, step "
+            f"{significant(step.seconds)} s (stall {step.stall_seconds:.3f} s), "
+            f"{readable_size(step.written_bytes)} written, in-flight window {window}."
         )
         placed = self.plan["placements"]
         rows = [(group.name, placed[group.first]) for group in grouped(self.names, placed)]
@@ -79,7 +83,7 @@ class PlanReport:
         return Table((*columns, "Layers"), rows, right=columns, title="The best plan for each budget")
 
     def advice(self, policy_file: str | None = None) -> str:
-        """Return what to do, in one sentence.
+        """Return the advice, in one sentence.
 
         Args:
             policy_file: The policy file that the plan was written to.
@@ -88,71 +92,61 @@ class PlanReport:
         what = layers_by_placement(self.names, placements)
         peak, keep = readable_size(step.activation_peak), readable_size(self.keep_peak_bytes)
         if not step.fits:
-            give = "Give a budget" if self.beside_bytes is None else "Use a device"
+            larger = "Set a budget" if self.beside_bytes is None else "Use a device"
             more = readable_size(step.peak_bytes + (self.beside_bytes or 0))
-            return f"{give} of more than {more}: the lowest peak found is {peak} ({what})."
+            return f"{larger} larger than {more}: the lowest peak found is {peak} ({what})."
         if all(placement == "keep" for placement in placements):
             if step.budget_bytes is not None:
                 budget = readable_size(step.budget_bytes)
                 return f"Keep every layer: the peak of {peak} fits the budget of {budget}."
             return (
-                f"Keep every layer (peak {peak}): nothing frees much without waits or a longer step; "
-                "--budget SIZE gives the fastest plan for less memory."
+                f"Keep every layer (peak {peak}): no plan frees much memory without a longer step. "
+                "--budget SIZE returns the fastest plan for less memory."
             )
-        speed = f"a step of {significant(step.seconds)} s (no layer was kept, so keep's time is not known)"
+        speed = f"step {significant(step.seconds)} s (keep: unknown, since the run kept no layer)"
         if self.keep_seconds:
-            speed = f"{step.seconds / self.keep_seconds:.2f} x its step"
-        return f"Use {policy_file or '-o policy.yaml'}: {what}; peak {peak} of keep's {keep} at {speed}."
+            speed = f"step {step.seconds / self.keep_seconds:.2f} x keep"
+        return f"Use {policy_file or '-o policy.yaml'}: {what}. Peak {peak} (keep: {keep}), {speed}."
 
 
 def draw_frontier(report: PlanReport, path: str | os.PathLike[str]) -> None:
-    """Draw predicted step time over predicted peak: the best plan of each budget, the plan, the run itself.
+    """Draw predicted step time over predicted peak, for the best plans, the chosen plan and the run.
 
     Args:
-        report: The plan.
-        path: The picture to write, SVG or PNG by its suffix.
+        report: The result of planning.
+        path: The picture to write, SVG or PNG.
 
     Raises:
-        ConfigError: No plan fits its budget, or another suffix.
+        ConfigError: No plan fits its budget, or the suffix is wrong.
         MissingDependencyError: matplotlib is not installed.
         OSError: The picture cannot be written.
     """
     if not any(step.fits for step in report.frontier):
-        raise ConfigError("no plan fits its budget, so there is no frontier to draw")
+        raise ConfigError("no frontier to draw: no plan fits its budget")
     write_picture(path, lambda: _frontier_figure(report))
 
 
 def _frontier_figure(report: PlanReport) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     axes = figure.add_subplot()
     step, budget = report.step, report.step.budget_bytes
     unit, size = scale(max(report.keep_peak_bytes, budget or 0), BYTES)
     best = sorted((each.activation_peak / size, each.seconds) for each in report.frontier if each.fits)
     axes.plot(*zip(*best, strict=True), "s-", color=COLOURS[1], label="best plan for each budget")
     marks: list[tuple[str, int, float | None, dict[str, Any]]] = [
-        (f"the plan: {step.layers}", step.activation_peak, step.seconds, RING),
+        (f"this plan: {step.layers}", step.activation_peak, step.seconds, RING),
         ("this run, measured", *(report.run or (0, None)), {"marker": "X", "color": INK, "ls": "none"}),
         ("keep, predicted", report.keep_peak_bytes, report.keep_seconds, {"marker": "o", "ls": "none"}),
     ]
     for label, peak_bytes, time, look in marks:
         if time is not None:
-            axes.plot(peak_bytes / size, time, label=short(label, 60), zorder=4, **look)
+            axes.plot(peak_bytes / size, time, label=short(label, 52), zorder=4, **look)
     if budget is not None:
         label = f"budget {readable_size(budget)}"
         axes.axvline(budget / size, color=COLOURS[4], linestyle="--", label=label)
     finish(axes, "Predicted step time (s)", report.title)
     axes.set(xlabel=f"Predicted activation peak ({unit})", xlim=(0, None))
-    figure.legend(loc="outside upper left", ncols=2)
+    figure.legend(loc="outside upper left")
     return figure
-
-
-_TOLD = ("name", "layers", "num_layers", "hidden", "hidden_size", "sequence", "seq_length", "batch_size")
-
-
-def title_of(model: Mapping[str, Any], hardware: Mapping[str, Any]) -> str:
-    """Return the model and the machine of a run in a line, as far as its log tells."""
-    told = {**model, **hardware}
-    names = [name for name in (*_TOLD, "dtype", "device", "cpus") if told.get(name)]
-    return ", ".join(f"{name.replace('_', ' ')} {told[name]}" for name in names)

@@ -1,4 +1,4 @@
-"""One run on several ranks: the names of their run logs, and how these become one."""
+"""Run logs of several ranks: their names, and how they are merged into one log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RANK = re.compile(r"\.rank(\d+)(?=\.jsonl$)")
 
 
 def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
-    """Return the run log of one rank: ``run.rank3.jsonl`` for ``run.jsonl``."""
+    """Return the name of one rank's log: ``run.rank3.jsonl`` for ``run.jsonl`` and rank 3."""
     name = Path(path)
     return name.with_name(f"{name.name.removesuffix('.jsonl')}.rank{rank}.jsonl")
 
@@ -32,18 +32,18 @@ def free_run_log(
     *,
     agreed: Callable[[int], int] = lambda number: number,
 ) -> tuple[Path, Path]:
-    """Return the run log that a rank would write in an empty directory, and the first free one in number.
+    """Return the run log that the user named for a rank, and the first name that is free.
 
-    The second run to ``run.jsonl`` has the number 2 and the name ``run.2.jsonl``.
+    The second run to ``run.jsonl`` writes ``run.2.jsonl``.
 
     Args:
         path: The path that the user gave.
         rank: The rank.
-        ranks: How many there are; one alone has no number in the name of its file.
-        agreed: Makes one number of those that ranks have found. Default: each goes by its own.
+        ranks: The number of ranks. A single rank has no rank number in its file name.
+        agreed: A function that makes all ranks use one run number. Default: each rank uses its own.
     """
     name = Path(path)
-    if ranks > 1:  # a program may have named the rank so already
+    if ranks > 1:  # a program may have put the rank into the name itself
         name = name.with_name(name.name.replace(f".rank{rank}.jsonl", ".jsonl"))
     stem = name.name.removesuffix(".jsonl")
 
@@ -56,7 +56,7 @@ def free_run_log(
 
 
 def paths_of_ranks(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the run logs that stand for ``path``: itself, or where it does not exist those of its ranks."""
+    """Return ``path`` if it exists, otherwise the logs of its ranks."""
     name = Path(path)
     ranks: dict[int, Path] = {}
     if not os.path.lexists(name):
@@ -68,39 +68,39 @@ def paths_of_ranks(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RunLog]:
-    """Read run logs; those of the ranks of one run become one.
+    """Read run logs, and merge the logs of the ranks of a run into one.
 
     Args:
-        paths: Run logs. Where ``run.jsonl`` does not exist, it stands for ``run.rank0.jsonl``,
-            ``run.rank1.jsonl``, …
+        paths: Run logs. If ``run.jsonl`` does not exist, it means ``run.rank0.jsonl``, ``run.rank1.jsonl``
+            and so on.
 
     Raises:
         RunLogError: A log cannot be read, or the log of a rank is missing.
     """
     groups: dict[object, list[RunLog]] = defaultdict(list)
     for log in (read_run_log(found) for path in paths for found in paths_of_ranks(path)):
-        groups[log.header.run or object()].append(log)  # a run without a name stands for itself
+        groups[log.header.run or object()].append(log)  # a log without a run name is a run of its own
     return [merged(logs) for logs in groups.values()]
 
 
 def merged(logs: Sequence[RunLog]) -> RunLog:
-    """Return one log for all ranks of a run.
+    """Merge the logs of all ranks of a run into one log.
 
-    Work and bytes moved are sums over the ranks. Times are those of the slowest rank and peaks those of the
-    fullest, because a step is over when all ranks are, and every rank has a device of its own.
+    Work and transferred bytes are summed over ranks. Times come from the slowest rank, because a step ends
+    when all ranks end. Peaks come from the rank with the highest one, because each rank has its own device.
 
     Args:
-        logs: One for each rank, at least one.
+        logs: One log for each rank, at least one.
 
     Raises:
-        RunLogError: A rank has no log, or two.
+        RunLogError: A rank has no log, or has two.
     """
     first, *others = sorted(logs, key=lambda log: log.header.rank)
     ranks, count = {log.header.rank for log in logs}, first.header.ranks
     missing = next((rank for rank in range(count) if rank not in ranks), None)
     if missing is not None or len(logs) > count:
-        what = "one rank has two" if missing is None else f"that of rank {missing} is missing"
-        raise RunLogError(f"{first.path}: a run of {count} ranks has as many logs, and {what}")
+        what = "one rank has two logs" if missing is None else f"the log of rank {missing} is missing"
+        raise RunLogError(f"{first.path}: a run of {count} ranks needs {count} logs: {what}")
     if not others:
         return first
     by_number = [{step.step: step for step in log.steps} for log in (first, *others)]
@@ -117,8 +117,9 @@ def _merged_step(records: Sequence[StepRecord]) -> StepRecord:
     values: dict[str, Any] = {}
     for name in _NAMES:
         known = [value for record in records if (value := getattr(record, name)) is not None]
-        values[name] = _how(name)(known) if known else None
-    # Ranks wait for one another in either phase: the most of each would be longer than the step of any.
+        merge = _SPECIAL.get(name) or (max if any(part in name for part in _MOST) else sum)
+        values[name] = merge(known) if known else None
+    # Ranks wait for each other in both times. The sum of both maxima would be longer than any rank's step.
     slowest = max(records, key=lambda record: record.seconds_with_update)
     return StepRecord(**values | {"seconds": slowest.seconds, "optimizer_seconds": slowest.optimizer_seconds})
 
@@ -131,10 +132,5 @@ _SPECIAL: dict[str, Callable[[list[Any]], Any]] = {
     "peak_samples": min,
     "loss": lambda values: sum(values) / len(values),
     "skipped": any,
-    "activation_budget_bytes": min,  # of the device that has least left
+    "activation_budget_bytes": min,  # the tightest device counts
 }
-
-
-def _how(name: str) -> Callable[[list[Any]], Any]:
-    """Return what makes one value of those of all ranks."""
-    return _SPECIAL.get(name) or (max if any(part in name for part in _MOST) else sum)

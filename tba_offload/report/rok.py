@@ -1,7 +1,7 @@
-"""ROK curves: what recompute, offload and keep cost in memory and in speed.
+"""ROK curves: model throughput over peak memory, for recompute, offload and keep.
 
-One run is one point: its peak of memory and its model throughput. One strategy is one line, through its batch
-sizes. The runs that no other run beats in both are the Pareto set.
+Each run is one point. Each strategy is one line through its batch sizes. A run is in the Pareto set if no
+other run needs less memory and is also faster.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Unit = Literal["FLOP/s", "tokens/s"]
 
 Memory = Literal["activations", "device"]
-"""Bytes that runs are compared by: of activations, or all on the device, optimizer states among them."""
+"""The memory that runs are compared by: activations, or all memory of the device."""
 
 _PEAKS: dict[Memory, str] = {"activations": "activation_peak_bytes", "device": "device_peak_bytes"}
 _WORK: dict[Unit, str] = {"FLOP/s": "model_flops", "tokens/s": "tokens"}
@@ -47,20 +47,21 @@ class RokPoint:
     """One run on a ROK curve.
 
     Attributes:
-        strategy: The run's label; points with equal labels form a line.
-        batch_size: Sequences a step; None where the log does not say.
-        activation_peak_bytes: The largest activation peak of the counted steps; None if not measured.
-        device_peak_bytes: The most live bytes of the device in forward and backward, weights and gradients
-            included; on a CPU those of the process. None if not measured.
-        throughput: Work of a step divided by the median step time, in ``unit``.
-        unit: ``"FLOP/s"``, recomputation not counted, or ``"tokens/s"``.
-        step_seconds: Median time of the counted steps, updates included.
-        lower_quartile_seconds: Lower quartile of these times.
-        upper_quartile_seconds: Upper quartile of these times.
-        steps: The number of counted times.
+        strategy: The label of the run. Points with equal labels form a line.
+        batch_size: Sequences in a step. None if the log does not say.
+        activation_peak_bytes: The largest activation peak of the counted steps. None if not measured.
+        device_peak_bytes: Most live bytes of the device during forward and backward, including weights and
+            gradients. On a CPU, live bytes of the process. None if not measured.
+        throughput: The work of a step divided by the median step time, in ``unit``.
+        unit: ``"FLOP/s"``, without recomputation, or ``"tokens/s"``.
+        step_seconds: Median time of the counted steps, including the optimizer's update.
+        lower_quartile_seconds: The lower quartile of these times.
+        upper_quartile_seconds: The upper quartile of these times.
+        steps: The number of these times.
         source: The run log.
-        memory: The peak that points are compared by.
-        peak_source: How the peak was measured; None where the log does not say.
+        memory: The memory that points are compared by.
+        peak_source: The method that measured the peak. None if the log does not say.
+        title: The model and the machine, without the batch size.
     """
 
     strategy: str
@@ -76,10 +77,11 @@ class RokPoint:
     memory: Memory = "activations"
     device_peak_bytes: int | None = None
     peak_source: str | None = None
+    title: str = ""
 
     @property
     def peak_bytes(self) -> int:
-        """The peak that the point is compared by."""
+        """The peak of ``memory``."""
         return getattr(self, _PEAKS[self.memory]) or 0
 
     @property
@@ -89,7 +91,7 @@ class RokPoint:
 
     @property
     def name(self) -> str:
-        """A name for sentences, such as ``"offload at batch size 8"``."""
+        """A name for sentences, for example ``"offload at batch size 8"``."""
         if self.batch_size is None:
             return f"{self.strategy} ({self.source})"
         return f"{self.strategy} at batch size {self.batch_size}"
@@ -102,22 +104,22 @@ def points(
     warmup: int | None = None,
     left_out: Callable[[str], object] | None = None,
 ) -> list[RokPoint]:
-    """Read run logs and return one point a run, all with the same unit of throughput.
+    """Read run logs and return one point for each run. All points have the same unit of throughput.
 
     Args:
-        paths: The run logs; those of the ranks of one run give one point.
-        memory: The peak that points are compared by.
-        warmup: Steps to skip at the start of each run. Default: the rule of all commands.
-        left_out: Called with a sentence for each run without a step. Without it these are errors.
+        paths: The run logs. The logs of all ranks of a run give one point.
+        memory: The memory that points are compared by.
+        warmup: Steps to ignore at the start of each run. Default: as ``log.warm_up_steps`` says.
+        left_out: A function that receives a message for each run without steps. Default: raise an error.
 
     Raises:
-        RunLogError: A log cannot be read or lacks what a point needs.
+        RunLogError: A log cannot be read, or has no peak, no throughput, or no counted step.
     """
     logs = read_runs(paths)
     if left_out is not None and any(log.steps for log in logs):
         for log in logs:
             if not log.steps:
-                left_out(f"{log.path}: has no steps, so it is left out")
+                left_out(f"{log.path}: left out, because the run log has no steps")
         logs = [log for log in logs if log.steps]
     return points_of(logs, memory=memory, warmup=warmup)
 
@@ -125,22 +127,22 @@ def points(
 def points_of(
     logs: Sequence[RunLog], *, memory: Memory = "activations", warmup: int | None = None
 ) -> list[RokPoint]:
-    """Return the points of runs that were read; see :func:`points`."""
+    """Return one point for each run log, as :func:`points` does."""
     counted = [counted_steps(log, warmup) for log in logs]
     for log, steps in zip(logs, counted, strict=True):
         if not steps:
-            raise RunLogError(f"{log.path}: {len(log.steps)} steps, and none counts after the warm-up")
+            raise RunLogError(f"{log.path}: {len(log.steps)} steps, none after the warm-up. Train more steps")
     for unit, work in _WORK.items():
         if all(getattr(step, work) for steps in counted for step in steps):
             return [_point(*each, memory, unit) for each in zip(logs, counted, strict=True)]
     raise RunLogError(
-        f"{', '.join(str(log.path) for log in logs)}: no unit of throughput is known in every step. Pass "
-        "tokens= or model_flops= to session.step() in each run, or compare these runs apart."
+        f"{', '.join(str(log.path) for log in logs)}: no unit of throughput is known for every step. Pass "
+        "tokens= or model_flops= to session.step() in each run, or compare these runs separately."
     )
 
 
 def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit) -> RokPoint:
-    """Return the point: the largest peak, which has to fit, and the median time, without hiccups."""
+    """Return the point of a run: its largest peak, which must fit the device, and its median time."""
     peaks = {name: max(getattr(step, name) or 0 for step in steps) or None for name in _PEAKS.values()}
     if peaks[_PEAKS[memory]] is None:
         raise RunLogError(f"{log.path}: no {_PEAKS[memory]} was measured in the {len(steps)} counted steps")
@@ -148,7 +150,8 @@ def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit)
     seconds = [step.seconds_with_update for step in timed]
     spread = seconds if len(seconds) > 1 else seconds * 2  # one time is its own quartiles
     low, median, high = statistics.quantiles(spread, n=4, method="inclusive")
-    batch_size: Any = log.header.model.get("batch_size")
+    model: dict[str, Any] = dict(log.header.model)
+    batch_size = model.pop("batch_size", None)
     return RokPoint(
         strategy=log.header.strategy,
         batch_size=batch_size if type(batch_size) is int else None,
@@ -162,11 +165,12 @@ def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit)
         steps=len(timed),
         source=str(log.path),
         peak_source=next((step.peak_source for step in steps if step.peak_source), None),
+        title=dataclasses.replace(log.header, model=model).title,
     )
 
 
 def lines(points: Sequence[RokPoint]) -> dict[str, list[RokPoint]]:
-    """Return the points of each strategy by batch size, strategies in the order of their first run."""
+    """Return the points of each strategy, ordered by batch size."""
     grouped: dict[str, list[RokPoint]] = {each.strategy: [] for each in points}
     for each in sorted(points, key=lambda each: (each.batch_size or 0, each.peak_bytes)):
         grouped[each.strategy].append(each)
@@ -174,7 +178,7 @@ def lines(points: Sequence[RokPoint]) -> dict[str, list[RokPoint]]:
 
 
 def pareto(points: Iterable[RokPoint]) -> list[RokPoint]:
-    """Return the points that no other beats: with no higher peak, no slower, and better in one of the two."""
+    """Return the points that no other point beats in peak or speed without losing in the other."""
     candidates = sorted(points, key=lambda each: each.peak_bytes)
     return [each for each in candidates if not any(_beats(other, each) for other in candidates)]
 
@@ -188,7 +192,11 @@ def _beats(one: RokPoint, other: RokPoint) -> bool:
 
 
 def table(points: Sequence[RokPoint]) -> Table:
-    """Return the points (at least one) as a table, by strategy; the Pareto set is starred."""
+    """Return the points as a table, ordered by strategy. A star marks the Pareto set.
+
+    Args:
+        points: At least one point.
+    """
     winners = pareto(points)
     (peak_unit, peak_size), (speed_unit, speed_size) = _scales(points)
     columns: dict[str, Callable[[RokPoint], str]] = {
@@ -204,8 +212,8 @@ def table(points: Sequence[RokPoint]) -> Table:
     rows = [[cell(each) for cell in columns.values()] for line in lines(points).values() for each in line]
     sources = " / ".join(dict.fromkeys(each.peak_source or "not stated" for each in points))
     caption = (
-        f"Peak: largest {points[0].peak_name} of the counted steps, by {sources}. Step: their median "
-        "time, with updates. Throughput: FLOPs or tokens / this time, recomputation not counted."
+        f"Peak: the largest {points[0].peak_name} of the counted steps, measured by {sources}. Step: their "
+        "median time with the update. Throughput: FLOPs or tokens over this time, without recomputation."
     )
     return Table(list(columns), rows, right=columns.keys() - {"Strategy", "Run"}, caption=caption)
 
@@ -216,19 +224,19 @@ def _scales(points: Sequence[RokPoint]) -> tuple[tuple[str, float], tuple[str, f
 
 
 def summary(points: Sequence[RokPoint]) -> list[Table | str]:
-    """Return the table, the Pareto set and the advice."""
+    """Return the table, the Pareto set and the comparisons."""
     winners = "; ".join(point.name for point in pareto(points))
     return [table(points), f"Pareto set: {winners}.", *(f"- {sentence}" for sentence in advice(points))]
 
 
 def rows(points: Sequence[RokPoint]) -> list[dict[str, object]]:
-    """Return the points for programs, in plain units and in the order given."""
+    """Return the points for programs, in the order of ``points``."""
     winners = pareto(points)
     return [dataclasses.asdict(each) | {"pareto": each in winners} for each in points]
 
 
 def csv_text(points: Sequence[RokPoint]) -> str:
-    """Return the points as CSV: a header line, then one line each; unknown values are empty."""
+    """Return the points as CSV with a header line. Unknown values are empty."""
     file = io.StringIO()
     content = rows(points)
     writer = csv.DictWriter(file, fieldnames=list(content[0]), lineterminator="\n")
@@ -238,9 +246,9 @@ def csv_text(points: Sequence[RokPoint]) -> str:
 
 
 def advice(points: Sequence[RokPoint]) -> list[str]:
-    """Return what the runs say about each other, in sentences."""
+    """Return comparisons of the runs as sentences."""
     few = ", ".join(each.name for each in points if each.steps < 3)
-    doubts = [f"Fewer than 3 steps counted for {few}: run longer to trust the times."] if few else []
+    doubts = [f"Fewer than 3 steps count for {few}. Train more steps for reliable times."] if few else []
     return [*_at_equal_batch_size(points), *doubts]
 
 
@@ -249,7 +257,7 @@ def _at_equal_batch_size(points: Sequence[RokPoint]) -> Iterator[str]:
         group = [each for each in points if each.batch_size == batch_size]
         fastest, *slower = sorted(group, key=lambda each: (-each.throughput, each.peak_bytes))
         savings = "; ".join(
-            f"{each.strategy} needs {1 - each.peak_bytes / fastest.peak_bytes:.0%} less at "
+            f"{each.strategy} needs {1 - each.peak_bytes / fastest.peak_bytes:.0%} less memory at "
             f"{each.throughput / fastest.throughput:.0%} of the throughput{_noise(each, fastest)}"
             for each in slower
             if each.peak_bytes < fastest.peak_bytes
@@ -257,19 +265,23 @@ def _at_equal_batch_size(points: Sequence[RokPoint]) -> Iterator[str]:
         if len(lines(group)) > 1:
             yield (
                 f"At batch size {batch_size}, {fastest.strategy} is the fastest ({fastest.peak_name} "
-                f"{readable_size(fastest.peak_bytes)}): {savings or 'no other run needs less'}."
+                f"{readable_size(fastest.peak_bytes)}): {savings or 'no other run needs less memory'}."
             )
 
 
 def _noise(one: RokPoint, fastest: RokPoint) -> str:
     overlaps = one.lower_quartile_seconds <= fastest.upper_quartile_seconds
-    return ", which may be noise" if overlaps else ""
+    return " (within noise)" if overlaps else ""
 
 
-# Pictures, without pyplot: no window, no global figure, and the user's own style stays out
+# Pictures. They do without pyplot, which opens windows, has global figures, and applies the user's style.
+
+WIDTH = 5.6
+"""Inches of every picture. At 390 pixels its text is still readable."""
+
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
-"""Okabe and Ito's colours, which colour-blind readers can tell apart; markers and dashes differ as well."""
+"""The colours of Okabe and Ito, which colour-blind readers can distinguish. Markers and dashes differ too."""
 
 INK, GREY = "#222222", "#c4c4c4"
 
@@ -288,7 +300,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def looks(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
-    """Return a colour, a marker and dashes for each name; placements look the same in every picture."""
+    """Return a colour, a marker and dashes for each name. A placement looks the same in every picture."""
     known = [*_KNOWN, *(name for name in dict.fromkeys(names) if name not in _KNOWN)]
     return {
         name: (COLOURS[place % 7], "os^hvdX<>pPD*"[place % 13], ("-", "--", "-.", ":")[place // 7 % 4])
@@ -298,7 +310,7 @@ def looks(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
 
 @contextlib.contextmanager
 def drawing() -> Iterator[None]:
-    """Draw in the style of all pictures, whatever style the user has set.
+    """Draw in one style for all pictures, independent of the user's matplotlib style.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -312,7 +324,7 @@ def drawing() -> Iterator[None]:
 
 
 def require_matplotlib() -> None:
-    """Check that pictures can be drawn, for commands that tell before they work for hours.
+    """Check that matplotlib is installed, before a command computes for minutes.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -322,30 +334,38 @@ def require_matplotlib() -> None:
 
 
 def picture_kind(path: str | os.PathLike[str], *more: str) -> str:
-    """Return what the suffix of ``path`` asks for: ``"svg"``, ``"png"``, or one of the others.
+    """Return the kind of file that the suffix of ``path`` selects.
+
+    Args:
+        path: The file to write.
+        more: Kinds that are allowed besides ``"svg"`` and ``"png"``.
 
     Raises:
-        ConfigError: Another suffix.
+        ConfigError: The suffix is not allowed.
     """
     kind, kinds = Path(path).suffix.lower().removeprefix("."), ("svg", "png", *more)
     if kind not in kinds:
-        others = "".join(f", a trace's in .{each}" for each in more)
-        raise ConfigError(f"{path}: a picture's name must end in .svg or .png{others}")
+        others = "".join(f", and of a trace in .{each}" for each in more)
+        raise ConfigError(f"{path}: the name of a picture must end in .svg or .png{others}")
     return kind
 
 
 def rendered(figure: Figure, kind: str) -> bytes:
-    """Return a figure as the bytes of a file; equal figures give equal bytes."""
+    """Return a figure as the bytes of a file. Equal figures give equal bytes."""
     file = io.BytesIO()
-    figure.savefig(file, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
+    figure.savefig(file, format=kind, dpi=220, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()
 
 
 def write_picture(path: str | os.PathLike[str], figure_of: Callable[[], Figure]) -> None:
-    """Draw a figure in the style of all pictures, and write it as SVG or PNG by the suffix of ``path``.
+    """Draw a figure and write it as SVG or PNG, as the suffix of ``path`` says.
+
+    Args:
+        path: The file to write.
+        figure_of: A function that returns the figure.
 
     Raises:
-        ConfigError: Another suffix.
+        ConfigError: The suffix is neither ``.svg`` nor ``.png``.
         MissingDependencyError: matplotlib is not installed.
         OSError: The picture cannot be written.
     """
@@ -355,27 +375,26 @@ def write_picture(path: str | os.PathLike[str], figure_of: Callable[[], Figure])
     write_regular(path, content)
 
 
-def draw(points: Sequence[RokPoint], path: str | os.PathLike[str], *, title: str = "") -> None:
-    """Draw the curve: a line for each strategy through its batch sizes, with the Pareto set ringed.
+def draw(points: Sequence[RokPoint], path: str | os.PathLike[str]) -> None:
+    """Draw the curve: one line for each strategy, and rings around the Pareto set.
 
     Args:
-        points: At least one point; all with the same unit.
-        path: The picture to write; see :func:`write_picture`.
-        title: A line above the curve.
+        points: At least one point. All points have the same unit.
+        path: The picture to write, SVG or PNG.
 
     Raises:
-        ConfigError: No points, mixed units, or another suffix.
+        ConfigError: There are no points, their units differ, or the suffix is wrong.
     """
     if len({each.unit for each in points}) != 1:
         raise ConfigError("a ROK curve needs points, all with the same unit of throughput")
-    write_picture(path, lambda: rok_figure(points, title=title))
+    write_picture(path, lambda: rok_figure(points))
 
 
-def rok_figure(points: Sequence[RokPoint], *, title: str = "") -> Figure:
-    """Return the curve as a figure, within :func:`drawing`."""
+def rok_figure(points: Sequence[RokPoint]) -> Figure:
+    """Return the curve as a figure. Call this function inside :func:`drawing`."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     axes = figure.add_subplot()
     (x_unit, x_size), (y_unit, y_size) = _scales(points)
     grouped = lines(points)
@@ -389,21 +408,21 @@ def rok_figure(points: Sequence[RokPoint], *, title: str = "") -> Figure:
     best = [(each.peak_bytes / x_size, each.throughput / y_size) for each in pareto(points)]
     axes.step(*zip(*best, strict=True), where="post", color="#b8b8b8", linestyle="--", zorder=1)
     axes.plot(*zip(*best, strict=True), zorder=4, label="Pareto set", **RING)
-    finish(axes, f"Model throughput ({y_unit})", title)
+    finish(axes, f"Model throughput ({y_unit})", " / ".join(dict.fromkeys(each.title for each in points)))
     axes.set(xlabel=f"{points[0].peak_name.capitalize()} ({x_unit})", xlim=(0, None))
     numbers = "Numbers are batch sizes" if any(each.batch_size for each in points) else None
-    figure.legend(loc="outside upper left", ncols=3, title=numbers, alignment="left", title_fontsize="small")
+    figure.legend(loc="outside upper left", ncols=2, title=numbers, alignment="left", title_fontsize="small")
     return figure
 
 
 RING: dict[str, Any] = {"marker": "o", "markersize": 13, "mfc": "none", "color": INK, "linestyle": "none"}
-"""The look of points that stand out."""
+"""The look of highlighted points."""
 
 
 def finish(axes: Axes, y_label: str, title: str = "", *, from_zero: bool = True) -> None:
-    """Label axes, and let them begin at zero; along x the caller does, since panels may share that."""
+    """Label the y axis, start it at zero, and set the title. Callers set the x axis, which panels share."""
     axes.set_ylabel(y_label)
-    axes.set_title(textwrap.fill(visible(title), 100), loc="left", fontsize="small")
+    axes.set_title(textwrap.fill(visible(title), 72), loc="left", fontsize="small")
     if from_zero:
         axes.update_datalim([(0, 0)])
         axes.margins(0.1)
@@ -411,7 +430,7 @@ def finish(axes: Axes, y_label: str, title: str = "", *, from_zero: bool = True)
 
 
 def short(text: str, most: int = 30) -> str:
-    """Return a label for a legend; one that begins with an underscore would not be shown."""
+    """Return a label for a legend. Matplotlib hides labels that start with an underscore."""
     found = visible(text)
     found = found if len(found) <= most else f"{found[: most - 1]}…"
     return f" {found}" if found.startswith("_") else found

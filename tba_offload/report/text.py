@@ -1,4 +1,4 @@
-"""Tables and sentences, printed by rich: fitted to a terminal, and as Markdown in files and pipes."""
+"""Tables and sentences, printed by rich. They fit a terminal, and are Markdown in files and pipes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tba_offload.formatting import visible
 
-_state = random.getstate()  # rich draws a number when it is imported; a program may have seeded them
+_state = random.getstate()  # importing rich draws a random number, which would change a seeded program
 
 from rich import box  # noqa: E402
 from rich.cells import cell_len  # noqa: E402
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderableType
 
 _WIDE = 100_000
-"""Characters of a line that never ends."""
+"""Characters of a line without wrapping."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table, the most important columns first.
+    """A table with the most important columns first.
 
-    On a terminal, numbers are never cut: columns without room are left out from the right, and named.
+    On a narrow terminal, the last columns are left out and named below the table. Numbers are never cut.
 
     Attributes:
         headings: The heading of each column.
         rows: The cells of each row.
-        right: Headings of the columns of numbers, which are aligned to the right.
+        right: Headings of the columns that are aligned to the right.
         title: A line above the table.
         caption: A line below the table.
     """
@@ -51,7 +51,7 @@ class Table:
     caption: str | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Yield what rich prints."""
+        """Yield the parts that rich prints."""
         shown, wide = len(self.headings), options.update(max_width=_WIDE)
         grid = self._grid(shown, is_markdown=not console.is_terminal)
         while shown > 1 and console.measure(grid, options=wide).minimum > options.max_width:
@@ -61,7 +61,7 @@ class Table:
             yield Text(visible(self.title), style="bold")
         yield grid
         if shown < len(self.headings):
-            yield Text(f"No room here for {', '.join(self.headings[shown:])}: see --json.")
+            yield Text(f"Columns that do not fit here (see --json): {', '.join(self.headings[shown:])}")
         if self.caption is not None:
             yield Text(visible(self.caption))
 
@@ -75,12 +75,12 @@ class Table:
                 grid.add_column(heading, overflow="fold")
         for row in self.rows:
             texts = [visible(cell).replace("|", r"\|" if is_markdown else "|") for cell in row[:columns]]
-            grid.add_row(*map(Text, texts))  # Text: labels are not markup
+            grid.add_row(*map(Text, texts))  # Text, since rich would read brackets in labels as markup
         return grid
 
 
 def as_text(*parts: Table | str) -> str:
-    """Return tables and sentences as Markdown, with empty lines around tables."""
+    """Return tables and sentences as Markdown, with blank lines around tables."""
     file = io.StringIO()
     _print(Console(file=file, width=_WIDE, force_terminal=False, color_system=None), parts)
     lines = "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -88,7 +88,7 @@ def as_text(*parts: Table | str) -> str:
 
 
 def show(*parts: Table | str) -> None:
-    """Print tables and sentences: fitted to a terminal, or as Markdown."""
+    """Print tables and sentences: to fit a terminal, or as Markdown elsewhere."""
     console = Console()
     if console.is_terminal:
         _print(console, parts)

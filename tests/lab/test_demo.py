@@ -38,18 +38,18 @@ def summary_of(output: Path) -> dict[str, Any]:
 
 def test_a_run_leaves_logs_pictures_and_figures(run: tuple[Path, Result]) -> None:
     output, result = run
-    lanes = ("keep", "recompute", "offload")
-    logs = {f"{lane}-b2.jsonl" for lane in lanes}
+    strategies = ("keep", "recompute", "offload")
+    logs = {f"{name}-b2.jsonl" for name in strategies}
     assert {path.name for path in output.iterdir()} == logs | {"rok.svg", "rok.png", "summary.json"}
-    assert "losses of the 3 lanes over 8 steps: identical to the last bit" in result.stdout
-    assert "parameters of the 3 lanes over 8 steps: identical to the last bit" in result.stdout
-    for heading in ("activation peak MiB", "device peak MiB", "process peak MiB"):
-        assert heading in result.stdout
+    assert "losses of the 3 strategies over 8 steps: identical to the last bit" in result.stdout
+    assert "parameters of the 3 strategies over 8 steps: identical to the last bit" in result.stdout
+    for text in ("activation peak MiB", "resident peak MiB", "report.html", "doctor --bench"):
+        assert text in result.stdout
     assert "starting 3 processes" in result.stderr
     summary = summary_of(output)
     assert summary["identical_losses"]
     assert summary["identical_parameters"]
-    assert all(tuple(found) == lanes for found in summary["batch_sizes"].values())
+    assert all(tuple(found) == strategies for found in summary["batch_sizes"].values())
     assert summary["batch_sizes"]["2"]["offload"]["offloaded_bytes"] > 0
     assert summary["ratios"]["2"]["offload_over_keep"]["activation_peak"] < 1
 
@@ -75,10 +75,10 @@ def test_a_lane_that_offloads_optimizer_states_too(states: str, tmp_path: Path) 
         (("--policy", "no-such-policy.yaml"), 2, "does not exist"),
         (("--window", "10"), 1, "'10' has no unit; write a number and a unit"),
         (("--window", "1MiB", "--policy", "auto"), 1, "--window has no effect with --policy"),
-        (("--budget", "64MiB"), 1, "a budget is for --policy auto"),
-        (("--policy", "auto", "--budget", "x%"), 1, "a budget is a size such as 64MiB, or a share"),
+        (("--budget", "64MiB"), 1, "a budget needs --policy auto"),
+        (("--policy", "auto", "--budget", "x%"), 1, "not a budget: 'x%'. Give a size such as 64MiB"),
         (("--policy", "auto", "--states", "auto"), 1, "--states auto needs --device-budget"),
-        (("--hidden", "100000", "--layers", "1000"), 1, "GiB are free; give a smaller --hidden"),
+        (("--hidden", "100000", "--layers", "1000"), 1, "are free. Give a smaller --hidden"),
     ],
 )
 def test_what_makes_no_run_is_one_line(

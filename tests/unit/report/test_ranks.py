@@ -71,10 +71,10 @@ def test_a_rank_that_stopped_a_step_earlier_ends_the_run(tmp_path: Path) -> None
 
 
 def test_a_missing_or_doubled_rank_is_an_error(two_ranks: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(RunLogError, match="that of rank 0 is missing"):
+    with pytest.raises(RunLogError, match="the log of rank 0 is missing"):
         read_runs(two_ranks[:1])
     again = write(tmp_path / "again.jsonl", 0)
-    with pytest.raises(RunLogError, match="one rank has two"):
+    with pytest.raises(RunLogError, match="one rank has two logs"):
         merged([read_run_log(path) for path in [*two_ranks, again]])
     with pytest.raises(RunLogError, match=r"none\.jsonl: the run log cannot be read"):
         read_runs([tmp_path / "none.jsonl"])

@@ -79,7 +79,7 @@ def test_a_point_has_the_largest_peak_and_the_median_speed(tmp_path: Path) -> No
 def test_the_warm_up_can_be_given(tmp_path: Path) -> None:
     path = save(tmp_path / "run.jsonl", [1, 2, 3])
     assert rok.points([path], warmup=0)[0].step_seconds == 2
-    with pytest.raises(RunLogError, match=r"run\.jsonl: 3 steps, and none counts"):
+    with pytest.raises(RunLogError, match=r"run\.jsonl: 3 steps, none after the warm-up"):
         rok.points([path], warmup=3)
 
 
@@ -121,7 +121,7 @@ def test_the_pareto_set_is_sorted_and_free_of_what_is_beaten() -> None:
 
 def test_the_picture_has_axes_from_zero_and_a_line_for_each_strategy() -> None:
     with rok.drawing():
-        figure = rok.rok_figure(CURVES, title="$x$")
+        figure = rok.rok_figure([replace(point, title="$x$") for point in CURVES])
     (axes,) = figure.axes
     assert (axes.get_xlim()[0], axes.get_ylim()[0]) == (0, 0)
     assert axes.get_xlabel() == "Activation peak (MiB)"

@@ -106,14 +106,14 @@ def test_cut_anywhere_a_log_keeps_its_whole_lines(tmp_path: Path) -> None:
         assert log.truncated == (length not in ends)
     for begin in (b"", b"\n\n", content[: ends[0] - 1]):
         cut.write_bytes(begin)
-        with pytest.raises(RunLogError, match="for want of a whole line; was the run stopped at its start"):
+        with pytest.raises(RunLogError, match="not a run log: it has no complete line"):
             read_run_log(cut)
 
 
 def test_a_log_is_never_overwritten_and_has_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with RunLogWriter(path, HEADER) as log:
-        with pytest.raises(RunLogError, match=r"it exists.*such as run\.rank0\.jsonl"):
+        with pytest.raises(RunLogError, match=r"it exists.*for example run\.rank0\.jsonl"):
             RunLogWriter(path, HEADER)
         log.write(RECORD)
     before, opened = path.read_bytes(), descriptors()
@@ -155,7 +155,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_ends(
         log.note("news", {})
     (record,) = caplog.records
     assert "run.jsonl: the run log cannot be written: " in record.getMessage()
-    assert "it ends here. Training goes on; make room there" in record.getMessage()
+    assert "Training continues without it; make room there" in record.getMessage()
     if cause == "full":
         assert (read_run_log(path).steps, read_run_log(path).truncated) == ((RECORD,), True)
 
@@ -167,7 +167,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_ends(
 def test_another_schema_is_refused_and_both_are_named(tmp_path: Path, schema: object) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(json.dumps({"event": "run", "schema": schema, "strategy": "keep"}) + "\n")
-    with pytest.raises(RunLogError, match=rf"with schema {schema!r} of the run log.* reads schema 1; read"):
+    with pytest.raises(RunLogError, match=rf"has schema {schema!r}, and this version reads schema 1"):
         read_run_log(path)
 
 

@@ -83,7 +83,7 @@ def test_the_trace_has_rows_and_counters_and_the_bytes_of_each_drive(tmp_path: P
         ("forward layers.1", 1, 100),
         ("backward layers.0", 4, 100),
         ("backward layers.1", 3, 100),
-        ("wait", 2, 30),
+        ("stall", 2, 30),
         ("write", 0, 100),
         ("write", 0, 100),
         ("read", 3, 100),
@@ -112,7 +112,7 @@ def test_the_picture_is_of_the_same_step(tmp_path: Path) -> None:
         "forward",
         "backward",
         "update",
-        "waits",
+        "stall",
     ]
     timeline.write(tmp_path / "a.svg")
     ET.fromstring((tmp_path / "a.svg").read_text())
@@ -120,7 +120,7 @@ def test_the_picture_is_of_the_same_step(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     log = logged(tmp_path / "run.jsonl", event())
-    with pytest.raises(ConfigError, match=r"must end in \.svg or \.png, a trace's in \.json"):
+    with pytest.raises(ConfigError, match=r"must end in \.svg or \.png, and of a trace in \.json"):
         timeline_of(read_run_log(log)).write(tmp_path / "a.pdf")
     assert call("timeline", log).exit_code == 2
     before = log.read_bytes()

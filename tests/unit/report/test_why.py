@@ -58,7 +58,7 @@ def test_the_first_step_and_steps_of_another_plan_do_not_count(tmp_path: Path) -
 def test_a_log_without_memory_events_says_so(tmp_path: Path) -> None:
     found = diagnosed(tmp_path)
     assert (found.cause, found.evidence.peak.nbytes) == (None, 100 * MIB)
-    assert "What held it was not seen" in str(found)
+    assert "The holders were not measured" in str(found)
 
 
 def test_gradients_are_there_when_kept_activations_have_gone(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_what_grows_is_told_unless_an_optimizer_makes_states(
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found = why(path)
     assert (found.cause == "graphs of earlier steps") is is_named
-    assert ("That would be 150 MiB less in the last step of the log." in str(found)) is is_named
+    assert ("This would save 150 MiB in the last step of the log." in str(found)) is is_named
 
 
 def test_of_several_ranks_the_fullest_is_explained(tmp_path: Path) -> None:
@@ -99,15 +99,15 @@ def test_of_several_ranks_the_fullest_is_explained(tmp_path: Path) -> None:
         name = path_of_rank(tmp_path / "run.jsonl", rank)
         fuller = event(phases={"loss": peak(mib)})
         write_run(name, fuller, header={"run": "one", "rank": rank, "ranks": 3})
-    assert "In step 2 of rank 1 memory is at its peak" in str(why(tmp_path / "run.jsonl"))
+    assert "In step 2 of rank 1, memory peaks" in str(why(tmp_path / "run.jsonl"))
 
 
 def test_the_command_prints_tables_and_advice_or_json(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run.jsonl", event())
     result = call("why", path)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.startswith("In step 2 memory is at its peak in the loss, after the last layer: 110")
-    assert "The one change that would help most: compute the loss in 8 chunks" in result.stdout
+    assert result.stdout.startswith("In step 2, memory peaks in the loss, after the last layer: 110")
+    assert "Most effective change: compute the loss in 8 chunks" in result.stdout
     told = json.loads(call("why", "--json", path).stdout)
     assert told["cause"] == told["findings"][0]["cause"] == "logits and loss"
     assert told["peak_bytes"] == 110 * MIB
