@@ -1,17 +1,17 @@
-# Sourced by the scripts of this directory: they say what to train and how it is laid out, and this starts it.
+# Starts the training that a script of this directory describes. The scripts source this file.
 #
-# From the environment:
-#   MEGATRON       a checkout of Megatron-LM, or a training script; the first argument of a script does the same
-#   POLICY         policy file
-#   DIRECTORIES    where offloaded bytes go, one directory for each drive, separated by spaces
-#   RUN_LOG        file for the run log, for `tba-offload rok`; none if unset
-#   DATA           arguments that name data and tokenizer; mock data if unset
+# Environment variables:
+#   MEGATRON       a checkout of Megatron-LM, or a training script; also the first argument of each script
+#   POLICY         the policy file
+#   DIRECTORIES    directories to offload to, one for each drive, separated by spaces
+#   RUN_LOG        the file of the run log for `tba-offload rok`; default: no run log
+#   DATA           arguments for data and tokenizer; default: mock data
 #   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   as for torchrun
-#   PYTHON         interpreter
-#   PLAIN=1        the same training without offloading, for comparison
-#   CPU=1          on CPUs with gloo, for trying things out, in fp32 unless --bf16 is among the other arguments;
+#   PYTHON         the interpreter
+#   PLAIN=1        train without offloading, for comparison
+#   CPU=1          train on CPUs with gloo, in fp32 unless the other arguments contain --bf16;
 #                  GPUS_PER_NODE is then the number of processes
-# Other arguments go to the training script behind those of the example, so that they override them.
+# Other arguments go to the training script after the arguments of the example, and override them.
 
 if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
     MEGATRON=$1
@@ -24,30 +24,30 @@ data_arguments() {
     echo "${DATA:---mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --split 98,1,1}"
 }
 
-# What all examples have in common.
+# prints the arguments that all examples share
 training_arguments() {
     echo --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 \
         --eval-interval 1000 --eval-iters 10 --log-interval 10
     if [ -z "${CPU:-}" ]; then
-        echo --bf16 # CPUs without instructions for it need a hundred times as long as with fp32
+        echo --bf16 # CPUs without bf16 instructions are a hundred times slower with bf16 than with fp32
     fi
 }
 
-# What Megatron needs where there is no GPU, no Transformer Engine and no Apex.
+# prints the arguments for machines without GPU, Transformer Engine and Apex
 cpu_arguments() {
     echo --transformer-impl local --distributed-backend gloo --use-cpu-initialization --num-workers 0 \
         --no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-rope-fusion
 }
 
 training_script() {
-    local script=${MEGATRON:?name a checkout of Megatron-LM: $0 /path/to/Megatron-LM}
+    local script=${MEGATRON:?the checkout of Megatron-LM is missing. Run $0 /path/to/Megatron-LM}
     if [ -d "$script" ]; then
         script=$script/pretrain_gpt.py
     fi
     echo "$script"
 }
 
-# train ARGUMENTS...: of the training script
+# train ARGUMENTS...: starts the training script with these arguments
 train() {
     local script how=() offloading=()
     script=$(training_script)
@@ -58,17 +58,17 @@ train() {
         fi
     else
         how=(-m tba_offload.megatron.launch ${CPU:+--cpu} "$script")
-        # shellcheck disable=SC2206 # one word for each drive
+        # shellcheck disable=SC2206 # each word is a directory
         offloading=(--tba-policy "$POLICY" --tba-directory ${DIRECTORIES:-/mnt/nvme0/tba})
         if [ -n "${RUN_LOG:-}" ]; then
             offloading+=(--tba-run-log "$RUN_LOG")
         fi
     fi
-    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # Megatron asks for it
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # Megatron requires this variable
     if [ -n "${CPU:-}" ]; then
         export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
     fi
-    # shellcheck disable=SC2046 # words
+    # shellcheck disable=SC2046 # each word is an argument
     exec "${PYTHON:-python}" -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" \
         --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" \
         --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Data parallel with the distributed optimizer: 7 billion parameters on 8 GPUs.
 #
-# Parameters, gradients and a share of the optimizer fill most of a GPU. Activations get what is left, and the
-# policy spends it: it offloads, and keeps instead of waiting while there is room.
+# Parameters, gradients and the rank's part of the optimizer fill most of a GPU. The planner uses the remaining memory
+# for activations: it offloads layers, and keeps layers if memory is free.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

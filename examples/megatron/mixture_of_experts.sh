@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Mixture of experts, expert parallel over one node: 24 layers of 8 experts, 2 for each token.
 #
-# Activations of experts differ in size from step to step, with what the router decides.
+# The router changes the size of the experts' activations in each step.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Interleaved pipeline: 7 billion parameters in 4 stages of 2 chunks, on two groups of 4 GPUs.
 #
-# The first stages keep the activations of several micro-batches at once, and wait longest for their backward:
-# that is where offloading saves most, and where the drive has the most time.
+# The first stages hold the activations of several micro-batches for the longest time. There, offloading saves the most
+# memory and the drive has the most time.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

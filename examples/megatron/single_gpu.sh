@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One GPU with gradient accumulation: a GPT of 1.3 billion parameters.
 #
-# What offloading frees goes into a larger micro-batch: 8 sequences instead of 2, at the same global batch.
+# Offloading frees memory for a larger micro-batch: 8 sequences instead of 2, with the same global batch.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

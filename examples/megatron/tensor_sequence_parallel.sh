@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tensor and sequence parallel over one node: 7 billion parameters, sequences of 32768 tokens.
 #
-# Each rank holds its part of every activation and writes that part to its share of the drives.
+# Each rank holds one part of every activation, and writes this part to the rank's own drives.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
