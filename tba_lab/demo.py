@@ -48,7 +48,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Defaults for a GPU, and for a CPU by its faster dtype. On a CPU, activations are most of the process."""
 
-WITH_STATES: dict[str, Any] = {"layers": 4, "hidden": 1536, "sequence": 160, "batch_sizes": (16,)}
+WITH_STATES: dict[str, Any] = {"layers": 4, "batch_sizes": (16,)}
 """Defaults with offloaded optimizer states. Every step moves all states, so a step needs many tokens."""
 
 STATES = {
@@ -148,7 +148,9 @@ def job_of(say: Say, options: dict[str, Any]) -> Job:
     device = training_device()
     dtype, why = choose_dtype(options.pop("dtype"), device)
     say(why)
-    chosen = PRESETS["gpu" if device.type == "cuda" else dtype] | ({} if states == "keep" else WITH_STATES)
+    chosen = dict(PRESETS["gpu" if device.type == "cuda" else dtype])
+    if states != "keep":
+        chosen |= WITH_STATES | {"hidden": max(chosen["hidden"], 1152)}
     chosen |= {name: value for name, value in options.items() if value not in (None, ())}
     model: dict[str, Any] = {name: chosen.pop(name) for name in ("layers", "hidden", "sequence")}
     heads = next(count for count in range(12, 0, -1) if model["hidden"] % count == 0)

@@ -54,9 +54,7 @@ Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 # Records
 
-_UNNAMED = {"name", "dtype", "device"}
-_SIZES = ("layers", "hidden", "hidden_size", "sequence", "seq_length", "batch_size")
-_IN_TITLES = ("name", *_SIZES, "dtype", "device", "cpus")
+_TITLE = ("name", "layers", "hidden", "hidden_size", "sequence", "seq_length", "dtype", "device", "cpus")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
@@ -98,11 +96,10 @@ class RunHeader:
 
     @property
     def title(self) -> str:
-        """The model and the machine in one line, as far as the log names them."""
+        """The model and the machine in one line, without the batch size."""
         facts = {**self.model, **self.hardware}
-        names = {name: f"{name.replace('_', ' ')} " for name in _IN_TITLES if facts.get(name)}
-        names |= dict.fromkeys(names.keys() & _UNNAMED, "")
-        return ", ".join(f"{label}{facts[name]}" for name, label in names.items())
+        words = [f"{name.replace('_', ' ')} {facts[name]}" for name in _TITLE if facts.get(name)]
+        return ", ".join(words).removeprefix("name ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,8 +150,7 @@ def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit)
     seconds = [step.seconds_with_update for step in timed]
     spread = seconds if len(seconds) > 1 else seconds * 2  # one time is its own quartiles
     low, median, high = statistics.quantiles(spread, n=4, method="inclusive")
-    model: dict[str, Any] = dict(log.header.model)
-    batch_size = model.pop("batch_size", None)
+    batch_size: Any = log.header.model.get("batch_size")
     return RokPoint(
         strategy=log.header.strategy,
         batch_size=batch_size if type(batch_size) is int else None,
@@ -165,7 +164,7 @@ def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit)
         steps=len(timed),
         source=str(log.path),
         peak_source=next((step.peak_source for step in steps if step.peak_source), None),
-        title=dataclasses.replace(log.header, model=model).title,
+        title=log.header.title,
     )
 
 

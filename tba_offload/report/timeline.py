@@ -142,11 +142,8 @@ class TimelineEvent(Event):
 
     def forwards(self) -> list[tuple[ScopeTimes, float, float]]:
         """Return each run of a layer with start and end of its forward."""
-        return [
-            (scope, scope.forward_began, max(scope.forward_ended, scope.forward_began))
-            for scope in self.scopes
-            if scope.forward_ended is not None
-        ]
+        ends = [(scope, scope.forward_ended) for scope in self.scopes]
+        return [(scope, scope.forward_began, end) for scope, end in ends if end is not None]
 
     def backwards(self) -> list[tuple[ScopeTimes, float, float]]:
         """Return each run with start and end of its backward. A backward ends where the next event starts."""
@@ -246,8 +243,7 @@ def timeline_figure(timeline: TimelineEvent, ends: Sequence[float] = ()) -> Figu
     seconds, largest, rate = ends or ends_of(timeline)
     heights = [2.4, *[1.0] * len(timeline.drives), 1.3]
     figure = Figure(figsize=(WIDTH, sum(heights) + 1.2), layout="constrained")
-    title = textwrap.fill(visible(timeline.title), 80)
-    figure.suptitle(title, x=0.01, ha="left", fontsize="small")
+    figure.suptitle(textwrap.fill(visible(timeline.title), 80), x=0.01, ha="left", fontsize="small")
     memory, *traffic, lanes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     for axes in (memory, *traffic):
         for _, began, ended in timeline.backwards():

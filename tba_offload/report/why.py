@@ -247,13 +247,11 @@ class Diagnosis:
 
     def advice(self) -> list[str]:
         """Return the most effective change, and the next ones, as sentences."""
-        phases, peak = self.evidence.phases, self.evidence.peak.nbytes
+        peak = self.evidence.peak.nbytes
         if self.evidence.memory is None:
             return ["The holders were not measured: attach(..., measure_memory=True) and train two steps."]
         if not self.findings:
-            near = [_PHASES[each.name][0] for each in phases if each.nbytes > (1 - _WORTH) * peak]
-            also = f": the peaks of {' and '.join(near)} are about equal" if near[1:] else ""
-            return [f"No single change would lower the peak noticeably{also}."]
+            return ["No single change would lower the peak noticeably."]
         first, *others = self.findings
         then = f"The peak would be about {readable_size(peak - first.saves)}, not {readable_size(peak)}."
         if not first.nbytes:
