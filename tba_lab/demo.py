@@ -32,14 +32,14 @@ from tba_offload.device.meters import available_bytes
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
 from tba_offload.files import write_regular
 from tba_offload.formatting import readable_size
-from tba_offload.report.log import StepRecord, counted_steps, read_run_log
+from tba_offload.report.log import counted_steps, read_run_log
 from tba_offload.report.rok import draw, points, require_matplotlib
 from tba_offload.report.text import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
-    Say = Callable[[str], object]
+    from tba_lab.race import Say
 
 PRESETS: dict[str, dict[str, Any]] = {
     "gpu": {"layers": 12, "hidden": 2048, "sequence": 1024, "steps": 20, "batch_sizes": (2, 3)},
@@ -333,11 +333,13 @@ def summarize(
             "losses": [step.loss for step in read_run_log(logs[size, name]).steps],
         }
         for other in ("keep", "recompute"):
-            base, spread = found[size, other], _times(counted, steps[size, other])
+            base, both = found[size, other], (counted, steps[size, other])
+            rounds = timed_rounds(*both, measured=lambda step: step.peak_source is not None)
+            times = ([pair[place].seconds_with_update for pair in rounds] for place in range(2))
             ratios[str(size)][f"{name}_over_{other}"] = {
                 "activation_peak": (point.activation_peak_bytes or 0) / (base.activation_peak_bytes or 1),
                 "device_peak": point.peak_bytes / base.peak_bytes,
-                "time": dataclasses.asdict(spread),
+                "time": dataclasses.asdict(paired_ratio(*times)),
             }
     return {
         "trained": dataclasses.asdict(job.shape) | {"steps": job.steps},
@@ -350,24 +352,19 @@ def summarize(
     }
 
 
-def _times(ours: Sequence[StepRecord], others: Sequence[StepRecord]) -> Spread:
-    rounds = timed_rounds(ours, others, measured=lambda step: step.peak_source is not None)
-    return paired_ratio(*([pair[place].seconds_with_update for pair in rounds] for place in range(2)))
-
-
 def text_of(summary: Mapping[str, Any], job: Job) -> str:
     """Return the table, the comparisons, the memory of the largest batch as bars, and the next commands."""
     on_cpu = training_device().type == "cpu"
     peaks = ["activation", *["resident"] * on_cpu, *["device"] * (not on_cpu or job.states is not None)]
-    heads = ("batch", "strategy", *(f"{what} peak MiB" for what in peaks))
-    heads += ("step s", "tokens/s", "written MiB", "stall s", "last loss")
+    figures = ("step s", "tokens/s", "written MiB", "stall s", "last loss")
+    heads = ("batch", "strategy", *(f"{what} peak MiB" for what in peaks), *figures)
     rows, lines = [], []
     for size, group in summary["batch_sizes"].items():
         for name, each in group.items():
             memory = [f"{each[f'{what}_peak_bytes'] / 2**20:.0f}" for what in peaks]
-            times = f"{each['step_seconds_median']:.3f}", f"{each['tokens_per_second']:.0f}"
-            written, stall = f"{each['offloaded_bytes'] / 2**20:.0f}", f"{each['stall_seconds_median']:.3f}"
-            rows.append((size, name, *memory, *times, written, stall, f"{each['losses'][-1]:.6f}"))
+            speed = f"{each['step_seconds_median']:.3f}", f"{each['tokens_per_second']:.0f}"
+            drive = f"{each['offloaded_bytes'] / 2**20:.0f}", f"{each['stall_seconds_median']:.3f}"
+            rows.append((size, name, *memory, *speed, *drive, f"{each['losses'][-1]:.6f}"))
         for name in job.strategies[2:]:
             for other in ("keep", "recompute"):
                 ratio = summary["ratios"][size][f"{name}_over_{other}"]
@@ -385,7 +382,7 @@ def text_of(summary: Mapping[str, Any], job: Job) -> str:
     console = Console(width=None if Console().is_terminal else 150)
     with console.capture() as capture:
         console.print(Table(heads, rows, right=heads[:1] + heads[2:]))
-    bars = _bars(summary["batch_sizes"][str(job.sizes[-1])], peaks[-1])
+    bars = _bars(group, peaks[-1])
     return "\n".join([capture.get(), *lines, "", *bars, "", *_next_steps(job.output)])
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
+    Say = Callable[[str], object]
+
 MEASURE_EVERY = 4
 """One of this many rounds measures memory. Its times do not count, since sampling uses part of a core."""
 
@@ -47,7 +49,7 @@ def race(
     entrants: Mapping[str, Entrant],
     rounds: int,
     *,
-    say: Callable[[str], object] = lambda _: None,
+    say: Say = lambda _: None,
     time_limit: float = math.inf,
     ahead: float = 0.0,
 ) -> dict[str, list[dict[str, Any]]]:
@@ -74,9 +76,7 @@ def race(
 class _Progress:
     """Progress messages every few seconds, and the check of the time limit."""
 
-    def __init__(
-        self, lanes: int, rounds: int, say: Callable[[str], object], limit: float, ahead: float
-    ) -> None:
+    def __init__(self, lanes: int, rounds: int, say: Say, limit: float, ahead: float) -> None:
         self._lanes, self._steps, self._ahead = lanes, lanes * rounds, ahead * lanes * rounds
         self._say, self._limit = say, limit
         self._began = self._said = self._warm = time.monotonic()
@@ -85,9 +85,8 @@ class _Progress:
     def tick(self) -> None:
         now, early = time.monotonic(), 2 * self._lanes
         is_known = self._done > self._lanes  # the first steps allocate memory, so they take longer
-        left = (
-            (now - self._warm) / max(self._done - self._lanes, 1) * (self._steps - self._done + self._ahead)
-        )
+        each = (now - self._warm) / max(self._done - self._lanes, 1)
+        left = each * (self._steps - self._done + self._ahead)
         time_left = f"about {duration(left)} left" if is_known else f"{now - self._began:.0f} s so far"
         if self._done <= early and (left if self._done == early else now - self._began) > self._limit:
             raise RaceError(
@@ -230,8 +229,6 @@ def _run_lane(entrant: Entrant, pipe: Connection) -> None:
         except (EOFError, BrokenPipeError):
             raise  # the parent process has ended the comparison
         except BaseException as error:
-            text = (
-                f"{type(error).__name__}: {error}" if isinstance(error, TbaError) else traceback.format_exc()
-            )
-            pipe.send((False, text))
+            is_ours = isinstance(error, TbaError)
+            pipe.send((False, f"{type(error).__name__}: {error}" if is_ours else traceback.format_exc()))
             raise
