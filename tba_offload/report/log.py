@@ -132,7 +132,7 @@ class StepRecord:
             states allocated in the step. A gradient counts as an activation until autograd has stored it in
             ``.grad``.
         gradient_bytes: Bytes of gradients allocated in the step.
-        gradient_peak_bytes: Most bytes of gradients and offloaded frozen weights in memory at one time,
+        gradient_peak_bytes: Peak bytes of gradients and offloaded frozen weights in memory,
             including gradients from earlier steps.
         state_bytes: Bytes that memory grew by during optimizer steps. The first step allocates the states.
         sampled_peak_bytes: The highest sample, if the samples were too few to be the peak, for example on a
@@ -144,9 +144,9 @@ class StepRecord:
             live bytes of the whole process.
         earlier_outputs_bytes: Bytes of model outputs from earlier steps that the program still referenced
             when the step began, as ``outputs = model(...)`` does. They are part of the activation peak.
-        reserved_peak_bytes: Most memory that the allocator had reserved on the GPU, including its cache. None
+        reserved_peak_bytes: Peak memory that the allocator reserved on the GPU, including its cache. None
             on a CPU.
-        device_peak_bytes: Most live bytes of the allocator during forward and backward. On a CPU, live bytes
+        device_peak_bytes: Peak live bytes of the allocator during forward and backward. On a CPU, live bytes
             of the whole process.
         activation_budget_bytes: The largest activation peak that the step was allowed: the smaller of
             ``budget.activation_bytes`` and the rest of ``budget.device_bytes``. Gradients share this rest.
@@ -164,7 +164,7 @@ class StepRecord:
             tensors that other references keep in memory.
         recomputed_scopes: The number of scopes that backward recomputed.
         scopes: The number of scopes that ran. Each run of a layer on a micro-batch is one scope.
-        in_flight_peak_bytes: Most bytes in flight at one time: saved and not yet freed, plus prefetched and
+        in_flight_peak_bytes: Peak bytes in flight: saved and not yet freed, plus prefetched and
             not yet used.
         given_up_bytes: Bytes of prefetches that were cancelled and read on demand later.
         held_bytes: Bytes written although another reference kept the storage in memory until backward.
@@ -647,7 +647,7 @@ class PhasePeak(NamedTuple):
         return self.nbytes + self.gradients + self.frozen
 
     def as_json(self) -> dict[str, object]:
-        """Return the form of the peak in a run log."""
+        """Return the peak as a dict for the run log."""
         return {**self._asdict(), "held": self.held._asdict()}
 
 

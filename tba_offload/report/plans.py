@@ -67,7 +67,7 @@ class PlanReport:
         return [*self.notes, self._frontier(), plan, predicted, self.advice(policy_file)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report for programs."""
+        """Return the report as a dict for JSON."""
         return dataclasses.asdict(self) | {"advice": self.advice()}
 
     def _frontier(self) -> Table:

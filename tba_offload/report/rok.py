@@ -50,7 +50,7 @@ class RokPoint:
         strategy: The label of the run. Points with equal labels form a line.
         batch_size: Sequences in a step. None if the log does not say.
         activation_peak_bytes: The largest activation peak of the counted steps. None if not measured.
-        device_peak_bytes: Most live bytes of the device during forward and backward, including weights and
+        device_peak_bytes: Peak live bytes of the device during forward and backward, including weights and
             gradients. On a CPU, live bytes of the process. None if not measured.
         throughput: The work of a step divided by the median step time, in ``unit``.
         unit: ``"FLOP/s"``, without recomputation, or ``"tokens/s"``.
@@ -177,7 +177,7 @@ def lines(points: Sequence[RokPoint]) -> dict[str, list[RokPoint]]:
 
 
 def pareto(points: Iterable[RokPoint]) -> list[RokPoint]:
-    """Return the points that no other point beats in peak or speed without losing in the other."""
+    """Return the Pareto set: no other point is better in memory or speed, and equal or better in the other."""
     candidates = sorted(points, key=lambda each: each.peak_bytes)
     return [each for each in candidates if not any(_beats(other, each) for other in candidates)]
 

@@ -260,7 +260,7 @@ class Diagnosis:
         return [f"Cause: {first.what}.", f"Most effective change: {first.change}. {then}", *more]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the diagnosis for programs."""
+        """Return the diagnosis as a dict for JSON."""
         seen = self.evidence
         return {
             "step": seen.step.step,
