@@ -177,7 +177,7 @@ def lines(points: Sequence[RokPoint]) -> dict[str, list[RokPoint]]:
 
 
 def pareto(points: Iterable[RokPoint]) -> list[RokPoint]:
-    """Return the Pareto set: no other point is better in memory or speed, and equal or better in the other."""
+    """Return the Pareto set: no other point is equal or better in both values and better in one."""
     candidates = sorted(points, key=lambda each: each.peak_bytes)
     return [each for each in candidates if not any(_beats(other, each) for other in candidates)]
 
