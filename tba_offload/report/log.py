@@ -56,6 +56,7 @@ Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 _TITLE = ("name", "layers", "hidden", "hidden_size", "sequence", "seq_length", "dtype", "device", "cpus")
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
     """Facts that are the same for every step of a run.
