@@ -31,7 +31,7 @@ def test_states_that_cannot_be_written_are_an_error_that_loses_none(fault: str, 
     found, expected = pair("adamw")
     with tba.offload_optimizer(found.optimizer, policy(tmp_path)):
         train(found, expected, 0)
-        why = r"states of parameters? \d+.* cannot be written.*; if training has begun, load a checkpoint"
+        why = r"states of parameters? \d+.* cannot be written.*If training has started, load a checkpoint"
         with inject(fault) as faults, pytest.raises(TransferError, match=why):
             for seed in range(1, 4):
                 found.step(seed)
