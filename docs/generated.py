@@ -1,7 +1,7 @@
-"""Directives for tables that are made from the code, so that they cannot be wrong.
+"""Directives for tables that are generated from the code.
 
 ``{rooms}`` lists every module of the package with the first line of its docstring. ``{constants}`` lists
-every constant that has a docstring in the given packages: name, value, and what the docstring says.
+every constant with a docstring in the given packages: name, value and docstring.
 
 ``python docs/generated.py`` writes ``policy.schema.json``, the JSON Schema of policies, from their models.
 """
@@ -31,12 +31,12 @@ _ROLE = re.compile(r":\w+:(?=`)")
 
 
 class Constant(NamedTuple):
-    """A constant, as its source has it.
+    """A constant of the source.
 
     Attributes:
-        name: Its name; one that a user may not set, and a field of a class, likewise.
-        value: The source of its value.
-        text: Its docstring.
+        name: The name in lower case, without underscores around it.
+        value: The source text of the value.
+        text: The docstring.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Constant(NamedTuple):
 
 
 def constants_in(path: Path) -> Iterator[Constant]:
-    """Yield the constants of a module and of its classes that have a docstring, in their order."""
+    """Yield the constants with a docstring of a module and of its classes, in the order of the source."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for owner in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
         for node, following in zip(owner.body, owner.body[1:], strict=False):
@@ -70,10 +70,10 @@ def _is_constant(name: str, owner: ast.AST) -> bool:
 
 
 class _Table(SphinxDirective):
-    """A table whose cells are written in the markup of the page."""
+    """A table with cells in the markup of the page."""
 
     def table(self, heads: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[str]]) -> nodes.Node:
-        """Return the table; the first row is its head."""
+        """Return the table with its head."""
         group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in widths), cols=len(widths))
         head = nodes.thead("", self._row(heads))
         group += [head, nodes.tbody("", *(self._row(row) for row in rows))]
@@ -87,7 +87,7 @@ class Rooms(_Table):
     """The modules of every package of tba_offload."""
 
     def run(self) -> list[nodes.Node]:
-        """One table for each package, and one for the modules beside them."""
+        """Return a table for the root modules and for each package."""
         packages = sorted(path for path in ROOT.iterdir() if (path / "__init__.py").exists())
         return [node for package in (ROOT, *packages) for node in self._of(package)]
 
@@ -106,17 +106,17 @@ def _summary(path: Path) -> str:
 
 
 def _on_one_line(text: str) -> str:
-    """Return a docstring without the roles of reStructuredText, as a cell of a table."""
+    """Return a docstring as the cell of a table: one line, without roles of reStructuredText."""
     return _ROLE.sub("", text).replace("\n", " ").replace("``", "`")
 
 
 class Constants(_Table):
-    """The constants of packages that have a docstring."""
+    """The constants with a docstring of packages."""
 
     has_content = True
 
     def run(self) -> list[nodes.Node]:
-        """One table for each module that has any."""
+        """Return a table for each module with constants."""
         found: list[nodes.Node] = []
         for name in self.content:
             folder = Path(import_module(name).__file__ or "").parent
@@ -128,7 +128,7 @@ class Constants(_Table):
 
     def _of(self, module: str, constants: Sequence[Constant]) -> list[nodes.Node]:
         rows = [(f"`{each.name}`", f"`{each.value}`", each.text) for each in constants]
-        table = self.table(("constant", "value", "unit, meaning and evidence"), (20, 20, 60), rows)
+        table = self.table(("constant", "value", "unit and meaning"), (20, 20, 60), rows)
         return [*self.parse_text_to_nodes(f"**`{module}`**"), table]
 
 

@@ -1,4 +1,4 @@
-"""Python, YAML and shell of every page run, and the site is built."""
+"""Run the Python and check the YAML of every page, and build the site."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import tba_offload as tba
 from tba_offload.config import OffloadConfig, StoreConfig
 from tba_offload.report.log import RunHeader, RunLogWriter
+from tba_offload.store import unregister_kind
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +38,7 @@ def pages_with(language: str) -> pytest.MarkDecorator:
 
 
 class Trained(nn.Module):
-    """A model that returns an output with its loss, as the models of Hugging Face do."""
+    """A model that returns an output with a loss, like models of Hugging Face."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class Trained(nn.Module):
 
 @pages_with("python")
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All its blocks, one after another; each may use a model that trains, its data, and ``tba``."""
+    """Run all blocks in order; they may use ``model``, ``data``, ``optimizer`` and ``tba``."""
     config = OffloadConfig(store=StoreConfig(kind="host"), min_tensor_bytes=1024)
     (tmp_path / "policy.yaml").write_text(config.to_yaml())
     blocks = blocks_of(page, "python")
@@ -58,8 +59,8 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyte
             pass
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    if "class MemoryFileStore" in blocks[0]:  # a module, which its tests import
-        (tmp_path / "memory_file_store.py").write_text(blocks[0])
+    if "class MemoryFileStore" in blocks[0]:  # a module, which the other blocks import
+        (tmp_path / "memory_file_store.py").write_text(blocks.pop(0))
     model = Trained()
     names: dict[str, object] = {
         "__name__": "page",
@@ -70,6 +71,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyte
     }
     for number, block in enumerate(blocks):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+    unregister_kind("memory-file")
 
 
 @pages_with("yaml")
