@@ -101,7 +101,7 @@ class Staying:
 
     def __init__(self, percent: int) -> None:
         self._percent = 100 - percent
-        self._owed = 0  # hundredths of bytes that should have stayed so far, less those that did
+        self._owed = 0  # hundredths of bytes: expected to stay so far, minus stayed
 
     def stays(self, nbytes: int) -> bool:
         """Return True if the next tensor stays. ``nbytes`` is 0 for a tensor that does not count."""

@@ -51,7 +51,7 @@ class Gradients:
         self.also_watch(self.parameters())  # a step may begin in a transform, which replaces parameters
 
     def begin_step(self) -> None:
-        """Forget the gradients of the last step, count those that exist, and watch new parameters."""
+        """Forget the last step, count the gradients that exist, and watch new parameters."""
         self.born.clear()
         self.was_dropped = False
         # ``functional_call`` gives the model new parameters in each step.

@@ -44,8 +44,8 @@ class MemoryMeter:
     Attributes:
         source: Source of the figure, for the run log.
         samples: Whether the meter knows only the moments of its samples.
-        seen: Called on any thread with two numbers: the live bytes that count, and those that do not.
-        whole_peak: The peak of live bytes, including those that do not count.
+        seen: Called on any thread with two numbers: live bytes that count, and live bytes that do not.
+        whole_peak: The peak of all live bytes, whether they count or not.
         reserved: Most bytes that the allocator held; None if the allocator does not report them.
         samples_taken: Number of samples of the peak; None if the peak is exact.
         is_thin: Whether the samples may have missed the peak. It is valid after :meth:`peak`.
