@@ -286,13 +286,13 @@ class Way:
             if measure:
                 peak, reserved = meter.peak(), meter.reserved
                 if self.session is not None:  # it measures by the same statistics, and plans with them
-                    record = self.session.report()[-1]
+                    record = self.session.records[-1]
                     peak, reserved = record.device_peak_bytes or peak, record.reserved_peak_bytes
                 figures |= {"peak": max(peak - base, 0), "reserved": reserved}
         figures |= {"seconds": end - start, "forward": turn - start, "backward": end - turn}
         if self.session is not None:
             self.session.offloader.quiesce()  # what is still under way must not disturb the next
-            record = self.session.report()[-1]
+            record = self.session.records[-1]
             figures |= {
                 "stall": record.stall_seconds,
                 "written": record.offloaded_bytes,
@@ -391,7 +391,7 @@ def ours(kind: str, tier: str, placement: str) -> Callable[[Subject, Places], Wa
         config = tba.OffloadConfig(
             default=tba.Placement(placement),
             budget=tba.BudgetConfig(
-                in_flight_bytes=None if is_auto and places.budget else places.window,
+                in_flight_bytes=0 if is_auto and places.budget else places.window,
                 activation_bytes=places.budget if is_auto else None,
             ),
             store=tba.StoreConfig(

@@ -48,6 +48,6 @@ with tba.attach(model, policy(arguments.placement)) as session:
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
-            step = session.report()[-1]
+            step = session.records[-1]
             peak = (step.activation_peak_bytes or 0) / 2**20
             print(f"step {step.step}: loss {loss.item()!r}, activation peak {peak:.1f} MiB")

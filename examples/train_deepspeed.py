@@ -75,7 +75,7 @@ with tba.attach(engine, policy(arguments.placement)) as session:
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
                 engine.backward(loss)
                 engine.step()
-        peak = (session.report()[-1].activation_peak_bytes or 0) / 2**20
+        peak = (session.records[-1].activation_peak_bytes or 0) / 2**20
         print(f"step {step + 1}: rank {rank}, loss {loss.item()!r}, activation peak {peak:.1f} MiB")
 
 torch.distributed.destroy_process_group()

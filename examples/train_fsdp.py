@@ -70,7 +70,7 @@ with tba.attach(model, policy(arguments.placement)) as session:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        peak = (session.report()[-1].activation_peak_bytes or 0) / 2**20
+        peak = (session.records[-1].activation_peak_bytes or 0) / 2**20
         print(f"step {step + 1}: rank {rank}, loss {loss.item()!r}, activation peak {peak:.1f} MiB")
 
 dist.destroy_process_group()

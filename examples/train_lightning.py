@@ -65,6 +65,6 @@ trainer = pl.Trainer(
 )
 trainer.fit(model, torch.utils.data.DataLoader(texts, batch_size=BATCH))
 
-for loss, step in zip(model.losses, callback.session.report(), strict=True):
+for loss, step in zip(model.losses, callback.session.records, strict=True):
     peak = (step.activation_peak_bytes or 0) / 2**20
     print(f"step {step.step}: loss {loss.item()!r}, activation peak {peak:.1f} MiB")

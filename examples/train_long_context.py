@@ -91,6 +91,6 @@ with tba.attach(model, policy(arguments.placement, arguments.activation_bytes)) 
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        record = session.report()[-1]
+        record = session.records[-1]
         peak = (record.activation_peak_bytes or 0) / 2**20
         print(f"step {step + 1}: loss {loss.item()!r}, activation peak {peak:.1f} MiB, {', '.join(placed)}")

@@ -80,7 +80,7 @@ with tba.attach(model, policy(arguments.placement)) as session:
             schedule.step()
         optimizer.step()
         optimizer.zero_grad()
-        peak = (session.report()[-1].activation_peak_bytes or 0) / 2**20
+        peak = (session.records[-1].activation_peak_bytes or 0) / 2**20
         loss = f"loss {torch.stack(losses).mean().item()!r}, " if losses else ""
         print(f"step {step + 1}: rank {rank}, {loss}activation peak {peak:.1f} MiB")
 

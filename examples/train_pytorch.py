@@ -58,5 +58,5 @@ with tba.attach(model, policy(arguments.placement)) as session:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        peak = session.report()[-1].activation_peak_bytes
+        peak = session.records[-1].activation_peak_bytes
         print(f"step {step + 1}: loss {loss.item()!r}, activation peak {(peak or 0) / 2**20:.1f} MiB")

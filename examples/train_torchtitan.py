@@ -50,7 +50,7 @@ init_logger()
 trainer = PrintingTrainer(ConfigManager().parse_args([*OPTIONS, *others]))
 with tba.attach(trainer.model_parts, policy(arguments.placement)) as session:
     trainer.train()
-for step, record in enumerate(session.report(), start=1):
+for step, record in enumerate(session.records, start=1):
     print(f"step {step}: activation peak {(record.activation_peak_bytes or 0) / 2**20:.1f} MiB")
 trainer.close()
 dist.destroy_process_group()

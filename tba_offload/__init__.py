@@ -1,16 +1,15 @@
-"""Offload activations to NVMe while a large model trains.
+"""Offload activations to NVMe during the training of large models.
 
 ::
 
     import tba_offload as tba
 
-    with tba.attach(model, "policy.yaml") as session:
+    with tba.attach(model, "fit") as session:  # fit this device, as fast as possible
         for batch in data:
-            with session.step():
-                loss = model(batch)
-                loss.backward()
+            model(batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            print(session.last)
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ _HOMES = {
     }.items()
     for name in names.split()
 }
-"""The module of each public name. It is loaded on first use: policies, run logs and plots need no torch."""
+"""Module of each public name, imported on first use, since policies, run logs and plots need no torch."""
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

@@ -1,4 +1,4 @@
-"""``attach``: find the layers of a model and open a session for them."""
+"""Function ``attach``, which finds the layers of a model and opens a session for them."""
 
 from __future__ import annotations
 
@@ -49,48 +49,46 @@ def attach(
 ) -> Session:
     """Attach offloading to a model.
 
-    Layers are found in Megatron models and in models that hold equal blocks in a ``ModuleList``, a
-    ``Sequential`` or a ``ModuleDict`` of numbers, also within stages, as Swin's. For others name them.
+    Layers are found in Megatron models, and in models with equal blocks in a ``ModuleList``, a
+    ``Sequential`` or a ``ModuleDict`` of numbers, also in stages as in Swin. For other models pass ``layers``.
 
     Args:
         model: The model, wrapped or not, or the list of its chunks in an interleaved pipeline.
-        config: An :class:`OffloadConfig`, a dict with the keys of a YAML policy, or the path of one; by
-            default everything is offloaded.
-        layers: The layers, if they cannot be found or others are wanted.
-        directories: Where offloaded bytes go, instead of where the policy says: one path, or one for each
-            drive.
-        optimizer: The optimizer, or several, whose states are offloaded too, see
-            :func:`tba_offload.offload_optimizer`; by default none is.
-        tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
-            forward; by default the elements of ``input_ids``, or else of the first tensor of whole numbers
-            that the model is given by position.
-        run_log: Path of the run log to write. Where there is one of an earlier run, this one writes
-            ``run.2.jsonl`` for ``run.jsonl``; each process of :mod:`torch.distributed` writes its own, as
+        config: ``"fit"``: the planner places each layer so that training fits nine tenths of this device and
+            is as fast as possible. Or a placement for all layers, such as ``"offload"`` or ``"recompute"``; the
+            path of a YAML policy, its text, a dict with its keys, or an :class:`OffloadConfig`.
+        layers: The layers to attach. By default they are found.
+        directories: Directories of the store, instead of those of the policy: one path, or one for each drive.
+        optimizer: An optimizer, or several, whose states are offloaded too, see
+            :func:`tba_offload.offload_optimizer`.
+        tokens: Tokens of one micro-batch, or a function of the arguments of the model's forward that returns
+            them. By default the number of elements of ``input_ids``, or else of the first positional tensor
+            of integers.
+        run_log: Path of the run log. If ``run.jsonl`` is the log of an earlier run, this run writes
+            ``run.2.jsonl``. Each process of :mod:`torch.distributed` writes its own log, such as
             ``run.rank0.jsonl``.
-        strategy: Label of the run in ROK plots; by default the placement that all layers share, or ``mixed``,
-            and whether states and weights are offloaded, as in ``offload + states``.
-        model_info: What the run log says about the model beside the name of its class and how many parameters
-            it has: sizes, batch size, another name.
-        measure_memory: Whether to measure the activation peak of steps that do not say so themselves. On CUDA
-            that is free; on a CPU a thread samples, which takes part of a core.
-        status: Whether each step is told in a line. New plans of ``auto`` always are: by the logger
-            ``tba_offload.session``, on stderr unless the program has set logging up.
-        on_step: A function, or several, to be called with the :class:`StepRecord` of each step when all of it
-            is known: on a CPU at the step's end, on an accelerator mostly within the next step. Those of
-            :mod:`tba_offload.sinks` write to TensorBoard or W&B. An exception of one ends the training.
-        trace_steps: Numbers of the steps, from 1, that are recorded over time as ``session.step(trace=True)``
-            records one, also where they open by themselves.
+        strategy: Label of the run in ROK plots. By default the placement that all layers share, or ``mixed``,
+            and what else is offloaded, such as ``offload + states``.
+        model_info: Facts about the model for the run log, such as sizes, batch size or another name.
+        measure_memory: Whether to measure the activation peak. This is free on CUDA. On a CPU a thread
+            samples memory, which takes part of a core.
+        status: Whether to log a line for each step. Plans of ``auto`` and the summary at the end are always
+            logged, by the logger ``tba_offload.session``, or on stderr if the program has no logging handler.
+        on_step: A function, or several, to call with the complete :class:`StepRecord` of each step: at the end
+            of the step on a CPU, mostly during the next step on an accelerator. The classes in
+            :mod:`tba_offload.sinks` write to TensorBoard or W&B. An exception in a function ends the training.
+        trace_steps: Numbers of the steps, from 1, to record over time, as with ``session.step(trace=True)``.
 
     Returns:
         The session. Close it, or use it as a context manager.
 
     Raises:
-        ConfigError: The policy is wrong, or takes no effect on this model; says every problem there is.
+        ConfigError: All problems of the policy, alone and with this model.
         UnsupportedError: No layers were found, or the model cannot be offloaded.
         StoreError: The store cannot be opened.
 
     Warns:
-        NoEffectWarning: A setting does not do what it seems to.
+        NoEffectWarning: A setting has no effect, or less effect than expected.
     """
     chunks = chunks_of(model)
     stack = _find(chunks) if layers is None else _named(chunks, layers)
@@ -101,7 +99,7 @@ def attach(
     warn_of_doubts(chosen, ids, on_cpu=device_of_model(chunks).torch_device.type == "cpu")
     optimizers = _listed(optimizer)
     if chosen.states is not None and not optimizers:
-        message = "states: is about the states of optimizers, and attach() was given no optimizer"
+        message = "states: has no effect, because attach() was given no optimizer. Pass optimizer=optimizer"
         warn(message, NoEffectWarning)
     return Session(
         stack,
@@ -119,13 +117,13 @@ def attach(
 
 
 _LEFT_OUT = (
-    "these blocks are none of the layers that were found, so what they save stays in memory, and frozen "
-    "weights of theirs too; name all that are to be placed: attach(model, config, layers=[...])"
+    "these blocks are not among the layers that were found, so their activations and frozen weights stay in "
+    "memory. To attach them too, name all layers: attach(model, config, layers=[...])"
 )
 
 
 def _find(chunks: list[nn.Module]) -> LayerStack:
-    """Ask the frameworks that are loaded, then look for blocks."""
+    """Return the layers as Megatron defines them, or else the layers that are found by their structure."""
     if any(name.partition(".")[0] == "megatron" for name in sys.modules):
         from tba_offload.megatron.layers import find_stack, is_megatron
 
@@ -136,27 +134,27 @@ def _find(chunks: list[nn.Module]) -> LayerStack:
 
 def _named(chunks: list[nn.Module], layers: Sequence[nn.Module]) -> LayerStack:
     if not layers:
-        raise ConfigError("layers=[] names no layer; name some, or leave layers out to have them found")
+        raise ConfigError("layers=[] names no layer. Name some, or leave layers out to have them found")
     return explicit_layers(chunks, layers)
 
 
 def _about(chunks: Sequence[nn.Module]) -> dict[str, object]:
-    """Return what tells runs of one model from those of another."""
-    parameters = {parameter for chunk in chunks for parameter in chunk.parameters()}  # a shared one once
+    """Return name and number of parameters of a model."""
+    parameters = {parameter for chunk in chunks for parameter in chunk.parameters()}  # shared ones count once
     names = dict.fromkeys(type(_unwrapped(chunk)).__name__ for chunk in chunks)
     known = (parameter.numel() for parameter in parameters if not is_lazy(parameter))
     return {"name": ", ".join(names), "parameters": sum(known)}
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model in wrappers with nothing else in them, as DistributedDataParallel."""
+    """Return the model inside wrappers without other children, such as DistributedDataParallel."""
     while [name for name, _ in model.named_children()] in (["module"], ["_orig_mod"]):
         (model,) = model.children()
     return model
 
 
 def _listed(given: Any) -> tuple[Any, ...]:
-    """Return the objects that are given, of which a single one may stand alone."""
+    """Return one object, or several, as a tuple."""
     if given is None:
         return ()
     return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
@@ -166,7 +164,7 @@ def _functions(on_step: OnStep | Sequence[OnStep] | None) -> tuple[OnStep, ...]:
     found = (on_step,) if callable(on_step) else _listed(on_step)
     for each in found:
         if not callable(each):
-            raise ConfigError(f"on_step is {quoted(each)}: give a function of a step's record, or a sink")
+            raise ConfigError(f"on_step is {quoted(each)}. Give a function of a step's record, or a sink")
     return found
 
 
@@ -178,5 +176,5 @@ def _numbers(trace_steps: Iterable[int]) -> frozenset[int]:
     found = _listed(trace_steps)
     for each in found:
         if not isinstance(each, int) or each < 1:
-            raise ConfigError(f"trace_steps has {quoted(each)}: give numbers of steps, from 1")
+            raise ConfigError(f"trace_steps has {quoted(each)}. Give numbers of steps, from 1")
     return frozenset(found)

@@ -31,10 +31,12 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
 
 class TbaError(Exception):
@@ -184,4 +186,11 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _PASSED_OVER:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    with without_bars():
+        warnings.warn(message, category, stacklevel=level)
+
+
+def without_bars() -> AbstractContextManager[object]:
+    """Return a context in which the open progress bars of tqdm are not on the screen."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    return tqdm.external_write_mode(sys.stderr) if getattr(tqdm, "_instances", None) else nullcontext()

@@ -1,16 +1,15 @@
-"""Where the figures of steps go beside the run log: to TensorBoard, or to W&B.
+"""Sinks that write the figures of each step to TensorBoard or W&B.
 
 ::
 
     from torch.utils.tensorboard import SummaryWriter
     from tba_offload.sinks import TensorBoardSink
 
-    with tba.attach(model, "policy.yaml", on_step=TensorBoardSink(SummaryWriter())) as session:
+    with tba.attach(model, "fit", on_step=TensorBoardSink(SummaryWriter())) as session:
         ...
 
-A sink is called with the :class:`tba_offload.StepRecord` of each step; so may be any function. What a user
-gives to it, a writer or a run, stays the user's, to be flushed and closed. A figure that is not known is left
-out.
+A sink is a function of the :class:`tba_offload.StepRecord` of a step. The program flushes and closes the
+writer or the run itself. Figures that are not known are left out.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """Writes curves for TensorBoard, named ``tba-offload/`` and the name of the figure.
+    """Sink for TensorBoard. The name of a curve is ``tba-offload/`` and the name of the figure.
 
     Args:
-        writer: A ``SummaryWriter``, or another object with its ``add_scalar``.
-        steps_before: Steps that were made before this session, as in a run that is resumed.
+        writer: A ``SummaryWriter``, or another object with an ``add_scalar`` method.
+        steps_before: Number of steps before this session, for a run that is resumed.
     """
 
     def __init__(self, writer: Any, *, steps_before: int = 0) -> None:
@@ -36,20 +35,20 @@ class TensorBoardSink:
         self._before = steps_before
 
     def __call__(self, record: StepRecord) -> None:
-        """Add a step."""
+        """Write the figures of a step."""
         for name, value in curves_of(record, FIGURES).items():
             self._writer.add_scalar(name, value, self._before + record.step)
 
 
 class WandbSink:
-    """Logs to W&B, under ``tba-offload/`` and the name of the figure.
+    """Sink for W&B. The name of a curve is ``tba-offload/`` and the name of the figure.
 
-    The axis of these curves is ``tba-offload/step``, not W&B's own counter: on an accelerator the figures of
-    a step are known a step later, and W&B drops what comes for a step that it has left.
+    The axis of the curves is ``tba-offload/step``, not W&B's own counter. On an accelerator the figures of a
+    step are known one step later, and W&B drops figures for earlier values of its counter.
 
     Args:
-        run: What ``wandb.init`` returned.
-        steps_before: Steps that were made before this session, as in a run that is resumed.
+        run: The run that ``wandb.init`` returned.
+        steps_before: Number of steps before this session, for a run that is resumed.
     """
 
     def __init__(self, run: Any, *, steps_before: int = 0) -> None:
@@ -59,5 +58,5 @@ class WandbSink:
         run.define_metric(f"{PREFIX}*", step_metric=self._axis)
 
     def __call__(self, record: StepRecord) -> None:
-        """Add a step."""
+        """Write the figures of a step."""
         self._run.log({self._axis: self._before + record.step, **curves_of(record, FIGURES)})

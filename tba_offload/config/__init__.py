@@ -1,13 +1,14 @@
-"""The settings of a policy, read from YAML, a dict or Python.
+"""Settings of a policy, read from a word, YAML, a dict or Python.
 
-Nothing is ignored and nothing is guessed: an unknown key, a value that is not legal or a size without a
-unit is a :class:`~tba_offload.errors.ConfigError` that names the file, the line and what is legal, for every
-mistake there is. The dataclasses check their arguments in the same way.
+An unknown key, an illegal value or a size without a unit is a :class:`~tba_offload.errors.ConfigError`. Its
+message names the file, the line and the legal values, for every mistake in the policy. The dataclasses check
+their arguments in the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
@@ -25,6 +26,7 @@ from tba_offload.config.values import parse_size as parse_size
 from tba_offload.errors import ConfigError
 from tba_offload.files import read_regular
 from tba_offload.formatting import quoted
+from tba_offload.placements import names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,76 +34,87 @@ if TYPE_CHECKING:
     from tba_offload.config.policy import LayerId, Layers
 
 
+MOST_IN_FLIGHT, IN_FLIGHT_PART = 256 * 2**20, 8
+"""Largest default of the in-flight window in bytes, and the part of the saved bytes that it is."""
+
+
 @settings("budget")
 class BudgetConfig:
-    """Hard ceilings in bytes. Sizes are whole bytes or text with a unit; 0 and None mean no limit."""
+    """Hard ceilings in bytes. Sizes are whole bytes or text with a unit. 0 means no limit."""
 
     activation_bytes: values.Limit = None
-    """Activations of offloaded layers resident on the device. Layers placed ``auto`` keep to it when the
-    drive is slow; and no more than this is ever in flight."""
+    """Largest activation peak of attached layers. ``auto`` layers keep to it when the drive is slow. The
+    in-flight window is never larger."""
 
     device_bytes: values.Limit = None
-    """Everything on the device in forward and backward: weights, gradients, states of optimizers that are not
-    offloaded, activations. What it leaves for activations is measured in the first step and is a budget as
-    activation_bytes is; of both the smaller one holds."""
+    """Largest sum of weights, gradients, activations and optimizer states on the device, in forward and
+    backward. Offloaded states do not count. The first step measures how much is left for activations. If
+    activation_bytes is set too, the smaller limit holds."""
 
-    in_flight_bytes: values.Limit = 256 * 2**20
-    """Activations that are being written, or read back and not yet used. By default 256MiB."""
+    in_flight_bytes: values.Window = None
+    """Size of the in-flight window: activations that are being written, or that were read back and are not
+    used yet. By default an eighth of the bytes that a step saves, at most 256MiB. The first step has 256MiB.
+    0 means no limit."""
 
     objective: Objective | None = None
-    """What layers placed ``auto`` are planned for: the least ``time`` of a step, or the least ``memory`` at
-    which nothing waits. By default ``time``. Without activation_bytes and device_bytes, ``time`` fits nine
-    tenths of the device."""
+    """Goal of the planner for ``auto`` layers: the shortest step (``time``), or the lowest peak without
+    waits for the drive (``memory``). By default ``time``. With ``time`` and neither activation_bytes nor
+    device_bytes, the plan fits nine tenths of the device."""
 
-    @property
-    def window(self) -> int | None:
-        """Most bytes in flight: the lower of the two limits."""
-        limits = (self.activation_bytes, self.in_flight_bytes)
-        return min((limit for limit in limits if limit is not None), default=None)
+    def window(self, saved: int = 0, largest: int = 0) -> int | None:
+        """Return the size of the in-flight window in bytes; ``None`` for no limit.
+
+        Args:
+            saved: Most bytes that a step saves at one time; 0 before the first step.
+            largest: Bytes of the largest saved storage.
+        """
+        in_flight = self.in_flight_bytes
+        if in_flight is None:
+            part = min(saved // IN_FLIGHT_PART, MOST_IN_FLIGHT) if saved else MOST_IN_FLIGHT
+            in_flight = max(part, largest)
+        return min((limit for limit in (self.activation_bytes, in_flight) if limit), default=None)
 
 
 @settings("store")
 class StoreConfig:
-    """Where offloaded bytes go."""
+    """The store of offloaded bytes."""
 
     kind: values.Kind = "auto"
-    """``file``, ``host`` (memory of the host), ``gds`` (GPUDirect Storage), or ``auto``: ``gds`` on a GPU
-    whose machine has the nvidia-fs driver and kvikio, else ``file``; or a kind of your own, see
-    :func:`tba_offload.store.register_kind`."""
+    """``file``, ``host`` (host memory), ``gds`` (GPUDirect Storage), ``auto``, or a kind of your own, see
+    :func:`tba_offload.store.register_kind`. ``auto`` is ``gds`` on a GPU if the machine has the nvidia-fs
+    driver and kvikio, else ``file``."""
 
     directories: values.Directories = ()
-    """One per drive, or the path of the only one; tensors are spread over them. ``~`` and environment
-    variables (``$SCRATCH``, ``${SCRATCH}``) are expanded, relative ones start at the working directory. If
-    empty, the system's directory for temporary files."""
+    """One directory per drive, or the path of a single one. Tensors are spread over the drives. ``~`` and
+    environment variables (``$SCRATCH``, ``${SCRATCH}``) are expanded. Relative paths start at the working
+    directory. By default the system's directory for temporary files."""
 
     capacity: values.Capacity = None
-    """Bytes that the store of one process may hold at most; 0 and None mean what is free, but for a twentieth
-    of the disk and 1 GiB at least, which is left to others."""
+    """Most bytes in the store of one process. By default, or with 0, all free space except a reserve: a
+    twentieth of the disk, at least 1 GiB."""
 
     host_capacity: values.Capacity = None
-    """Bytes of host memory that take what the drives have no time for, with any kind but ``host``; 0 and None
-    mean that there is no such memory."""
+    """Bytes of host memory that take writes while the drives are busy. Not for kind ``host``. By default 0:
+    no host memory is used."""
 
     write_bytes_per_day: values.Limit = None
-    """Bytes of activations that one process may write to drives in a day, which spares them: layers placed
-    ``auto`` are planned so that steps that follow each other day and night write no more; 0 and None mean
-    that there is no limit."""
+    """Most activation bytes that one process may write to the drives in a day of continuous steps. The
+    planner places ``auto`` layers so that the limit holds. By default, or with 0, there is no limit."""
 
     checksum: StrictBool = True
-    """Whether bytes that are read from drives are compared with those written, by a checksum; without it a
-    drive that changes bytes changes the training, and nothing tells. By default true."""
+    """Whether each read is compared with its write by a checksum. Without checksums a drive that changes
+    bytes changes the training, and no error says so. By default true."""
 
     stall_seconds: values.Seconds = values.STALL_SECONDS
-    """A wait for the drive during which nothing moves is named in a warning after a tenth of this time and is
-    an error at its end; 0 and None mean never. By default 300. Collective operations of other ranks time out
-    after ten minutes unless told otherwise, so it should be less."""
+    """Longest wait for a drive that moves no bytes, in seconds. After a tenth of this time a warning names
+    the drive, and at the end the step fails. 0 means never. By default 300. Use less than the timeout of
+    collective operations, which is ten minutes by default."""
 
     readers: values.Threads = None
-    """Threads that read, for each directory; None for what suits the machine: one on up to two cores, else
-    two."""
+    """Reading threads for each directory. By default one on up to two cores, else two."""
 
     writers: values.Threads = None
-    """Threads that write, likewise."""
+    """Writing threads for each directory. By default one on up to two cores, else two."""
 
     def __post_init__(self) -> None:
         for setting in ("directories", "host_capacity", "write_bytes_per_day"):
@@ -110,44 +123,46 @@ class StoreConfig:
 
 
 _ON_CPU, _ON_ACCELERATOR = 64 * 2**20, 256 * 2**20
-"""Bytes of states that travel as one. Work for an accelerator starts with a delay: on an H200 an update takes
-1.6 times as long with 64 MiB, and a whole step with ``when: backward`` 1.4 times."""
+"""Default bytes of a sub-group of optimizer states.
+
+Each launch on an accelerator has a delay: on an H200 an update takes 1.6 times as long with 64 MiB, and a step
+with ``when: backward`` 1.4 times.
+"""
 
 
 @settings("states")
 class StatesConfig:
-    """How the states of optimizers are offloaded."""
+    """Offloading of optimizer states."""
 
     default: Literal["offload", "auto"] = "offload"
-    """All of them (``offload``), or with ``budget.device_bytes`` as few as let the whole step be fastest
-    (``auto``): what they leave there is for activations, and costs travels in each update."""
+    """``offload``: offload all states. ``auto``, with ``budget.device_bytes``: offload only as many
+    sub-groups as activations need room for."""
 
     sub_group_bytes: values.Capacity = None
-    """Bytes of states that travel as one; three times as many stay on the device. A parameter that cannot
-    be cut may have more. By default 64MiB on a CPU and 256MiB elsewhere."""
+    """Bytes of states that are read and written together. Three sub-groups stay on the device. A parameter
+    that cannot be split may have more. By default 64MiB on a CPU and 256MiB elsewhere."""
 
     trust: StrictBool = False
-    """Whether an optimizer of a class that is not known updates each parameter by itself. One that computes
-    something over all of them, as a norm or an estimate of the step's size, would be wrong."""
+    """Whether to accept an optimizer of an unknown class. Only safe if the optimizer updates each parameter
+    independently: one that computes a norm over all parameters gives wrong results."""
 
     when: Literal["step", "backward"] = "step"
-    """Update in the optimizer's ``step``, or in ``backward``, as soon as the gradients of a sub-group are
-    final. These are then freed. What reads a parameter between ``backward()`` and ``step()`` reads the
-    updated value; clipping and gradient scalers are errors."""
+    """Update in the optimizer's ``step``, or in ``backward`` as soon as the gradients of a sub-group are
+    final. ``backward`` then frees these gradients. Code between ``backward()`` and ``step()`` reads updated
+    parameters. Gradient clipping and gradient scalers raise an error."""
 
     micro_batches: values.Passes = 1
-    """With ``when: backward``, the number of backward passes between two steps: parameters are updated in the
-    last of them. Another pass before ``step`` is an error."""
+    """With ``when: backward``, the number of backward passes between two steps. The last pass updates the
+    parameters. Another pass before ``step`` is an error."""
 
     masters: Literal["keep", "offload"] = "offload"
-    """Whether copies in fp32, which the optimizer of Megatron-LM updates in place of parameters in 16 bits,
-    are away with their states, or are kept in memory."""
+    """Whether Megatron-LM's fp32 copies of 16-bit parameters are offloaded with their states, or are kept in
+    memory."""
 
     update: Literal["device", "host", "auto"] = "device"
-    """Where sub-groups are updated: on the ``device``; in ``host`` memory, by the processor; or with ``auto``
-    both at the same time, each sub-group in the lane that ends it first. The processor's kernels may round
-    differently, so parameters get other bits than in plain training, and with ``auto`` others in each run.
-    Experimental; without an accelerator it means nothing."""
+    """Where sub-groups are updated: on the ``device``, on the processor in ``host`` memory, or with ``auto``
+    on both at the same time. The processor may round differently, so parameters get other bits than in plain
+    training, and with ``auto`` other bits in each run. Experimental. Has no effect without an accelerator."""
 
     def __post_init__(self) -> None:
         in_backward = self.when == "backward"
@@ -159,22 +174,22 @@ class StatesConfig:
             raise conflict("update", f"{self.update} goes with when: step, default: offload only; set both")
 
     def sub_group_on(self, device_type: str) -> int:
-        """Return the bytes of states that travel as one on a device.
+        """Return the bytes of a sub-group on a device.
 
         Args:
-            device_type: Its type, as ``torch.device`` names it.
+            device_type: Type of the device, such as ``"cuda"``.
         """
         return self.sub_group_bytes or (_ON_CPU if device_type == "cpu" else _ON_ACCELERATOR)
 
 
 @settings("weights")
 class WeightsConfig:
-    """Where weights are while their layer does not compute."""
+    """Offloading of weights."""
 
     frozen: values.Share = "keep"
-    """Whether weights that are not trained, as the model below LoRA, are kept in memory, or ``offload``: read
-    before the forward and the backward of their layer; ``offload-25%`` for a share of their bytes, in whole
-    weights, evenly over the layers."""
+    """Weights without gradients, such as the base model of LoRA: ``keep`` them in memory, or ``offload`` them
+    and read them before the forward and the backward of their layer. ``offload-25%`` offloads a share of
+    their bytes, in whole weights, spread over the layers."""
 
     @property
     def percent(self) -> int:
@@ -186,13 +201,13 @@ class WeightsConfig:
 
 @settings("")
 class OffloadConfig:
-    """What the user wants: a placement for each layer, ceilings, a store, and what else is offloaded."""
+    """A policy: a placement for each layer, ceilings, a store, and the other things to offload."""
 
     default: values.PlacementName = Placement.OFFLOAD
-    """The placement of layers that no rule matches."""
+    """Placement of layers that no rule matches."""
 
     layers: tuple[Rule, ...] = ()
-    """Rules in order; the first that matches a layer decides."""
+    """Rules in order. The first rule that matches a layer decides."""
 
     budget: BudgetConfig = BudgetConfig()
     """Ceilings in bytes."""
@@ -201,24 +216,24 @@ class OffloadConfig:
     """The store of offloaded bytes."""
 
     states: StatesConfig | None = None
-    """How the states of the optimizers that a session is given are offloaded; None for the defaults."""
+    """Offloading of the states of the optimizers that ``attach`` is given. None for the defaults."""
 
     weights: WeightsConfig | None = None
-    """Which weights are offloaded; None for none."""
+    """Offloading of weights. None for no offloading."""
 
     on_full: Literal["keep", "error"] = "keep"
-    """What happens when the store cannot take an activation, because it is full or the drive fails: it stays
-    in memory (``keep``) or the step ends with an ``error``."""
+    """When the store is full or a drive fails: ``keep`` the activation in memory, or end the step with an
+    ``error``."""
 
     on_slow: Literal["wait", "keep"] | None = None
-    """What happens when the drive cannot follow: compute waits (``wait``), or activations stay in memory
-    (``keep``). None means ``wait`` for ``offload``, and ``keep`` for ``auto``."""
+    """When the drive is slower than compute: ``wait``, or ``keep`` activations in memory. By default ``wait``
+    for ``offload`` and ``keep`` for ``auto``."""
 
     min_tensor_bytes: values.Threshold = 64 * 2**10
-    """Smaller activations are kept; 0 means that all are offloaded. By default 64KiB."""
+    """Smaller activations are kept. 0 offloads all of them. By default 64KiB."""
 
     source: Provenance[InstanceOf[Source]] = field(default=Source(), compare=False, repr=False)
-    """Where it was read from, for messages. It does not count in comparisons."""
+    """Origin of the configuration, for messages. Comparisons ignore this field."""
 
     def __post_init__(self) -> None:
         if self.states and self.states.default == "auto" and self.budget.device_bytes is None:
@@ -227,12 +242,12 @@ class OffloadConfig:
 
     @property
     def policy(self) -> Policy:
-        """The rules, ready to be matched against the layers of a model."""
+        """The rules and the default placement, for matching against the layers of a model."""
         return Policy(self.default, self.layers, self.file)
 
     @property
     def file(self) -> str | None:
-        """The file that it was read from."""
+        """The file that the configuration was read from."""
         return self.source.file
 
     @property
@@ -242,28 +257,28 @@ class OffloadConfig:
 
     @classmethod
     def from_yaml(cls, text: str, *, file: str | None = None, layers: Layers = None) -> OffloadConfig:
-        """Read a configuration from YAML text; an empty text is the default configuration.
+        """Read a configuration from YAML text. Empty text is the default configuration.
 
         Args:
             text: One YAML document.
-            file: Where it comes from, for messages.
-            layers: The layers of all ranks; what takes no effect on them is an error too.
+            file: Name of its file, for messages.
+            layers: The layers of all ranks. A rule without effect on them is an error too.
 
         Raises:
-            ConfigError: Every problem that there is, by line.
+            ConfigError: All problems of the text, by line.
         """
         return _checked(lambda: read_yaml(text, file), layers, file)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, object], *, layers: Layers = None) -> OffloadConfig:
-        """Make a configuration of a dict with the keys that a YAML file has.
+        """Make a configuration from a dict with the keys of a YAML policy.
 
         Args:
-            document: Sizes in it may be whole bytes as well as text with a unit.
-            layers: The layers of all ranks; what takes no effect on them is an error too.
+            document: The settings. Sizes are whole bytes or text with a unit.
+            layers: The layers of all ranks. A rule without effect on them is an error too.
 
         Raises:
-            ConfigError: Every problem that there is.
+            ConfigError: All problems of the dict.
         """
         return _checked(lambda: (_plain(document), Source(), []), layers)
 
@@ -272,14 +287,15 @@ class OffloadConfig:
         return self.policy.problems(layers)
 
     def doubts(self, layers: Sequence[LayerId]) -> list[str]:
-        """Return what is legal and has no effect on these layers, or less than it seems to.
+        """Return a message for each legal setting without effect, or with less effect than expected.
 
         Args:
             layers: The layers of all ranks.
         """
         found, placements = self.policy.doubts(layers), self.policy.placements(layers)
-        has_auto, window = Placement.AUTO in placements, self.budget.in_flight_bytes or 2**60
+        has_auto, in_flight = Placement.AUTO in placements, self.budget.in_flight_bytes
         moves = has_auto or any(placement.offloads for placement in placements)
+        window = MOST_IN_FLIGHT if in_flight is None else in_flight or 2**60
         narrows = (self.budget.activation_bytes or 0) < window or self.on_slow == "keep"
         has_effect = {
             ("budget", "objective"): has_auto,
@@ -298,8 +314,7 @@ class OffloadConfig:
         """Write every setting as YAML that :meth:`from_yaml` reads back to an equal configuration."""
         exclude: Any = {"source": True, "layers": {"__all__": {"line"}}}
         document = _ADAPTER.dump_python(self, mode="json", exclude=exclude)
-        for section, setting in (("budget", "in_flight_bytes"), ("store", "stall_seconds")):
-            document[section][setting] = document[section][setting] or 0  # no limit is not what is usual
+        document["store"]["stall_seconds"] = document["store"]["stall_seconds"] or 0  # None means no limit
         return yaml.safe_dump(_without_nulls(document), sort_keys=False, allow_unicode=True)
 
 
@@ -307,7 +322,7 @@ _ADAPTER = TypeAdapter(OffloadConfig)
 
 
 def _without_nulls(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that have a value; the others are those by default."""
+    """Return the settings that have a value. Those without one have their default."""
     return {
         name: _without_nulls(value) if isinstance(value, dict) else value
         for name, value in document.items()
@@ -316,10 +331,10 @@ def _without_nulls(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(read: Callable[[], Any], layers: Layers, file: str | None = None) -> OffloadConfig:
-    """Return the configuration that a document holds.
+    """Return the configuration of a document.
 
     Raises:
-        ConfigError: Every problem that there is; rules are judged where all of them are legal.
+        ConfigError: All problems of the document. Rules are matched only if all of them are legal.
     """
     config = None
     try:
@@ -329,7 +344,7 @@ def _checked(read: Callable[[], Any], layers: Layers, file: str | None = None) -
     try:
         config = _ADAPTER.validate_python(document, context=source)
     except ValidationError as error:
-        told = {each.line for each in errors if each.line}  # a value that is missing is a wrong one, too
+        told = {each.line for each in errors if each.line}  # pydantic reports a missing value once more
         errors += [each for each in errors_of(error, OffloadConfig, source) if each.line not in told]
         with contextlib.suppress(ValidationError):
             rules = document.get("layers", ()) if isinstance(document, dict) else ()
@@ -344,35 +359,60 @@ def _checked(read: Callable[[], Any], layers: Layers, file: str | None = None) -
 
 
 def _plain(value: object) -> object:
-    """Return dicts and lists in place of what behaves as these do."""
+    """Return plain dicts and lists for mappings and tuples."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 ConfigLike = OffloadConfig | Mapping[str, object] | str | os.PathLike[str] | None
+"""A policy as users give it: a word, the path of a YAML file, YAML text, a dict, or a configuration."""
+
+FIT = "fit"
+"""Word for: all layers ``auto``, without a budget, so that the plan fits nine tenths of the device."""
 
 
 def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
     """Return a configuration from what a caller may give.
 
     Args:
-        config: A configuration, a dict of settings, the path of a YAML file, or nothing for the default one.
-        layers: The layers of all ranks; what takes no effect on them is an error too.
+        config: ``"fit"`` or a placement; the path of a YAML file; YAML text; a dict of settings; or a
+            configuration. ``None`` is ``"fit"``.
+        layers: The layers of all ranks. A rule without effect on them is an error too.
 
     Raises:
-        ConfigError: Every problem that there is.
+        ConfigError: All problems of the configuration.
     """
-    if config is None or isinstance(config, Mapping):
-        return OffloadConfig.from_dict(config or {}, layers=layers)
-    if isinstance(config, str | os.PathLike):
+    if isinstance(config, Mapping):
+        return OffloadConfig.from_dict(config, layers=layers)
+    if isinstance(config, os.PathLike):
         return load_config(Path(config), layers=layers)
+    if config is None or isinstance(config, str):
+        return _read_text(FIT if config is None else config, layers)
     if not isinstance(config, OffloadConfig):
-        remedy = "give the path of a YAML file, a dict with its keys, or an OffloadConfig"  # type: ignore[unreachable]
+        remedy = "give a word such as 'fit', the path of a YAML file, a dict, or an OffloadConfig"  # type: ignore[unreachable]
         raise ConfigError(f"the policy is {quoted(config)}: {remedy}")
     if layers is not None and (problems := config.problems(layers)):
         raise ConfigError.joined(problems)
     return config
+
+
+def _read_text(text: str, layers: Layers) -> OffloadConfig:
+    """Return the configuration that a word, YAML text or a path stands for."""
+    if "\n" in text or ": " in text:
+        return OffloadConfig.from_yaml(text, layers=layers)
+    with contextlib.suppress(ValueError):
+        return OffloadConfig(Placement.AUTO if text == FIT else Placement(text))
+    if os.path.exists(text):  # noqa: PTH110 - Path.exists raises where the name is too long
+        return load_config(text, layers=layers)
+    words, files = [FIT, *names()], list[str]()
+    with contextlib.suppress(OSError, ValueError):  # a zero byte in the name
+        files = sorted(map(str, Path(text).parent.glob("*.y*ml")))
+    nearest = difflib.get_close_matches(text, [*words, *files], n=1)
+    guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    found = f" YAML files: {', '.join(files[:8])}." if files else ""
+    known = f"{guess} Words: {', '.join(words)}.{found}"
+    raise ConfigError(f"the policy {quoted(text)} is neither a word nor a file.{known}")
 
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -380,26 +420,26 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def with_directories(config: OffloadConfig, directories: Paths | None) -> OffloadConfig:
-    """Return a configuration whose store has other directories, if any are given.
+    """Return a configuration whose store has other directories, if some are given.
 
     Args:
         config: The configuration.
         directories: One path, or one for each drive.
 
     Raises:
-        ConfigError: No directory is named, or one cannot be used.
+        ConfigError: The list is empty, or a directory cannot be used.
     """
     if directories is None:
         return config
     paths = [directories] if isinstance(directories, str | os.PathLike) else list(directories)
     if not paths:
-        raise ConfigError("directories=[] names none; name some, or leave directories out for the policy's")
+        raise ConfigError("directories=[] names none. Name some, or leave directories out for the policy's")
     store = replace(config.store, directories=tuple(Path(path) for path in paths))
     return replace(config, store=store)
 
 
 MOST_TEXT = 2**20
-"""Bytes of the largest policy file: thousands of rules."""
+"""Bytes of the largest policy file, enough for thousands of rules."""
 
 
 def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
@@ -407,11 +447,10 @@ def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
 
     Args:
         path: The file.
-        layers: The layers of all ranks; what takes no effect on them is an error too.
+        layers: The layers of all ranks. A rule without effect on them is an error too.
 
     Raises:
-        ConfigError: The file cannot be read, or something in it is wrong; says of each problem the line and
-            what is legal.
+        ConfigError: The file cannot be read, or all problems of the file with their lines and legal values.
     """
     file = str(path)
     try:
@@ -428,6 +467,6 @@ SCHEMA_URL = "https://raw.githubusercontent.com/tba-offload/tba-offload/main/doc
 
 
 def policy_schema() -> dict[str, Any]:
-    """Return a JSON schema of policy files, by which editors complete keys and underline mistakes."""
+    """Return the JSON schema of policy files, for completion and checks in editors."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_URL}
     return {**head, **_ADAPTER.json_schema(), "title": "tba-offload policy"}

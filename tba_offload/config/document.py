@@ -1,7 +1,7 @@
-"""Policies as documents: strict YAML with the line of each value, and errors that name their line.
+"""Strict YAML that remembers the line of each value, and errors that name this line.
 
-Values are read as they are written: in YAML only ``true``, ``false`` and ``null`` are special, so ``off``,
-``12:30`` and ``012`` are words, not a boolean, a number to base 60 or an octal number.
+Values are read as text. Only ``true``, ``false`` and ``null`` are special. So ``off``, ``12:30`` and ``012``
+are words, not a boolean, a number to base 60 or an octal number.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Keys = tuple[str | int, ...]
-"""Keys and indices that lead to a value of a document."""
+"""Keys and indices of a value in a document, from the outside in."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a configuration was read from; empty for one that was written in Python.
+    """Origin of a configuration. Empty if the configuration was made in Python.
 
     Attributes:
         file: The file.
-        lines: The line of each key and item.
+        lines: Line of each key and item.
     """
 
     file: str | None = None
     lines: Mapping[Keys, int] = field(default_factory=dict)
 
     def line(self, path: Keys) -> int | None:
-        """Return the line of a key or an item, or of the nearest one around it."""
+        """Return the line of a key or an item, or of the nearest enclosing one."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path)
 
     def error(self, path: Keys, message: str) -> ConfigError:
-        """Return an error about the value at ``path``, with its file and line."""
+        """Return an error about the value at ``path``, with file and line."""
         dotted = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
         text = f"{shortened(dotted)}: {message}" if path else message
         return ConfigError(text, file=self.file, line=self.line(path))
@@ -60,7 +60,7 @@ class Source:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads words as words: only true, false and null are special. Aliases are refused."""
+    """YAML loader that reads all scalars but true, false and null as text, and refuses aliases."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - declared so by PyYAML
 
@@ -72,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-# PyYAML asks whether a word begins with these, hence the end.
+# PyYAML only matches the beginning of a word, so each pattern ends with \Z.
 _TAGS = [f"tag:yaml.org,2002:{kind}" for kind in ("bool", "null", "str", "seq", "map")]
 _BOOL, _NULL, *_ = _TAGS
 _Loader.add_implicit_resolver(_BOOL, re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), list("tTfF"))
@@ -80,13 +80,13 @@ _Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~
 
 
 def read_yaml(text: str, file: str | None) -> tuple[object, Source, list[ConfigError]]:
-    """Read YAML text; an empty one is an empty document.
+    """Read YAML text. Empty text is an empty document.
 
     Returns:
-        The document, the line of each value, and an error for each value that is none.
+        The document, the line of each value, and an error for each illegal value.
 
     Raises:
-        ConfigError: The text is no YAML.
+        ConfigError: The text is not YAML.
     """
     try:
         root = yaml.compose(text, Loader=_Loader)
@@ -105,7 +105,7 @@ def read_yaml(text: str, file: str | None) -> tuple[object, Source, list[ConfigE
 
 
 class _NodeReader:
-    """Turns nodes into plain values; remembers lines, collects what no value can be made of."""
+    """Reader that turns YAML nodes into plain values, and collects lines and errors."""
 
     def __init__(self, file: str | None) -> None:
         self.lines: dict[Keys, int] = {}
@@ -113,7 +113,7 @@ class _NodeReader:
         self.errors: list[ConfigError] = []
 
     def read(self, node: yaml.Node, path: Keys) -> object:
-        """Return the value of a node: text, bool, None, list or dict."""
+        """Return the value of a node as text, bool, None, list or dict."""
         self.lines.setdefault(path, node.start_mark.line + 1)
         if node.tag not in _TAGS:
             self._refuse(path, f"the tag {quoted(node.tag)} is not allowed")
@@ -150,7 +150,7 @@ class _NodeReader:
 
 
 _SECTIONS: dict[str, type] = {}
-"""The class of each section, by its key in a document."""
+"""Class of each section, by its key in a document."""
 
 
 def _not_in_documents(value: T, info: ValidationInfo) -> T:
@@ -163,7 +163,7 @@ Provenance = Annotated[T, BeforeValidator(_not_in_documents), SkipJsonSchema()]
 
 
 def conflict(setting: str, message: str) -> PydanticCustomError:
-    """Return what ``__post_init__`` raises about a setting that others rule out."""
+    """Return the error that ``__post_init__`` raises if a setting contradicts another one."""
     return PydanticCustomError("conflict", "{message}", {"setting": setting, "message": message})
 
 
@@ -172,7 +172,7 @@ def settings(key: str) -> Callable[[type[T]], type[T]]:
     """Return a decorator for frozen dataclasses that check their arguments and raise ConfigError.
 
     Args:
-        key: The key of the section in a document; empty for the document itself.
+        key: Key of the section in a document. Empty for the document itself.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -196,31 +196,31 @@ def settings(key: str) -> Callable[[type[T]], type[T]]:
 
 
 def _for_editors(schema: dict[str, Any]) -> None:
-    """Remove what the JSON schema need not repeat: defaults stand in their descriptions."""
+    """Remove titles and defaults from the JSON schema. The descriptions name the defaults."""
     for setting in schema["properties"].values():
         setting.pop("default", None)
         setting.pop("title", None)
 
 
 def errors_of(error: ValidationError, root: type, source: Source) -> list[ConfigError]:
-    """Return an error for each problem that pydantic found, in the words of a policy.
+    """Return a ConfigError for each problem that pydantic found.
 
     Args:
-        error: What pydantic raised.
+        error: The exception that pydantic raised.
         root: The class that was validated.
-        source: Where the values were read from.
+        source: Origin of the values.
     """
     found = [(_path(each, root), each) for each in error.errors(include_url=False)]
     misspelt = {path[:-1] for path, each in found if each["type"] == "unexpected_keyword_argument"}
     return [
         source.error(path, _message(path, each, root))
         for path, each in found
-        if each["type"] != "missing" or path[:-1] not in misspelt  # misspelt and missing is one problem
+        if each["type"] != "missing" or path[:-1] not in misspelt  # a misspelt key is reported once
     ]
 
 
 def _path(found: ErrorDetails, root: type) -> Keys:
-    """Return the keys of a setting; pydantic numbers arguments that were given by position."""
+    """Return the keys of a setting. Pydantic numbers positional arguments, so turn numbers into names."""
     path = found["loc"]
     if path and isinstance(path[0], int):
         path = (*_legal_keys(root)[path[0] : path[0] + 1], *path[1:])
@@ -241,7 +241,7 @@ _MESSAGES = {
     "unexpected_positional_argument": "too many values; the keys here are {keys}",
     "unexpected_keyword_argument": "unknown key{guess} (the keys here are {keys})",
 }
-"""What is said of an error of pydantic, by its type."""
+"""Message for each type of error of pydantic."""
 
 
 def _message(path: Keys, found: ErrorDetails, root: type) -> str:
@@ -259,7 +259,7 @@ def _message(path: Keys, found: ErrorDetails, root: type) -> str:
 
 
 def _section(path: Keys, root: type) -> type:
-    """Return the class of the section that the last key of a path stands in."""
+    """Return the class of the section that contains the last key of a path."""
     names = [step for step in path[:-1] if step in _SECTIONS]
     return _SECTIONS[str(names[-1])] if names else root
 

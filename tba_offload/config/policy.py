@@ -1,16 +1,16 @@
-"""Which layer gets which placement: rules, matched against the layers of a model.
+"""Rules of a policy: each gives a placement to the layers that its ``match`` names.
 
-A rule's ``match`` takes one of three forms:
+A ``match`` has one of three forms:
 
-* **numbers** of layers, from 0: ``"3"``, ``"0-3"`` (both ends included), ``"0,2,8-11"``, and counted from the
-  end, so that a policy fits models of any depth: ``"last 2"``, ``"0-1,last 2"``;
-* **numbers within a stack**, where a model has several: ``"encoder:0-3"``;
+* **numbers** of layers, from 0: ``"3"``, ``"0-3"`` (both ends included), ``"0,2,8-11"``. ``"last 2"`` counts
+  from the end, so that a policy fits models of any depth. Forms can be joined: ``"0-1,last 2"``.
+* **numbers within a stack**, for models with several stacks: ``"encoder:0-3"``.
 * **a name**, or a glob over names: ``"decoder.layers.2?"``, ``"*.layers.1*"``.
 
-What has a colon is numbers within a stack; what has only digits, commas, hyphens, spaces and the word
-``last`` before a number is numbers; everything else is a name. A module whose whole name is a number is
-matched by its number, or by the glob ``"[3]"``. Globs are those of :func:`fnmatch.fnmatchcase`: they match
-the whole name, case counts, and ``*`` also crosses dots.
+A match with a colon is numbers within a stack. A match of digits, commas, hyphens, spaces and ``last`` is
+numbers. Any other match is a name. A module whose whole name is a number is matched by its number, or by the
+glob ``"[3]"``. Globs are matched by :func:`fnmatch.fnmatchcase`: they match the whole name, case matters, and
+``*`` also matches dots.
 """
 
 from __future__ import annotations
@@ -47,27 +47,26 @@ _NOT_IN_NAMES = re.compile(r"[\s,:\[\]]")
 
 
 class Objective(StrEnum):
-    """What is wanted of the plan for layers placed ``auto``."""
+    """Goal of the planner for ``auto`` layers."""
 
     TIME = "time"
-    """The least step time under the budget."""
+    """The shortest step within the budget."""
 
     MEMORY = "memory"
-    """The lowest peak at which compute waits for nothing; what would free hardly anything stays."""
+    """The lowest activation peak without waits for the drive."""
 
 
 @dataclass(frozen=True)
 class LayerId:
-    """One layer as a policy sees it.
+    """Identity of a layer in a policy.
 
     Attributes:
-        number: Number of the layer from 0, over all pipeline stages and model chunks. Where the model
-            has several stacks, each of them counts from 0.
-        name: Name of the module, without wrappers and numbered over all stages: ``decoder.layers.3``. Empty
-            where there is no model yet; then rules by name are not judged.
-        stack: ``encoder`` or ``decoder`` where the model has several stacks, else None.
-        depth: How many layers its stack has, over all ranks; None if that is not known. It does not count
-            when layers are compared.
+        number: Number of the layer from 0, over all pipeline stages and model chunks. In a model with several
+            stacks, the layers of each stack count from 0.
+        name: Name of the module without wrappers, numbered over all stages: ``decoder.layers.3``. Empty if
+            there is no model yet. Rules by name are not checked then.
+        stack: ``encoder`` or ``decoder`` in a model with several stacks, else None.
+        depth: Number of layers in the stack, over all ranks; None if unknown. Comparisons ignore this field.
     """
 
     number: int
@@ -79,7 +78,7 @@ class LayerId:
         return f"layer {self.number} ({self.name})"
 
     def numbers(self, count: int) -> str:
-        """Return the numbers of ``count`` layers from this one on, as rules of a policy take them."""
+        """Return a match for ``count`` layers from this one on."""
         numbers = str(self.number) if count == 1 else f"{self.number}-{self.number + count - 1}"
         return f"{self.stack}:{numbers}" if self.stack else numbers
 
@@ -88,7 +87,7 @@ Layers = Sequence[LayerId] | None
 
 
 def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> list[LayerId]:
-    """Return the same layers with the depths of their stacks, by which ``last 2`` is matched.
+    """Return the layers with the depths of their stacks, which ``last 2`` needs.
 
     Args:
         layers: Some layers.
@@ -105,7 +104,7 @@ def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> lis
 
 @dataclass(frozen=True)
 class _Match:
-    """Layers by a glob over their names, or by number, in one stack or in a model that has only one."""
+    """Parsed match: a glob over names, or numbers of layers in one stack."""
 
     glob: str | None = None
     ranges: tuple[tuple[int, int], ...] = ()
@@ -123,19 +122,21 @@ class _Match:
         return is_inside and self.stack in {None, layer.stack}
 
     def exceeds(self, layers: Iterable[LayerId]) -> bool:
-        """Return True if it names numbers that no layer has."""
+        """Return True if the match has numbers that no layer has."""
         depth = max((layer.number + 1 for layer in layers if self.stack in {None, layer.stack}), default=0)
         return self.from_end > depth or any(last >= depth for _, last in self.ranges)
 
 
 @functools.lru_cache(maxsize=1024)
 def _matcher(match: str) -> _Match:
-    """Return what a match names.
+    """Parse a match.
 
     Raises:
-        ConfigError: It has none of the legal forms.
+        ConfigError: The match has none of the legal forms.
     """
     stack, colon, numbers = match.strip().rpartition(":")
+    if stack.strip().isdecimal():
+        raise _malformed(match, f"a range is written {quoted(f'{stack}-{numbers}')}, with both ends included")
     if not colon and not _ONLY_NUMBERS.fullmatch(numbers):
         return _Match(_checked_name(match, numbers))
     ranges, from_end = [], 0
@@ -145,7 +146,7 @@ def _matcher(match: str) -> _Match:
             raise _malformed(match, f"{quoted(item)} is not a layer number or a range; {_LEGAL_FORMS}")
         first, last = int(found[2] or 0), int(found[3] or found[2] or 0)
         if last < first:
-            raise _malformed(match, f"{quoted(item)} runs backwards, write {quoted(f'{last}-{first}')}")
+            raise _malformed(match, f"{quoted(item)} runs backwards; write {quoted(f'{last}-{first}')}")
         if found[1]:
             from_end = max(from_end, int(found[1]))
         else:
@@ -154,7 +155,7 @@ def _matcher(match: str) -> _Match:
 
 
 def _checked_name(match: str, name: str) -> str:
-    """Return the name itself; an error when no module or stack can be called that."""
+    """Return the name. Raise an error if no module or stack can have this name."""
     unexpected = _NOT_IN_NAMES.search(_GLOB_BRACKETS.sub("", name))
     if unexpected is not None or not name:
         problem = f"unexpected {unexpected[0]!r}" if unexpected else "the stack's name is missing"
@@ -167,7 +168,7 @@ def _malformed(match: str, problem: str) -> ConfigError:
 
 
 def _match(value: object) -> str:
-    """Return a match that has one of the legal forms; a number is one, too."""
+    """Return the text of a match, which may be a number too, if it has a legal form."""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(text, str):
         raise ConfigError(f"{quoted(value)} is not text; {_LEGAL_FORMS}")
@@ -180,10 +181,10 @@ def _match(value: object) -> str:
 
 @settings("layers")
 class Rule:
-    """Gives a placement to the layers that it matches.
+    """A placement for the layers of a match.
 
     Raises:
-        ConfigError: The match has none of the legal forms, or the placement is not one.
+        ConfigError: The match has none of the legal forms, or no placement has this name.
     """
 
     match: Annotated[str, BeforeValidator(_match), WithJsonSchema({"type": ["string", "integer"]})]
@@ -191,16 +192,16 @@ class Rule:
     name, with globs."""
 
     placement: PlacementName
-    """What these layers get; the word itself (``"keep"``) will do."""
+    """Placement of these layers, also as text: ``"keep"``."""
 
     line: Provenance[int | None] = field(default=None, compare=False)
-    """The line of the file that it was read from. It does not count when rules are compared."""
+    """Line of the rule in its file. Comparisons ignore this field."""
 
     def matches(self, layer: LayerId) -> bool:
         """Return True if the rule matches the layer.
 
         Raises:
-            ConfigError: The rule counts from the end, and the layer does not know the depth of its stack.
+            ConfigError: The rule counts from the end, and the layer has no depth.
         """
         return _matcher(self.match).matches(layer)
 
@@ -211,12 +212,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules, and the placement of every layer that no rule matches.
+    """Rules and a default placement.
 
     Attributes:
-        default: The placement of layers without a rule.
-        rules: In order: the first that matches a layer decides.
-        file: The file that the rules were read from, for messages.
+        default: Placement of layers that no rule matches.
+        rules: Rules in order. The first rule that matches a layer decides.
+        file: File of the rules, for messages.
     """
 
     default: Placement
@@ -224,19 +225,19 @@ class Policy:
     file: str | None = None
 
     def resolve(self, layers: Sequence[LayerId], everywhere: Layers = None) -> dict[int, Placement]:
-        """Give every layer its placement.
+        """Return the placement of each layer.
 
         Args:
             layers: The layers of this process.
-            everywhere: The layers of all processes, by which rules are judged: a rule may match nothing
-                on one pipeline stage. By default the same as ``layers``.
+            everywhere: The layers of all processes. A rule may match no layer of one pipeline stage, but must
+                match one of these. By default the same as ``layers``.
 
         Returns:
-            Index into ``layers`` → placement. It may be ``AUTO`` where the policy says so.
+            Index into ``layers`` → placement, which may be ``AUTO``.
 
         Raises:
-            ConfigError: A rule matches no layer anywhere, earlier rules leave it none, or it gives bare
-                numbers where several stacks count their own; says all of them.
+            ConfigError: All rules that match no layer, that come after others for the same layers, or that
+                name no stack in a model with several stacks.
         """
         everywhere = layers if everywhere is None else everywhere
         if problems := self.problems(everywhere):
@@ -245,14 +246,14 @@ class Policy:
         return {index: self.explain(layer)[0] for index, layer in enumerate(known)}
 
     def explain(self, layer: LayerId) -> tuple[Placement, str]:
-        """Return the placement of a layer, and why: the rule that gives it, or ``default``."""
+        """Return the placement of a layer and its origin: a rule, or ``default``."""
         for rule in self.rules:
             if rule.matches(layer):
                 return rule.placement, f"rule {rule}"
         return self.default, "default"
 
     def problems(self, everywhere: Sequence[LayerId]) -> list[ConfigError]:
-        """Return what is wrong with each rule that cannot take effect on the layers of all ranks."""
+        """Return an error for each rule without effect on the layers of all ranks."""
         everywhere, unjudged = with_depths(everywhere, everywhere), self.unjudged(everywhere)
         stacks = dict.fromkeys(layer.stack for layer in everywhere)
         undecided, found = set(everywhere), []
@@ -271,35 +272,35 @@ class Policy:
                 others = [each for each in self.rules[:index] if any(map(each.matches, matched))]
                 why = (
                     "never takes effect: the first match wins, and all its layers are already matched by "
-                    f"{shortened(', '.join(map(str, others)))}; move it up or remove it"
+                    f"{shortened(', '.join(map(str, others)))}. Move it up or remove it"
                 )
                 found.append(self._error(rule, why))
             undecided -= matched
         return found
 
     def placements(self, everywhere: Sequence[LayerId]) -> set[Placement]:
-        """Return the placements of the layers of all ranks, and those of rules that are not judged."""
+        """Return the placements of the layers of all ranks and of rules that cannot be checked yet."""
         known = with_depths(everywhere, everywhere)
         rules = self.unjudged(everywhere)
         return {self.explain(layer)[0] for layer in known} | {rule.placement for rule in rules}
 
     def unjudged(self, everywhere: Sequence[LayerId]) -> list[Rule]:
-        """Return the rules by name that match nothing because the layers have no names yet."""
+        """Return the rules by name that cannot be checked yet, because the layers have no names."""
         if any(layer.name for layer in everywhere):
             return []
         by_name = [rule for rule in self.rules if _matcher(rule.match).glob is not None]
         return [rule for rule in by_name if not any(map(rule.matches, everywhere))]
 
     def doubts(self, everywhere: Sequence[LayerId]) -> list[str]:
-        """Return which rules name numbers of layers that there are not, beside some that there are.
+        """Return a message for each rule in which only some of the numbers are layers.
 
-        A policy for models of several depths may mean it.
+        This is no error: a policy may be meant for models of several depths.
         """
         everywhere = with_depths(everywhere, everywhere)
         found = []
         for rule in self.rules:
             if _matcher(rule.match).exceeds(everywhere) and any(map(rule.matches, everywhere)):
-                why = f"names layers that there are not; {_described(everywhere)}"
+                why = f"names layers that do not exist; {_described(everywhere)}"
                 found.append(str(self._error(rule, why)))
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import re
 from fractions import Fraction
@@ -16,28 +17,28 @@ from tba_offload.formatting import quoted
 from tba_offload.placements import Placement, names
 
 KINDS = ["auto", "gds", "file", "host"]
-"""The kinds of a store; :func:`tba_offload.store.register_kind` appends those of other projects."""
+"""Kinds of a store. :func:`tba_offload.store.register_kind` appends the kinds of other projects."""
 
 STALL_SECONDS = 300.0
-"""Seconds that a transfer may run before its drive is taken to hang, unless told otherwise."""
+"""Default of ``store.stall_seconds``: a transfer that takes longer fails, because its drive hangs."""
 
 BLOCK = 4096
-"""Bytes of the smallest extent."""
+"""Bytes of the smallest extent in a store."""
 
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, **_BINARY}
 _LEGAL = f"write a number and a unit ({', '.join(_UNITS)}), such as 12GiB, or 0 for off"
 _SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*")
 _MOST_BYTES = 2**60
-"""The largest size: no drive is near it, and sums of some still fit the system's counters of 64 bits."""
+"""Largest size in bytes. Sums of a few sizes still fit the 64-bit counters of the system."""
 
 
 def parse_size(text: str) -> int:
-    """Read a size such as ``12GiB``, ``1.5 GB`` or ``0``, in bytes; part of a byte is dropped.
+    """Return the bytes of a size such as ``12GiB``, ``1.5 GB`` or ``0``, rounded down.
 
     Raises:
-        ConfigError: The text is not a size, is negative, has no unit (only 0 needs none), or its unit is
-            not one of B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024).
+        ConfigError: The text is not a size, is negative, has no unit, or has an unknown one. The units are B,
+            KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (powers of 1024). Only 0 needs no unit.
     """
     found = _SIZE.fullmatch(text)
     if found is None:
@@ -54,7 +55,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """Write a number of bytes exactly, in the largest binary unit that divides it: ``12GiB``, ``1000B``."""
+    """Return a number of bytes as exact text, in the largest binary unit without a fraction: ``12GiB``."""
     if size < 0:
         raise ConfigError(f"a size cannot be negative: {size}")
     for unit, factor in reversed(_BINARY.items()):
@@ -64,7 +65,7 @@ def format_size(size: int) -> str:
 
 
 def _bytes(value: object) -> int:
-    """Return a size as Python users give it: whole bytes, or text with a unit."""
+    """Return the bytes of a size: a whole number, or text with a unit."""
     if isinstance(value, str):
         return parse_size(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_BYTES:
@@ -73,16 +74,21 @@ def _bytes(value: object) -> int:
 
 
 def _limit(value: object) -> int | None:
-    """Return a size; None for 0, which means that there is no limit."""
+    """Return the bytes of a limit; None for 0, which means no limit."""
     return None if value is None else _bytes(value) or None
 
 
+def _window(value: object) -> int | None:
+    """Return the bytes of the in-flight window. Unlike other limits, None and 0 differ: default, no limit."""
+    return None if value is None else _bytes(value)
+
+
 _LONGEST = 1e9
-"""Seconds of the longest time limit, 31 years; the system's clocks overflow at ten times as much."""
+"""Longest time limit in seconds, 31 years. The system's clocks overflow at ten times this value."""
 
 
 def _seconds(value: object) -> float | None:
-    """Return a time limit; None for 0, which means that there is none."""
+    """Return the seconds of a time limit; None for 0, which means no limit."""
     if value is None:
         return None
     with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -95,18 +101,18 @@ def _threads(value: object) -> int | None:
     if value is None:
         return None
     if not str(value).isdecimal() or not 1 <= int(str(value)) <= 256:
-        raise ConfigError(f"{quoted(value)} is no number of threads; write one from 1 to 256")
+        raise ConfigError(f"{quoted(value)} is not a number of threads; write one from 1 to 256")
     return int(str(value))
 
 
 def _passes(value: object) -> int:
     if not str(value).isdecimal() or not int(str(value)):
-        raise ConfigError(f"{quoted(value)} is no number of backward passes; write 1 or more")
+        raise ConfigError(f"{quoted(value)} is not a number of backward passes; write 1 or more")
     return int(str(value))
 
 
 def _directories(value: object) -> tuple[Path, ...]:
-    """Return directories as users give them, one path or a list, with variables expanded."""
+    """Return the directories of one path or a list of paths, with variables expanded."""
     several = [value] if isinstance(value, str | Path) else value
     if not isinstance(several, list | tuple):
         raise ConfigError(f"must be a path or a list of paths, not {quoted(value)}")
@@ -130,11 +136,11 @@ def _directory(value: object) -> Path:
         os.fsencode(text)
         return Path(os.path.expandvars(text)).expanduser()
     except (RuntimeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"{quoted(text)} is no path: {error}") from None
+        raise ConfigError(f"{quoted(text)} is not a path: {error}") from None
 
 
 def _kind(value: object) -> object:
-    """Return a kind of store: one of the package's own, or one that was registered."""
+    """Check that a kind of store is known: a built-in one, or one that was registered."""
     if value not in KINDS:
         *most, last = map(repr, KINDS)
         raise ConfigError(f"must be {', '.join(most)} or {last}, not {quoted(value)}")
@@ -142,18 +148,22 @@ def _kind(value: object) -> object:
 
 
 def placement(word: object) -> Placement:
-    """Return a placement by its name.
+    """Return the placement of a name.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: No placement has this name.
     """
     try:
         return Placement(str(word))
     except ValueError:
-        raise ConfigError(f"must be one of {', '.join(names())}, not {quoted(word)}") from None
+        hints = {each: f"did you mean {each!r}?" for each in names()} | {"fit": "write auto, without a budget"}
+        hints["offload-N%"] = "N is a whole number from 1 to 99"
+        nearest = difflib.get_close_matches(str(word), hints, n=1)
+        hint = f"; {hints[nearest[0]]}" if nearest else ""
+        raise ConfigError(f"must be one of {', '.join(names())}, not {quoted(word)}{hint}") from None
 
 
-# What stands in a policy file, for its JSON Schema.
+# Patterns of the JSON schema of policy files.
 _SIZE_TEXT = {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(_UNITS)})\s*$"}
 _SIZE_TEXTS = {"anyOf": [_SIZE_TEXT, {"enum": [0, "0"]}]}
 _LIMIT_TEXTS = {"anyOf": [_SIZE_TEXT, {"enum": [0, "0", None]}]}
@@ -167,6 +177,7 @@ Limit = Annotated[int | None, BeforeValidator(_limit), _WRITTEN, WithJsonSchema(
 Capacity = Annotated[
     int | None, Field(ge=BLOCK), BeforeValidator(_limit), _WRITTEN, WithJsonSchema(_LIMIT_TEXTS)
 ]
+Window = Annotated[int | None, BeforeValidator(_window), _WRITTEN, WithJsonSchema(_LIMIT_TEXTS)]
 Threshold = Annotated[int, BeforeValidator(_bytes), _WRITTEN, WithJsonSchema(_SIZE_TEXTS)]
 Seconds = Annotated[float | None, Field(ge=0, le=_LONGEST), BeforeValidator(_seconds)]
 Threads = Annotated[int | None, BeforeValidator(_threads)]

@@ -1,1 +1,1 @@
-"""Callbacks for trainers of other packages: offloading by one line."""
+"""Callbacks that add offloading to the trainers of other packages."""

@@ -1,10 +1,10 @@
-"""Offloading in PyTorch Lightning's ``Trainer``, of the package ``lightning``.
+"""Callback for PyTorch Lightning's ``Trainer``, as the package ``lightning`` has it.
 
 ::
 
     from tba_offload.integrations.lightning import OffloadCallback
 
-    Trainer(callbacks=[OffloadCallback("policy.yaml")]).fit(module, data)
+    Trainer(callbacks=[OffloadCallback("fit")]).fit(module, data)
 """
 
 from __future__ import annotations
@@ -21,4 +21,4 @@ except ModuleNotFoundError as error:
 
 
 class OffloadCallback(LightningHooks, Callback):  # type: ignore[misc]
-    """Offloads while a ``Trainer`` fits; see :class:`LightningHooks` for the arguments."""
+    """Callback that offloads during ``Trainer.fit``. :class:`LightningHooks` describes the arguments."""

@@ -1,4 +1,4 @@
-"""What offloading does when PyTorch Lightning calls, by whichever of its two names it was installed."""
+"""Hooks of a PyTorch Lightning callback, shared by both packages that contain Lightning."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class LightningHooks:
-    """Attaches offloading to the model of a Lightning ``Trainer`` while it fits.
+    """Hooks that attach offloading to the model of a Lightning ``Trainer`` during ``fit``.
 
-    The figures of each step, peak, bytes and stall, are logged by the module's own ``log_dict``.
+    The activation peak in GiB and the stall in seconds of each step are logged by the module's ``log_dict``.
 
     Args:
-        config: As for :func:`tba_offload.attach`. Where it has ``states``, those of the trainer's optimizers
-            are offloaded too.
-        module: Name of the attribute of the LightningModule that is the model, as ``"model"`` or
-            ``"model.encoder"``; by default the LightningModule, or if it has no ``forward`` of its own, that
-            one of its modules which holds all the layers.
+        config: As for :func:`tba_offload.attach`, such as ``"fit"`` or a placement. If the policy has
+            ``states``, the states of the trainer's optimizers are offloaded too.
+        module: Name of the attribute of the LightningModule that is the model, such as ``"model"`` or
+            ``"model.encoder"``. By default the LightningModule itself, or if it has no ``forward``, its only
+            child that contains all layers.
         run_log: As for :func:`tba_offload.attach`.
         options: More arguments for :func:`tba_offload.attach`.
     """
@@ -46,11 +46,11 @@ class LightningHooks:
 
     @property
     def session(self) -> Session | None:
-        """The session of this training, or the last one; ``None`` before the first."""
+        """The session of the current or last training; ``None`` before the first one."""
         return self._training.session
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Attaches the model, which Lightning has moved, wrapped and checked by now."""
+        """Attach the model, after Lightning has moved, wrapped and checked it."""
         model = _called(pl_module) if self._module is None else pl_module.get_submodule(self._module)
         self._training.begin(model, optimizers=trainer.optimizers)
 
@@ -61,16 +61,16 @@ class LightningHooks:
             pl_module.log_dict(figures)
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Give the model back as it was: after an exception Lightning calls nothing else."""
+        """Close the session, since Lightning calls no other hook after an exception."""
         self._training.end(exception)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Give the model back as it was."""
+        """Close the session, which restores the model."""
         self._training.end()
 
 
 def _called(module: nn.Module) -> nn.Module:
-    """Return the model that the training calls: a module without a ``forward`` is never called itself."""
+    """Return the module that the training calls, which must have a ``forward``."""
     if _has_forward(module):
         return module
     held = [part for part in module.children() if _has_forward(part) and _holds_layers(part, module)]
@@ -78,10 +78,7 @@ def _called(module: nn.Module) -> nn.Module:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether it can be called: all others inherit a method that only raises an error.
-
-    Lightning's own module has one too, that asks the one above it.
-    """
+    """Return True if the class of a module defines ``forward``, beyond those of PyTorch and Lightning."""
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     return owner is not nn.Module and owner.__name__ != "LightningModule"
 

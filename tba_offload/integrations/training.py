@@ -1,13 +1,16 @@
-"""The sessions of a callback: one for each training that its trainer does."""
+"""Sessions of a callback, one for each training."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.attachment import attach
 from tba_offload.config import read_config
-from tba_offload.report.log import MAIN_FIGURES, curves_of
+from tba_offload.formatting import significant
+from tba_offload.report.log import PREFIX
 
 if TYPE_CHECKING:
     import os
@@ -22,11 +25,11 @@ if TYPE_CHECKING:
 
 
 _open: weakref.WeakSet[Training] = weakref.WeakSet()
-"""Those that have begun."""
+"""Trainings that have begun."""
 
 
 class Training:
-    """Opens a session when a training begins and closes it when the training ends.
+    """A session that is open from the start to the end of a training.
 
     Args:
         config: As for :func:`tba_offload.attach`.
@@ -34,16 +37,21 @@ class Training:
         options: More arguments for :func:`tba_offload.attach`.
 
     Attributes:
-        session: That of this training or the last one; ``None`` before the first.
+        session: The session of the current or last training; ``None`` before the first one.
     """
 
     def __init__(
         self, config: ConfigLike, run_log: str | os.PathLike[str] | None, options: dict[str, Any]
     ) -> None:
+        known = [*inspect.signature(attach).parameters]
+        for name in options.keys() - known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            raise TypeError(f"OffloadCallback has no argument {name!r}.{guess} It takes those of attach()")
         self.session: Session | None = None
         self._config, self._run_log, self._options = config, run_log, options
         self._reported = 0
-        self._step: Step | None = None  # told by hand, and open
+        self._step: Step | None = None  # open, for a trainer whose steps are delimited by callbacks
 
     def begin(
         self,
@@ -52,15 +60,15 @@ class Training:
         optimizers: Sequence[Optimizer] = (),
         batch_size: int | None = None,
     ) -> None:
-        """Attaches the model; a session that an exception has left open is closed first.
+        """Attach the model, after closing sessions that an exception has left open.
 
         Args:
             model: The model.
-            optimizers: Those that train it; where the configuration has ``states``, theirs are offloaded.
+            optimizers: The optimizers of the model. If the policy has ``states``, theirs are offloaded.
             batch_size: Sequences of a step, for the run log, unless the options have a ``model_info``.
         """
         self.end()
-        for other in list(_open):  # of a callback that an exception has cut off, as in a notebook
+        for other in list(_open):  # an exception may have stopped an earlier training, as in a notebook
             if other.session is not None and other.holds(model):
                 other.end()
         _open.add(self)
@@ -73,22 +81,22 @@ class Training:
         self.session = attach(model, config, run_log=self._run_log, **options)
 
     def begin_step(self) -> None:
-        """Open a step by hand, for a trainer whose steps are not found."""
+        """Open a step, for a trainer whose optimizer updates copies of the parameters."""
         if self.session is not None:
             self._step = self.session.step()
             self._step.__enter__()
 
     def end_step(self) -> None:
-        """End that step, if there is one."""
+        """End the step that :meth:`begin_step` opened, if any."""
         step, self._step = self._step, None
         if step is not None:
             step.__exit__(None, None, None)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the session; may be called twice. A step that is open comes to nothing.
+        """Close the session. Further calls do nothing. An open step is not recorded.
 
         Args:
-            error: What has ended the training; errors of the session's own are only warnings then.
+            error: Exception that ended the training. Errors of the session are only warnings then.
         """
         step, self._step = self._step, None
         if step is not None:
@@ -97,14 +105,19 @@ class Training:
             self.session.__exit__(None if error is None else type(error), error, None)
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the session is attached to layers of a model."""
+        """Return True if the session is attached to layers of a model."""
         layers = {layer.module for layer in self.session.layers} if self.session is not None else set()
         return not layers.isdisjoint(model.modules())
 
     def news(self) -> dict[str, float]:
-        """Return the main figures of the last step, once; nothing if no step has ended since."""
-        records = self.session.report() if self.session is not None else []
-        if not records or records[-1].step == self._reported:
+        """Return activation peak and stall of the last step, once, rounded to three digits."""
+        last = self.session.last if self.session is not None else None
+        if last is None or last.step == self._reported:
             return {}
-        self._reported = records[-1].step
-        return curves_of(records[-1], MAIN_FIGURES)
+        self._reported, peak = last.step, last.activation_peak_bytes
+        figures = {
+            "activation_peak_gib": None if peak is None else peak / 2**30,
+            "stall_seconds": last.stall_seconds,
+        }
+        known = ((name, value) for name, value in figures.items() if value is not None)
+        return {f"{PREFIX}{name}": float(significant(value)) for name, value in known}

@@ -1,10 +1,10 @@
-"""Offloading in the ``Trainer`` of Hugging Face's transformers, and so in TRL's trainers.
+"""Callback for the ``Trainer`` of Hugging Face transformers and the trainers of TRL.
 
 ::
 
     from tba_offload.integrations.transformers import OffloadCallback
 
-    Trainer(model, arguments, train_dataset=dataset, callbacks=[OffloadCallback("policy.yaml")]).train()
+    Trainer(model, arguments, train_dataset=dataset, callbacks=[OffloadCallback("fit")]).train()
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class OffloadCallback(TrainerCallback):  # type: ignore[misc]
-    """Attaches offloading to the model of a ``Trainer`` while it trains.
+    """Callback that attaches offloading to the model of a ``Trainer`` during training.
 
-    The figures of the last step, peak, bytes and stall, are added to what the trainer logs of its training.
+    The activation peak in GiB and the stall in seconds of the last step are added to the trainer's log.
 
     Args:
-        config: As for :func:`tba_offload.attach`. Where it has ``states``, those of the trainer's optimizer
-            are offloaded too.
+        config: As for :func:`tba_offload.attach`, such as ``"fit"`` or a placement. If the policy has
+            ``states``, the states of the trainer's optimizer are offloaded too.
         run_log: As for :func:`tba_offload.attach`.
         options: More arguments for :func:`tba_offload.attach`.
     """
@@ -50,13 +50,13 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def session(self) -> Session | None:
-        """The session of this training, or the last one; ``None`` before the first."""
+        """The session of the current or last training; ``None`` before the first one."""
         return self._training.session
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attaches the model, which the trainer has moved, wrapped and set up by now."""
+        """Attach the model, after the trainer has moved and wrapped it."""
         self._come_first(sys._getframe(1).f_locals.get("self"))
         optimizer = kwargs.get("optimizer")
         self._training.begin(
@@ -66,10 +66,9 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         )
 
     def _come_first(self, handler: object) -> None:
-        """Let those that report, to TensorBoard and others, see the figures too.
+        """Move this callback before those that report to TensorBoard and others, so that they see its figures.
 
-        A trainer calls the callbacks that report before those that it is given, and does not tell a callback
-        of the others: they are known to the caller of our method.
+        A trainer calls its reporting callbacks first. Only the caller of a hook knows the list of callbacks.
         """
         callbacks = getattr(handler, "callbacks", None)
         if isinstance(callbacks, list) and self in callbacks:
@@ -79,14 +78,14 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Open a step where DeepSpeed trains: it updates copies of parameters, so none opens itself."""
+        """Open a step with DeepSpeed, whose optimizer updates copies of the parameters."""
         if getattr(args, "deepspeed_plugin", None) is not None:
             self._training.begin_step()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """End the step that was opened."""
+        """End the step that was opened for DeepSpeed."""
         self._training.end_step()
 
     def on_log(
@@ -97,7 +96,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the figures to what is logged beside the loss, and to the history of it."""
+        """Add the figures to a log entry with a loss, and to its copy in the log history."""
         if not logs or "loss" not in logs:
             return
         figures = self._training.news()
@@ -108,11 +107,11 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give the model back as it was."""
+        """Close the session, which restores the model."""
         self._training.end()
 
 
 def _sequences_of_a_step(args: TrainingArguments, state: TrainerState) -> int:
-    """Those of all processes; a trainer that looks for a size that fits tells its state the one it tries."""
+    """Return the sequences of a step of all processes, also if the trainer searches for a batch size."""
     at_once = getattr(state, "train_batch_size", None) or args.train_batch_size
     return int(at_once * args.gradient_accumulation_steps * args.world_size)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -127,7 +128,7 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     else:
         raise UnsupportedError(
             f"found no ModuleList of equal blocks in {type(chunks[0]).__name__}; "
-            "name the layers: attach(model, config, layers=[...])"
+            f"name the layers: attach(model, config, layers=[{_candidates(chunks[0])}])"
         )
     largest = max(found, key=lambda each: _parameter_count(each.blocks))
     kinds, counterpart = set(map(type, largest.blocks)), _COUNTERPARTS.get(largest.stack or "", "")
@@ -197,6 +198,17 @@ def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
         first.setdefault(layer.module, layer)
     own = [layer.id for layer in first.values()]
     return tuple(replace(each, id=i) for each, i in zip(first.values(), with_depths(own, own), strict=True))
+
+
+def _candidates(model: nn.Module) -> str:
+    """Return names of modules that may be layers: of one class, with most of the parameters."""
+    kinds: defaultdict[type, dict[str, nn.Module]] = defaultdict(dict)
+    for name, module in model.named_modules():
+        if any(module.children()) and name and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            kinds[type(module)][re.sub(r"\.(\d+)", r"[\1]", f"model.{name}")] = module
+    groups = [group for group in kinds.values() if len(group) > 1] or [*kinds.values()]
+    largest = max(groups, key=lambda group: _parameter_count(group.values()), default={})
+    return ", ".join([*largest][:4] + ["..."] * (len(largest) > 4)) or "..."
 
 
 # Lists of blocks

@@ -1,7 +1,7 @@
-"""The flags of Megatron-LM's training scripts: one argparse group, and what it makes of the policy file.
+"""Flags for Megatron-LM's training scripts, in one argparse group.
 
-Flags begin with ``--tba-`` and override the file. Offloading is on when any of them is given. Settings that
-do not go together with offloading are refused when the command line is read, before a process group exists.
+All flags begin with ``--tba-`` and override the policy file. Any of them switches offloading on. Settings of
+Megatron that are incompatible with offloading are errors of the command line, before a process group exists.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tba_offload.config import OffloadConfig, StatesConfig, load_config
+from tba_offload.config import FIT, OffloadConfig, StatesConfig, load_config
 from tba_offload.config.document import Source
 from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, StoreError
@@ -25,30 +25,35 @@ _STATES = {"choices": ("keep", "offload")}
 
 _FLAGS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("policy", "", _FILE, "Policy in YAML."),
-    ("placement", "default", {"metavar": "PLACEMENT"}, "Placement of layers that no rule matches."),
-    ("directory", "store.directories", _DIRECTORIES, "One for each drive; ranks of a node share them out."),
-    ("activation-bytes", "budget.activation_bytes", _SIZE, "Most bytes of resident activations: 12GiB."),
+    (
+        "placement",
+        "default",
+        {"metavar": "PLACEMENT"},
+        "Placement of layers without a rule: fit (this device, as fast as possible), offload, recompute, ...",
+    ),
+    ("directory", "store.directories", _DIRECTORIES, "One directory for each drive, shared by the ranks."),
+    ("activation-bytes", "budget.activation_bytes", _SIZE, "Largest activation peak, such as 12GiB."),
     ("device-bytes", "budget.device_bytes", _SIZE, "Most bytes on each rank's device, with weights."),
-    ("in-flight-bytes", "budget.in_flight_bytes", _SIZE, "Most bytes in flight, such as 1GiB."),
-    ("objective", "budget.objective", {"metavar": "GOAL"}, "What layers placed auto are planned for."),
-    ("store", "store.kind", {"metavar": "KIND"}, "Kind of store."),
-    ("host-capacity", "store.host_capacity", _SIZE, "Host memory for what drives have no time for."),
-    ("checksum", "store.checksum", _SWITCH, "Compare bytes that are read with those written (default)."),
-    ("optimizer-states", "states", _STATES, "Where optimizer states are between updates."),
-    ("run-log", "", _FILE, "Run log; each of several ranks has its own, run.rank0.jsonl and so on."),
-    ("trace-steps", "", _STEPS, "Steps, from 1, that the run log tells over time, for tba-offload timeline."),
+    ("in-flight-bytes", "budget.in_flight_bytes", _SIZE, "Size of the in-flight window, such as 1GiB."),
+    ("objective", "budget.objective", {"metavar": "GOAL"}, "Goal of the planner: time or memory."),
+    ("store", "store.kind", {"metavar": "KIND"}, "Kind of store: auto, gds, file or host."),
+    ("host-capacity", "store.host_capacity", _SIZE, "Host memory for writes while the drives are busy."),
+    ("checksum", "store.checksum", _SWITCH, "Compare each read with its write (default)."),
+    ("optimizer-states", "states", _STATES, "Whether optimizer states are offloaded between updates."),
+    ("run-log", "", _FILE, "Run log. Each rank has its own: run.rank0.jsonl and so on."),
+    ("trace-steps", "", _STEPS, "Steps, from 1, to record over time for tba-offload timeline."),
 )
-"""Name of a flag, the setting that it overrides, its options for argparse, its help."""
+"""Name of a flag, the setting that it overrides, its options for argparse, and its help."""
 
 
 class Conflict(NamedTuple):
-    """A setting of Megatron that does not go together with offloading.
+    """A setting of Megatron that is incompatible with offloading.
 
     Attributes:
-        flag: The flag, with its value where only that is in the way.
+        flag: The flag, with its value if only that value is incompatible.
         why: The reason.
-        allowed: Other values that are not in the way.
-        instead: What to do instead of removing the flag.
+        allowed: Values that are compatible.
+        instead: Another remedy, beside removing the flag.
     """
 
     flag: str
@@ -58,11 +63,11 @@ class Conflict(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The attribute of Megatron's arguments; a release that lacks it has no such setting."""
+        """Attribute of Megatron's arguments. A release without the setting lacks it."""
         return self.flag.partition(" ")[0].removeprefix("--").replace("-", "_")
 
     def is_in_the_way(self, arguments: argparse.Namespace) -> bool:
-        """Return True if the setting has a value that does not go together with offloading."""
+        """Return True if the setting has an incompatible value."""
         value = getattr(arguments, self.name, None)
         return bool(value) and value not in self.allowed
 
@@ -106,19 +111,19 @@ STATES_CONFLICTS = (
     Conflict("--optimizer-cuda-graph", "a graph fixes the addresses of states"),
     Conflict("--optimizer", "states of adam and sgd alone are offloaded", ("adam", "sgd")),
 )
-"""Settings that do not go together with offloaded optimizer states."""
+"""Settings that are incompatible with offloaded optimizer states."""
 
 MASTERS_CONFLICTS = (
     Conflict("--log-params-norm", "it computes with all masters at once", instead=_KEEP_MASTERS),
     Conflict("--qk-clip", "it changes masters after the update", instead=_KEEP_MASTERS),
 )
-"""Settings that do not go together with offloaded masters."""
+"""Settings that are incompatible with offloaded masters."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags to Megatron's parser, which from then on refuses what does not go together with them.
+    """Add the flags to Megatron's parser, and a check for incompatible settings.
 
-    A parser that has them already stays as it is.
+    A parser that has the flags already is not changed.
     """
     if "--tba-policy" in parser._option_string_actions:
         return parser
@@ -137,11 +142,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             if is_on(arguments):
                 _check(arguments, config_of(arguments))
         except (ConfigError, StoreError) as error:
-            # Not error(), which prints a usage of thousands of lines first.
+            # error() would print a usage of thousands of lines first.
             parser.exit(2, f"{parser.prog}: error: {error}\n")
         return arguments, rest
 
-    # Every way of reading the command line ends in this method.
+    # All methods that parse the command line call this one.
     parser.parse_known_args = parse_and_check  # type: ignore[method-assign,assignment]
     return parser
 
@@ -152,10 +157,10 @@ def is_on(arguments: argparse.Namespace) -> bool:
 
 
 def config_of(arguments: argparse.Namespace) -> OffloadConfig:
-    """Return the policy file with the flags on top.
+    """Return the configuration of the policy file and the flags.
 
     Raises:
-        ConfigError: File or flags are wrong.
+        ConfigError: The file or a flag is wrong.
     """
     config = OffloadConfig() if arguments.tba_policy is None else load_config(Path(arguments.tba_policy))
     given: dict[str, dict[str, Any]] = {"budget": {}, "store": {}}
@@ -180,8 +185,9 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
 
 
 def _placed(config: OffloadConfig, default: str) -> OffloadConfig:
-    """Return the configuration with another default; an objective of the file goes with the last ``auto``."""
-    config = replace(config, default=default)  # type: ignore[arg-type]
+    """Return the configuration with another default. Without ``auto`` layers the objective is dropped."""
+    word = Placement.AUTO if default == FIT else default
+    config = replace(config, default=word)  # type: ignore[arg-type]
     if Placement.AUTO in {config.default, *(rule.placement for rule in config.layers)}:
         return config
     return replace(config, budget=replace(config.budget, objective=None))
@@ -191,8 +197,8 @@ def _check(arguments: argparse.Namespace, config: OffloadConfig) -> None:
     """Check directories and Megatron's own settings.
 
     Raises:
-        ConfigError: A setting does not go together with offloading.
-        StoreError: A directory is missing or cannot be reached.
+        ConfigError: A setting is incompatible with offloading.
+        StoreError: A directory is missing or not accessible.
     """
     for directory in map(str, config.store.directories):
         check_directory(directory)
@@ -204,10 +210,10 @@ def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> No
 
     Args:
         arguments: All arguments.
-        config: What the flags and the policy say.
+        config: The configuration of the flags and the policy.
 
     Raises:
-        ConfigError: A setting does not go together with offloading; the message names its flag.
+        ConfigError: A setting is incompatible with offloading. The message names its flag.
     """
     conflicts = [*CONFLICTS, *(STATES_CONFLICTS if config.states is not None else ())]
     if config.states is not None and config.states.masters == "offload":
@@ -215,13 +221,13 @@ def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> No
     for conflict in conflicts:
         if conflict.is_in_the_way(arguments):
             raise ConfigError(
-                f"activation offloading does not go together with {conflict.flag}: {conflict.why}; remove "
+                f"activation offloading does not go together with {conflict.flag}: {conflict.why}. Remove "
                 f"{conflict.flag.partition(' ')[0]}, or {conflict.instead}"
             )
 
 
 def _make_help_printable(parser: argparse.ArgumentParser) -> None:
-    """Megatron-LM 0.19 has a bare per cent sign in a help text, for which argparse prints no help at all."""
+    """Escape per cent signs. Megatron-LM 0.19 has a bare one in a help text, and argparse fails on it."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         if action.help:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.planner.measure import LayerKey, StepObservation
-    from tba_offload.planner.model import Bandwidth, StepProfile
+    from tba_offload.planner.model import Bandwidth, Prediction, StepProfile
     from tba_offload.report.log import StepRecord
 
 LEARNING = 3
@@ -184,6 +184,14 @@ class Controller:
         return self.state is not State.LEARN and self.task.decides
 
     @property
+    def keep(self) -> Prediction | None:
+        """Predicted figures of a step that keeps all layers; ``None`` before a step was measured."""
+        bandwidth = self.rates.bandwidth()
+        if self.profile is None or bandwidth is None:
+            return None
+        return play(self.profile, Plan((Placement.KEEP,) * len(self.task.layers)), bandwidth)
+
+    @property
     def is_done(self) -> bool:
         """Whether the controller has no layer to place and has measured enough steps."""
         return not self.task.decides and self.steps >= 2 * LEARNING and self.task.agree is None
@@ -213,7 +221,7 @@ class Controller:
     def limit(self, limits: Limits) -> None:
         """Set the limits for plans from the next step on."""
         self.task = replace(self.task, limits=limits)
-        self._limits_changed = True
+        self._limits_changed = self.state is not State.LEARN  # the first plan is made for these limits anyway
 
     # ---- between steps ---------------------------------------------------------------------------
 

@@ -98,6 +98,9 @@ class Situation:
             profile = _as_measured(profile, bandwidth, log, event)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
+        if config.budget.in_flight_bytes is None:  # the session has sized the window by the step
+            window = event["limits"].get("window")
+            config = replace(config, budget=replace(config.budget, in_flight_bytes=window))
         odd = {profile.layers[layer] for layer in event.get("not_recomputed", ())}
         placed: Any = log.header.plan.items()
         return cls(
@@ -157,7 +160,7 @@ class Situation:
         Without a budget, the peak is to be the lowest at which training waits for nothing and a step takes no
         longer than if everything was kept.
         """
-        limits = Limits(budget, self.config.budget.window, self.config.store.write_bytes_per_day)
+        limits = Limits(budget, self.config.budget.window(), self.config.store.write_bytes_per_day)
         objective = Objective.MEMORY if budget is None else Objective.TIME
         policy = (Placement.AUTO,) * len(self.names)
         return Case(self.profile, self.bandwidth, limits, policy, objective, self.not_recomputed)
@@ -230,7 +233,7 @@ class Situation:
             budget=BudgetConfig(
                 activation_bytes=budget if kept_to and device_bytes is None else None,
                 device_bytes=device_bytes if kept_to else None,
-                in_flight_bytes=min(limits, default=None),
+                in_flight_bytes=min(limits, default=0),
                 objective=self.config.budget.objective if is_auto else None,
             ),
         )

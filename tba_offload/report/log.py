@@ -240,6 +240,9 @@ class StepRecord:
     predicted_device_peak_bytes: int | None = None
     extra: Json = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return describe_step(self)
+
     @property
     def seconds_with_update(self) -> float:
         """The sum of ``seconds`` and ``optimizer_seconds``."""
@@ -517,9 +520,6 @@ _NO_FIGURES = {"step", "skipped", "peak_source"}
 
 FIGURES = tuple(name for name in _NAMES[StepRecord] if name not in _NO_FIGURES)
 """Fields of a step record that hold numbers. Sinks draw a curve of each."""
-
-MAIN_FIGURES = ("activation_peak_bytes", "offloaded_bytes", "read_bytes", "stall_seconds")
-"""Those for frameworks that print the same figures that they hand on."""
 
 PREFIX = "tba-offload/"
 """Prefix of the names of curves."""

@@ -1,4 +1,4 @@
-"""Layers of a session: each call of one runs as its placement says, and backward comes back to it."""
+"""Runs of the layers of a session: forward with the planned placement, and the return of backward."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 
 class LayerRuns:
-    """The layers of a session, and what stands in front of them.
+    """Runner of the layers of a session.
 
     Args:
-        session: The session: it lives as long as its layers, although the program may have lost it.
+        session: The session. It lives as long as its layers, even if the program has no reference to it.
 
     Attributes:
-        recomputed: The layers as they are recomputed.
+        recomputed: For each layer, the code that recomputes it.
     """
 
     def __init__(self, session: Session) -> None:
         stack, self._loop, self._watch = session.stack, session.loop, session.watch
         self._micro_batch = stack.micro_batch
         self._session: Any = session
-        # What makes the input of the first layer of a stack, as embeddings, has its backward after that.
+        # The backward of the embeddings comes after that of the first layer of their stack.
         stacks = [layer.id.name.rpartition(".")[0] for layer in stack.layers]
         self._firsts = {stacks.index(each) for each in stacks}
         self.recomputed = [
@@ -57,32 +57,32 @@ class LayerRuns:
         ]
 
     def close(self) -> None:
-        """Give the layers back, and keep the session no longer."""
+        """Run layers plainly from now on, and keep the session no longer."""
         self._session = None
 
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Run a layer the way the plan says.
+        """Run a layer with its planned placement.
 
         Raises:
-            UnsupportedError: The layer cannot be placed so.
+            UnsupportedError: The layer does not support its placement.
         """
-        if self._session is None:  # closed, and something that wraps the layer's forward calls this still
+        if self._session is None:  # closed, but other code that wraps the layer's forward still calls this
             return site.forward(*args, **kwargs)
-        # Checks stand here and not in what they lead to: in cold caches a call costs as much as what it does.
+        # These checks are inline, because each call of a function costs time in cold caches.
         if not torch.is_grad_enabled() or self._loop.is_inert or torch_private.is_recomputation():
-            # In a reentrant checkpoint, or in a loss that caches gradients, for which no step opens either.
+            # A reentrant checkpoint, or a loss that caches gradients. No step opens for these either.
             if site.runs == 0 and torch.is_grad_enabled() and torch_private.is_recomputation():
                 self._leave_alone(site)
             return site.forward(*args, **kwargs)
-        if self._loop.step is None:  # a layer may be called without its model
+        if self._loop.step is None:  # the program calls the layer without its model
             if not self._loop.opens_steps:
                 return site.forward(*args, **kwargs)
             self._loop.open_step()
         session, arguments = self._session, (*args, *kwargs.values())
-        is_planned = session.planning.controller is not None  # otherwise nothing asks what a layer is given
+        is_planned = session.planning.controller is not None  # only a controller needs the bytes of inputs
         inputs = self._note_inputs(site, arguments) if is_planned else 0
         placement = self._placement_here(site, arguments)
-        # Graphs spare a host the launches that it makes ahead of its device: other devices have none.
+        # Only asynchronous devices have graphs, which replace launches by the host.
         may_be_graph = session.device.runs_behind and placement is not Placement.KEEP
         run_as = self._run_ungraphed if may_be_graph else self._run_as
         trace, memory, way = session.capture.trace, session.memory, placement.as_run
@@ -106,7 +106,7 @@ class LayerRuns:
     # ---- placements ------------------------------------------------------------------------------
 
     def _run_ungraphed(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
-        """Run a layer; refuse CUDA graphs, which fix the addresses of activations."""
+        """Run a layer, and refuse CUDA graphs, which fix the addresses of activations."""
         device = self._session.device
         is_captured, before = device.is_capturing(), torch_private.graph_node(device.torch_device)
         output = None if is_captured else self._run_as(placement, site, scope, given)
@@ -114,19 +114,19 @@ class LayerRuns:
             how = "while a CUDA graph is captured" if is_captured else "as CUDA graphs"
             raise UnsupportedError(
                 f"{site.layer.id} is placed {placement.value} and runs {how}: graphs fix the addresses of "
-                "activations, so they cannot be offloaded. Capture no graph around attached layers; compile "
+                "activations, so they cannot be offloaded. Capture no graph around attached layers. Compile "
                 "them with mode='default' or 'max-autotune-no-cudagraphs', or place them keep."
             )
         return output
 
     def _run_as(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
-        """Run a layer in a checkpoint, with hooks that offload what it saves, or as it is."""
+        """Run a layer in a checkpoint, with hooks that offload its saved tensors, or plainly."""
         layer, (args, kwargs) = self.recomputed[site.index], given
         if placement.recomputes:
             if not placement.offloads:
                 return layer.run(site.forward, given, placement)
             hooks = self._hooks(placement, site, scope)
-            with hooks:  # the checkpoint saves the arguments through them, and nothing else
+            with hooks:  # the checkpoint saves only the arguments through these hooks
                 if not placement.spares_attention:
                     return layer.run(site.forward, given, placement)
                 once = AttentionOnce(site.forward, _counting(hooks, scope), hooks.capture.unpack)
@@ -141,39 +141,42 @@ class LayerRuns:
 
     def _hooks(self, placement: Placement, site: Site, scope: ScopeTrace) -> LayerHooks:
         capture, key, slow = self._session.capture, scope.key, self._keeps_when_slow(placement)
-        if placement.rebuilds and not site.is_compiled:  # modes do not see into a compiled graph
+        if placement.rebuilds and not site.is_compiled:  # modes do not see operations of a compiled graph
             return RematerializingHooks(capture, key, self._session.verifier, when_slow=slow)
         stays = Staying(placement.percent).stays if placement.percent < 100 else None
         return LayerHooks(capture, key, when_slow=slow, stays=stays)
 
     def _keeps_when_slow(self, placement: Placement) -> bool:
-        """``offload`` waits for a slow drive unless told otherwise, ``auto`` keeps until there is a plan."""
+        """Return True if activations stay in memory while the drive is slow.
+
+        By default ``offload`` waits for a slow drive, and ``auto`` keeps activations until there is a plan.
+        """
         planning, has_budget = self._session.planning, self._session.budget.limits.budget is not None
-        # Under a budget nothing is kept before it is known what else a step holds.
+        # With a budget nothing is kept before the rest of the step was measured.
         by_default = "keep" if placement is Placement.AUTO and not has_budget else "wait"
         on_slow = self._session.config.on_slow or by_default
         if on_slow == "wait" or planning.has_planned:
-            return False  # what a plan keeps was decided with the budget in view
-        # What layers hold that is not offloaded is not counted.
+            return False  # the plan has decided what to keep, within the budget
+        # The bytes of layers that are not offloaded are not counted.
         return not has_budget or all(each.is_offloaded for each in planning.plan.placements)
 
     def _try_out(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
-        """Offload a layer that backward runs a second time, to see whether that gives the same."""
+        """Offload a layer, and run it a second time in backward to check that both runs agree."""
         layer, slow = self.recomputed[site.index], self._keeps_when_slow(placement)
         hooks = _TriedHooks(self._session.capture, scope.key, when_slow=slow)
         hooks.watch_for_second_use(layer.asked_twice)
         with hooks:
             trial = Trial(layer, site.forward, given)
-            hooks.trial = trial  # from here on: what the trial itself has saved is no part of the layer
+            hooks.trial = trial  # not before, since the trial itself saves tensors
             try:
                 output = site.forward(*given[0], **given[1])
             finally:
-                hooks.trial = None  # or the graph of the layer would know itself
+                hooks.trial = None  # else the graph of the layer would hold a reference to itself
         trial.first_run_ended(output)
         return output
 
     def _placement_here(self, site: Site, arguments: Sequence[object]) -> Placement:
-        """Return the planned placement, unless neither hooks nor a second run of the layer can be here."""
+        """Return the planned placement, or ``keep`` if neither hooks nor a second run are possible here."""
         planning = self._session.planning
         placement: Placement = planning.plan.placements[site.index]
         if placement is Placement.KEEP:
@@ -184,21 +187,21 @@ class LayerRuns:
         if any(map(is_cache, arguments)) and not is_checkpointed(site.layer.module):
             self._session.notices.warn_once("cache")
         is_planned = placement.recomputes and site.index in planning.chosen
-        # Where ranks have agreed on a placement, one of them alone does not change it.
+        # If ranks have agreed on a placement, a single rank must not change it.
         is_free = is_planned and self._session.world.agree is None
         if is_free and not self.recomputed[site.index].may_repeat():
-            return Placement.OFFLOAD  # the planner chose it for another mode of the layer
+            return Placement.OFFLOAD  # recomputation was planned for another mode of the layer
         return placement
 
     # ---- what surrounds a call -------------------------------------------------------------------
 
     def _note_inputs(self, site: Site, arguments: Sequence[object]) -> int:
-        """Bytes that a layer is given; where it is more than the plan is for, the step goes on without it."""
+        """Return the bytes of a layer's inputs. Leave the plan if they are larger than it was made for."""
         session = self._session
-        # A layer that is frozen saves nothing.
+        # A frozen layer saves nothing.
         if session.planning.has_budget and _has_backward(site.layer.module, arguments):
             gradients = (0, 0)
-            if session.budget.limits.nets_gradients:  # those take room from activations
+            if session.budget.limits.nets_gradients:  # gradients take room from activations
                 gradients = rough_bytes(session.gradients.alone() or 0), len(session.gradients.watched)
             site.waiting += 1
             size = (site.waiting, *gradients, *_dimensions(arguments))
@@ -214,14 +217,14 @@ class LayerRuns:
 
 
 _TAIL = 32
-"""Operations of backward next to the model's output: a loss, the logits and a last norm have about 20."""
+"""Number of operations next to the model's output: loss, logits and a last norm have about 20."""
 
 
 class BackwardWatch:
-    """Notes when backward comes back to a layer.
+    """Observer of backward passes.
 
     Args:
-        session: Whose layers. It is not kept: graphs, which keep this, would keep the model.
+        session: The session. No reference to it is kept, because graphs refer to this object.
     """
 
     def __init__(self, session: Session) -> None:
@@ -229,15 +232,15 @@ class BackwardWatch:
         self._memory, self._notices = session.memory, session.notices
 
     def watch(self, site: Site, output: object, scope: ScopeTrace) -> None:
-        """Have it noted when backward comes back to a layer.
+        """Register a hook for the return of backward to a layer.
 
         Args:
-            site: Where the layer is.
+            site: The site of the layer.
             output: The output of the layer.
-            scope: Its run.
+            scope: The run of the layer.
         """
         tensor, step = graph.first_differentiable(output), self._loop.step
-        if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook
+        if tensor is None or tensor.grad_fn is None:  # a leaf would keep the hook forever
             return
         back = partial(self._came_back, site, scope, step, self._capture.trace)
         tensor.register_hook(back)  # type: ignore[no-untyped-call]
@@ -246,7 +249,7 @@ class BackwardWatch:
             step.graphs.append(weakref.ref(back))
 
     def watch_input(self, arguments: tuple[object, ...]) -> None:
-        """Have it noted when backward leaves the first layer for what has made its input, as embeddings have.
+        """Register a hook for the moment when backward leaves the first layer for the embeddings.
 
         Args:
             arguments: The arguments of the layer.
@@ -256,14 +259,14 @@ class BackwardWatch:
             tensor.register_hook(partial(self._left, self._loop.step))  # type: ignore[no-untyped-call]
 
     def _left(self, step: Step | None, _: torch.Tensor) -> None:
-        """Backward has left the first layer of a step."""
+        """Note that backward has left the first layer of a step."""
         if step is self._loop.step and self._memory.is_on:
             self._memory.enter(EMBEDDINGS)
 
     def _came_back(
         self, site: Site, scope: ScopeTrace, step: Step | None, trace: StepTrace, _: torch.Tensor
     ) -> None:
-        """Backward has come back to a run of a layer."""
+        """Note that backward has returned to a run of a layer."""
         memory, loop, is_current = self._memory, self._loop, step is self._loop.step
         if is_current and site.waiting and not scope.backward_began:
             site.waiting -= 1
@@ -281,33 +284,33 @@ class BackwardWatch:
         self._loop.backward_ended()
 
     def watch_tail(self, output: object) -> None:
-        """Look at memory around each operation of backward that is nearest to the model's output.
+        """Sample memory around the operations of backward that are nearest to the model's output.
 
-        With logits and loss it is often there that memory is at its peak, for less than a moment.
+        The peak is often there, at logits and loss, and too short for samples at fixed intervals.
         """
         meter, step, tensor = self._memory.meter, self._loop.step, graph.first_differentiable(output)
         if meter is None or not meter.samples or step is None or tensor is None or tensor.grad_fn is None:
-            return  # an allocator that keeps its peak misses none
+            return  # an allocator that records its peak needs no samples
         for node in graph.nearest_nodes(tensor.grad_fn, _TAIL, after=step.graph_end):
             node.register_prehook(self._memory.look)
             node.register_hook(self._memory.look)
 
 
 class _TriedHooks(LayerHooks):
-    """The hooks of one scope of an offloaded layer that is tried."""
+    """Hooks of one run of an offloaded layer that backward runs a second time as a check."""
 
     trial: Trial | None = None
 
     @torch_private.untraced
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
-        """Offload a saved tensor, and have the trial see it."""
+        """Offload a saved tensor, and show it to the trial."""
         if self.trial is not None:
             self.trial.see(tensor)
         return super().pack(tensor)
 
 
 def _counting(hooks: LayerHooks, scope: ScopeTrace) -> Callable[[torch.Tensor], Kept | Packed]:
-    """Return what packs the output of attention as if it were saved, and counts its bytes."""
+    """Return a function that packs the output of attention like a saved tensor, and counts its bytes."""
 
     def pack(output: torch.Tensor) -> Kept | Packed:
         scope.attention_bytes += output.numel() * output.itemsize
@@ -317,23 +320,22 @@ def _counting(hooks: LayerHooks, scope: ScopeTrace) -> Callable[[torch.Tensor], 
 
 
 def _has_backward(layer: nn.Module, arguments: Sequence[object]) -> bool:
-    """Return True if gradients are wanted of a layer, or of what it is given."""
+    """Return True if a layer has parameters or arguments that require gradients."""
     is_trained = any(parameter.requires_grad for parameter in layer.parameters())
     return is_trained or graph.first_differentiable(arguments) is not None
 
 
 def _dimensions(arguments: Iterable[object]) -> list[int]:
-    """All dimensions of the tensors among the arguments of a layer; of one with ragged rows, its elements."""
+    """Return the dimensions of all tensor arguments, or for a nested tensor its number of elements."""
     tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
     return [size for each in tensors for size in ((each.numel(),) if each.is_nested else each.shape)]
 
 
 def _hooks_are_taken() -> bool:
-    """Return True if saved tensors belong to others here.
+    """Return True if other code has saved-tensor hooks here, or forbids them.
 
-    Hooks of an outer context (a checkpoint, ``save_on_cpu``) would see nothing of the layer if we pushed
-    ours or those of a checkpoint. Under a ``torch.func`` transform pushing any is an error, or they are given
-    wrappers without a storage.
+    Hooks of an outer context (a checkpoint, ``save_on_cpu``) would see nothing of the layer below our hooks.
+    Under a ``torch.func`` transform, hooks raise an error or get wrappers without a storage.
     """
     is_plain = not torch_private.is_transformed() and torch_private.hooks_are_allowed()
     return not is_plain or torch_private.hooks_on_top() is not None

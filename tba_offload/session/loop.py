@@ -1,16 +1,16 @@
-"""The steps of a session: when they begin and end, so that a training loop need not say it.
+"""Steps of a session: detects when they begin and end, so that a training loop need not delimit them.
 
-A step is an update: it opens with the model's first forward that records a graph, and takes in all
-micro-batches until the optimizers that hold the model's parameters have made their step. A step is over when
+A step begins with the model's first forward that records a graph. It contains all micro-batches until the
+optimizers of the model's parameters have made their step. A step ends
 
-* the optimizers of all parameters that got a gradient have made a step: the step ends there;
-* one of them has, and the next forward begins: the step ends before that one;
-* the program has dropped its gradients, or set them to zero, without any optimizer: either the loop updates
-  the weights itself, or a gradient scaler has skipped the update. Gradients that hooks take away within
-  backward, to add them up elsewhere, or that ``torch.autograd.grad`` returns, end no step;
-* its graph is gone and backward never came: it was an evaluation, and is forgotten.
+* when the optimizers of all parameters with a gradient have made a step;
+* before the next forward, if only some of these optimizers have made a step;
+* when the program has dropped or zeroed the gradients without an optimizer: the loop updates the weights
+  itself, or a gradient scaler has skipped the update. Gradients that hooks remove within backward, to add
+  them up elsewhere, or that ``torch.autograd.grad`` returns, end no step;
+* when its graph is freed without a backward pass. This is an evaluation, and the step is forgotten.
 
-A step never ends inside a backward pass, where optimizers that update in hooks make theirs.
+A step never ends inside a backward pass, because optimizers may update in hooks of gradients.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tba_offload.capture.site import InstalledHook, copy_without_hooks
-from tba_offload.errors import ConfigError, SessionError
+from tba_offload.errors import ConfigError, NoEffectWarning, SessionError
 from tba_offload.report.log import StepRecord, read_event
 from tba_offload.report.timeline import TimelineEvent
-from tba_offload.session.notices import MOST_UNSEEN
+from tba_offload.session.notices import EARLY, MOST_UNSEEN
 from tba_offload.states.parameters import parameters_of
 from tba_offload.torch_private import is_recomputation
 
@@ -43,40 +43,40 @@ if TYPE_CHECKING:
     from tba_offload.session.session import Session
 
 Tokens = int | Callable[..., int | None]
-"""Tokens of one micro-batch, or a function that tells them from the arguments of the model's forward."""
+"""Tokens of one micro-batch, or a function that returns them for the arguments of the model's forward."""
 
 
 class Step:
-    """One step of a session; see :meth:`Session.step`.
+    """One step of a session, see :meth:`Session.step`.
 
     Attributes:
-        loss: Set it to have it in the run log: a number, or a tensor of one element, for which nothing waits.
-        tokens: As given to :meth:`Session.step`; may be set inside the block. If it is ``None``, the tokens
-            that the model was seen to take count.
-        model_flops: As given to :meth:`Session.step`; may be set inside the block.
-        record: The :class:`StepRecord`, once the step has ended without an exception. On a device that works
-            later than the host, it has the figures that are known by then; :meth:`Session.report` completes
-            them.
-        is_traced: Whether the user asked to have it recorded over time.
-        over_time: The timeline of the step, once it has ended; ``None`` if none was recorded.
-        number: Its number in the run log, from 1, once it has begun.
+        loss: Loss for the run log, set by the program: a number, or a tensor of one element. Setting a tensor
+            does not wait for the device.
+        tokens: Tokens, as given to :meth:`Session.step`; may be set inside the block. If ``None``, the tokens
+            that the model was given are counted.
+        model_flops: FLOPs, as given to :meth:`Session.step`; may be set inside the block.
+        record: The :class:`StepRecord`, once the step has ended without an exception. On an accelerator it
+            lacks the figures that the device has not computed yet; ``session.records`` has them later.
+        is_traced: Whether the user asked for a record of this step over time.
+        over_time: Timeline of the step, once it has ended; ``None`` if no timeline was recorded.
+        number: Number of the step in the run log, from 1, once it has begun.
         opened_itself: Whether the first forward opened the step, not :meth:`Session.step`.
-        meter: Measures its memory; ``None`` if that is not wanted.
+        meter: Meter of the memory; ``None`` if memory is not measured.
         thread: Number of the thread that opened the step.
-        began: Time of its begin, by :func:`time.perf_counter`.
-        has_failed: Whether a forward or an optimizer raised an exception in it.
-        is_skipped: Whether its gradients were dropped without an update.
+        began: Time at which the step began, by :func:`time.perf_counter`.
+        has_failed: Whether a forward or an optimizer raised an exception in the step.
+        is_skipped: Whether the gradients were dropped without an update.
         graph_end: Number in autograd's sequence of the output of the layer that ran last.
-        graphs: Hooks on outputs of layers that ran: each lives as long as the graph of its layer. A set of
-            weak references would have finalizers, in which an interrupt is lost.
-        seen_tokens: Tokens of the micro-batches, as seen.
-        updates: When optimizers made their steps in it, begin and end.
-        updated: Ids of the parameters that optimizers have updated; the optimizers hold these parameters.
-        seconds: Duration of the step less that of optimizers in it, by the host's clock; a step that opened
-            by itself ends with its last backward pass. Nothing waits for the device at its end.
-        optimizer_seconds: Duration of the steps of optimizers since the last step; ``None`` if none was seen.
-        had_optimizer: Whether optimizers worked between the step's begin and its end.
-        seconds_before: Time that optimizers worked between the last step and this one.
+        graphs: Weak references to hooks on the outputs of layers. Each hook lives as long as the graph of its
+            layer. A set of weak references would need finalizers, in which an interrupt is lost.
+        seen_tokens: Tokens that the model was given.
+        updates: Start and end of each optimizer step.
+        updated: Ids of the parameters that optimizers have updated. The optimizers keep these parameters.
+        seconds: Duration of the step without optimizers, by the host's clock. A step that opened by itself
+            ends with its last backward pass. The end does not wait for the device.
+        optimizer_seconds: Duration of the optimizer steps since the last step; ``None`` if there were none.
+        had_optimizer: Whether optimizers made a step between start and end of this step.
+        seconds_before: Duration of the optimizer steps between the last step and this one.
     """
 
     def __init__(
@@ -106,24 +106,24 @@ class Step:
 
     @property
     def timeline(self) -> TimelineEvent:
-        """The step over time; its ``write(path)`` makes a picture or a trace of it.
+        """The step over time. Its ``write(path)`` makes a picture or a trace.
 
         Raises:
-            SessionError: The step was not recorded, has not ended, or was left by an exception.
+            SessionError: The step was not recorded over time, has not ended, or raised an exception.
         """
         if self.over_time is None:
             raise SessionError(
-                "this step was not recorded over time: ask for it with session.step(trace=True)"
+                "this step was not recorded over time. Ask for it with session.step(trace=True)"
             )
         return read_event(TimelineEvent, self.over_time)
 
     # ---- optimizers ------------------------------------------------------------------------------
 
     def update_times(self, backward_ends: Sequence[float]) -> list[tuple[float, float]]:
-        """Return when each optimizer worked; forward and backward of a closure are left out.
+        """Return start and end of each optimizer step, without forward and backward of a closure.
 
         Args:
-            backward_ends: When backward passes ended.
+            backward_ends: Times at which backward passes ended.
         """
         return [
             (max([began, *(end for end in backward_ends if began < end < ended)]), ended)
@@ -131,10 +131,10 @@ class Step:
         ]
 
     def stop(self, backward_ends: Sequence[float]) -> None:
-        """Take the times of the step, which ends now.
+        """Compute the durations of the step, which ends now.
 
         Args:
-            backward_ends: When backward passes ended.
+            backward_ends: Times at which backward passes ended.
         """
         ended = backward_ends[-1] if self.opened_itself and backward_ends else time.perf_counter()
         updates = self.update_times(backward_ends)
@@ -145,35 +145,36 @@ class Step:
 
 
 class Loop:
-    """The step of a session that is open, and what opens and ends it.
+    """The open step of a session, and the hooks that open and end steps.
 
     Args:
-        session: Does the work at the begin and the end of steps.
-        count_tokens: Tells the tokens of a micro-batch; ``None`` if every step is told by hand.
+        session: The session.
+        count_tokens: Function that returns the tokens of a micro-batch; ``None`` if the program delimits all
+            steps.
 
     Attributes:
-        step: The step that is open, if one is.
+        step: The open step; ``None`` between steps.
         opens_steps: Whether steps open by themselves.
-        is_inert: Whether this is a forked child: locks, threads and descriptors are those of the parent.
-        session: As given; ``None`` once it is closed.
+        is_inert: Whether the process is a forked child, in which the session does nothing.
+        session: The session; ``None`` once it is closed.
     """
 
     def __init__(self, session: Session, count_tokens: Callable[..., int | None] | None) -> None:
         self.step: Step | None = None
         self.opens_steps, self.is_inert = count_tokens is not None, False
         self.session: Any = session
-        self._seconds_between = 0.0  # of optimizers since the last step was open
-        self._updating: tuple[Optimizer, float] | None = None  # the optimizer that works, and since when
-        self._has_closure = False  # which that optimizer calls
-        self._outermost: nn.Module | None = None  # whose forward runs
-        self._tokens_are_known = False  # of that forward
+        self._seconds_between = 0.0  # duration of optimizer steps since the last step ended
+        self._updating: tuple[Optimizer, float] | None = None  # the optimizer that runs, and since when
+        self._has_closure = False  # whether that optimizer calls a closure
+        self._outermost: nn.Module | None = None  # the module whose forward runs
+        self._tokens_are_known = False  # whether the tokens of that forward were counted
         self._handles: list[RemovableHandle] = []
         if count_tokens is not None:
             self._count_tokens = count_tokens
             self._install(list(_callers(session.modules, [layer.module for layer in session.layers])))
 
     def _install(self, callers: Sequence[nn.Module]) -> None:
-        """Hear of the model's forwards and of every optimizer's step."""
+        """Register hooks on the model's forwards and on the steps of all optimizers."""
         own = weakref.ref(self)  # the hooks are global, and must not keep a model alive
         copy_without_hooks(callers)
         self._handles += [
@@ -188,7 +189,7 @@ class Loop:
             weakref.finalize(self, handle.remove)
 
     def close(self) -> None:
-        """Take all hooks off; no step opens any more."""
+        """Remove all hooks. No step opens any more."""
         for handle in self._handles:
             handle.remove()
         self.session = None  # in a cycle, the model would stay alive
@@ -205,7 +206,7 @@ class Loop:
         if not step.opened_itself:
             self.finish()
         if self.step is not None:
-            raise SessionError("another step of this session is still open")
+            raise SessionError("another step of this session is still open. End it before the next one")
         self.session.begin_step(step)
         step.seconds_before, self._seconds_between = self._seconds_between, 0.0
         self.step = step
@@ -215,12 +216,12 @@ class Loop:
 
         Args:
             step: The step.
-            failed: Whether it comes to nothing.
-            is_broken: Whether a step that failed is thrown away whole, with the graphs that it has left.
+            failed: Whether the step is not recorded.
+            is_broken: Whether all storages of a failed step are dropped. Its graphs cannot be used any more.
         """
         if self.is_inert:
             return
-        self._updating = None  # a whole step within a closure: its optimizer's time is no step's
+        self._updating = None  # if the whole step ran in a closure, the optimizer's time belongs to no step
         try:
             self.session.end_step(step, failed=failed, is_broken=failed and is_broken)
         finally:
@@ -229,17 +230,17 @@ class Loop:
             step.record = self.session.record_step(step)
 
     def open_step(self) -> None:
-        """Open a step that has begun by itself, unless one is open that goes on."""
+        """Open a step at a forward, unless an open step goes on."""
         step = self.step
         if self._updating is not None and not self._has_closure:
-            self._updating = None  # it raised an exception, so that its end was never heard
+            self._updating = None  # the optimizer raised an exception, so its post hook did not run
             self.fail()
         elif self._updating is not None and step is not None and not step.has_failed:
             self.session.memory.resume()
             return
         if step is not None:
             if step.opened_itself and self._outermost and not self.session.capture.trace.backward_ends:
-                self.fail()  # the forward before raised an exception, which may keep its graph alive
+                self.fail()  # the last forward raised an exception, which may keep the graph alive
             if not step.opened_itself or not self._is_over(step, at_forward=True):
                 return
             self._conclude(step)
@@ -248,42 +249,43 @@ class Loop:
         step.__enter__()
 
     def finish(self) -> None:
-        """End a step that opened by itself, whether an update came or not: no more of it will come."""
+        """End a step that opened by itself, with or without an update."""
         if (step := self._own_step()) is not None:
+            self._miss_optimizer(step, EARLY)
             self._conclude(step)
 
     def settle(self) -> None:
-        """End a step that opened by itself and is over; one of another thread is left to that."""
+        """End a step that opened by itself and is over, unless another thread opened it."""
         step = self._own_step()
         if step is not None and step.thread == threading.get_ident() and self._is_over(step):
             self._conclude(step)
 
     def fail(self) -> None:
-        """Record that a forward or an optimizer raised an exception: the step comes to nothing."""
+        """Note that a forward or an optimizer raised an exception, so that the step is not recorded."""
         self._outermost = None
         if self.step is not None:
             self.step.has_failed = True
 
     def check_usable(self) -> None:
-        """Check that steps can be made.
+        """Check that the session can have steps.
 
         Raises:
-            SessionError: The session is closed, or its process was forked and this is the child.
+            SessionError: The session is closed, or the process is a forked child.
         """
         if self.is_inert:
-            raise SessionError("this session belongs to the parent process; attach the model in the child")
+            raise SessionError("this session belongs to the parent process. Attach the model in the child")
         if self.session is None:
-            raise SessionError("this session is closed; attach the model again")
+            raise SessionError("this session is closed. Attach the model again")
 
     def _own_step(self) -> Step | None:
-        """Return the step that is open, if it has opened by itself and may end here."""
+        """Return the open step, if it opened by itself and may end here."""
         step = self.step
         return step if step is not None and step.opened_itself and not is_recomputation() else None
 
     # ---- is it over? -----------------------------------------------------------------------------
 
     def _is_over(self, step: Step, *, at_forward: bool = False) -> bool:
-        """Return True if a step is over; ``at_forward`` of the next micro-batch, an update is enough."""
+        """Return True if a step is over. ``at_forward`` of a micro-batch, one update is enough."""
         trace, gradients = self.session.capture.trace, self.session.gradients
         if step.has_failed or trace.in_backward:  # an exception ended it
             return True
@@ -296,7 +298,7 @@ class Loop:
         return bool(gradients.are_cleared)
 
     def _conclude(self, step: Step) -> None:
-        """End a step that opened by itself: recorded if its backward has ended, otherwise forgotten."""
+        """End a step that opened by itself, and record it if its backward has ended."""
         trace, gradients = self.session.capture.trace, self.session.gradients
         is_broken = step.has_failed or trace.in_backward
         is_whole = not is_broken and bool(trace.backward_ends)
@@ -310,14 +312,14 @@ class Loop:
     # ---- the model -------------------------------------------------------------------------------
 
     def _model_begins(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Open a step before the model's forward, unless one is open that goes on; count its tokens."""
+        """Open a step before the model's forward, unless an open step goes on, and count its tokens."""
         if self.is_inert or is_recomputation() or not torch.is_grad_enabled():
             return
-        if self._outermost is None or self._outermost is module:  # the latter has raised an exception
+        if self._outermost is None or self._outermost is module:  # the module's last forward has failed
             self._tokens_are_known = False
             self.open_step()
             self._outermost = module
-        if self.step is not None and not self._tokens_are_known:  # a wrapper may not know them by name
+        if self.step is not None and not self._tokens_are_known:  # a wrapper may have other arguments
             tokens = self._count_tokens(*args, **kwargs)
             self._tokens_are_known = tokens is not None
             self.step.seen_tokens += tokens or 0
@@ -325,14 +327,17 @@ class Loop:
     def _model_ended(self, module: nn.Module, _args: object, output: object) -> None:
         if module is self._outermost and not (self.is_inert or is_recomputation()):
             self._outermost = None
+            if module.training and self.step is not None and not self.step.graphs:
+                self.session.notices.all_frozen(self.session, output)
             self.session.memory.model_ended(output)
             self.session.watch.watch_tail(output)
 
     def backward_ended(self) -> None:
-        """Record that a backward pass is over; what an optimizer does that asked for it is not the step's."""
+        """Record that a backward pass is over. Pause the meter if a closure of an optimizer asked for it."""
         if self.step is not None and self.step.opened_itself:
             self.session.gradients.pass_ended()
-            self.session.capture.trace.end_step()  # unless another micro-batch follows
+            self.session.capture.trace.end_step()  # another micro-batch may follow and end later
+            self._miss_optimizer(self.step, MOST_UNSEEN + 1)
         if self.step is not None and self._updating is not None:
             self.session.memory.pause()
 
@@ -341,23 +346,26 @@ class Loop:
     def _optimizer_begins(
         self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        """Raise what went wrong in a step before its gradients change the weights.
+        """Raise failures of a step before its gradients change the weights.
 
-        An optimizer may call another one, or the class that it is derived from: the last to begin counts.
+        An optimizer may call another one, or its base class. The last one to begin counts.
         """
         if self.is_inert or self.session is None:
             return
-        if not any(map(self.session.gradients.watches, parameters_of(optimizer))):  # others at each update
+        session, step = self.session, self._own_step()
+        if not any(map(session.gradients.watches, parameters_of(optimizer))):  # may differ at each update
+            if step is not None and session.capture.trace.backward_ends and not session.optimizers:
+                session.notices.stranger_updated(optimizer)
             return
-        self.session.optimizers.add(optimizer)
-        if (step := self._own_step()) is not None:
+        session.optimizers.add(optimizer)
+        if step is not None:
             try:
-                self.session.raise_failures()
+                session.raise_failures()
             except BaseException:
                 self.end(step, failed=True)
                 raise
         if self.step is not None:
-            self.session.memory.pause()
+            session.memory.pause()
         self._updating = optimizer, time.perf_counter()
         self._has_closure = callable(kwargs.get("closure", args[1] if len(args) > 1 else None))
 
@@ -369,7 +377,7 @@ class Loop:
         if step is None:
             self._seconds_between += time.perf_counter() - began
             return
-        # Ids are good only as long as the optimizer holds the parameters: they are asked for at each update.
+        # An id is valid only while the optimizer holds the parameter, so ids are read at each update.
         updated = list(parameters_of(optimizer))
         step.updates.append((began, time.perf_counter()))
         step.updated |= frozenset(map(id, updated))
@@ -378,9 +386,15 @@ class Loop:
         if self._own_step() is not None and self._is_over(step):
             self._conclude(step)
 
+    def _miss_optimizer(self, step: Step, passes: int) -> None:
+        """Warn if a step has had so many backward passes and no optimizer was ever seen."""
+        session, count = self.session, len(self.session.capture.trace.backward_ends)
+        if count >= passes and not (step.updates or session.optimizers or step.has_failed):
+            session.notices.warn_once("no update", count, category=NoEffectWarning)
+
 
 class _Hook(InstalledHook):
-    """A hook on a model or on all optimizers that keeps no loop alive."""
+    """Hook on a model or on all optimizers that keeps no loop alive."""
 
     def __init__(self, loop: weakref.ref[Loop], method: Callable[..., Any]) -> None:
         self._loop, self._method = loop, method
@@ -392,15 +406,12 @@ class _Hook(InstalledHook):
 
 class _ModelHook(_Hook):
     def __call__(self, *arguments: object) -> Any:
-        # What is compiled is not traced further than here: the first layer opens the step then.
+        # Code that is being compiled must not trace into the session. The first layer opens the step then.
         return None if torch.compiler.is_compiling() else super().__call__(*arguments)
 
 
 def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules by whose forward a micro-batch may enter.
-
-    A model, or what it wraps, down to the layers.
-    """
+    """Yield the modules whose forward a program may call: models and the modules inside, down to the layers."""
     for module in modules:
         inside = set(module.modules())
         own = {layer for layer in layers if layer in inside and layer is not module}
@@ -414,7 +425,7 @@ def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Itera
 
 
 def token_counter(tokens: Tokens | None) -> Callable[..., int | None]:
-    """Return what tells the tokens of a micro-batch from the arguments of the model's forward.
+    """Return a function that returns the tokens of a micro-batch for the arguments of the model's forward.
 
     Raises:
         ConfigError: ``tokens`` is neither a positive number nor a function.
@@ -424,12 +435,12 @@ def token_counter(tokens: Tokens | None) -> Callable[..., int | None]:
     if callable(tokens):
         return tokens
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise ConfigError(f"tokens is {tokens!r}: give the tokens of one micro-batch, or a function")
+        raise ConfigError(f"tokens is {tokens!r}. Give the tokens of one micro-batch, or a function")
     return lambda *_, **__: tokens
 
 
 def _count_ids(*args: object, input_ids: object = None, **_: object) -> int | None:
-    """Count the elements of ``input_ids``, or else of the first positional tensor of whole numbers."""
+    """Count the elements of ``input_ids``, or else of the first positional tensor of integers."""
     for given in (input_ids, *args):
         if isinstance(given, torch.Tensor) and given.dtype in {torch.int64, torch.int32}:
             return given.numel()

@@ -1,10 +1,10 @@
-"""The memory of steps: how much there is at the peak, what holds it then, and how it goes over time.
+"""Memory of steps: the peak, what holds memory at the peak, and memory over time.
 
-A meter tells live bytes. Of them the offloader knows its own by its window; what a layer leaves in memory
-beside that shows when the next one begins. The rest is of what runs at the time.
+A meter measures live bytes. The in-flight window counts the bytes of the offloader. The bytes that a layer
+leaves in memory are measured when the next layer begins. The remaining bytes belong to the running layer.
 
-Looking costs a reading of the allocator before each run of a layer. Where that takes long, on an
-accelerator, few steps are looked at: the first three, and then those whose number is a power of two.
+Each measurement reads the allocator before a run of a layer. On an accelerator this takes long, so only some
+steps are measured: the first three, and steps whose number is a power of two.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ if TYPE_CHECKING:
 
 FORWARD, LOSS, BACKWARD, EMBEDDINGS = "forward", "loss", "backward", "embeddings"
 BETWEEN, UPDATE = "between", "update"
-"""After a backward pass: gradients are clipped, or another pass begins; and while an optimizer works."""
+"""``between``: from the end of a backward pass to the next forward or update. ``update``: an optimizer step."""
 
 _FULLER = 1 + 1 / 64
-"""Of moments that differ by less, the first says what holds memory: what is made then lies there later."""
+"""Factor by which a later moment must be fuller to replace an earlier one as the peak of its phase."""
 
 _MOST = 20_000
-"""Most runs, waits, moments, and calls that moved bytes, of a step over time: a line of some MiB each."""
+"""Most runs, waits, points and transfers in one timeline, so that its line in the run log has few MiB."""
 
 
 class Memory:
-    """The memory of the step that is open, as differences to what was live when it began.
+    """Memory of the open step, relative to the live bytes at its start.
 
     Args:
-        session: What works in its steps. It is not kept.
+        session: The session. No reference to it is kept.
 
     Attributes:
-        meter: Of the step that is open; ``None`` if no step is, or its memory is not measured.
-        curve: Memory over time, of a step that is told so; ``None`` of others.
-        base_bytes: Bytes that were live when the step began, gradients and outputs of earlier steps left out;
-            ``None`` if not measured.
-        figures: What was measured of the step, by the fields of :class:`~tba_offload.report.log.StepRecord`.
-        is_on: Whether the meter looks before each run of a layer.
-        is_due: Whether what is seen then goes to the run log.
+        meter: Meter of the open step; ``None`` if no step is open, or if its memory is not measured.
+        curve: Memory over time; ``None`` for a step without a timeline.
+        base_bytes: Live bytes when the step began, without gradients and outputs of earlier steps; ``None``
+            if memory is not measured.
+        figures: Measured fields of the :class:`~tba_offload.report.log.StepRecord`.
+        is_on: Whether memory is measured before each run of a layer.
+        is_due: Whether these measurements go to the run log.
         peaks: The fullest moment of each phase.
-        left: Bytes that layers have left in memory for backward beside what the offloader holds, by holder.
+        left: Bytes that layers have left in memory for backward, by holder, without those of the offloader.
     """
 
     def __init__(self, session: Session) -> None:
@@ -93,7 +93,7 @@ class Memory:
     # ---- meters ----------------------------------------------------------------------------------
 
     def meter_of_step(self) -> MemoryMeter | None:
-        """Return the meter of a step that begins; ``None`` and a warning where memory cannot be measured."""
+        """Return the meter for a step; ``None``, with a warning, if memory cannot be measured."""
         if self._meter is None:
             try:
                 self._meter = meter_of(self._device, lambda: self._gradients.nbytes + self._state_bytes)
@@ -111,17 +111,17 @@ class Memory:
     # ---- one step --------------------------------------------------------------------------------
 
     def begin_step(self, step: Step, *, wanted: bool) -> None:
-        """Read what is live now; the step begins.
+        """Measure the live bytes at the start of a step.
 
         Args:
             step: The step.
-            wanted: Whether its meter is to look before each run of a layer.
+            wanted: Whether to measure memory before each run of a layer.
         """
         meter, number = step.meter, step.number
-        self.stop()  # of a step whose begin was interrupted
+        self.stop()  # the start of the last step may have been interrupted
         self._resident.reset()
         self._forget()
-        # States come in the first step; in the third drives are warm too.
+        # Optimizer states are allocated in the first step. From the third step on, drives are warm too.
         self.is_due = meter is not None and (number <= 3 or number.bit_count() == 1)
         if step.is_traced or (self.is_due and number >= 3):
             movers = [("", self._store), ("frozen weights", self._traffic)]
@@ -134,29 +134,29 @@ class Memory:
         live = meter.live()
         self._earlier_outputs = self._outputs.nbytes
         self.base_bytes = self._base = live - self._earlier_outputs
-        if self.is_due or wanted or meter.samples:  # a meter that samples looks at every tensor anyway
+        if self.is_due or wanted or meter.samples:  # a sampling meter reads at every tensor anyway
             self.is_on = True
             self.enter(EMBEDDINGS)
 
     def sample(self, grows_by: int = 0) -> None:
-        """Note what is live, for a meter that sees only what it looks at."""
+        """Sample the live bytes, for a meter that needs samples."""
         if self.meter is not None:
             self.meter.sample(grows_by)
 
     def look(self, *_: object) -> None:
-        """Begin a new section of the peak: an operation of backward begins or ends."""
+        """Begin a new section of the peak, at the start or end of an operation of backward."""
         if self.meter is not None:
             self.meter.cut()
 
     def pause(self) -> None:
-        """From now on an optimizer works: its memory is not that of activations."""
+        """Stop measuring activations, because an optimizer step begins."""
         if self.meter is not None and self._live_at_pause is None:
             self.meter.pause()
             self._live_at_pause = self.meter.live()
             self.enter(UPDATE)
 
     def resume(self) -> None:
-        """Record that the optimizer is done; what it has left allocated are its states."""
+        """Measure activations again after an optimizer step. The bytes that it allocated are its states."""
         if self.meter is not None and self._live_at_pause is not None:
             self._state_bytes += max(self.meter.live() - self._live_at_pause, 0)
             self._live_at_pause = None
@@ -164,7 +164,7 @@ class Memory:
             self.enter(BETWEEN)
 
     def end(self) -> None:
-        """Record that the step has ended."""
+        """Read the figures of the step, which has ended."""
         self.figures["resident_peak_bytes"] = self._resident.read()
         if (meter := self.meter) is not None:
             peak, is_thin = max(meter.peak() - self._base, 0), meter.is_thin
@@ -181,37 +181,37 @@ class Memory:
             }
 
     def stop(self) -> None:
-        """Look no more: the step is over, or was left."""
+        """Stop measuring. The step has ended or raised an exception."""
         self.meter, self.is_on = None, False
         if self.curve is not None:
             self.curve.stop()
 
     @property
     def beside(self) -> SeenBeside | None:
-        """Most bytes beside the activations of layers; ``None`` if the memory of this step was not seen."""
+        """Most bytes beside the activations of layers; ``None`` if the memory was not measured."""
         return None if self._at_loss < 0 else SeenBeside(self._at_loss, self._beside)
 
-    # ---- what the step is at ---------------------------------------------------------------------
+    # ---- phases of the step ----------------------------------------------------------------------
 
     def layer_ended(self, index: int, way: Placement) -> None:
-        """Record that the forward of a layer has ended.
+        """Note that the forward of a layer has ended.
 
-        What it leaves in memory is known when the caller has let go of what the layer was given: when the
-        next one begins, or the loss does.
+        The bytes that the layer leaves in memory are measured at the start of the next layer or of the loss,
+        when the caller has dropped the layer's inputs.
 
         Args:
-            index: Of the layer.
-            way: How it ran.
+            index: Index of the layer.
+            way: Placement of this run.
         """
         self._now.way = way
         if index == len(self._names) - 1:
             self.enter(LOSS)
 
     def model_ended(self, output: object) -> None:
-        """Record that the model's forward has ended: the loss comes next, whichever layer ran last.
+        """Note that the model's forward has ended, and the loss begins.
 
         Args:
-            output: What it has put out, which counts for as long as it is alive.
+            output: Output of the model. Its bytes are counted as long as it is alive.
         """
         if self.meter is None:
             return
@@ -223,12 +223,12 @@ class Memory:
             self.enter(LOSS)
 
     def enter(self, phase: str, index: int | None = None, scope: ScopeKey | None = None) -> None:
-        """End what the step was at, by what is live now, and begin the next.
+        """End the current section with a measurement, and begin the next one.
 
         Args:
-            phase: What begins.
-            index: Of the layer that runs; ``None`` if none does.
-            scope: The run of the layer that backward is at; it is the latest that waits for it.
+            phase: Phase of the next section.
+            index: Index of the layer that runs; ``None`` if no layer does.
+            scope: The run of the layer that backward has reached, the last one without a backward.
         """
         if self.meter is None or not self.is_on:
             return
@@ -259,17 +259,17 @@ class Memory:
     # ---- sums ------------------------------------------------------------------------------------
 
     def _saw(self, live: int, _aside: int) -> None:
-        """Take what the meter has seen, on whatever thread; it takes one sample at a time."""
+        """Add a sample of the meter, which may come from another thread."""
         if self.is_on:
             self._note(live)
         if self.curve is not None:
             self.curve.seen(live, self.left.total())
 
     def _note(self, live: int) -> None:
-        """Of several moments of a phase the fullest stays."""
+        """Add a moment, and keep the fullest one of the phase."""
         now, schedule = self._now, self._capture.schedule
         nbytes, held = max(live - self._base, 0), self._held()
-        # A meter of stretches tells the most of one, in which layers may have had more than now.
+        # A meter without samples returns the most bytes of a section, in which layers may have held more.
         at_once = self.meter is None or self.meter.samples
         known = held.planned if at_once else max(held.planned, now.planned)
         now.planned = held.planned
@@ -290,21 +290,21 @@ class Memory:
 
 @dataclass(slots=True)
 class _Section:
-    """What the step is at, what there was when that began, and what was seen since, in bytes.
+    """Section of a step between two measurements, in bytes.
 
     Attributes:
         phase: The phase.
         layer: Index of the layer that runs, or ran last.
-        scope: The run that backward is at.
-        left: What the run had left in memory for this backward.
-        uses: How many activations backward had used at the begin.
-        beside: Bytes at the begin of nothing that is known.
-        others: Live bytes at the begin that the offloader does not hold.
-        kept: Bytes that hooks had kept by then.
-        way: How a forward ran, once that has ended.
-        planned: Bytes that plans knew of at the last look.
-        unplanned: Most bytes that plans do not know of.
-        whole: The same if all that the run had saved lay beside them.
+        scope: The run of the layer that backward has reached.
+        left: Bytes that this run had left in memory for backward.
+        uses: Number of activations that backward had used at the start.
+        beside: Bytes without a known holder at the start.
+        others: Live bytes at the start that the offloader does not hold.
+        kept: Bytes that hooks had kept at the start.
+        way: Placement of the run, once its forward has ended.
+        planned: Bytes that plans count, at the last measurement.
+        unplanned: Most bytes that plans do not count.
+        whole: Most bytes that plans do not count, if all activations of the run were in memory.
     """
 
     phase: str
@@ -325,11 +325,11 @@ class _Section:
 
 
 class StepCurve:
-    """Memory and traffic of a step over time: of those that are looked at from the third on, or asked for.
+    """Memory and transfers of a step over time.
 
     Args:
-        window: Tells what the offloader holds.
-        movers: Tell what they move, each with what that is besides activations.
+        window: The in-flight window, which counts the bytes of the offloader.
+        movers: Sources of transfers, each with the name of its bytes. The name of activations is empty.
     """
 
     def __init__(self, window: InFlightWindow, movers: Sequence[tuple[str, Any]]) -> None:
@@ -340,12 +340,12 @@ class StepCurve:
             each.watch_moves(self._moves[what].append)
 
     def stop(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching transfers."""
         for _, each in self._movers:
             each.watch_moves(None)
 
     def seen(self, live: int, left: int) -> None:
-        """Record that ``live`` bytes are in use, of which layers have ``left`` so many for backward."""
+        """Add a point: ``live`` bytes in use, and the bytes that layers have ``left`` for backward."""
         window = self._window
         held = window.in_flight, window.read_ahead, window.settled, left
         self._points.append((time.perf_counter(), live, *held))
@@ -353,12 +353,12 @@ class StepCurve:
     def figures(
         self, session: Session, step: Step, waits: Sequence[tuple[float, float]]
     ) -> dict[str, object]:
-        """Return all of it, for the run log.
+        """Return the timeline for the run log.
 
         Args:
             session: The session, after the step.
             step: The step.
-            waits: When training waited for I/O: from, until.
+            waits: Start and end of each wait for I/O.
         """
         trace, began, base = session.capture.trace, step.began, session.memory.base_bytes or 0
         names, points = [layer.id.name for layer in session.layers], list(self._points)
@@ -388,7 +388,7 @@ class StepCurve:
             "updates": [at(*update) for update in step.update_times(trace.backward_ends)],
             "stalls": [at(*wait) for wait in waits[:_MOST]],
             "budget": session.budget.limits.budget,
-            # Other threads change the sums, so that one may be negative for a moment.
+            # Other threads change the sums, so one of them may be negative for a moment.
             "points": [
                 [*at(when), *(max(n, 0) for n in (live - base, *held))] for when, live, *held in fullest
             ],
@@ -401,14 +401,14 @@ class StepCurve:
 
 
 def static_bytes(session: Session) -> dict[str, int]:
-    """Return bytes of the session's device by what lasts there from step to step, each storage once."""
+    """Return the bytes on the session's device that last from step to step, by kind, each storage once."""
     modules, optimizers, device = session.modules, list(session.optimizers), session.device.torch_device
     parameters = [each for module in modules for each in torch.nn.Module.parameters(module)]
     buffers = chain.from_iterable(map(torch.nn.Module.buffers, modules))
     gradients = ((each.grad, getattr(each, "main_grad", None)) for each in parameters)
     states = (state for each in optimizers for state in each.state.values() if isinstance(state, dict))
     held = chain.from_iterable(state.values() for state in states)
-    masters = chain.from_iterable(map(parameters_of, optimizers))  # what is not the model's own
+    masters = chain.from_iterable(map(parameters_of, optimizers))  # those of the model were counted before
     groups = {"parameters": (*parameters, *buffers), "gradients": gradients, "states": (*held, *masters)}
     seen: set[int] = set()
     nbytes = {name: sum(new_bytes(found, device, seen)) for name, found in groups.items()}
@@ -417,9 +417,9 @@ def static_bytes(session: Session) -> dict[str, int]:
 
 
 def new_bytes(found: Iterable[object], device: torch.device, seen: set[int]) -> Iterator[int]:
-    """Yield the bytes of storages of a device that are not among those that were seen."""
+    """Yield the bytes of each storage of a device that was not seen before."""
     for each in found:
-        for tensor in each if isinstance(each, list | tuple) else (each,):  # LBFGS: a history
+        for tensor in each if isinstance(each, list | tuple) else (each,):  # LBFGS has a list, its history
             storage = plain_storage(tensor)
             if storage is not None and storage.device == device and storage._cdata not in seen:
                 seen.add(storage._cdata)

@@ -1,7 +1,7 @@
-"""What a session tells while it trains: new plans, steps if asked, and warnings, each of them once.
+"""Messages of a session while it trains: new plans, steps on request, and warnings, each of them once.
 
-Plans and steps go to the logger ``tba_offload.session``. A program that sets logging up decides what becomes
-of them. Where none has, they go to stderr, a line each.
+Plans and steps go to the logger ``tba_offload.session``. A program that configures logging handles them. In
+other programs they are lines on stderr.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from tba_offload.config import format_size
-from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn
+from tba_offload.config import IN_FLIGHT_PART, format_size
+from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn, without_bars
 from tba_offload.formatting import readable_size
+from tba_offload.layers.graph import first_differentiable
 from tba_offload.placements import Placement
 from tba_offload.store.open import saves_nothing
 from tba_offload.torch_private import is_checkpoint_wrapper
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
+    from torch.optim import Optimizer
 
     from tba_offload.config import OffloadConfig
     from tba_offload.config.policy import LayerId
@@ -28,32 +30,37 @@ if TYPE_CHECKING:
     from tba_offload.session.session import Session
 
 _MESSAGES = {
-    "backward outside": "backward runs outside of the step that its forward was in: gradients are right, the "
-    "figures of that step lack it. put both into one `with session.step():`",
-    "cache": "the model fills a cache of keys and values while it trains, so that those of all layers stay "
-    "in memory: switch it off (use_cache=False, to the model or in its config)",
-    "checkpointing": "gradient checkpointing is switched on in {} of the {} layers of the model: backward "
-    "computes them again whatever their placement. switch it off (gradient_checkpointing=False or, newer, "
-    "activation_checkpointing=False in the arguments of a Hugging Face trainer), and to have layers "
-    "recomputed place them recompute-offload",
+    "backward outside": "backward runs outside of the step of its forward. Gradients are right, but the figures "
+    "of that step lack this backward. Put both into one `with session.step():`",
+    "cache": "the model fills a cache of keys and values while it trains, and the cache keeps those of all "
+    "layers in memory. Switch it off: use_cache=False, as an argument of the model or in its config",
+    "checkpointing": "gradient checkpointing is switched on in {} of the {} layers, so backward computes these "
+    "layers again, whatever their placement. Switch it off (gradient_checkpointing=False in the arguments of a "
+    "Hugging Face trainer, activation_checkpointing=False in newer releases). To recompute layers, place them "
+    "recompute or recompute-offload",
     "left alone": "{} runs inside saved-tensor hooks or a transform of other code (a checkpoint, "
     "save_on_cpu, torch.func), or only within a backward pass (a loss that caches gradients), so it is "
-    "neither offloaded nor recomputed: switch that off, or place the layer keep",
-    "no layer": "nothing is offloaded or recomputed: {}, though the model was trained. close the session, "
+    "neither offloaded nor recomputed. Remove that code, or place the layer keep",
+    "all frozen": "the model was run to train it, but none of its parameters requires gradients, so layers save "
+    "nothing and nothing is offloaded. Set requires_grad=True for the parameters to train",
+    "no layer": "nothing is offloaded or recomputed: {}, though the model was trained. Close the session, "
     "and attach the layers that train: attach(model, config, layers=[...])",
-    "no update": "gradients go away in every step, and no optimizer of the model's parameters was seen to "
-    "update them: such steps count as skipped, and nothing is planned. put all micro-batches of a step and "
-    "its update into one `with session.step():`",
-    "full": "the store is full: {} of activations stayed in memory in step {}; make room where "
-    "store.directories are, or set store.capacity: else a twentieth of a disk, at least 1 GiB, stays free",
-    "nothing left": "budget.device_bytes of {} leaves nothing for activations: {} lie there beside them; "
-    "offload the states of optimizers (states:) or frozen weights (weights:), or raise budget.device_bytes",
+    "no update": "backward made gradients {} times, and no optimizer of the model's parameters was seen to update "
+    "them. Call step() of an optimizer of these parameters. If the program updates copies of them, or a gradient "
+    "scaler skips these steps, put each step and its update into one `with session.step():`",
+    "stale": "optimizer.step() was called {} times, but no optimizer of the model's parameters was seen: this "
+    "{} updates other tensors. Create the optimizer from this model's parameters, after the model was moved, "
+    "wrapped or copied. If it updates copies of them, put each step into one `with session.step():`",
+    "full": "the store is full: {} of activations stayed in memory in step {}. Free space in the "
+    "store.directories, or set store.capacity. Without it, a twentieth of a disk, at least 1 GiB, stays free",
+    "nothing left": "budget.device_bytes of {} leaves nothing for activations: other memory on the device takes "
+    "{}. Offload optimizer states (states:) or frozen weights (weights:), or raise budget.device_bytes",
     "window": "offloading frees little here: the layers save {} in a step, and budget.in_flight_bytes lets "
-    "{} of it stay in memory at a time; with in_flight_bytes: {} most of it leaves memory",
+    "{} of it stay in memory at a time. With in_flight_bytes: {} most of it leaves memory",
 }
 OTHER_RANKS = (
-    "the planner recomputes no layer, because other ranks may run the same layers and would have to do the "
-    "same; place layers recompute to have it so on all ranks"
+    "the planner recomputes no layer, because other ranks may run the same layers and would have to recompute "
+    "them too. To recompute layers on all ranks, place them recompute"
 )
 
 logger = logging.getLogger("tba_offload.session")
@@ -64,42 +71,44 @@ if logger.level == logging.NOTSET:
 
 
 def tell(line: str) -> None:
-    """Say one line."""
-    if any(logging.getLogger(name).handlers for name in (None, "tba_offload", logger.name)):
-        logger.info("%s", line)
-    else:
-        sys.stderr.write(f"tba-offload: {line}\n")
+    """Log one line, or write it to stderr if the program has no logging handler."""
+    with without_bars():
+        if any(logging.getLogger(name).handlers for name in (None, "tba_offload", logger.name)):
+            logger.info("%s", line)
+        else:
+            sys.stderr.write(f"tba-offload: {line}\n")
 
 
 class Notices:
-    """What a session has to say once.
+    """Warnings of a session, each given once.
 
     Attributes:
-        said: What was said.
+        said: Keys of the warnings that were given.
     """
 
     def __init__(self) -> None:
         self.said: set[str] = set()
-        self._unreached = 0  # steps in which layers ran, and backward came to none
+        self._unreached = 0  # steps in which layers ran and backward reached none of them
+        self._strangers = 0  # updates by optimizers without a parameter of the model
 
     def warn_once(self, what: str, *figures: object, category: type[Warning] = UserWarning) -> None:
-        """Warn of one cause.
+        """Give a warning, unless it was given before.
 
         Args:
-            what: The cause, of which there is one warning only.
-            figures: What its message is filled in with; of a cause without a message, the message.
-            category: The class of the warning.
+            what: Key of the warning.
+            figures: Values for the placeholders of its message. For a key without a message, the message.
+            category: Class of the warning.
         """
         if what not in self.said:
             self.said.add(what)
             warn(_MESSAGES.get(what, "{}").format(*figures), category)
 
     def no_layer_trained(self, session: Session, number: int) -> None:
-        """Warn that a step has trained the model and none of its layers, where that is no whim of the model.
+        """Warn that a step trained the model but none of its attached layers.
 
         Args:
-            session: Whose step.
-            number: Of the step, from 1.
+            session: The session of the step.
+            number: Number of the step, from 1.
         """
         present = {module for model in session.modules for module in model.modules()}
         gone = [layer.id.name for layer in session.layers if layer.module not in present]
@@ -108,77 +117,94 @@ class Notices:
         else:
             self._unreached += 1
             weights = (weight for layer in session.layers for weight in layer.module.parameters())
-            # A GAN in one model has steps whose generator is detached, and others.
-            if self._unreached < max(number, 3) and any(weight.requires_grad for weight in weights):
+            # In a GAN that is one model, some steps detach the generator and some do not.
+            if self._unreached < max(number, EARLY) and any(weight.requires_grad for weight in weights):
                 return
             cause = "no backward pass came to an attached layer (frozen, detached, or run without gradients)"
         self.warn_once("no layer", cause, category=NoEffectWarning)
 
+    def stranger_updated(self, optimizer: Optimizer) -> None:
+        """Count an update by an optimizer without a parameter of the model, while no other was seen."""
+        self._strangers += 1
+        if self._strangers == EARLY:
+            self.warn_once("stale", EARLY, type(optimizer).__name__, category=NoEffectWarning)
+
+    def all_frozen(self, session: Session, output: object) -> None:
+        """Warn if backward cannot start from the output of a model in which all parameters are frozen."""
+        weights = (weight for module in session.modules for weight in module.parameters())
+        if first_differentiable(output) is None and not any(weight.requires_grad for weight in weights):
+            self.warn_once("all frozen", category=NoEffectWarning)
+
     def checkpointing(self, session: Session) -> None:
-        """Warn that a layer that is offloaded or recomputed is checkpointed by its own framework."""
+        """Warn if layers that are not placed keep are checkpointed by their own framework."""
         placed = zip(session.layers, session.plan.placements, strict=True)
         others = [layer.module for layer, placement in placed if placement is not Placement.KEEP]
         if "checkpointing" not in self.said and (count := sum(map(is_checkpointed, others))):
             self.warn_once("checkpointing", count, len(session.layers))
 
 
-_LOOKED_AT = 3
-"""Steps in which it is looked whether the window is too wide: later ones save as much."""
+EARLY = 3
+"""Steps after which a mistake in the training loop is reported, and after which the window is not checked."""
 
 MOST_UNSEEN = 128
-"""Steps, or backward passes of one step, after which an optimizer is missed if none was seen."""
+"""Backward passes in one step without an update after which the step ends and a warning is given.
+
+Gradient accumulation may have tens of them.
+"""
 
 
 def warn_after(session: Session, record: StepRecord) -> None:
-    """Warn of what a step that has ended well has shown.
+    """Give the warnings that follow from the record of a step.
 
     Args:
-        session: Whose step.
-        record: Of the step.
+        session: The session of the step.
+        record: The record of the step.
     """
     notices, budget, number = session.notices, session.budget, record.step
     trace, stats = session.capture.trace, session.offloader.window.stats
     was_reached = trace.backward_ends or trace.in_backward or record.left_alone_scopes
     if record.gradient_bytes and not was_reached:
         notices.no_layer_trained(session, number)
-    if record.skipped and not session.optimizers and max(number, len(trace.backward_ends)) >= MOST_UNSEEN:
-        notices.warn_once("no update", category=NoEffectWarning)
+    passes = len(trace.backward_ends)
+    if record.skipped and not session.optimizers and (number >= EARLY or passes >= MOST_UNSEEN):
+        notices.warn_once("no update", max(number, passes), category=NoEffectWarning)
     if stats.full:
         notices.warn_once("full", readable_size(stats.fallback_kept), number)
     if (share := budget.share) is not None and share.left <= 0:
         held = readable_size(share.base_bytes + share.gradient_bytes)
         notices.warn_once("nothing left", readable_size(share.device_bytes), held, category=RuntimeWarning)
-    if number > _LOOKED_AT:
+    in_flight = session.config.budget.in_flight_bytes
+    if number > EARLY or not in_flight:
         return
     window, saved = budget.limits.window, sum(activation.nbytes for activation in trace.activations)
     is_offload = Placement.OFFLOAD in session.plan.placements and not session.planning.chosen
     if is_offload and window is not None and window > saved / 2 > 0:
         unit = 1 << 20 if saved >= 8 << 20 else 1 << 10
-        eighth = format_size(max(saved // 8 // unit, 1) * unit)  # some of it moves while some is in use
+        eighth = format_size(max(saved // IN_FLIGHT_PART // unit, 1) * unit)
         sizes = readable_size(saved), readable_size(window), eighth
         notices.warn_once("window", *sizes, category=NothingSavedWarning)
 
 
 def warn_of_doubts(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: bool) -> None:
-    """Warn of each setting that has no effect, or less than it seems to.
+    """Warn of each setting without effect, or with less effect than expected.
 
     Args:
         config: A configuration without problems.
         layers: The layers of all ranks.
-        on_cpu: Whether the model lies in host memory.
+        on_cpu: Whether the model is in host memory.
     """
     for doubt in config.doubts(layers):
         warn(doubt, NoEffectWarning)
     if on_cpu and config.states is not None and config.states.update != "device":
-        idle = "has no effect: the model is on the CPU, whose processor makes every update. Remove it"
+        idle = "has no effect: the model is on the CPU, so the processor makes all updates. Remove it"
         warn(str(config.source.error(("states", "update"), idle)), NoEffectWarning)
     if on_cpu and (why := saves_nothing(config.store)) is not None:
-        warn(f"the model is on the CPU, so offloading saves less than it seems: {why}", NothingSavedWarning)
+        warn(f"the model is on the CPU, so offloading saves little or no memory: {why}", NothingSavedWarning)
 
 
 def is_checkpointed(layer: nn.Module) -> bool:
-    """Return True if the layer's own framework has its forward run again in backward.
+    """Return True if the layer's own framework runs its forward again in backward.
 
-    Layers of Hugging Face models say so in an attribute; PyTorch wraps those that are recomputed.
+    Layers of Hugging Face models have an attribute for this. PyTorch wraps checkpointed layers.
     """
     return is_checkpoint_wrapper(layer) or bool(getattr(layer, "gradient_checkpointing", False))

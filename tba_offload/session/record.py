@@ -1,28 +1,40 @@
-"""The records of a session's steps: made, remembered, told, and written to the run log.
+"""Records of the steps of a session, for the program, the run log and the planner.
 
-Some figures are known only when the device has come to the end of the step, mostly within the next one. A
-record that lacks them is told and written when they are there, and what comes after it waits for it.
+Some figures are known only when the device has finished the step, mostly during the next one. A record waits
+for its figures before it is written, and later records wait for it.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import statistics
 from collections import deque
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from tba_offload.days import bytes_per_day
 from tba_offload.device import device_of
+from tba_offload.formatting import readable_size, significant
 from tba_offload.placements import Placement
 from tba_offload.planner.measure import StepObservation
 from tba_offload.planner.model import Plan
-from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter, StepRecord
+from tba_offload.report.log import (
+    MEMORY,
+    PLAN,
+    RunHeader,
+    RunLog,
+    RunLogWriter,
+    StepRecord,
+    counted_steps,
+    timed_steps,
+)
 from tba_offload.report.ranks import free_run_log
 from tba_offload.session.memory import new_bytes, static_bytes
 from tba_offload.session.notices import tell
@@ -40,46 +52,43 @@ if TYPE_CHECKING:
     from tba_offload.weights import WeightsMoved
 
 _STEPS = 10_000
-"""Steps whose records are remembered."""
+"""Number of records that are kept in memory."""
 
 _REMEMBERED = {MEMORY: "step", "states": "optimizer"}
-"""Events that are remembered too: the latest for each value of this field."""
+"""Events that are kept in memory too: the last one for each value of this field."""
 
 
 def run_log_path(
     path: str | os.PathLike[str], *, agreed: Callable[[int], int] = lambda number: number
 ) -> Path:
-    """Return the run log that a process writes: earlier runs and other ranks keep theirs.
+    """Return a path for the run log of this process that no earlier run and no other rank uses.
 
-    The second run to ``run.jsonl`` writes ``run.2.jsonl``; of several processes each writes its own,
-    ``run.rank0.jsonl``, also if the path names the rank in this way already.
+    The second run to ``run.jsonl`` writes ``run.2.jsonl``. Each of several processes writes its own log,
+    such as ``run.rank0.jsonl``, also if ``path`` names a rank already.
 
     Args:
         path: The path that the user gave.
-        agreed: Makes one number of those that ranks have found. Default: each goes by its own.
+        agreed: Collective function that returns one number for all ranks. By default each rank uses its own.
     """
     world = torch.distributed
     is_alone = not (world.is_available() and world.is_initialized())
     rank, ranks = (0, 1) if is_alone else (world.get_rank(), world.get_world_size())
     wanted, taken = free_run_log(path, rank, ranks, agreed=agreed)
     if taken != wanted and rank == 0:
-        tell(f"{wanted} holds an earlier run, so that this one is logged to {taken}")
+        tell(f"{wanted} is the log of an earlier run, so this run is logged to {taken}")
     return taken
 
 
-class Records:
-    """Keeps the records of steps.
+class Recorder:
+    """Recorder of steps and other events.
 
     Args:
-        path: Of the run log; ``None`` for none.
-        header: What it begins with.
-        on_step: Are called with the record of each step when it is complete, and in the run log.
-
-    Attributes:
-        is_written: Whether there is a run log.
+        path: Path of the run log; ``None`` for no run log.
+        header: Header of the run log.
+        on_step: Functions to call with the record of each step, once it is complete and in the run log.
 
     Raises:
-        RunLogError: The run log cannot be begun.
+        RunLogError: The run log cannot be opened or written.
     """
 
     def __init__(
@@ -89,7 +98,6 @@ class Records:
         on_step: Sequence[Callable[[StepRecord], object]],
     ) -> None:
         self._run_log = RunLogWriter(path, header) if path is not None else None
-        self.is_written = path is not None
         self._header, self._on_step = header, tuple(on_step)
         self._records: dict[int, StepRecord] = {}  # by the number of the step
         self._others: dict[tuple[str, object], dict[str, object]] = {}
@@ -97,43 +105,48 @@ class Records:
 
     @property
     def records(self) -> list[StepRecord]:
-        """The records of the latest steps, oldest first."""
+        """The records of the last steps, oldest first."""
         return list(self._records.values())
 
     @property
+    def last(self) -> StepRecord | None:
+        """The record of the last finished step; ``None`` before the first one."""
+        return next(reversed(self._records.values()), None)
+
+    @property
     def last_step(self) -> int:
-        """Number of the last step that has ended well; 0 for none."""
+        """Number of the last recorded step; 0 before the first one."""
         return next(reversed(self._records), 0)
 
     def log(self) -> RunLog:
-        """Return what is remembered, as a log that was read."""
+        """Return the records and events in memory, in the form of a run log."""
         path = Path("this session") if self._run_log is None else self._run_log.path
         others = tuple(self._others.values())
         return RunLog(header=self._header, steps=tuple(self.records), path=path, others=others)
 
     def add(self, record: StepRecord, step: Step, trace: StepTrace) -> StepRecord:
-        """Add the record of a step that has ended well.
+        """Add the record of a step.
 
         Args:
-            record: What is known of it.
-            step: The step, whose loss may be late.
-            trace: The trace of the step; on an accelerator it has the time of the step there.
+            record: The record, without the figures that the device has not computed yet.
+            step: The step. Its loss may be on the device.
+            trace: The trace of the step, with its times by the clock of an accelerator.
 
         Returns:
-            The record, complete if nothing of it is late.
+            The record, complete if the device has finished the step.
 
         Raises:
-            ValueError: The loss is more than one number.
+            ValueError: The loss has more than one element.
         """
         loss, late = step.loss, []
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
-                raise ValueError(f"step.loss has {loss.numel()} numbers: give one, as loss.mean()")
-            device = device_of(loss.device)  # the last stage of a model may have one of its own
-            # Into pinned memory, so that nothing waits.
+                raise ValueError(f"step.loss has {loss.numel()} elements. Set one number, as loss.mean()")
+            device = device_of(loss.device)  # the last stage of a model may be on another device
+            # Copy without waiting for the device.
             loss = loss.detach().to("cpu", non_blocking=True, copy=True)
             late.append(device.event())
-        # The time of optimizers, no part of the step, is the host's.
+        # The time of optimizers is only known by the host's clock, so such a step is measured by it too.
         clock = None if step.had_optimizer else trace.device
         if clock is not None:
             late.append(clock.event())
@@ -153,22 +166,22 @@ class Records:
             self.write()
 
     def note_states(self, number: int, record: StatesRecord) -> None:
-        """Add an update of an optimizer, the session's ``number``th."""
+        """Add an update of the optimizer with this number."""
         self.note("states", {"optimizer": number, "step": self.last_step, **asdict(record)})
 
     def note_states_choice(self, line: str, document: dict[str, object]) -> None:
-        """Add how many sub-groups of optimizer states are offloaded.
+        """Add the number of sub-groups of optimizer states that are offloaded.
 
         Args:
-            line: How many, in words.
-            document: The same for the run log.
+            line: The number as text for people.
+            document: The number for the run log.
         """
         if self._header.rank == 0:
             tell(f"states after step {self.last_step}: {line}")
         self.note("states_plan", document)
 
     def write(self, *, wait: bool = False) -> None:
-        """Write what is known; all of it where that may ``wait`` for the device."""
+        """Write the complete records; with ``wait`` all records, after the device has finished them."""
         while self._waiting:
             late, write = self._waiting[0]
             if not wait and not all(event.query() for event in late):
@@ -179,7 +192,7 @@ class Records:
             write()
 
     def close(self) -> None:
-        """Write what is missing, for which it waits, and close the run log."""
+        """Wait for the device, write all records, and close the run log."""
         try:
             self.write(wait=True)
         finally:
@@ -199,25 +212,25 @@ class Records:
             sink(record)
 
 
-# What is recorded
+# Contents of records
 
 
 def record_of(
     session: Session, step: Step, loads: Sequence[DriveLoad], weights: WeightsMoved | None
 ) -> StepRecord:
-    """Return what a step was like, as far as that is known when it ends.
+    """Return the record of a step, with the figures that are known at its end.
 
     Args:
-        session: What worked in the step.
+        session: The session.
         step: The step, which has ended.
-        loads: What drives and host memory moved in it.
-        weights: What frozen weights moved; ``None`` if none are offloaded.
+        loads: Bytes that each drive and host memory moved in the step.
+        weights: Frozen weights that were read in the step; ``None`` if none are offloaded.
     """
     gradients, budget, prediction = session.gradients.live, session.budget, session.plan.prediction
     trace, stats = session.capture.trace, session.offloader.window.stats
     figures = session.memory.figures | {f"{name}_bytes": getattr(stats, name) for name in _MOVED}
     figures |= {f"{name}_bytes": getattr(trace, f"{name}_bytes") for name in _SAVED}
-    if not session.device.runs_behind:  # how long a device is given its work is not how long that takes
+    if not session.device.runs_behind:  # on an accelerator these would be the times of the launches
         figures["forward_seconds"] = trace.forward_seconds()
         figures["backward_seconds"] = trace.backward_seconds or None
     if weights is not None:
@@ -256,11 +269,11 @@ _MOVED, _SAVED = (
     ("offloaded", "read", "reread", "forwarded", "given_up", "held", "in_flight_peak"),
     ("deduplicated", "rebuilt", "kept"),
 )
-"""Figures of the offloader and of what layers have saved, in bytes."""
+"""Byte counts of the offloader and of the trace."""
 
 
 def memory_event(session: Session, step: Step) -> dict[str, object]:
-    """Return what held memory in a step that was looked at, for the run log."""
+    """Return the holders of memory in a step, for the run log."""
     memory, device = session.memory, session.device.torch_device
     layers, modules = [layer.module for layer in session.layers], session.modules
     inner = {each for layer in layers for each in layer.modules()}
@@ -284,7 +297,7 @@ def memory_event(session: Session, step: Step) -> dict[str, object]:
 
 
 def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
-    """Have the next step planned by what this one was like."""
+    """Give a step to the planner, which plans the next one."""
     planning, trace = session.planning, session.capture.trace
     controller, chosen = planning.controller, planning.chosen
     if controller is None:
@@ -306,21 +319,52 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
         )
     )
     if news is not None:
-        session.records.note(PLAN, {"step": record.step, **news})
+        session.recorder.note(PLAN, {"step": record.step, **news})
         if controller.has_planned and session.world.rank == 0:
             tell(f"plan after step {record.step}: {news['summary']}")
+
+
+def saved_at_once(trace: StepTrace) -> int:
+    """Return the most bytes that layers had saved at one time in a step.
+
+    With gradient accumulation this is less than the bytes of the whole step: each micro-batch frees its own.
+    """
+    saved = [(each.packed_at, each.nbytes) for each in trace.activations]
+    used = [(each.unpacked_at, -each.nbytes) for each in trace.activations if each.unpacked_at is not None]
+    return max(accumulate(nbytes for _, nbytes in sorted(saved + used)), default=0)
+
+
+def summary_of(session: Session) -> str | None:
+    """Return in one line what a run cost; ``None`` if fewer than two steps were recorded."""
+    log, keep, parts = session.recorder.log(), session.planning.keep, list[str]()
+    steps = counted_steps(log) if len(log.steps) > 1 else []
+    peaks = [step.activation_peak_bytes for step in steps if step.activation_peak_bytes is not None]
+    if peaks:
+        of_keep = "" if keep is None else f" (keep: {readable_size(keep.activation_peak)})"
+        parts.append(f"activation peak {readable_size(max(peaks))}{of_keep}")
+    if keep is not None and (timed := timed_steps(steps)):
+        ratio = statistics.median(step.seconds for step in timed) / keep.seconds
+        parts.append(f"step {significant(ratio)} x keep as predicted")
+    updates = [each["written_bytes"] for each in log.others if each["event"] == "states"]
+    written = statistics.median(step.offloaded_bytes for step in steps) if steps else 0
+    written += sum(nbytes for nbytes in updates if isinstance(nbytes, int))
+    if written and session.config.store.kind != "host":
+        seconds = statistics.median(step.seconds_with_update for step in steps)
+        year = significant(365 * bytes_per_day(written, seconds) / 1e12)
+        parts.append(f"{readable_size(written)} written a step: {year} TB a year at this rate")
+    return ", ".join(parts) or None
 
 
 def header_of(
     session: Session, strategy: str | None, model_info: Mapping[str, object] | None, *, has_states: bool
 ) -> RunHeader:
-    """Return what a run log begins with.
+    """Return the header of a run log.
 
     Args:
-        session: The session; its configuration, device and store are known.
-        strategy: Label of the run; by default it tells what is offloaded, as ``keep + states + weights``.
-        model_info: What the header says about the model.
-        has_states: Whether states of optimizers are offloaded.
+        session: The session, with its configuration, device and store.
+        strategy: Label of the run. By default what is offloaded, such as ``keep + states + weights``.
+        model_info: Facts about the model.
+        has_states: Whether optimizer states are offloaded.
     """
     world, device, config = session.world, session.device.torch_device, session.config
     processor, module = platform.processor() or platform.machine(), torch.get_device_module(device)
@@ -348,7 +392,7 @@ def header_of(
 
 
 def explained(policy: Policy, layers: Sequence[LayerId]) -> dict[str, object]:
-    """Return the placement of every layer of the model, on whatever rank, and why."""
+    """Return the placement of each layer on all ranks, and the rule that gives it."""
     found = ((layer, policy.explain(layer)) for layer in layers)
     return {
         layer.name: {"layer": layer.number, "placement": placement.value, "why": why}

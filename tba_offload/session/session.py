@@ -1,11 +1,14 @@
 """A session: offloading for one model.
 
-A step goes this way. The model's first forward opens it (:class:`~tba_offload.session.loop.Loop`);
-:meth:`Session.begin_step` has everything ready; layers run as the plan says
-(:class:`~tba_offload.session.layers.LayerRuns`) and backward comes back to them
-(:class:`~tba_offload.session.layers.BackwardWatch`); the optimizer's update ends the step;
-:meth:`Session.end_step` takes everything back; :meth:`Session.record_step` writes its line in the run log
-and has the next step planned.
+A step has six stages:
+
+1. The model's first forward opens the step (:class:`~tba_offload.session.loop.Loop`).
+2. :meth:`Session.begin_step` prepares the offloader and the observers.
+3. Each layer runs with its planned placement (:class:`~tba_offload.session.layers.LayerRuns`), and backward
+   returns to it (:class:`~tba_offload.session.layers.BackwardWatch`).
+4. The optimizer's update ends the step.
+5. :meth:`Session.end_step` stops the observers.
+6. :meth:`Session.record_step` writes the record of the step, and the planner plans the next step.
 """
 
 from __future__ import annotations
@@ -41,7 +44,16 @@ from tba_offload.session.layers import BackwardWatch, LayerRuns
 from tba_offload.session.loop import Loop, Step, Tokens, token_counter
 from tba_offload.session.memory import Memory
 from tba_offload.session.notices import OTHER_RANKS, Notices, tell, warn_after
-from tba_offload.session.record import Records, explained, header_of, learn, memory_event, record_of
+from tba_offload.session.record import (
+    Recorder,
+    explained,
+    header_of,
+    learn,
+    memory_event,
+    record_of,
+    saved_at_once,
+    summary_of,
+)
 from tba_offload.states import OptimizerStates, offload_optimizer
 from tba_offload.store.base import close_after
 from tba_offload.store.doctor import measure
@@ -58,15 +70,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that a model is spread over, as one of them sees them.
+    """The ranks that share a model, as seen by one of them.
 
     Attributes:
-        layers: The layers of all ranks: by them the rules of a policy are judged.
-        rank: This one.
-        ranks: How many there are.
-        run: A word that all of them share, by which their run logs are put together; ``None`` if alone.
-        agree: Given what this rank proposes, name of a layer to its placement, and how much it needs it,
-            tells the proposal that counts for each layer; all ranks call it at once. ``None`` if alone.
+        layers: The layers of all ranks. The rules of a policy are matched against them.
+        rank: Number of this rank.
+        ranks: Number of ranks.
+        run: Identifier of the run, in the run logs of all ranks; ``None`` for a single rank.
+        agree: Collective function that takes the proposal of this rank (layer name to placement) and its need,
+            and returns the agreed placement of each layer; ``None`` for a single rank.
     """
 
     layers: tuple[LayerId, ...]
@@ -77,51 +89,50 @@ class World:
 
     @property
     def may_plan_recomputation(self) -> bool:
-        """Whether the planner decides for all ranks that would have to take part in a second run."""
+        """Whether the planner decides for all ranks that a recomputation involves."""
         return self.agree is not None or not has_peers()
 
 
 class Session:
-    """Offloading for one model; made by :func:`tba_offload.attach`.
+    """Offloading for one model. :func:`tba_offload.attach` makes sessions.
 
-    In a step the activations of the model's layers go where the policy says. A step opens with the model's
-    first forward that records a graph and ends when the optimizers of its parameters have made theirs; or it
-    is the block of ``with session.step()``, for loops that want to say so themselves.
+    A step begins with the model's first forward that records a graph. It ends when the optimizers of the
+    model's parameters have made their step. A loop may also delimit a step with ``with session.step()``.
 
     Args:
         stack: The layers.
-        modules: The model or its chunks; their parameters and buffers are never offloaded.
-        config: The policy and its settings.
-        run_log: Where to write the run log; ``None`` for none.
-        strategy: Label of this run in ROK plots; by default it tells what is offloaded.
-        model_info: What the run log's header says about the model.
-        measure_memory: Whether to measure the activation peak of steps that do not say so themselves. On CUDA
-            that is free; on a CPU a thread samples, which takes part of a core.
-        world: The other ranks that the model is spread over; by default there are none.
-        tokens: Tokens of one micro-batch, or a function that tells them from the arguments of the model's
-            forward; by default the elements of ``input_ids``, or else of the first tensor of whole numbers
-            that the model is given by position.
-        steps_by_hand: Whether every step is a block of :meth:`step`, and none opens by itself.
-        optimizers: Those whose states are offloaded too.
-        masters: Master copies among their parameters; see :func:`tba_offload.offload_optimizer`.
-        updated_by: Optimizers that update the model, where every step is told by hand, and none of them is
-            seen to work.
-        on_step: Are called with the record of each step.
-        trace_steps: Numbers of the steps that are recorded over time.
+        modules: The model or its chunks. Their parameters and buffers are never offloaded as activations.
+        config: The policy.
+        run_log: Path of the run log; ``None`` for no run log.
+        strategy: Label of this run in ROK plots. By default the placement, and what else is offloaded.
+        model_info: Facts about the model for the header of the run log.
+        measure_memory: Whether to measure the activation peak. This is free on CUDA. On a CPU a thread
+            samples memory, which takes part of a core. :meth:`step` can override the setting for one step.
+        world: The other ranks that share the model. By default there are none.
+        tokens: Tokens of one micro-batch, or a function of the arguments of the model's forward that returns
+            them. By default the number of elements of ``input_ids``, or else of the first positional tensor
+            of integers.
+        steps_by_hand: Whether the program delimits each step with :meth:`step`.
+        optimizers: The optimizers whose states are offloaded too.
+        masters: Master copies among their parameters, see :func:`tba_offload.offload_optimizer`.
+        updated_by: Optimizers that update the model. Only needed with ``steps_by_hand``, since the session
+            does not watch optimizers then.
+        on_step: Functions to call with the record of each step.
+        trace_steps: Numbers of the steps to record over time.
 
     Attributes:
-        config: The policy and its settings, as applied last.
+        config: The policy that was applied last.
         layers: The layers.
-        states: The states of each optimizer whose states are offloaded.
-        weights: The frozen weights of the layers, if the policy has them offloaded.
-        store: Where bytes go.
-        offloader: Moves them.
-        capture: Sees the tensors that layers save.
+        states: The offloaded states of each optimizer.
+        weights: The offloaded frozen weights; ``None`` if the policy offloads none.
+        store: The store of offloaded bytes.
+        offloader: Moves bytes between memory and the store.
+        capture: Captures the tensors that layers save.
         gradients: The gradients of the model.
-        planning: The plan in force, and what renews it.
+        planning: The plan in force, and the controller that renews it.
 
     Raises:
-        ConfigError: A rule of the policy takes no effect.
+        ConfigError: A rule of the policy has no effect.
         StoreError: The store cannot be opened.
         UnsupportedError: The model cannot be offloaded.
     """
@@ -156,19 +167,20 @@ class Session:
         self.weights: FrozenWeights | None = None
         self._states_beside: StatesBeside | None = None
         self._traced, self._is_measured = frozenset(trace_steps), measure_memory
-        self._closers: list[Callable[[], object]] = []  # in the order of opening; close() goes backwards
+        self._saved = self._saved_at_once = self._largest = 0  # bytes of the largest step, for the window
+        self._closers: list[Callable[[], object]] = []  # in the order of opening
         try:
             self._open_engine()
             header = header_of(self, strategy, model_info, has_states=bool(optimizers))
-            self.records = Records(run_log, header, on_step)
-            self._closers.append(self.records.close)
+            self.recorder = Recorder(run_log, header, on_step)
+            self._closers += [self.recorder.close, self.say_summary]
             self._open_control(None if steps_by_hand else count_tokens)
             self._open_states(optimizers, masters)
-        except BaseException:  # also of an interrupt
+        except BaseException:  # an interrupt too
             self._close()
             raise
 
-    # ---- open: store, engine, observers, control; each thing that is opened tells how it is closed ------
+    # ---- open: store, engine, observers, control; each appends the function that closes it ---------
 
     def _open_engine(self) -> None:
         config, device, modules, layers = self.config, self.device, self.modules, self.layers
@@ -178,7 +190,7 @@ class Session:
         self.offloader = Offloader(
             self.store,
             device,
-            window=config.budget.window,
+            window=config.budget.window(),
             keep_when_full=config.on_full == "keep",
         )
         self.capture = Capture(self.offloader, min_tensor_bytes=config.min_tensor_bytes)
@@ -195,7 +207,7 @@ class Session:
         self._closers.append(self.verifier.close)
 
     def _open_control(self, count_tokens: Callable[..., int | None] | None) -> None:
-        """Stand in front of the layers, and watch the model and its optimizers."""
+        """Install the session in front of the layers, and watch the model and its optimizers."""
         self._start_planning(self.config)
         self.loop = Loop(self, count_tokens)
         self._closers.append(self.loop.close)
@@ -212,12 +224,12 @@ class Session:
         """Offload the states of optimizers, and frozen weights."""
         config, modules = self.config, self.modules
         for number, optimizer in enumerate(optimizers):
-            updated = partial(self.records.note_states, number)
+            updated = partial(self.recorder.note_states, number)
             states = offload_optimizer(optimizer, config, model=modules, masters=masters, updated=updated)
             self.states.append(states)
             self._closers.append(states.close)
         if config.states is not None and config.states.default == "auto":
-            told = self.records.note_states_choice
+            told = self.recorder.note_states_choice
             self._states_beside = StatesBeside(self.planning, self.budget, self.states, told)
             self._closers.append(self._states_beside.close)
         if config.frozen_percent:
@@ -229,54 +241,53 @@ class Session:
     # ---- one step, as the loop asks for it -------------------------------------------------------
 
     def begin_step(self, step: Step) -> None:
-        """Have everything ready for a step.
+        """Prepare for a step.
 
         Raises:
             TransferError: A transfer failed since the last step.
         """
         gradients, memory, offloader = self.gradients, self.memory, self.offloader
-        # What came after the last step belongs to none: dropped handles, failures, loads of an evaluation.
+        # Dropped handles, failures and loads since the last step belong to no step, as in an evaluation.
         self.raise_failures()
         offloader.begin_step()
         self.store.take_loads()
-        # A compiled model has read the frozen weights of its first layers by now.
+        # A compiled model has already read the frozen weights of its first layers.
         self.weights_traffic.begin_step(gradients.live.parts[1])
         # The model may have other buffers and parameters now, and trainers switch checkpointing on late.
         self.capture.static.refresh(self.modules)
         self.notices.checkpointing(self)
         gradients.begin_step()
         gradients.live.take()
-        # The books of the layers are empty, and the plan is the one that was made for this step.
+        # Counters of the layers start at zero, and the plan for this step comes into force.
         samples = step.meter is not None and step.meter.samples
         self.capture.begin_step(look_at_memory=memory.sample if samples else None)
         for site in self.sites:
             site.runs = site.waiting = 0
         self.planning.begin_step()
-        # Observers begin last: nothing of the above is theirs.
-        # The planner asks for times of a device that does its work later than the host gives it out, and
-        # under a budget of all that lies on the device for when gradients come.
+        # Observers begin last, so that they see nothing of the above. The planner needs times by the clock of
+        # an asynchronous device, and with budget.device_bytes the times at which gradients are allocated.
         has_marks = self.planning.controller is not None and self.device.runs_behind
         offloader.marks_stalls = has_marks
         if has_marks:
             self.capture.trace.mark_times(self.device)
         if self.budget.limits.nets_gradients:
             self.capture.trace.gradients = gradients.alone
-        step.number = self.records.last_step + 1
+        step.number = self.recorder.last_step + 1
         memory.begin_step(step, wanted=step.is_traced or self.planning.wants_memory)
         step.began = time.perf_counter()
-        # What lies on the device by now may leave less to activations than the plan was made for.
+        # Other memory on the device may have grown, so that the plan has less room than it was made for.
         self.budget.begin_step(memory.base_bytes)
 
     def end_step(self, step: Step, *, failed: bool, is_broken: bool) -> None:
-        """Take everything back from a step.
+        """Stop the observers and end the transfers of a step.
 
         Args:
             step: The step.
-            failed: Whether it comes to nothing.
-            is_broken: Whether something went wrong in it, so that it is thrown away whole.
+            failed: Whether the step is not recorded.
+            is_broken: Whether an exception struck in the step, so that all its storages are dropped.
 
         Raises:
-            TransferError: One of its transfers failed.
+            TransferError: A transfer of the step failed.
         """
         trace, memory = self.capture.trace, self.memory
         try:
@@ -295,29 +306,30 @@ class Session:
             self.raise_failures()
 
     def raise_failures(self) -> None:
-        """Raise the first transfer that failed; others that failed with it must not end the next step.
+        """Raise the first failed transfer, and drop other failures, which must not end the next step.
 
         Raises:
             TransferError: A transfer failed.
         """
         try:
-            self.offloader.flush()  # a graph that outlives its step shall not keep memory
+            self.offloader.flush()  # a graph that outlives its step must not keep memory
             self.offloader.raise_failures()
         except TransferError:
             self.offloader.abandon()
             raise
 
     def record_step(self, step: Step) -> StepRecord:
-        """Record a step that has ended well, and have the next one planned by what it was like."""
+        """Record a step that ended without an exception, and plan the next one."""
         self.gradients.count()
         loads, moved = self.store.take_loads(), self.weights_traffic.take()
-        record = self.records.add(record_of(self, step, loads, moved), step, self.capture.trace)
+        record = self.recorder.add(record_of(self, step, loads, moved), step, self.capture.trace)
         if self.memory.is_due:
-            self.records.note(MEMORY, memory_event(self, step))
+            self.recorder.note(MEMORY, memory_event(self, step))
         waits = sorted([*self.offloader.window.stats.stalls, *(() if moved is None else moved.waits)])
         if (curve := self.memory.curve) is not None:
             step.over_time = {"step": step.number, **curve.figures(self, step, waits)}
-            self.records.note(TIMELINE, step.over_time)
+            self.recorder.note(TIMELINE, step.over_time)
+        self._fit_window()
         self.budget.end_step(record)
         warn_after(self, record)
         if not step.is_skipped:
@@ -336,23 +348,23 @@ class Session:
         measure_memory: bool | None = None,
         trace: bool = False,
     ) -> Step:
-        """Return one training step, told by hand: any number of micro-batches, forward and backward.
+        """Return a context manager for one training step: forward and backward of all its micro-batches.
 
         Args:
-            tokens: Tokens that the step trains on, for the run log; by default those that the model is given.
-            model_flops: Algorithmic FLOPs of the step; recomputed ones do not count.
-            measure_memory: Whether to measure the activation peak; by default what :func:`attach` was told.
+            tokens: Tokens of the step, for the run log. By default the tokens that the model is given.
+            model_flops: FLOPs of the model in the step, without recomputation.
+            measure_memory: Whether to measure the activation peak. By default as given to :func:`attach`.
             trace: Whether to record the step over time, for ``step.timeline``, the run log and
-                ``tba-offload timeline``; its memory is measured then.
+                ``tba-offload timeline``. The memory of the step is measured then.
 
         Returns:
-            A context manager. After its block ``record`` holds the :class:`StepRecord`.
+            The step. After its block ``record`` holds the :class:`StepRecord`.
 
         Raises:
-            SessionError: On entering, if the session is closed, another step is open, or this is a
+            SessionError: On entering, if the session is closed, another step is open, or the process is a
                 forked child.
         """
-        trace = trace or self.records.last_step + 1 in self._traced
+        trace = trace or self.recorder.last_step + 1 in self._traced
         wanted = self._is_measured if measure_memory is None else measure_memory
         is_used = wanted or trace or self.planning.wants_memory or self.budget.device_bytes is not None
         meter = self.memory.meter_of_step() if is_used else None
@@ -365,68 +377,77 @@ class Session:
 
     @property
     def last(self) -> StepRecord | None:
-        """The record of the last whole step; ``None`` before the first update has ended one."""
-        return next(reversed(self.report()), None)
+        """The record of the last finished step; ``None`` before the first one."""
+        self.loop.settle()
+        self.recorder.write()
+        return self.recorder.last
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """The records of the last 10,000 steps, oldest first. The run log has all steps.
+
+        Reading the records waits for no device. For steps that the device has not finished, the loss is
+        missing if it was set as a tensor, and ``seconds`` is measured by the host's clock.
+        """
+        self.loop.settle()
+        self.recorder.write()
+        return self.recorder.records
 
     def apply(self, config: ConfigLike) -> None:
         """Change the policy between steps: placements, ``min_tensor_bytes``, ``on_full`` and ``on_slow``.
 
-        All else of a policy is what the session was opened with, and another value is refused. The run log
-        tells what was applied.
+        The other settings must be those that the session was opened with. The run log records the new policy.
 
         Raises:
             SessionError: A step is open, or the session is closed.
-            ConfigError: The policy is wrong, or asks for something else that cannot change; nothing has.
+            ConfigError: The policy is wrong, or changes another setting. The old policy stays in force.
         """
         self.loop.check_usable()
         self.loop.settle()
         if self.loop.step is not None:
-            raise SessionError("placements cannot change inside a step; apply the policy between steps")
+            raise SessionError("placements cannot change inside a step. Apply the policy between steps")
         wanted = read_config(config, layers=self.world.layers)
         if not wanted.store.directories:
             wanted = replace(wanted, store=replace(wanted.store, directories=self.config.store.directories))
         fixed = "store", "budget", "states", "weights"
         if others := [name for name in fixed if getattr(wanted, name) != getattr(self.config, name)]:
-            how = "cannot change while a session is open: close the session, and attach the model anew"
+            how = "cannot change while a session is open. Close the session, and attach the model again"
             raise ConfigError(f"{' and '.join(others)} {how}", file=wanted.file)
         self._start_planning(wanted)
         self.config = wanted
         self.capture.min_tensor_bytes = wanted.min_tensor_bytes
         self.offloader.keep_when_full = wanted.on_full == "keep"
         applied = {"policy": wanted.to_yaml(), "plan": explained(wanted.policy, self.world.layers)}
-        self.records.note("policy", {"step": self.records.last_step, **applied})
-
-    def report(self) -> list[StepRecord]:
-        """Return the records of the steps so far, oldest first; of the last 10,000, the run log has all.
-
-        Nothing waits for a device: of steps that it has not come to the end of, the loss is missing if it was
-        given as a tensor, and ``seconds`` are the host's.
-        """
-        self.loop.settle()
-        self.records.write()
-        return self.records.records
+        self.recorder.note("policy", {"step": self.recorder.last_step, **applied})
 
     def why(self) -> Diagnosis:
-        """Return why memory is where it is, and the one change that helps most: ``print(session.why())``.
+        """Return what holds memory at its peak, and which change helps most: ``print(session.why())``.
 
         Raises:
             RunLogError: No step has ended yet.
         """
-        self.report()
-        return Diagnosis.of(self.records.log())
+        self.loop.settle()
+        self.recorder.write()
+        return Diagnosis.of(self.recorder.log())
 
     def close(self) -> None:
-        """Give the model back as it was; close the store and the run log. May be called twice.
+        """Restore the model, and close the store and the run log. Further calls do nothing.
 
-        What a call that was interrupted has left is done by the next one.
+        A call after an interrupted one does the rest of its work.
 
         Raises:
             SessionError: A step is open.
         """
         self.loop.finish()
         if self.loop.step is not None:
-            raise SessionError("a session cannot be closed inside one of its steps")
+            raise SessionError("a session cannot be closed inside one of its steps. Close it after the step")
         self._close()
+
+    def say_summary(self) -> None:
+        """Log in one line what the run cost, if at least two steps were recorded."""
+        self.recorder.write(wait=True)
+        if self.world.rank == 0 and (line := summary_of(self)) is not None:
+            tell(line)
 
     def _uninstall(self) -> None:
         for site in self.sites:
@@ -439,7 +460,7 @@ class Session:
             attention.take_out()
 
     def _close(self) -> None:
-        """Close what was opened, the last first; an error of one keeps no other from closing."""
+        """Close everything in reverse order. An error of one part does not stop the others from closing."""
         with ExitStack() as opened:
             for close in self._closers:
                 opened.callback(close)
@@ -450,36 +471,47 @@ class Session:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and self.loop.step is not None:
-            self.loop.end(self.loop.step, failed=True)  # an interrupt struck before the step could end itself
+            self.loop.end(self.loop.step, failed=True)  # an interrupt struck before the end of the step
         close_after(error, self.close)
 
     def become_inert(self) -> None:
-        """Leave everything to the parent: this is a forked child."""
+        """Do nothing from now on, because the process is a forked child."""
         self.loop.is_inert, self.loop.step = True, None
-        of_parent = self.records.close, self.memory.close, self.store.close
+        of_parent = self.recorder.close, self.say_summary, self.memory.close, self.store.close
         self._closers = [close for close in self._closers if close not in of_parent]
         self.offloader.become_inert()
 
     # ---- the plan --------------------------------------------------------------------------------
 
     def _plan_of(self, config: OffloadConfig) -> Plan:
-        ids, window = [layer.id for layer in self.layers], config.budget.window
+        ids, window = [layer.id for layer in self.layers], self._window(config)
         return Plan.from_policy(config.policy, ids, self.world.layers, window=window)
 
-    def _limits(self, config: OffloadConfig) -> Limits:
-        """Return what plans must keep to; of a device all may be left at first.
+    def _window(self, config: OffloadConfig) -> int | None:
+        return config.budget.window(self._saved_at_once, self._largest)
 
-        Layers placed ``auto`` without a budget fit the device, where its memory can be measured.
+    def _fit_window(self) -> None:
+        """Size the in-flight window by the largest step so far, unless the policy gives a size."""
+        sizes = [each.nbytes for each in self.capture.trace.activations]
+        if sum(sizes) > self._saved:
+            self._saved, self._largest = sum(sizes), max(sizes)
+            self._saved_at_once = saved_at_once(self.capture.trace)
+            self.budget.resize_window(self._window(self.config))
+
+    def _limits(self, config: OffloadConfig) -> Limits:
+        """Return the limits of plans before the first step, when all of the device is taken to be free.
+
+        Without a budget, plans for ``auto`` layers fit the device if its memory can be measured.
 
         Raises:
-            UnsupportedError: The policy limits all that lies on the device, and that cannot be measured.
+            UnsupportedError: The policy sets budget.device_bytes, and the memory cannot be measured.
         """
         budget, device = config.budget, self.device.torch_device
-        limits = Limits(budget.activation_bytes, budget.window, config.store.write_bytes_per_day)
+        limits = Limits(budget.activation_bytes, self._window(config), config.store.write_bytes_per_day)
         if budget.device_bytes is not None:
             if self.memory.meter_of_step() is None:
-                needs = "needs to know what lies on the device. Set budget.activation_bytes in its place"
-                raise UnsupportedError(f"budget.device_bytes {needs}")
+                why = "the memory of this device cannot be measured. Set budget.activation_bytes instead"
+                raise UnsupportedError(f"budget.device_bytes has no effect: {why}")
             return limits.on_device(DeviceShare(budget.device_bytes))
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)
         is_fit = is_auto and budget.activation_bytes is None and budget.objective is not Objective.MEMORY
@@ -488,29 +520,26 @@ class Session:
         return replace(limits.on_device(DeviceShare(fitting_bytes(device))), is_fit=True)
 
     def _start_planning(self, config: OffloadConfig) -> None:
-        """Start with the plan of a policy, and with what learns from steps and decides where that is open.
+        """Start with the plan of a policy, and with a controller that learns from steps.
 
-        Without a layer that is placed ``auto`` it is of use for the run log only.
+        Without ``auto`` layers the controller measures the first steps, for the run log and the summary.
         """
-        limits, controller, plan = self._limits(config), None, self._plan_of(config)
-        if self._states_beside is None:  # which fills what the budget leaves, and only with one of the device
+        limits, plan = self._limits(config), self._plan_of(config)
+        if self._states_beside is None:  # it holds the budget, which cannot change
             self.budget = Budget(limits, self.planning, self.gradients.live)
             self.capture.budget_bytes = limits.budget
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)
-        if is_auto or self.records.is_written:
-            task = Task(
-                plan.placements,
-                tuple((layer.chunk, layer.id.name) for layer in self.layers),
-                limits,
-                config.budget.objective or (Objective.MEMORY if limits.budget is None else Objective.TIME),
-                self.world.agree if is_auto else None,
-            )
-            controller = Controller(task)
-        self.planning.start(plan, controller)
-        may_choose = controller is not None and controller.task.may_recompute
-        if may_choose and not self.world.may_plan_recomputation:
+        task = Task(
+            plan.placements,
+            tuple((layer.chunk, layer.id.name) for layer in self.layers),
+            limits,
+            config.budget.objective or (Objective.MEMORY if limits.budget is None else Objective.TIME),
+            self.world.agree if is_auto else None,
+        )
+        self.planning.start(plan, Controller(task))
+        if task.may_recompute and not self.world.may_plan_recomputation:
             tell(OTHER_RANKS)
-        if may_choose or any(placement.recomputes for placement in plan.placements):
+        if task.may_recompute or any(placement.recomputes for placement in plan.placements):
             torch_private.load_compiler()
 
 
@@ -518,20 +547,20 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def session_of(model: nn.Module | Sequence[nn.Module]) -> Session | None:
-    """Return the open session of a model, for a program that has lost it, as a notebook may.
+    """Return the open session of a model, for example in a notebook that lost its variable.
 
     Args:
-        model: The model, wrapped or not, a layer of it, or its chunks.
+        model: The model, wrapped or not, one of its layers, or its chunks.
 
     Returns:
-        A session that has a layer of the model; ``None`` if none has.
+        An open session with a layer of the model; ``None`` if there is none.
     """
     modules = {module for chunk in chunks_of(model) for module in chunk.modules()}
     return next((s for s in list(_open_sessions) if modules & {layer.module for layer in s.layers}), None)
 
 
 def _after_fork_in_child() -> None:
-    """Make sessions inert in a forked child: locks, threads and descriptors are those of the parent."""
+    """Make sessions inert in a forked child. Their locks, threads and descriptors belong to the parent."""
     for session in list(_open_sessions):
         session.become_inert()
 
@@ -540,12 +569,12 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _finish_at_exit() -> None:
-    """Have the last step of a session that was never closed in its run log all the same."""
+    """Record the last step of sessions that were never closed, and say what their runs cost."""
     for session in list(_open_sessions):
         if not session.loop.is_inert:
-            session.planning.controller = None  # no step comes; from Python 3.12 on it could start no thread
+            session.planning.controller = None  # from Python 3.12 on it could not start a thread here
             session.loop.finish()
-            session.records.write(wait=True)
+            session.say_summary()
 
 
 atexit.register(_finish_at_exit)

@@ -86,7 +86,7 @@ def test_same_bits(kind: str, placement: str, store: str, dtype: torch.dtype, tm
     model = make(kind, dtype=dtype)
     with tba.attach(model, config_for(placement, store, tmp_path)) as session:
         found = history_of(model, session)
-        report = session.report()
+        report = session.records
     assert_same_history(found, expected)
     moved = [record.offloaded_bytes for record in report]
     assert all(moved) if placement not in {"keep", "recompute"} else not any(moved)
@@ -121,7 +121,7 @@ def test_same_bits_with_compiled_layers(store: str, tmp_path: Path) -> None:
     model = compiled()
     with tba.attach(model, config_for("offload", store, tmp_path)) as session:
         found = history_of(model, session)
-        assert all(record.offloaded_bytes for record in session.report())
+        assert all(record.offloaded_bytes for record in session.records)
     assert_same_history(found, expected)
 
 
@@ -230,7 +230,7 @@ def test_a_step_takes_the_time_of_the_device(store: str, tmp_path: Path) -> None
             with session.step():
                 layers(x).pow(2).sum().backward()
     sleeps = len(layers) * (1 + 2) * length_of_sleep()
-    assert 0.7 * sleeps < session.report()[-1].seconds < 1.5 * sleeps
+    assert 0.7 * sleeps < session.records[-1].seconds < 1.5 * sleeps
 
 
 # Memory

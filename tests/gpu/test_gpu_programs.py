@@ -139,7 +139,7 @@ def test_states_and_activations_share_a_budget_of_the_device(tmp_path: Path) -> 
                     model(torch.randn(1024, 1024, device=WHERE)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            peaks = [record.device_peak_bytes or 0 for record in session.report()]
+            peaks = [record.device_peak_bytes or 0 for record in session.records]
             travelling = [each.records[-1].sub_groups - each.records[-1].staying for each in session.states]
         weights = [sha256(parameter.detach().cpu().numpy()).hexdigest() for parameter in model.parameters()]
         return peaks, weights, travelling
@@ -221,7 +221,7 @@ def test_a_model_of_hugging_face(kind: str, placement: str, precision: str, tmp_
             optimizer.zero_grad()
             losses.append(loss.detach())
         if session is not None:
-            report = session.report()
+            report = session.records
             assert len(report) == 4
             session.close()
             if "offload" in placement:

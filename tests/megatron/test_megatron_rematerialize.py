@@ -96,7 +96,7 @@ def run(
                 loss.backward()
             found += [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]  # type: ignore[list-item]
             model.zero_grad(set_to_none=True)
-        return found, attached.report()[-1].rebuilt_bytes if attached else 0
+        return found, attached.records[-1].rebuilt_bytes if attached else 0
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -136,7 +136,7 @@ def assert_transparent(
             net.layers[-1].register_forward_hook(lambda *_: net.settle())
         assert_same(run(net, work, session, steps), expected)
         assert_all_given_back(session)
-        return session.report()
+        return session.records
 
 
 def plain(

@@ -240,7 +240,7 @@ def moved(session: Session | None) -> list[dict[str, int]]:
         *("offloaded_bytes", "forwarded_bytes", "kept_bytes", "rebuilt_bytes"),
         *("left_alone_scopes", "recomputed_scopes"),
     )
-    return [{figure: getattr(record, figure) for figure in figures} for record in session.report()]
+    return [{figure: getattr(record, figure) for figure in figures} for record in session.records]
 
 
 @cache

@@ -91,7 +91,7 @@ def local(parameter: nn.Parameter) -> torch.Tensor:
 def steps_of(names: dict[str, Any]) -> list[dict[str, int]]:
     """What each step of the session moved."""
     session = names["session"] if "session" in names else names["callback"].session
-    return [{figure: getattr(record, figure) for figure in FIGURES} for record in session.report()]
+    return [{figure: getattr(record, figure) for figure in FIGURES} for record in session.records]
 
 
 # ---- in place of the package ---------------------------------------------------------------------

@@ -172,7 +172,7 @@ def config_for(
     )
     return OffloadConfig(
         layers=rules,
-        budget=BudgetConfig(in_flight_bytes=in_flight, activation_bytes=activation),
+        budget=BudgetConfig(in_flight_bytes=in_flight or 0, activation_bytes=activation),
         store=StoreConfig(capacity=capacity, host_capacity=host_capacity, **where),
         **settings,
     )

@@ -113,7 +113,7 @@ def main(kind: str, policy: str, steps: str) -> None:
     names: dict[str, Any] = {"model": model, "data": batches(kind, int(steps)), "optimizer": optimizer}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(loop_of_readme(policy), names)
-    records = names["session"].report()
+    records = names["session"].records
     sys.stdout.write(
         json.dumps(
             {

@@ -110,7 +110,7 @@ def test_what_an_operation_fills_after_it_has_saved_it(name: str, placement: str
     assert all(value.isfinite().all() for step in expected for value in step)
     with written_at_once(mix, default=placement) as (net, session):
         assert_same(run(net, train, session, 2), expected)
-        assert all(record.offloaded_bytes >= ONE for record in session.report())
+        assert all(record.offloaded_bytes >= ONE for record in session.records)
 
 
 # ---- what backward changes in place --------------------------------------------------------------

@@ -36,7 +36,7 @@ def run(
     config = OffloadConfig(default=default, budget=budgets, store=store, min_tensor_bytes=KIB)
     model = make_model(layers=LAYERS, dropout=0.1)
     with tba.attach(model, config, run_log=directory / f"{default}-{limit}.jsonl") as session:
-        return train(model, session, steps=STEPS), session.report()
+        return train(model, session, steps=STEPS), session.records
 
 
 def test_a_run_writes_no_more_than_its_share_of_a_day(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def train_with(directory: Path, *faults: str) -> tuple[History, list[StepRecord]
         with session_for(model, directory=directory, in_flight=16 * KIB) as session, inject(*faults):
             history = train(model, session, steps=STEPS)
             assert_all_given_back(session)
-            records = session.report()
+            records = session.records
     texts = [str(warning.message) for warning in told]
     return history, records, [text for text in texts if "left alone" in text or "store is full" in text]
 

@@ -174,7 +174,7 @@ def trained(
         warnings.simplefilter("ignore")
         train(module, updater)
         told = session.why()
-        records = session.report()
+        records = session.records
     found = why(log)
     assert (told.as_json(), str(told)) == (found.as_json(), str(found))
     assert found.evidence.log.steps[-1].held_bytes == records[-1].held_bytes

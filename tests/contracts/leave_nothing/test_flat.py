@@ -122,7 +122,7 @@ def test_many_steps_leave_everything_as_it_was(tmp_path: Path) -> None:
         for _ in range(4):
             short_steps(model, session, count)
         after = footprint(session)
-        assert sum(record.offloaded_bytes for record in session.report()) > 0
+        assert sum(record.offloaded_bytes for record in session.records) > 0
     for same in ("descriptors", "threads", "extents"):
         assert getattr(after, same) == getattr(before, same), same
     assert before.extents == 0
@@ -164,7 +164,7 @@ def test_a_loop_that_holds_its_loss_until_the_next_one_grows_by_records_only(
         before = all_objects()
         steps()
         session.offloader.quiesce()
-        assert session.report()[-1].activation_peak_bytes
+        assert session.records[-1].activation_peak_bytes
         assert (all_objects() - before)[record] == LONG
         # One in each step would be as many. A worker drops cancelled transfers when it comes to them.
         wait_until(
@@ -304,7 +304,7 @@ def test_a_forked_child_holds_no_descriptor_and_the_parent_goes_on(model: Model,
             found, in_the_child = step_with_fork(model, session, lambda: files_in(tmp_path))
         assert in_the_child == []
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
-        assert session.report()[0].read_bytes > 0
+        assert session.records[0].read_bytes > 0
         assert_all_given_back(session)
 
 

@@ -90,7 +90,7 @@ def run(
             told += [f"{number}: {each.message}" for each in caught if each.category is RuntimeWarning]
             optimizer.step()
             optimizer.zero_grad()
-        peaks = [record.activation_peak_bytes for record in session.report()]
+        peaks = [record.activation_peak_bytes for record in session.records]
     assert None not in peaks
     return Run([peak for peak in peaks if peak is not None], told)
 
@@ -261,7 +261,7 @@ def test_no_step_is_over_the_budget_however_fast_the_drive_is(name: str, order: 
             drive.writes.bytes_per_second = drive.reads.bytes_per_second = SPEEDS[name](step)
             with session.step():
                 play(job, model, step)
-            peaks.append(session.report()[-1].activation_peak_bytes or 0)
+            peaks.append(session.records[-1].activation_peak_bytes or 0)
             model.zero_grad()
     assert 0 < max(peaks) <= budget
 

@@ -117,7 +117,7 @@ def run(
                 optimizer.step()
                 if not clears_late:
                     clear()
-            records = session.report()
+            records = session.records
             updates = [record for each in session.states for record in each.records]
     told = [str(each.message) for each in caught if each.category is RuntimeWarning]
     weights = [torch.from_numpy(each.detach().numpy().copy()) for each in model.parameters()]

@@ -123,7 +123,7 @@ def test_resident_activations_keep_to_the_promise(block: type[nn.Module], direct
     with session_for(stack, drive=slow_drive(direction), in_flight=CEILING) as session:
         for _ in range(2):  # the first step has no recorded order yet
             peak = peak_of(stack, session)
-            kept = session.report()[-1].kept_bytes
+            kept = session.records[-1].kept_bytes
             assert kept < ONE
             assert peak <= kept + CEILING + 1.2 * scope
         assert_all_given_back(session)
@@ -138,7 +138,7 @@ def test_the_promise_holds_where_activations_are_made_again(direction: str) -> N
     ) as session:
         for _ in range(3):
             assert peak_of(stack, session) <= CEILING + 1.2 * scope
-            assert session.report()[-1].rebuilt_bytes > 3 * scope
+            assert session.records[-1].rebuilt_bytes > 3 * scope
         assert_all_given_back(session)
 
 
@@ -165,7 +165,7 @@ def test_an_activation_larger_than_the_ceiling_is_in_flight_alone() -> None:
     stack = make_stack(Chain, 4)
     with session_for(stack, drive=slow_drive("both"), in_flight=ONE // 2) as session:
         peak = peak_of(stack, session)
-        assert session.report()[0].in_flight_peak_bytes <= ONE
+        assert session.records[0].in_flight_peak_bytes <= ONE
         assert peak <= 1.2 * scope_bytes(Chain)
 
 
@@ -178,7 +178,7 @@ def test_what_found_no_room_is_counted_as_kept() -> None:
             said = pytest.warns(UserWarning, match="the store is full") if not number else nullcontext()
             with said:
                 peak = peak_of(stack, session)
-            kept = session.report()[-1].fallback_kept_bytes
+            kept = session.records[-1].fallback_kept_bytes
             assert kept > 2 * scope
             assert peak <= kept + CEILING + 1.2 * scope
 
@@ -198,7 +198,7 @@ def test_the_peak_does_not_grow_with_depth(block: type[nn.Module]) -> None:
             live[depth] = peak_of(stack, session)
             with session.step():
                 accumulate(stack, "FB")
-            allocated[depth] = session.report()[-1].activation_peak_bytes or 0
+            allocated[depth] = session.records[-1].activation_peak_bytes or 0
     assert live[16] <= 1.15 * live[4]
     # How full the window is at the peak is a matter of time; twelve layers hold 45 times as much.
     assert allocated[16] <= allocated[4] + CEILING

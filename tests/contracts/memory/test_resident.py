@@ -48,7 +48,7 @@ with tba.attach(model, policy, directories=sys.argv[2]) as session:
             x.square().mean().backward()
         model.zero_grad()
         grown.append(resident("VmHWM") - before)
-    peaks = [record.activation_peak_bytes for record in session.report()]
+    peaks = [record.activation_peak_bytes for record in session.records]
 print(json.dumps([grown[1:], peaks[1:]]))
 """
 

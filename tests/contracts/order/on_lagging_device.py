@@ -113,7 +113,7 @@ def test_same_bits(
     config = config_for(default=placement, in_flight=in_flight, **place(store, tmp_path))
     with lagging.late(**{late: 0.0003}), tba.attach(model, config) as session:
         found = history_of(model, session)
-        report = session.report()
+        report = session.records
     assert_same_history(found, expected)
     moved = [record.offloaded_bytes for record in report]
     if placement == "auto":  # it may find that nothing can travel without a wait
@@ -532,10 +532,10 @@ def test_nothing_waits_for_the_loss_of_a_step(way: str) -> None:
                 loss.backward()
                 late_loss(step, loss, way)
             assert step.record is not None
-            assert (step.record.loss, session.report()[-1].loss) == (None, None)
+            assert (step.record.loss, session.records[-1].loss) == (None, None)
             assert lagging.count("host_waits") == before
             losses.append(loss.item())
-            assert [record.loss for record in session.report()] == losses
+            assert [record.loss for record in session.records] == losses
 
 
 @pytest.mark.parametrize("way", ["a tensor", "Megatron's"])
@@ -553,7 +553,7 @@ def test_the_run_log_has_the_loss_and_the_time_of_the_device(way: str, tmp_path:
     assert [step.step for step in steps] == [1, 2, 3]
     assert [step.loss for step in steps] == [loss.item() for loss in losses]
     assert all(step.seconds > FAR_BEHIND for step in steps)
-    assert session.report() == list(steps)
+    assert session.records == list(steps)
 
 
 # The contract of stores, for bytes that go through slabs

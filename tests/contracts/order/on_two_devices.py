@@ -175,4 +175,4 @@ def test_a_loss_on_another_device_is_read_when_that_has_come_to_it(tmp_path: Pat
                 parameter.grad = None
             losses.append(loss)
         torch.accelerator.synchronize()
-        assert [record.loss for record in session.report()] == [each.item() for each in losses]
+        assert [record.loss for record in session.records] == [each.item() for each in losses]

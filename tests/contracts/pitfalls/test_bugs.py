@@ -74,7 +74,7 @@ def test_01_backward_while_all_writes_are_held() -> None:
         assert_same(run(net, forward_backward, session, 2), plain(steps=2))
         drive.release()
         assert_all_given_back(session)
-        assert all(record.read_bytes == 0 < record.forwarded_bytes for record in session.report())
+        assert all(record.read_bytes == 0 < record.forwarded_bytes for record in session.records)
 
 
 def test_01_backward_while_some_writes_have_ended_and_one_is_running() -> None:
@@ -673,7 +673,7 @@ def test_11c_a_small_view_does_not_keep_a_large_storage(
                 assert [layer.large() for layer in net.layers] == [None] * 3  # type: ignore[union-attr,operator]
                 loss.backward()
             assert_same([[loss.detach(), x.grad, *gradients(net)]], [expected])  # type: ignore[list-item]
-            record = session.report()[-1]
+            record = session.records[-1]
             assert record.offloaded_bytes <= 3 * 3 * needed or block is Routed
         del loss
         assert_all_given_back(session)
@@ -926,7 +926,7 @@ def test_14_after_a_step_that_raises_half_way_the_next_one_works(where: str, kee
         found += run(net, lambda net, _: forward_backward(net, 1), session, 1)
         found += run(net, lambda net, _: forward_backward(net, 2), session, 1)
         assert_same(found, expected)
-        assert [record.step for record in session.report()] == [1, 2, 3]
+        assert [record.step for record in session.records] == [1, 2, 3]
         kept.clear()
         gc.collect()
         assert_all_given_back(session)
@@ -948,7 +948,7 @@ def test_14a_nothing_in_backward_waits_for_bytes_that_only_backward_can_release(
     with attached(drive=drive) as (net, session):
         assert_same(run(net, work, session, 1), expected)
         drive.release()
-        at_most = session.report()[0].in_flight_peak_bytes
+        at_most = session.records[0].in_flight_peak_bytes
     drive = Drive()
     with attached(drive=drive, in_flight=at_most) as (net, session):
         assert_same(run(net, work, session, 1), expected)

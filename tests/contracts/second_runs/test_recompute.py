@@ -153,7 +153,7 @@ def test_layers_with_arguments_of_all_kinds_are_recomputed_bit_for_bit(default: 
     with session_for(decoder, default=default, in_flight=40 * KIB) as session:
         assert_same(decode(decoder, session), expected)
         assert_all_given_back(session)
-        assert [record.recomputed_scopes for record in session.report()] == [LAYERS] * 3
+        assert [record.recomputed_scopes for record in session.records] == [LAYERS] * 3
     assert decoder.notes["runs"] == LAYERS * 3
 
 

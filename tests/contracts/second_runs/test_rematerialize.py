@@ -185,7 +185,7 @@ def test_models_of_transformers_write_less_and_train_to_the_same_bits(kind: str,
     with session_for(model, min_tensor_bytes=64 * KIB, **REMAT) as session:
         found = train(model, session, steps=2, loss=all_written(session, next_tokens))
         assert_same_history(found, expected)
-        assert all(0 < record.offloaded_bytes <= mib * 1024 * KIB for record in session.report())
+        assert all(0 < record.offloaded_bytes <= mib * 1024 * KIB for record in session.records)
 
 
 # Lifetimes
@@ -247,7 +247,7 @@ def test_casts_of_autocast_are_made_again(kind: str) -> None:
         with session_for(model, default=default, in_flight=256 * KIB) as session:
             assert_same_history(train(model, session, loss=all_written(session, loss)), expected)
             assert_all_given_back(session)
-            written[default] = session.report()[0].offloaded_bytes
+            written[default] = session.records[0].offloaded_bytes
     assert written["offload-remat"] < 0.7 * written["offload"]
 
 

@@ -189,7 +189,7 @@ def test_a_second_run_gives_the_bits_of_the_first_and_leaves_no_trace(
     states = random.getstate(), repr(np.random.get_state()), torch.get_rng_state()  # noqa: NPY002
     with session_of(net, placement) as session:
         assert_same_tensors(train(net, session), expected)
-        records = session.report()
+        records = session.records
         assert_all_given_back(session)
     assert (random.getstate(), repr(np.random.get_state())) == states[:2]  # noqa: NPY002
     assert same_bits(torch.get_rng_state(), states[2])
@@ -335,7 +335,7 @@ def test_the_planner_leaves_such_layers_alone_and_says_so_once(
         expected = train(make(kind))
     with caplog.at_level("INFO", "tba_offload"), auto_session(net) as session:
         assert_same_tensors(train(net, session), expected)
-        assert {record.recomputed_scopes for record in session.report()} == {0}
+        assert {record.recomputed_scopes for record in session.records} == {0}
     said = [line for line in caplog.messages if "not recomputed by the planner" in line]
     assert len(said) == 1
     assert named in said[0] or name == "transform"
@@ -365,7 +365,7 @@ def test_the_planner_warns_of_a_layer_that_gives_other_numbers_each_time() -> No
     with auto_session(net) as session:
         with pytest.warns(RuntimeWarning, match="not recomputed by the planner.*other numbers"):
             train(net, session)
-        assert {record.recomputed_scopes for record in session.report()} == {0}
+        assert {record.recomputed_scopes for record in session.records} == {0}
 
 
 # What is set around forward only
@@ -529,7 +529,7 @@ def test_layers_that_a_program_has_hooked_into_are_not_tried(caplog: pytest.LogC
             layer.second.register_forward_hook(lambda *seen: found.append(seen[-1]))  # type: ignore[operator, union-attr]
     with auto_session(nets[0]) as session, caplog.at_level("INFO"):
         assert_same_tensors(train(nets[0], session), train(nets[1]))
-        assert {record.recomputed_scopes for record in session.report()} == {0}
+        assert {record.recomputed_scopes for record in session.records} == {0}
     assert sum("a program has hooked into its forward" in line for line in caplog.messages) == 1
 
 
@@ -562,7 +562,7 @@ def test_a_layer_that_stands_in_the_list_twice_is_one_layer() -> None:
         with session_for(net, default=Placement(placement)) as session:
             assert [layer.id.number for layer in session.layers] == [0, 1, 3]
             assert_same_tensors(train(net, session), expected)
-            assert {record.scopes for record in session.report()} == {LAYERS}
+            assert {record.scopes for record in session.records} == {LAYERS}
 
 
 # What is compared

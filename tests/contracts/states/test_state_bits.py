@@ -346,6 +346,6 @@ def test_activations_and_states_together(placement: str, tmp_path: Path) -> None
         train(found, expected, 0, 1, 2, 3)
         assert_same(found, expected)
         assert session.states[0].records[-1].written_bytes > 0
-        assert len(session.report()) == 4
+        assert len(session.records) == 4
     train(found, expected, 5)
     assert_same(found, expected)

@@ -98,7 +98,7 @@ def test_each_layer_is_a_graph_and_nothing_else_is_traced(default: str, compiler
         counters = torch._dynamo.utils.counters
         assert not counters["graph_break"]
         assert counters["frames"]["total"] <= LAYERS + 2  # the model's own, a hook of its
-        record = session.report()[-1]
+        record = session.records[-1]
         assert record.scopes == LAYERS
         assert record.left_alone_scopes == 0
         assert record.offloaded_bytes > 0 or default not in {"offload", "offload-remat"}

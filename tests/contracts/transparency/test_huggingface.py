@@ -171,7 +171,7 @@ def test_the_bits_are_those_of_the_plain_run(family: str, way: str, placement: s
     budget = {"activation": 600 * KIB} if placement == "auto" else {}
     with session_for(model, in_flight=128 * KIB, default=Placement(placement), **budget) as session:
         assert_same_history(train(family, model, way), plain(family, way))
-        report = session.report()
+        report = session.records
     assert len(report) == STEPS
     assert all(record.scopes > 0 for record in report)
     if placement.startswith("recompute"):
@@ -198,7 +198,7 @@ def test_layers_that_fill_a_cache_are_recomputed(kind: str) -> None:
     model = make(kind)
     with session_for(model, in_flight=128 * KIB, default=Placement.RECOMPUTE_OFFLOAD) as session:
         assert_same_history(train(kind, model), plain(kind))
-        assert {record.recomputed_scopes for record in session.report()} == {4 if kind == "t5" else 3}
+        assert {record.recomputed_scopes for record in session.records} == {4 if kind == "t5" else 3}
 
 
 @pytest.mark.filterwarnings(f"ignore:{CACHE}")
@@ -210,7 +210,7 @@ def test_the_planner_recomputes_layers_also_if_they_fill_a_cache(use_cache: bool
     model = make("llama", use_cache=use_cache)
     with session_for(model, drive=drive, activation=1000 * KIB, default=Placement.AUTO) as session:
         assert_same_history(train("llama", model, steps=5), plain("llama", steps=5))
-        assert any(record.recomputed_scopes for record in session.report())
+        assert any(record.recomputed_scopes for record in session.records)
 
 
 def shared_keys() -> Any:
@@ -258,7 +258,7 @@ def test_checkpointed_layers_are_told_and_their_inputs_travel(placement: str, us
         model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
         with pytest.warns(UserWarning, match=f"{CHECKPOINTING} 3 of the 3 layers") as told:
             assert_same_history(train("llama", model, steps=3), plain("llama", steps=3))
-        report = session.report()
+        report = session.records
     assert len(told) == 1
     inputs = 4 * 24 * 64 * 4
     assert len(report) == 3
@@ -296,7 +296,7 @@ def test_a_loss_that_caches_gradients_is_told(default: Placement) -> None:
     with session_for(model, default=default) as session:
         with pytest.warns(UserWarning, match="only within a backward pass") as told:
             found = gradients_of(model)
-        assert session.report() == []
+        assert session.records == []
     assert len(told) == 1
     assert all(map(torch.equal, found, expected))
     assert len(found) == 6

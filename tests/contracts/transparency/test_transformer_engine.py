@@ -64,7 +64,7 @@ def test_layers_of_transformer_engine(*, fp8: bool, placement: str, monkeypatch:
                     loss = model(tokens, positions, None, labels=tokens).mean()
                     loss.backward()
                 losses.append(loss.detach())
-            assert session is None or all(record.scopes == 4 for record in session.report())
+            assert session is None or all(record.scopes == 4 for record in session.records)
         return [*losses, *(parameter.grad for parameter in model.parameters())]
 
     with single_process(seed=1):

@@ -162,7 +162,7 @@ def test_same_bits(
     model = make(kind, dtype, dropout)
     with tba.attach(model, config_for(placement, store, tmp_path), measure_memory=False) as session:
         found = history_of(kind, model, session, steps=STEPS, micro_batches=micro_batches)
-        report = session.report()
+        report = session.records
     assert_same_history(found, expected)
     assert {record.scopes for record in report} == {LAYERS * micro_batches}
     moved = [record.offloaded_bytes for record in report]
@@ -201,7 +201,7 @@ def test_bytes_really_go_out_and_come_back(kind: str, tmp_path: Path) -> None:
     model = make(kind, "fp32", 0.1)
     with tba.attach(model, config_for("offload", "file", tmp_path), measure_memory=False) as session:
         found = history_of(kind, model, session, steps=STEPS)
-        record = session.report()[-1]
+        record = session.records[-1]
     assert_same_history(found, expected)
     assert record.read_bytes > 0.8 * record.offloaded_bytes
     assert record.in_flight_peak_bytes <= 1.5 * WINDOW
@@ -219,7 +219,7 @@ def test_placements_change_between_steps(kind: str, tmp_path: Path) -> None:
             steps=len(placements),
             before_step=lambda step: session.apply(config_for(placements[step], "file", tmp_path)),
         )
-        recomputed = [record.recomputed_scopes for record in session.report()]
+        recomputed = [record.recomputed_scopes for record in session.records]
     assert_same_history(found, expected)
     assert recomputed == [0, LAYERS, 1]
 

@@ -152,10 +152,10 @@ def test_the_same_bits_beside_activations_that_travel(placement: str, tmp_path: 
         assert session.weights is not None
         assert session.weights.nbytes == LAYERS * WEIGHTS
         assert_same_tensors(trained(model), expected)
-        assert session.report()[-1].weights_read_bytes
+        assert session.records[-1].weights_read_bytes
         session.weights.close()
         trained(model, steps=1)
-        assert session.report()[-1].weights_read_bytes is None
+        assert session.records[-1].weights_read_bytes is None
 
 
 def test_the_run_log_tells_what_weights_move_and_how_long_layers_wait_for_them(tmp_path: Path) -> None:

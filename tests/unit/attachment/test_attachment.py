@@ -42,6 +42,19 @@ def placed(model: nn.Module, policy: object, **arguments: Any) -> list[str]:
         return [placement.value for placement in session.plan.placements]
 
 
+WORDS = {
+    None: "auto",
+    "fit": "auto",
+    **{word: word for word in ("auto", "keep", "offload", "offload-50%", "recompute", "offload-remat")},
+    "default: keep\nbudget: {in_flight_bytes: 1MiB}": "keep",
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_one_word_or_a_text_is_a_policy(word: str | None, tmp_path: Path) -> None:
+    assert placed(make_model(layers=2), word, directories=tmp_path) == [WORDS[word]] * 2
+
+
 @pytest.mark.parametrize("kind", ["word", "path", "list", "variable"])
 def test_directories_override_those_of_the_policy(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -65,9 +78,9 @@ def test_directories_override_those_of_the_policy(
         ({"directories": "$TBA_NOT_SET"}, r"'TBA_NOT_SET', which is not set"),
         ({"config": {"store": {"kind": "host"}}, "directories": "/a"}, "has no effect with kind: host"),
         ({"config": {"layers": [{"match": "9", "placement": "keep"}]}}, "'9' matches no layer"),
-        ({"config": "none.yaml"}, "No such file"),
+        ({"config": "none.yaml"}, "'none.yaml' is neither a word nor a file"),
         *(
-            ({"trace_steps": steps}, r"trace_steps has .*: give numbers of steps, from 1")
+            ({"trace_steps": steps}, r"trace_steps has .*\. Give numbers of steps, from 1")
             for steps in ([0], ["a"], 0, [2, -1])
         ),
     ],

@@ -109,7 +109,7 @@ def calls_of(chain: Chain, directory: Path, *, written: bool = True, **settings:
 def written_and_read(tmp_path: Path) -> float:
     """Calls for each activation that is written and read back."""
     calls, session = calls_of(ONCE, tmp_path)
-    assert session.report()[-1].read_bytes >= 0.95 * SAVED * ONE
+    assert session.records[-1].read_bytes >= 0.95 * SAVED * ONE
     return calls / SAVED
 
 
@@ -119,20 +119,20 @@ def test_a_tensor_that_is_written_and_read(written_and_read: float) -> None:
 
 def test_a_tensor_that_backward_comes_for_before_its_batch_is_due(tmp_path: Path) -> None:
     calls, session = calls_of(ONCE, tmp_path, in_flight=4 * SAVED * ONE, written=False)
-    assert session.report()[-1].offloaded_bytes == 0
-    assert session.report()[-1].forwarded_bytes >= 0.95 * SAVED * ONE
+    assert session.records[-1].offloaded_bytes == 0
+    assert session.records[-1].forwarded_bytes >= 0.95 * SAVED * ONE
     assert calls / SAVED <= 26
 
 
 def test_a_tensor_whose_storage_was_saved_before(written_and_read: float, tmp_path: Path) -> None:
     calls, session = calls_of(TWICE, tmp_path)
-    assert session.report()[-1].deduplicated_bytes >= 0.95 * SAVED * ONE
+    assert session.records[-1].deduplicated_bytes >= 0.95 * SAVED * ONE
     assert calls / SAVED - written_and_read <= 12
 
 
 def test_a_tensor_that_is_small(tmp_path: Path) -> None:
     calls, session = calls_of(ONCE, tmp_path, min_tensor_bytes=2 * ONE)
-    assert session.report()[-1].offloaded_bytes == 0
+    assert session.records[-1].offloaded_bytes == 0
     assert calls / SAVED <= 4
 
 

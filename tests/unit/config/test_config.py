@@ -96,7 +96,7 @@ def test_every_key_is_read() -> None:
     assert OffloadConfig.from_yaml(FULL) == OffloadConfig(
         default=Placement.AUTO,
         layers=(Rule("3", Placement.RECOMPUTE), Rule("0-2", Placement.KEEP)),
-        budget=BudgetConfig(activation_bytes=12 * GIB, in_flight_bytes=None),
+        budget=BudgetConfig(activation_bytes=12 * GIB, in_flight_bytes=0),
         store=StoreConfig(
             kind="file",
             directories=(Path("/mnt/nvme0/tba"), Path("relative")),
@@ -154,7 +154,7 @@ on_full: off => 1: on_full: must be 'keep' or 'error', not 'off'
 store:\n  kind: hots => 2: store.kind: must be 'auto', 'gds', 'file' or 'host', not 'hots'
 store: {capacity: 4095B} => 1: store.capacity: must be 4096 or more, not 4095
 store:\n  stall_seconds: soon => 2: store.stall_seconds: 'soon' is not a time; write seconds
-store:\n  readers: 0 => 2: store.readers: '0' is no number of threads; write one from 1 to 256
+store:\n  readers: 0 => 2: store.readers: '0' is not a number of threads; write one from 1 to 256
 layers: {match: 1} => 1: layers: must be a list, not {'match': '1'}
 default: keep\n\nlayers: => 3: layers: has no value; write one, or remove the line for the default
 layers:\n- match: 3 => 2: layers[0].placement: is missing; the keys match, placement are needed here
@@ -173,7 +173,7 @@ store: {directories: "/tmp/\0"} => 1: store.directories: a directory must be a p
 store: {directories: [/a, /b, /a/]} => 1: store.directories: '/a' is given twice; name each directory once
 states: {default: auto} => 1: states: default: auto needs budget.device_bytes
 states:\n  micro_batches: 2 => 2: states.micro_batches: has no effect with when: step
-states: {when: backward, micro_batches: 0} => 1: states.micro_batches: '0' is no number of backward passes
+states: {when: backward, micro_batches: 0} => 1: states.micro_batches: '0' is not a number of backward passes
 states: {when: backward, update: host} => 1: states.update: host goes with when: step
 """
 

@@ -91,7 +91,7 @@ def test_the_result_is_by_index_and_rules_are_judged_over_all_ranks() -> None:
 )
 def test_numbers_of_layers_that_there_are_not(match: str, exceeds: bool) -> None:
     said = (
-        f"policy.yaml:3: the rule '{match}' (line 3) names layers that there are not; the layers are 0-23 "
+        f"policy.yaml:3: the rule '{match}' (line 3) names layers that do not exist; the layers are 0-23 "
         "(decoder.layers.0 ... decoder.layers.23)"
     )
     assert policy(Rule(match, KEEP, 3)).doubts(decoder(24)) == [said] * exceeds

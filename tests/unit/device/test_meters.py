@@ -273,7 +273,7 @@ def test_training_goes_on_where_memory_cannot_be_measured(monkeypatch: pytest.Mo
     refused = pytest.raises(UnsupportedError, match=r"budget\.device_bytes needs to know")
     with pytest.warns(UserWarning, match="is not measured"), refused:
         tba.attach(make_model(layers=2), policy)
-    assert [record.activation_peak_bytes for record in session.report()] == [None]
+    assert [record.activation_peak_bytes for record in session.records] == [None]
 
 
 # Memory that is left: of the host, and of control groups

@@ -85,7 +85,7 @@ def test_a_plan_for_a_device_has_what_the_run_left_on_it(tmp_path: Path, run_log
     model = make_model(layers=LAYERS)
     with tba.attach(model, config_for(in_flight=MIB, default=OFFLOAD), run_log=path) as session:
         train(model, session, steps=4, micro_batches=2)
-        records = session.report()
+        records = session.records
     beside = max(record.base_bytes or 0 for record in records)
     gradients = max(record.gradient_peak_bytes or 0 for record in records)
     device_bytes = beside + gradients + 4 * MIB
@@ -149,7 +149,7 @@ def test_a_plan_foretells_what_its_own_log_measured_and_its_policy_can_be_attach
     model, config = make_model(layers=LAYERS), config_for(in_flight=MIB, default=OFFLOAD, directory=drive)
     with tba.attach(model, config, run_log=path) as session:
         train(model, session, steps=6)
-        measured = max(record.activation_peak_bytes or 0 for record in session.report())
+        measured = max(record.activation_peak_bytes or 0 for record in session.records)
     drive.rmdir()
     situation = Situation.of(path)
     same = Plan((OFFLOAD,) * LAYERS, window=MIB)

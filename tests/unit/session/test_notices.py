@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import warnings
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from harness import KIB, MIB, config_for, session_for
-from models import make_model, train
+from models import loss_of, make_model, make_tokens, train
 
 import tba_offload as tba
+from tba_offload.formatting import readable_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from warm import Warm
 
 
@@ -76,9 +81,83 @@ def test_a_window_that_holds_most_of_a_step_is_told_with_a_better_one(layers: in
         with pytest.warns(tba.NothingSavedWarning, match="frees little here") as said:
             train(model, steps=2)
         assert len(said) == 1
-        assert session.report()[-1].in_flight_peak_bytes
-    named = re.search(r"with in_flight_bytes: (\d+)KiB", str(said[0].message))
+        assert session.records[-1].in_flight_peak_bytes
+    named = re.search(r"With in_flight_bytes: (\d+)KiB", str(said[0].message))
     assert named is not None
     with session_for(model, in_flight=int(named[1]) * KIB), warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, steps=2)
+
+
+# What a run has cost
+
+
+def test_a_run_ends_with_one_line_of_what_it_cost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_for(in_flight=64 * KIB, directory=tmp_path)
+    for steps in (1, 4):
+        caplog.clear()
+        model = make_model(layers=6)
+        with (
+            caplog.at_level(logging.INFO, logger="tba_offload.session"),
+            tba.attach(model, config) as session,
+        ):
+            train(model, steps=steps)
+            peaks = [record.activation_peak_bytes for record in session.records]
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == (steps > 1)
+    size = r"[\d.]+ [KM]iB"
+    shape = (
+        rf"activation peak {size} \(keep: {size}\), step [\d.]+ x keep as predicted, "
+        rf"{size} written a step: [\d.]+ TB a year at this rate"
+    )
+    assert re.fullmatch(shape, told[0]), told
+    assert readable_size(max(peak for peak in peaks[1:] if peak is not None)) in told[0]
+
+
+def test_no_line_lands_inside_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar is cleared before a line and drawn again after it."""
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    bar = pytest.importorskip("tqdm").tqdm(total=4, file=screen, mininterval=0)
+    with tba.attach(make_model(layers=2), config_for(), status=True) as session:
+        with session.step():
+            pass
+        with pytest.warns(tba.NoEffectWarning, match="^no such thing$"):
+            tba.errors.warn("no such thing", tba.NoEffectWarning)
+    bar.close()
+    for line in re.split(r"\r|\n", screen.getvalue()):
+        assert ("tba-offload: " in line) <= line.startswith("tba-offload: "), screen.getvalue()
+    assert "tba-offload: step 1" in screen.getvalue()
+
+
+# The in-flight window
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_by_default_an_eighth_of_what_is_saved_at_a_time_is_in_flight(micro_batches: int) -> None:
+    """From the second step on, and at least the largest storage."""
+    model = make_model(layers=8)
+    config = tba.OffloadConfig(min_tensor_bytes=KIB, store=tba.StoreConfig(kind="host"))
+    with tba.attach(model, config) as session, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert session.plan.window == 256 * MIB
+        train(model, steps=3, micro_batches=micro_batches)
+        first, *others = session.records
+    saved = (first.offloaded_bytes + first.forwarded_bytes) // micro_batches
+    assert session.plan.window == pytest.approx(saved / 8, rel=0.01)
+    assert first.in_flight_peak_bytes > saved / 2
+    assert all(record.in_flight_peak_bytes <= session.plan.window for record in others)
+
+
+def test_a_larger_step_widens_the_window_again() -> None:
+    model = make_model(layers=8)
+    config = tba.OffloadConfig(min_tensor_bytes=KIB, store=tba.StoreConfig(kind="host"))
+    with tba.attach(model, config) as session:
+        windows = []
+        for batch in (2, 8, 4):
+            loss_of(model, make_tokens(0, batch)).backward()
+            torch.optim.SGD(model.parameters(), lr=1e-3).step()
+            model.zero_grad()
+            windows.append((session.records and session.plan.window) or 0)
+    assert windows[1] == windows[2] == pytest.approx(4 * windows[0], rel=0.01)

@@ -55,17 +55,17 @@ def test_a_step_has_a_record(model: Model) -> None:
 
 def test_report_lists_the_steps_that_ended(model: Model) -> None:
     with session_for(model) as session:
-        assert session.report() == []
+        assert session.records == []
         assert session.last is None
         first = one_step(session, model)
         with pytest.raises(ZeroDivisionError), session.step() as failed:
             raise ZeroDivisionError
         second = one_step(session, model)
         assert failed.record is None
-        assert session.report() == [first, second]
+        assert session.records == [first, second]
         assert session.last == second
-        assert [record.step for record in session.report()] == [1, 2]
-    assert session.report() == [first, second]
+        assert [record.step for record in session.records] == [1, 2]
+    assert session.records == [first, second]
 
 
 def test_the_run_log_holds_every_step(model: Model, tmp_path: Path) -> None:
@@ -74,11 +74,11 @@ def test_the_run_log_holds_every_step(model: Model, tmp_path: Path) -> None:
     with tba.attach(model, config, run_log=path, model_info={"name": "small"}) as session:
         train(model, session, steps=2)
         log = read_run_log(path)  # while it is being written
-        assert list(log.steps) == session.report()
+        assert list(log.steps) == session.records
         one_step(session, model)
     log = read_run_log(path)
     assert not log.truncated
-    assert list(log.steps) == session.report()
+    assert list(log.steps) == session.records
     assert len(log.steps) == 3
     assert log.header.strategy == "mixed"
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -137,7 +137,7 @@ def test_apply_refuses_what_it_cannot_change(model: Model, name: str, changed: d
     with session_for(model) as session:
         with pytest.raises(tba.ConfigError, match=f"{name} cannot change while a session is open"):
             session.apply(config_for(default="keep", **changed))
-        assert one_step(session, model).offloaded_bytes + session.report()[-1].forwarded_bytes
+        assert one_step(session, model).offloaded_bytes + session.records[-1].forwarded_bytes
 
 
 def test_apply_and_close_are_refused_inside_a_step(model: Model) -> None:
@@ -163,7 +163,7 @@ def test_steps_do_not_nest(model: Model) -> None:
             with pytest.raises(tba.SessionError, match="another step"), session.step():
                 raise AssertionError("unreachable")
             loss_of(model, make_tokens(0)).backward()
-        assert len(session.report()) == 1
+        assert len(session.records) == 1
 
 
 def test_a_closed_session_refuses_to_work(model: Model) -> None:

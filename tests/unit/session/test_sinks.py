@@ -53,14 +53,14 @@ def test_each_step_comes_once_and_in_order_to_all(tmp_path: Path) -> None:
     model, both = make_model(layers=2), [one.append, other.append]
     with tba.attach(model, config_for(), on_step=both, run_log=log) as session:
         train(model, steps=3)
-    assert one == other == session.report() == list(read_run_log(log).steps)
+    assert one == other == session.records == list(read_run_log(log).steps)
     assert [record.step for record in one] == [1, 2, 3]
 
 
 def test_what_cannot_be_called_is_refused() -> None:
-    with pytest.raises(tba.ConfigError, match=r"on_step is 'steps\.csv': give a function"):
+    with pytest.raises(tba.ConfigError, match=r"on_step is 'steps\.csv'\. Give a function"):
         tba.attach(make_model(layers=2), config_for(), on_step=["steps.csv"])
-    with pytest.raises(tba.ConfigError, match=r"on_step is 3: give a function"):
+    with pytest.raises(tba.ConfigError, match=r"on_step is 3\. Give a function"):
         tba.attach(make_model(layers=2), config_for(), on_step=3)  # type: ignore[arg-type]
 
 

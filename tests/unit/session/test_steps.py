@@ -51,8 +51,8 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0
 
 def scopes_of(session: tba.Session) -> list[int]:
     """Runs of layers in each step, of which none was skipped."""
-    assert not any(record.skipped for record in session.report())
-    return [record.scopes or 0 for record in session.report()]
+    assert not any(record.skipped for record in session.records)
+    return [record.scopes or 0 for record in session.records]
 
 
 # The loops that people write
@@ -65,9 +65,9 @@ def test_attaching_is_enough(model: Model) -> None:
         for number in range(3):
             one_step(plain, theirs, number)
             one_step(model, ours, number)
-            assert len(session.report()) == number + 1
+            assert len(session.records) == number + 1
     assert scopes_of(session) == [LAYERS] * 3
-    assert all(record.in_flight_peak_bytes for record in session.report())
+    assert all(record.in_flight_peak_bytes for record in session.records)
     assert_same_tensors(model.parameters(), plain.parameters())
 
 
@@ -127,9 +127,9 @@ def test_a_step_ends_with_the_last_of_two_optimizers(model: Model) -> None:
         for count in range(1, 3):
             micro_batch(model)
             optimizers[0].step()
-            assert len(session.report()) == count - 1
+            assert len(session.records) == count - 1
             optimizers[1].step()
-            assert len(session.report()) == count
+            assert len(session.records) == count
             model.zero_grad()
         assert scopes_of(session) == [LAYERS] * 2
 
@@ -141,7 +141,7 @@ def test_an_optimizer_of_something_else_ends_no_step(model: Model) -> None:
         micro_batch(model)
         other(torch.ones(2)).sum().backward()
         stranger.step()
-        assert session.report() == []
+        assert session.records == []
         one_step(model, adam(model))
         assert scopes_of(session) == [2 * LAYERS]
 
@@ -161,10 +161,10 @@ def test_an_optimizer_that_calls_a_closure(model: Model) -> None:
         for number in range(2):
             runs.append(0)
             optimizer.step(closure)
-            assert len(session.report()) == number + 1
+            assert len(session.records) == number + 1
         assert runs[0] > 1
         assert scopes_of(session) == [count * LAYERS for count in runs]
-        assert all(record.optimizer_seconds is not None for record in session.report())
+        assert all(record.optimizer_seconds is not None for record in session.records)
 
 
 def test_optimizers_that_step_within_backward(model: Model) -> None:
@@ -180,7 +180,7 @@ def test_optimizers_that_step_within_backward(model: Model) -> None:
         for number in range(3):
             micro_batch(model, number)
         assert scopes_of(session) == [LAYERS] * 3
-        for record in session.report():
+        for record in session.records:
             assert record.optimizer_seconds is not None
             assert 0 < record.optimizer_seconds < record.seconds + record.optimizer_seconds
 
@@ -199,7 +199,7 @@ def test_a_step_that_a_gradient_scaler_skips(model: Model, *, skipped: int, set_
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=set_to_none)
-    found = [(record.scopes, record.skipped) for record in session.report()]
+    found = [(record.scopes, record.skipped) for record in session.records]
     assert found == [(LAYERS, number == skipped) for number in range(4)]
 
 
@@ -285,7 +285,7 @@ def test_where_no_update_is_ever_seen_steps_have_to_be_told(model: Model, taken_
             train(number)
         with pytest.warns(tba.NoEffectWarning, match="no optimizer of the model's parameters was seen"):
             train()
-        found = session.report()
+        found = session.records
         assert [(record.scopes, record.skipped) for record in found] == [(128 * LAYERS, True)]
         with session.step() as step:
             train()
@@ -356,7 +356,7 @@ def test_the_time_of_optimizers_is_told_apart(model: Model, way: str) -> None:
                 if way != "explicit":
                     optimizer.step()
             optimizer.zero_grad()
-    first, second = session.report()
+    first, second = session.records
     if "outside" in way:  # the next step tells it
         assert first.optimizer_seconds is None
     else:
@@ -380,7 +380,7 @@ def test_gradients_and_states_are_no_activations(*, explicit: bool) -> None:
                     loss_of(wide, make_tokens(0)[:1, :9]).backward()
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=set_to_none)
-            return session.report()
+            return session.records
 
     nbytes = sum(parameter.nbytes for parameter in make_model(layers=6).parameters())
     none, zeros = trained(set_to_none=True), trained(set_to_none=False)
@@ -409,18 +409,18 @@ def test_a_step_of_another_thread_is_left_to_it(model: Model) -> None:
             training = thread.submit(one_step, other, theirs)
             assert working.wait(PATIENCE)
             one_step(model, adam(model))
-            assert two.report() == []
+            assert two.records == []
             done.set()
             training.result(PATIENCE)
         one_step(model, adam(model))  # that thread is no more, so that its step is over
         for session in (one, two):
-            assert scopes_of(session) == [LAYERS] * len(session.report())
-        assert len(two.report()) == 1
+            assert scopes_of(session) == [LAYERS] * len(session.records)
+        assert len(two.records) == 1
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 1.5, True, "many"])
 def test_tokens_that_cannot_be(model: Model, tokens: Any) -> None:
-    with pytest.raises(tba.ConfigError, match=r"tokens is .* give the tokens of one micro-batch"):
+    with pytest.raises(tba.ConfigError, match=r"tokens is .* Give the tokens of one micro-batch"):
         tba.attach(model, config_for(), tokens=tokens)
     tba.attach(model, config_for()).close()  # nothing was left behind
 
@@ -470,7 +470,7 @@ def test_a_failed_write_is_raised_before_the_weights_change(model: Model) -> Non
         drive.writes.recover()
         optimizer.zero_grad()
         one_step(model, optimizer)
-        assert len(session.report()) == 1
+        assert len(session.records) == 1
 
 
 def test_a_forward_that_fails_outside_of_layers_ends_its_step(model: Model) -> None:
@@ -485,7 +485,7 @@ def test_a_forward_that_fails_outside_of_layers_ends_its_step(model: Model) -> N
             micro_batch(model)
         handle.remove()
         one_step(model, optimizer)
-        assert [step.scopes for step in session.report()] == [LAYERS]
+        assert [step.scopes for step in session.records] == [LAYERS]
         assert caught.value.__traceback__ is not None  # which keeps the graph of that forward alive
 
 

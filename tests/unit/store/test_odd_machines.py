@@ -91,7 +91,7 @@ def test_checkpoints_are_saved_to_the_disk_of_the_activations(disk: Callable[[in
             step(session, model, 3000)
             torch.save(model.state_dict(), place / "checkpoint.pt")
             assert free(place) > before - 2 * (place / "checkpoint.pt").stat().st_size - MIB
-    assert session.report()[-1].fallback_kept_bytes > 0
+    assert session.records[-1].fallback_kept_bytes > 0
 
 
 def test_room_that_no_step_needs_any_more_is_given_back(disk: Callable[[int], Path]) -> None:
@@ -101,7 +101,7 @@ def test_room_that_no_step_needs_any_more_is_given_back(disk: Callable[[int], Pa
         for rows in (6000, *5 * [600]):
             step(session, model, rows)
             left.append(before - free(place))
-    assert session.report()[0].offloaded_bytes > 32 * MIB
+    assert session.records[0].offloaded_bytes > 32 * MIB
     assert left[0] > 32 * MIB
     assert left[-1] < left[0] / 4
 
@@ -145,4 +145,4 @@ def test_a_server_may_give_all_files_another_owner(tmp_path: Path, monkeypatch: 
     model = blocks()
     with tba.attach(model, offloading(tmp_path)) as session:
         step(session, model, 3000)
-    assert session.report()[-1].read_bytes > 0
+    assert session.records[-1].read_bytes > 0

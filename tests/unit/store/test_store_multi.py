@@ -203,7 +203,7 @@ def test_training_goes_on_with_the_other_drive_when_one_refuses_writes() -> None
     with session_for(model, store=store, in_flight=16 * KIB) as session:
         with pytest.warns(RuntimeWarning, match="/mnt/b") as told:
             found = train(model, session, steps=5, before_step=before)
-        report = session.report()
+        report = session.records
         assert_all_given_back(session)
     assert len([each for each in told if issubclass(each.category, RuntimeWarning)]) == 1
     assert_same_history(found, expected)
@@ -430,7 +430,7 @@ def test_training_goes_on_while_the_drive_stands_still() -> None:
 
     with attached(model, drive, in_flight=400 * KIB) as session:
         found = train(model, session, steps=3, micro_batches=2, before_step=before)
-        first = session.report()[0]
+        first = session.records[0]
         assert_all_given_back(session)
     assert_same_history(found, expected)
     assert first.in_flight_peak_bytes <= 400 * KIB
@@ -451,7 +451,7 @@ def test_a_drive_that_is_full_leaves_the_next_writes_to_host_memory() -> None:
         with attached(model, drive, host=host, in_flight=400 * KIB, on_full="keep") as session:
             with pytest.warns(UserWarning, match="the store is full"):
                 assert_same_history(train(model, session, steps=2), expected)
-            first, last = session.report()
+            first, last = session.records
             assert first.fallback_kept_bytes > 0 < first.offloaded_bytes
             assert (last.fallback_kept_bytes > 0) is (host == 64 * KIB)
             assert_all_given_back(session)

@@ -82,7 +82,7 @@ def test_a_session_trains_through_it(opened: list[Shelf], tmp_path: Path) -> Non
     with tba.attach(model, policy, measure_memory=False) as session:
         assert_same_history(train(model, session), expected)
         assert session.store.kind == "shelf"
-        assert session.report()[-1].offloaded_bytes > 0
+        assert session.records[-1].offloaded_bytes > 0
         assert_all_given_back(session)
     assert [store.capacity for store in opened] == [64 * MIB]
 
@@ -96,7 +96,7 @@ def test_a_read_that_fails_with_an_error_of_the_system_is_made_again(
         opened[0].failures["read"].append(failure)
         assert_same_history(train(model, session), expected)
         assert not opened[0].failures["read"]
-        assert session.report()[-1].fallback_kept_bytes == 0
+        assert session.records[-1].fallback_kept_bytes == 0
         assert_all_given_back(session)
 
 
