@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from tba_offload.config.policy import LayerId, Layers
 
 
-MOST_IN_FLIGHT, IN_FLIGHT_PART = 256 * 2**20, 8
-"""Largest default of the in-flight window in bytes, and the part of the saved bytes that it is."""
+MOST_IN_FLIGHT = 256 * 2**20
+"""Largest default size of the in-flight window in bytes."""
 
 
 @settings("budget")
@@ -70,8 +70,7 @@ class BudgetConfig:
         """
         in_flight = self.in_flight_bytes
         if in_flight is None:
-            part = min(saved // IN_FLIGHT_PART, MOST_IN_FLIGHT) if saved else MOST_IN_FLIGHT
-            in_flight = max(part, largest)
+            in_flight = max(min(saved // 8, MOST_IN_FLIGHT) if saved else MOST_IN_FLIGHT, largest)
         return min((limit for limit in (self.activation_bytes, in_flight) if limit), default=None)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tba_offload.attachment import attach
 from tba_offload.config import read_config
 from tba_offload.formatting import significant
-from tba_offload.report.log import PREFIX
+from tba_offload.report.log import curves_of
 
 if TYPE_CHECKING:
     import os
@@ -114,10 +114,6 @@ class Training:
         last = self.session.last if self.session is not None else None
         if last is None or last.step == self._reported:
             return {}
-        self._reported, peak = last.step, last.activation_peak_bytes
-        figures = {
-            "activation_peak_gib": None if peak is None else peak / 2**30,
-            "stall_seconds": last.stall_seconds,
-        }
-        known = ((name, value) for name, value in figures.items() if value is not None)
-        return {f"{PREFIX}{name}": float(significant(value)) for name, value in known}
+        self._reported = last.step
+        figures = curves_of(last, ("activation_peak_gib", "stall_seconds"))
+        return {name: float(significant(value)) for name, value in figures.items()}

@@ -244,6 +244,11 @@ class StepRecord:
         return describe_step(self)
 
     @property
+    def activation_peak_gib(self) -> float | None:
+        """Activation peak in GiB; None if it was not measured."""
+        return None if self.activation_peak_bytes is None else self.activation_peak_bytes / 2**30
+
+    @property
     def seconds_with_update(self) -> float:
         """The sum of ``seconds`` and ``optimizer_seconds``."""
         return self.seconds + (self.optimizer_seconds or 0.0)

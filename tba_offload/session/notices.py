@@ -10,7 +10,6 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from tba_offload.config import IN_FLIGHT_PART, format_size
 from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn, without_bars
 from tba_offload.formatting import readable_size
 from tba_offload.layers.graph import first_differentiable
@@ -56,7 +55,7 @@ _MESSAGES = {
     "nothing left": "budget.device_bytes of {} leaves nothing for activations: other memory on the device takes "
     "{}. Offload optimizer states (states:) or frozen weights (weights:), or raise budget.device_bytes",
     "window": "offloading frees little here: the layers save {} in a step, and budget.in_flight_bytes lets "
-    "{} of it stay in memory at a time. With in_flight_bytes: {} most of it leaves memory",
+    "{} of it stay in memory at a time. Remove budget.in_flight_bytes: by default an eighth is in flight",
 }
 OTHER_RANKS = (
     "the planner recomputes no layer, because other ranks may run the same layers and would have to recompute "
@@ -173,15 +172,12 @@ def warn_after(session: Session, record: StepRecord) -> None:
     if (share := budget.share) is not None and share.left <= 0:
         held = readable_size(share.base_bytes + share.gradient_bytes)
         notices.warn_once("nothing left", readable_size(share.device_bytes), held, category=RuntimeWarning)
-    in_flight = session.config.budget.in_flight_bytes
-    if number > EARLY or not in_flight:
+    if number > EARLY or not session.config.budget.in_flight_bytes:
         return
     window, saved = budget.limits.window, sum(activation.nbytes for activation in trace.activations)
     is_offload = Placement.OFFLOAD in session.plan.placements and not session.planning.chosen
     if is_offload and window is not None and window > saved / 2 > 0:
-        unit = 1 << 20 if saved >= 8 << 20 else 1 << 10
-        eighth = format_size(max(saved // IN_FLIGHT_PART // unit, 1) * unit)
-        sizes = readable_size(saved), readable_size(window), eighth
+        sizes = readable_size(saved), readable_size(window)
         notices.warn_once("window", *sizes, category=NothingSavedWarning)
 
 

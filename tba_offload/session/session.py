@@ -378,9 +378,7 @@ class Session:
     @property
     def last(self) -> StepRecord | None:
         """The record of the last finished step; ``None`` before the first one."""
-        self.loop.settle()
-        self.recorder.write()
-        return self.recorder.last
+        return self._settled().last
 
     @property
     def records(self) -> list[StepRecord]:
@@ -389,9 +387,13 @@ class Session:
         Reading the records waits for no device. For steps that the device has not finished, the loss is
         missing if it was set as a tensor, and ``seconds`` is measured by the host's clock.
         """
+        return self._settled().records
+
+    def _settled(self) -> Recorder:
+        """Return the recorder, after a step that is over has ended."""
         self.loop.settle()
         self.recorder.write()
-        return self.recorder.records
+        return self.recorder
 
     def apply(self, config: ConfigLike) -> None:
         """Change the policy between steps: placements, ``min_tensor_bytes``, ``on_full`` and ``on_slow``.
@@ -426,9 +428,7 @@ class Session:
         Raises:
             RunLogError: No step has ended yet.
         """
-        self.loop.settle()
-        self.recorder.write()
-        return Diagnosis.of(self.recorder.log())
+        return Diagnosis.of(self._settled().log())
 
     def close(self) -> None:
         """Restore the model, and close the store and the run log. Further calls do nothing.
