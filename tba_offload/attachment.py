@@ -49,16 +49,16 @@ def attach(
 ) -> Session:
     """Attach offloading to a model.
 
-    Layers are found in Megatron models, and in models with equal blocks in a ``ModuleList``, a
-    ``Sequential`` or a ``ModuleDict`` of numbers, also in stages as in Swin. For other models pass ``layers``.
+    Layers are found in Megatron models, and in models with equal blocks in a ``ModuleList``, a ``Sequential``
+    or a ``ModuleDict`` of numbers, also in stages as in Swin. For other models pass ``layers``.
 
     Args:
         model: The model, wrapped or not, or the list of its chunks in an interleaved pipeline.
         config: ``"fit"``: the planner places each layer so that training fits nine tenths of this device and
-            is as fast as possible. Or a placement for all layers, such as ``"offload"`` or ``"recompute"``; the
-            path of a YAML policy, its text, a dict with its keys, or an :class:`OffloadConfig`.
+            is as fast as possible. Or a placement for all layers, such as ``"offload"`` or ``"recompute"``.
+            Or the path of a YAML policy, its text, a dict with its keys, or an :class:`OffloadConfig`.
         layers: The layers to attach. By default they are found.
-        directories: Directories of the store, instead of those of the policy: one path, or one for each drive.
+        directories: Directories of the store, instead of those of the policy: one path, or one per drive.
         optimizer: An optimizer, or several, whose states are offloaded too, see
             :func:`tba_offload.offload_optimizer`.
         tokens: Tokens of one micro-batch, or a function of the arguments of the model's forward that returns
@@ -73,10 +73,10 @@ def attach(
         measure_memory: Whether to measure the activation peak. This is free on CUDA. On a CPU a thread
             samples memory, which takes part of a core.
         status: Whether to log a line for each step. Plans of ``auto`` and the summary at the end are always
-            logged, by the logger ``tba_offload.session``, or on stderr if the program has no logging handler.
-        on_step: A function, or several, to call with the complete :class:`StepRecord` of each step: at the end
-            of the step on a CPU, mostly during the next step on an accelerator. The classes in
-            :mod:`tba_offload.sinks` write to TensorBoard or W&B. An exception in a function ends the training.
+            logged: by the logger ``tba_offload.session``, or on stderr without a logging handler.
+        on_step: A function, or several, to call with the complete :class:`StepRecord` of each step: at the
+            end of the step on a CPU, mostly during the next step on an accelerator. The classes in
+            :mod:`tba_offload.sinks` write to TensorBoard or W&B. An exception in a function ends training.
         trace_steps: Numbers of the steps, from 1, to record over time, as with ``session.step(trace=True)``.
 
     Returns:

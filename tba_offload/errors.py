@@ -32,7 +32,7 @@ from __future__ import annotations
 import sys
 import warnings
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -192,5 +192,5 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 def without_bars() -> AbstractContextManager[object]:
     """Return a context in which the open progress bars of tqdm are not on the screen."""
-    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     return tqdm.external_write_mode(sys.stderr) if getattr(tqdm, "_instances", None) else nullcontext()

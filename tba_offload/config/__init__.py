@@ -124,8 +124,8 @@ class StoreConfig:
 _ON_CPU, _ON_ACCELERATOR = 64 * 2**20, 256 * 2**20
 """Default bytes of a sub-group of optimizer states.
 
-Each launch on an accelerator has a delay: on an H200 an update takes 1.6 times as long with 64 MiB, and a step
-with ``when: backward`` 1.4 times.
+Each launch on an accelerator has a delay. On an H200 an update takes 1.6 times as long with 64 MiB, and a
+step with ``when: backward`` 1.4 times.
 """
 
 

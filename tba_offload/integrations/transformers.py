@@ -66,7 +66,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         )
 
     def _come_first(self, handler: object) -> None:
-        """Move this callback before those that report to TensorBoard and others, so that they see its figures.
+        """Move this callback before those that report, such as to TensorBoard, so that they see its figures.
 
         A trainer calls its reporting callbacks first. Only the caller of a hook knows the list of callbacks.
         """

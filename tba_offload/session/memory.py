@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 FORWARD, LOSS, BACKWARD, EMBEDDINGS = "forward", "loss", "backward", "embeddings"
 BETWEEN, UPDATE = "between", "update"
-"""``between``: from the end of a backward pass to the next forward or update. ``update``: an optimizer step."""
+"""``between``: from the end of a backward pass to a forward or update. ``update``: an optimizer step."""
 
 _FULLER = 1 + 1 / 64
 """Factor by which a later moment must be fuller to replace an earlier one as the peak of its phase."""

@@ -29,31 +29,31 @@ if TYPE_CHECKING:
     from tba_offload.session.session import Session
 
 _MESSAGES = {
-    "backward outside": "backward runs outside of the step of its forward. Gradients are right, but the figures "
-    "of that step lack this backward. Put both into one `with session.step():`",
+    "backward outside": "backward runs outside of the step of its forward. Gradients are right, but the "
+    "figures of that step lack this backward. Put both into one `with session.step():`",
     "cache": "the model fills a cache of keys and values while it trains, and the cache keeps those of all "
     "layers in memory. Switch it off: use_cache=False, as an argument of the model or in its config",
-    "checkpointing": "gradient checkpointing is switched on in {} of the {} layers, so backward computes these "
-    "layers again, whatever their placement. Switch it off (gradient_checkpointing=False in the arguments of a "
-    "Hugging Face trainer, activation_checkpointing=False in newer releases). To recompute layers, place them "
-    "recompute or recompute-offload",
+    "checkpointing": "gradient checkpointing is switched on in {} of the {} layers, so backward computes "
+    "these layers again, whatever their placement. Switch it off (gradient_checkpointing=False in the "
+    "arguments of a Hugging Face trainer, activation_checkpointing=False in newer releases). To recompute "
+    "layers, place them recompute or recompute-offload",
     "left alone": "{} runs inside saved-tensor hooks or a transform of other code (a checkpoint, "
     "save_on_cpu, torch.func), or only within a backward pass (a loss that caches gradients), so it is "
     "neither offloaded nor recomputed. Remove that code, or place the layer keep",
-    "all frozen": "the model was run to train it, but none of its parameters requires gradients, so layers save "
-    "nothing and nothing is offloaded. Set requires_grad=True for the parameters to train",
+    "all frozen": "the model was run to train it, but none of its parameters requires gradients, so layers "
+    "save nothing and nothing is offloaded. Set requires_grad=True for the parameters to train",
     "no layer": "nothing is offloaded or recomputed: {}, though the model was trained. Close the session, "
     "and attach the layers that train: attach(model, config, layers=[...])",
-    "no update": "backward made gradients {} times, and no optimizer of the model's parameters was seen to update "
-    "them. Call step() of an optimizer of these parameters. If the program updates copies of them, or a gradient "
-    "scaler skips these steps, put each step and its update into one `with session.step():`",
-    "stale": "optimizer.step() was called {} times, but no optimizer of the model's parameters was seen: this "
-    "{} updates other tensors. Create the optimizer from this model's parameters, after the model was moved, "
-    "wrapped or copied. If it updates copies of them, put each step into one `with session.step():`",
+    "no update": "backward made gradients {} times, and no optimizer of the model's parameters was seen to "
+    "update them. Call step() of an optimizer of these parameters. If the program updates copies of them, "
+    "or a gradient scaler skips these steps, put each step and its update into one `with session.step():`",
+    "stale": "optimizer.step() was called {} times, but no optimizer of the model's parameters was seen: "
+    "this {} updates other tensors. Create the optimizer from this model's parameters, after the model was "
+    "moved, wrapped or copied. If it updates copies of them, put each step into one `with session.step():`",
     "full": "the store is full: {} of activations stayed in memory in step {}. Free space in the "
     "store.directories, or set store.capacity. Without it, a twentieth of a disk, at least 1 GiB, stays free",
-    "nothing left": "budget.device_bytes of {} leaves nothing for activations: other memory on the device takes "
-    "{}. Offload optimizer states (states:) or frozen weights (weights:), or raise budget.device_bytes",
+    "nothing left": "budget.device_bytes of {} leaves nothing for activations: other memory on the device "
+    "takes {}. Offload optimizer states (states:) or frozen weights (weights:), or raise budget.device_bytes",
     "window": "offloading frees little here: the layers save {} in a step, and budget.in_flight_bytes lets "
     "{} of it stay in memory at a time. Remove budget.in_flight_bytes: by default an eighth is in flight",
 }

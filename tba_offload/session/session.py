@@ -77,8 +77,8 @@ class World:
         rank: Number of this rank.
         ranks: Number of ranks.
         run: Identifier of the run, in the run logs of all ranks; ``None`` for a single rank.
-        agree: Collective function that takes the proposal of this rank (layer name to placement) and its need,
-            and returns the agreed placement of each layer; ``None`` for a single rank.
+        agree: Collective function that takes the proposal of this rank (layer name to placement) and its
+            need, and returns the agreed placement of each layer; ``None`` for a single rank.
     """
 
     layers: tuple[LayerId, ...]

@@ -88,7 +88,8 @@ def examples(family: str) -> list[dict[str, Tensor]]:
         pictures, labels = torch.randn(count, 3, 56, 56, generator=source), torch.arange(count) % 10
         return [{"pixel_values": each, "labels": label} for each, label in zip(pictures, labels, strict=True)]
     return [
-        {"input_ids": row, "labels": row} for row in torch.randint(3, VOCAB, (count, LENGTH), generator=source)
+        {"input_ids": row, "labels": row}
+        for row in torch.randint(3, VOCAB, (count, LENGTH), generator=source)
     ]
 
 

@@ -54,7 +54,7 @@ def test_numbers_within_a_stack() -> None:
             for match in ("last 0", "last -1", "last 1-2", "9" * 5000)
         ),
         *((match, "is not a layer number or a range") for match in ("encoder:", "encoder:*")),
-        ("3-1", "'3-1' runs backwards, write '1-3'"),
+        ("3-1", "'3-1' runs backwards; write '1-3'"),
         ("a:b:0", "unexpected ':'"),
         (":3", "the stack's name is missing"),
         ("0-3,decoder.layers.5", "unexpected ','"),
