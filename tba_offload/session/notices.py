@@ -58,8 +58,8 @@ _MESSAGES = {
     "{} of it stay in memory at a time. Remove budget.in_flight_bytes: by default an eighth is in flight",
 }
 OTHER_RANKS = (
-    "the planner recomputes no layer, because other ranks may run the same layers and would have to recompute "
-    "them too. To recompute layers on all ranks, place them recompute"
+    "the planner recomputes no layer, because other ranks may run the same layers and would have to recompute"
+    " them too. To recompute layers on all ranks, place them recompute"
 )
 
 logger = logging.getLogger("tba_offload.session")
