@@ -212,7 +212,7 @@ class OffloadConfig:
     """Ceilings in bytes."""
 
     store: StoreConfig = StoreConfig()
-    """The store of offloaded bytes."""
+    """Settings of the store."""
 
     states: StatesConfig | None = None
     """Offloading of the states of the optimizers that ``attach`` is given. None for the defaults."""
