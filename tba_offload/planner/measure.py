@@ -59,10 +59,10 @@ EVIDENCE = 32 << 20
 
 
 _Size = tuple[int, int]
-"""Number of activations that a layer saves, and their bytes. Layers of one kind agree in both."""
+"""Number of activations that a layer saves, and their bytes. Layers of one kind are similar in both."""
 
 RunSize = tuple[int, ...]
-"""Runs of a layer that wait for backward, this run included, then all dimensions of its tensors."""
+"""Size of a run: the number of the layer's runs that wait for backward, then all tensor dimensions."""
 
 
 class SeenBeside(NamedTuple):
@@ -135,7 +135,7 @@ def profile_of(
     times = on_host if seen.on_device is None else seen.on_device()
     index = {key: number for number, key in enumerate(layers)}
     saved, sources = _by_scope(trace.activations), _by_scope(trace.sources)
-    times_of = zip(trace.whole_scopes(), _stretches(times), _stretches(on_host), strict=True)
+    times_of = zip(trace.whole_scopes(), _intervals(times), _intervals(on_host), strict=True)
     runs = [
         _Run(index[scope.key.chunk, scope.key.name], scope, saved[scope.key], sources[scope.key], *own, *host)
         for scope, own, host in times_of
@@ -177,7 +177,7 @@ def _clock(stalls: Sequence[tuple[float, float]]) -> Callable[[float], float]:
     return compute
 
 
-def _stretches(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+def _intervals(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float, float]]]:
     """Return when each scope computed, as (forward, backward). Backward lasts until the next event."""
     clock = _clock(times.stalls)
     begins = [began for scope in times.scopes for began in (scope.forward_began, scope.backward_began)]
@@ -198,16 +198,16 @@ def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tu
     larger of two counts: at its start and at the start of the next slot. A slot gets 0 if gradients were not
     counted.
     """
-    stretches = [(run.forward, run, False) for run in runs] + [(run.backward, run, True) for run in runs]
-    stretches.sort(key=lambda stretch: stretch[0][0])
+    intervals = [(run.forward, run, False) for run in runs] + [(run.backward, run, True) for run in runs]
+    intervals.sort(key=lambda interval: interval[0][0])
     begins = [
         run.scope.backward_gradients if backward else run.scope.forward_gradients
-        for _, run, backward in stretches
+        for _, run, backward in intervals
     ]
     ends = [*begins[1:], most_gradients]
     are_counted = None not in begins and most_gradients is not None
     slots, last = [], began
-    for ((start, end), run, backward), *pair in zip(stretches, begins, ends, strict=True):
+    for ((start, end), run, backward), *pair in zip(intervals, begins, ends, strict=True):
         gradients = max(nbytes or 0 for nbytes in pair) if are_counted else 0
         slots.append(Slot(run.layer, run.scope.key.micro_batch, backward, max(start - last, 0.0), gradients))
         last = end
@@ -333,10 +333,10 @@ def _saved(
 ) -> Saved:
     """Return one activation of similar layers. Values that this step did not measure come from ``known``."""
     pairs = list(zip(runs, column, strict=True))
-    saved_at = statistics.median(_share(clock(each.packed_at), run.host_forward) for run, each in pairs)
+    saved_at = statistics.median(_fraction(clock(each.packed_at), run.host_forward) for run, each in pairs)
     # If an activation is a source for rebuilding others, it may be needed before its own use.
     until = [
-        _share(clock(each.unpacked_at), run.host_backward)
+        _fraction(clock(each.unpacked_at), run.host_backward)
         for run, each in pairs
         if each.unpacked_at is not None and not run.way.rebuilds
     ]
@@ -347,8 +347,8 @@ def _saved(
     return Saved(max(moving, default=0), saved_at, statistics.median(until) if until else used, rebuilt)
 
 
-def _share(when: float, stretch: tuple[float, float]) -> float:
-    began, ended = stretch
+def _fraction(when: float, interval: tuple[float, float]) -> float:
+    began, ended = interval
     return min(max((when - began) / (ended - began), 0.0), 1.0) if ended > began else 0.0
 
 
