@@ -240,7 +240,7 @@ class Clipped(optim.AdamW):
 
 
 def test_an_optimizer_of_a_user_needs_trust_which_is_taken_at_its_word(tmp_path: Path) -> None:
-    with pytest.raises(tba.UnsupportedError, match="whether Clipped updates each parameter by itself"):
+    with pytest.raises(tba.UnsupportedError, match="whether Clipped updates each parameter independently"):
         tba.offload_optimizer(Training(Clipped).optimizer, policy(tmp_path))
     with offloaded(Clipped, tmp_path, trust=True) as (found, expected, _):
         train(found, expected, 0, 1, 2)
