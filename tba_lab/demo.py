@@ -34,7 +34,7 @@ from tba_offload.files import write_regular
 from tba_offload.formatting import readable_size
 from tba_offload.report.log import counted_steps, read_run_log
 from tba_offload.report.rok import draw, points, require_matplotlib
-from tba_offload.report.text import Table
+from tba_offload.report.text import Table, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "gpu": {"layers": 12, "hidden": 2048, "sequence": 1024, "steps": 20, "batch_sizes": (2, 3)},
-    "bf16": {"layers": 8, "hidden": 512, "sequence": 128, "steps": 8, "batch_sizes": (16, 32)},
+    "bf16": {"layers": 8, "hidden": 512, "sequence": 128, "steps": 8, "batch_sizes": (32, 64)},
     "fp32": {"layers": 8, "hidden": 384, "sequence": 128, "steps": 8, "batch_sizes": (16, 32)},
 }
 """Defaults for a GPU, and for a CPU by its faster dtype. On a CPU, activations are most of the process."""
@@ -56,6 +56,7 @@ STATES = {
     "auto": tba.StatesConfig(default="auto"),
     "backward": tba.StatesConfig(when="backward"),
 }
+_WHOLE = {"cpu": "resident", "cuda": "device"}  # the peak that includes all memory, by type of device
 WINDOW = 32 / 3
 """The default in-flight window, in hidden states of a micro-batch. A layer saves about 25 of them."""
 
@@ -130,7 +131,11 @@ def run_on_console(*, as_json: bool, time_limit: float, **options: Any) -> None:
     job = job_of(say, options)
     say(str(job))
     summary = run_demo(job, say, time_limit=60 * time_limit)
-    click.echo(json.dumps(summary, indent=2) if as_json else text_of(summary, job))
+    if as_json:
+        click.echo(json.dumps(summary, indent=2))
+    else:
+        show(*comparison(summary, job))
+        click.echo("\n".join(["", *_bars(summary, job), "", *_next_steps(job.output)]))
     if not (summary["identical_losses"] and summary["identical_parameters"]):
         raise TbaError("the strategies trained different bits, which is a bug. Please report it")
 
@@ -352,10 +357,10 @@ def summarize(
     }
 
 
-def text_of(summary: Mapping[str, Any], job: Job) -> str:
-    """Return the table, the comparisons, the memory of the largest batch as bars, and the next commands."""
-    on_cpu = training_device().type == "cpu"
-    peaks = ["activation", *["resident"] * on_cpu, *["device"] * (not on_cpu or job.states is not None)]
+def comparison(summary: Mapping[str, Any], job: Job) -> list[Table | str]:
+    """Return the table of all strategies, and sentences that compare them."""
+    whole = _WHOLE[training_device().type]
+    peaks = ["activation", *["device"] * (bool(job.states) and whole != "device"), whole]
     figures = ("step s", "tokens/s", "written MiB", "stall s", "last loss")
     heads = ("batch", "strategy", *(f"{what} peak MiB" for what in peaks), *figures)
     rows, lines = [], []
@@ -379,17 +384,13 @@ def text_of(summary: Mapping[str, Any], job: Job) -> str:
     for what in ("losses", "parameters"):
         same = "identical to the last bit" if summary[f"identical_{what}"] else "DIFFERENT"
         lines.append(f"{what} of the {len(job.strategies)} strategies over {job.steps} steps: {same}")
-    console = Console(width=None if Console().is_terminal else 150)
-    with console.capture() as capture:
-        console.print(Table(heads, rows, right=heads[:1] + heads[2:]))
-    bars = _bars(group, peaks[-1])
-    return "\n".join([capture.get(), *lines, "", *bars, "", *_next_steps(job.output)])
+    return [Table(heads, rows, right=heads[:1] + heads[2:]), *lines]
 
 
-def _bars(group: Mapping[str, Any], what: str) -> Iterator[str]:
-    found = {name: each[f"{what}_peak_bytes"] for name, each in group.items()}
-    owner = "whole process (resident peak)" if what == "resident" else "device (device peak)"
-    yield f"Memory of the {owner} at the largest batch size:"
+def _bars(summary: Mapping[str, Any], job: Job) -> Iterator[str]:
+    what, size = _WHOLE[training_device().type], str(job.sizes[-1])
+    found = {name: each[f"{what}_peak_bytes"] for name, each in summary["batch_sizes"][size].items()}
+    yield f"Memory of the whole {'process' if what == 'resident' else what} at batch size {size}:"
     for name, nbytes in found.items():
         yield f"  {name:10}{'=' * round(50 * nbytes / max(found.values()))} {readable_size(nbytes)}"
 
@@ -398,6 +399,6 @@ def _next_steps(output: Path) -> Iterator[str]:
     yield f"Picture: {output / 'rok.png'}. Figures: {output / 'summary.json'}."
     beside = os.path.relpath(Path(sys.executable).with_name("tba-offload"))
     program = "tba-offload" if shutil.which("tba-offload") else beside
-    yield "Next, see where the memory is, and check your drive:"
+    yield "Next: write a page on these runs, and measure your drive:"
     yield f"  {program} report {output}/*.jsonl -o {output}/report.html"
     yield f"  {program} doctor --bench {output}"

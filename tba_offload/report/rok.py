@@ -201,7 +201,9 @@ def table(points: Sequence[RokPoint]) -> Table:
     columns: dict[str, Callable[[RokPoint], str]] = {
         "Strategy": lambda each: each.strategy,
         "Batch": lambda each: "?" if each.batch_size is None else str(each.batch_size),
-        f"Peak {peak_unit}": lambda each: significant(each.peak_bytes / peak_size),
+        f"{points[0].peak_name.capitalize()} {peak_unit}": lambda each: significant(
+            each.peak_bytes / peak_size
+        ),
         speed_unit: lambda each: significant(each.throughput / speed_size),
         "Step s": lambda each: significant(each.step_seconds),
         "Pareto": lambda each: "*" if each in winners else "",
@@ -211,8 +213,8 @@ def table(points: Sequence[RokPoint]) -> Table:
     rows = [[cell(each) for cell in columns.values()] for line in lines(points).values() for each in line]
     sources = " / ".join(dict.fromkeys(each.peak_source or "not stated" for each in points))
     caption = (
-        f"Peak: the largest {points[0].peak_name} of the counted steps, measured by {sources}. Step: their "
-        "median time with the update. Throughput: FLOPs or tokens over this time, without recomputation."
+        f"Peak: the largest of the counted steps, measured by {sources}. Step: their median time with the "
+        "update. Throughput: FLOPs or tokens over this time, without recomputation."
     )
     return Table(list(columns), rows, right=columns.keys() - {"Strategy", "Run"}, caption=caption)
 
@@ -392,9 +394,11 @@ def draw(points: Sequence[RokPoint], path: str | os.PathLike[str]) -> None:
 def rok_figure(points: Sequence[RokPoint]) -> Figure:
     """Return the curve as a figure. Call this function inside :func:`drawing`."""
     from matplotlib.figure import Figure
+    from matplotlib.patheffects import withStroke
 
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     axes = figure.add_subplot()
+    readable: dict[str, Any] = {"path_effects": [withStroke(linewidth=3, foreground="white")], "zorder": 5}
     (x_unit, x_size), (y_unit, y_size) = _scales(points)
     grouped = lines(points)
     for strategy, line in grouped.items():
@@ -403,7 +407,8 @@ def rok_figure(points: Sequence[RokPoint]) -> Figure:
         axes.plot(*zip(*places, strict=True), dashes, marker=marker, color=colour, label=short(strategy))
         for each, place in zip(line, places, strict=True):
             if each.batch_size is not None:
-                axes.annotate(str(each.batch_size), place, (8, -9), textcoords="offset points", color=colour)
+                number, beside = str(each.batch_size), {"xytext": (8, -9), "textcoords": "offset points"}
+                axes.annotate(number, place, color=colour, **beside, **readable)
     best = [(each.peak_bytes / x_size, each.throughput / y_size) for each in pareto(points)]
     axes.step(*zip(*best, strict=True), where="post", color="#b8b8b8", linestyle="--", zorder=1)
     axes.plot(*zip(*best, strict=True), zorder=4, label="Pareto set", **RING)

@@ -268,14 +268,16 @@ def _draw_memory(axes: Axes, timeline: TimelineEvent, largest: float) -> None:
     seconds, live = [point.seconds for point in points], [point.live / size for point in points]
     parts = {name: [part(point) / size for point in points] for name, (_, part) in _PARTS.items()}
     known = [sum(column) for column in zip(*parts.values(), strict=True)]
-    parts["other memory"] = [max(whole - part, 0) for whole, part in zip(live, known, strict=True)]
+    parts["working memory and other"] = [
+        max(whole - part, 0) for whole, part in zip(live, known, strict=True)
+    ]
     colours = [*(colour for colour, _ in _PARTS.values()), GREY]
     axes.stackplot(seconds, *parts.values(), labels=list(parts), colors=colours, alpha=0.75, linewidth=0)
-    axes.plot(seconds, live, color=INK, linewidth=1.1, label=f"all memory: peak {readable_size(peak)}")
+    axes.plot(seconds, live, color=INK, linewidth=1.1, label=f"activation peak {readable_size(peak)}")
     if timeline.budget is not None and timeline.budget <= largest:
         label = f"budget {readable_size(timeline.budget)}"
         axes.axhline(timeline.budget / size, color=INK, linestyle="--", label=label)
-    finish(axes, f"memory ({unit})")
+    finish(axes, f"activations ({unit})")
     axes.set_ylim(0, 1.1 * largest / size)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), fontsize="small", ncols=2)
 

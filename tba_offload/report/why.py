@@ -330,7 +330,7 @@ def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:
 def _checkpointing(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     alone, runs = seen.step.left_alone_scopes, max(seen.step.scopes, seen.step.left_alone_scopes, 1)
     what = f"{alone} of {runs} layer runs are inside the framework's checkpointing, which keeps layer inputs"
-    change = "disable it (gradient_checkpointing=False) and place the layers recompute-offload"
+    change = "disable it (gradient_checkpointing=False) and set the placement to recompute-offload"
     yield "framework checkpointing", lambda phase: phase.of("kept") * alone // runs, what, change
 
 
@@ -414,7 +414,7 @@ def _change_of_plan(seen: Evidence, names: list[str], better: str) -> str:
     """Return the change that gives layers another placement: in the policy, or in the planner's budget."""
     entries, budget = [seen.log.header.plan.get(name) for name in names], seen.step.activation_budget_bytes
     if not all(isinstance(entry, dict) and entry.get("placement") == "auto" for entry in entries):
-        return f"place them {better}"
+        return f"set their placement to {better}"
     than = "" if budget is None else f" below {readable_size(budget)}"
     return f"the planner chose their placement, so set budget.activation_bytes{than}"
 
@@ -479,8 +479,9 @@ def _model(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
     elif not any(update.get("in_backward") for update in updates):
         change = f"free them during backward: states.when: backward, {setting}"
         yield "gradients", lambda p: p.of("gradients") - max(slots - p.of("states"), 0), what, change
-    works = readable_size(seen.most("running", "update"))
-    what = f"optimizer states take {readable_size(states)}, and an update needs {works} of working memory"
+    works = seen.most("running", "update")
+    beside = f", and an update needs {readable_size(works)} of working memory" if works else ""
+    what = f"optimizer states take {readable_size(states)}{beside}"
     change = f"use smaller sub-groups: {setting}" if updates else f"offload the states: {setting}"
     yield "optimizer states", of_states, what, change
     spare = memory.frozen_weights - 2 * memory.frozen_weights // max(len(memory.names), 2)  # two layers stay
