@@ -116,11 +116,9 @@ class Job:
         )
 
     def __str__(self) -> str:
-        shape = self.shape
-        return (
-            f"GPT, {shape.layers} layers, hidden {shape.hidden}, sequence {shape.sequence}, {shape.dtype}, "
-            f"batch {' and '.join(map(str, self.sizes))}: {self.steps} steps of {', '.join(self.strategies)}"
-        )
+        shape, sizes = self.shape, " and ".join(map(str, self.sizes))
+        model = f"{shape.layers} layers, hidden {shape.hidden}, sequence {shape.sequence}, {shape.dtype}"
+        return f"GPT, {model}, batch {sizes}: {self.steps} steps of {', '.join(self.strategies)}"
 
 
 def run_on_console(*, as_json: bool, time_limit: float, **options: Any) -> None:
@@ -361,15 +359,15 @@ def comparison(summary: Mapping[str, Any], job: Job) -> list[Table | str]:
     """Return the table of all strategies, and sentences that compare them."""
     whole = _WHOLE[training_device().type]
     peaks = ["activation", *["device"] * (bool(job.states) and whole != "device"), whole]
-    figures = ("step s", "tokens/s", "written MiB", "stall s", "last loss")
+    figures = ("written MiB", "step s", "stall s", "tokens/s", "last loss")
     heads = ("batch", "strategy", *(f"{what} peak MiB" for what in peaks), *figures)
+    sizes = [*(f"{what}_peak_bytes" for what in peaks), "offloaded_bytes"]
     rows, lines = [], []
     for size, group in summary["batch_sizes"].items():
         for name, each in group.items():
-            memory = [f"{each[f'{what}_peak_bytes'] / 2**20:.0f}" for what in peaks]
-            speed = f"{each['step_seconds_median']:.3f}", f"{each['tokens_per_second']:.0f}"
-            drive = f"{each['offloaded_bytes'] / 2**20:.0f}", f"{each['stall_seconds_median']:.3f}"
-            rows.append((size, name, *memory, *speed, *drive, f"{each['losses'][-1]:.6f}"))
+            row = [f"{each[nbytes] / 2**20:.0f}" for nbytes in sizes]
+            row += [f"{each[f'{what}_seconds_median']:.3f}" for what in ("step", "stall")]
+            rows.append((size, name, *row, f"{each['tokens_per_second']:.0f}", f"{each['losses'][-1]:.6f}"))
         for name in job.strategies[2:]:
             for other in ("keep", "recompute"):
                 ratio = summary["ratios"][size][f"{name}_over_{other}"]
@@ -379,8 +377,8 @@ def comparison(summary: Mapping[str, Any], job: Job) -> list[Table | str]:
                 )
         for what, nbytes in summary["budgets"][size].items():
             peak = group[job.budgeted][what.replace("bytes", "peak_bytes")]
-            result = "within" if peak <= nbytes else "OVER"
-            lines.append(f"{what} {format_size(nbytes)}: {job.budgeted} is {result}, {readable_size(peak)}")
+            result = f"{'within' if peak <= nbytes else 'OVER'} {what} {format_size(nbytes)}"
+            lines.append(f"batch size {size}: {job.budgeted} is {result}, at {readable_size(peak)}")
     for what in ("losses", "parameters"):
         same = "identical to the last bit" if summary[f"identical_{what}"] else "DIFFERENT"
         lines.append(f"{what} of the {len(job.strategies)} strategies over {job.steps} steps: {same}")

@@ -197,13 +197,11 @@ def table(points: Sequence[RokPoint]) -> Table:
         points: At least one point.
     """
     winners = pareto(points)
-    (peak_unit, peak_size), (speed_unit, speed_size) = _scales(points)
+    (peak_unit, size), (speed_unit, speed_size) = _scales(points)
     columns: dict[str, Callable[[RokPoint], str]] = {
         "Strategy": lambda each: each.strategy,
         "Batch": lambda each: "?" if each.batch_size is None else str(each.batch_size),
-        f"{points[0].peak_name.capitalize()} {peak_unit}": lambda each: significant(
-            each.peak_bytes / peak_size
-        ),
+        f"{points[0].peak_name.capitalize()} {peak_unit}": lambda each: significant(each.peak_bytes / size),
         speed_unit: lambda each: significant(each.throughput / speed_size),
         "Step s": lambda each: significant(each.step_seconds),
         "Pareto": lambda each: "*" if each in winners else "",

@@ -268,9 +268,7 @@ def _draw_memory(axes: Axes, timeline: TimelineEvent, largest: float) -> None:
     seconds, live = [point.seconds for point in points], [point.live / size for point in points]
     parts = {name: [part(point) / size for point in points] for name, (_, part) in _PARTS.items()}
     known = [sum(column) for column in zip(*parts.values(), strict=True)]
-    parts["working memory and other"] = [
-        max(whole - part, 0) for whole, part in zip(live, known, strict=True)
-    ]
+    parts["working memory"] = [max(whole - part, 0) for whole, part in zip(live, known, strict=True)]
     colours = [*(colour for colour, _ in _PARTS.values()), GREY]
     axes.stackplot(seconds, *parts.values(), labels=list(parts), colors=colours, alpha=0.75, linewidth=0)
     axes.plot(seconds, live, color=INK, linewidth=1.1, label=f"activation peak {readable_size(peak)}")
