@@ -396,7 +396,8 @@ def rok_figure(points: Sequence[RokPoint]) -> Figure:
 
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    readable: dict[str, Any] = {"path_effects": [withStroke(linewidth=3, foreground="white")], "zorder": 5}
+    beside: dict[str, Any] = {"xytext": (8, -9), "textcoords": "offset points"}
+    beside["path_effects"] = [withStroke(linewidth=3, foreground="white")]  # lines may cross a number
     (x_unit, x_size), (y_unit, y_size) = _scales(points)
     grouped = lines(points)
     for strategy, line in grouped.items():
@@ -405,8 +406,7 @@ def rok_figure(points: Sequence[RokPoint]) -> Figure:
         axes.plot(*zip(*places, strict=True), dashes, marker=marker, color=colour, label=short(strategy))
         for each, place in zip(line, places, strict=True):
             if each.batch_size is not None:
-                number, beside = str(each.batch_size), {"xytext": (8, -9), "textcoords": "offset points"}
-                axes.annotate(number, place, color=colour, **beside, **readable)
+                axes.annotate(str(each.batch_size), place, color=colour, **beside)
     best = [(each.peak_bytes / x_size, each.throughput / y_size) for each in pareto(points)]
     axes.step(*zip(*best, strict=True), where="post", color="#b8b8b8", linestyle="--", zorder=1)
     axes.plot(*zip(*best, strict=True), zorder=4, label="Pareto set", **RING)
