@@ -107,7 +107,7 @@ def _summary(path: Path) -> str:
 
 def _on_one_line(text: str) -> str:
     """Return a docstring as the cell of a table: one line, without roles of reStructuredText."""
-    return _ROLE.sub("", text).replace("\n", " ").replace("``", "`")
+    return _ROLE.sub("", " ".join(text.split())).replace("``", "`")
 
 
 class Constants(_Table):
