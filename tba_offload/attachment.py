@@ -13,7 +13,6 @@ from tba_offload.device import device_of_model
 from tba_offload.errors import ConfigError, NoEffectWarning, warn
 from tba_offload.formatting import quoted
 from tba_offload.layers.find import LayerStack, chunks_of, explicit_layers, find_layers
-from tba_offload.report.log import describe_step
 from tba_offload.session import Session
 from tba_offload.session.notices import tell, warn_of_doubts
 from tba_offload.session.record import run_log_path
@@ -91,7 +90,9 @@ def attach(
         NoEffectWarning: A setting has no effect, or less effect than expected.
     """
     chunks = chunks_of(model)
-    stack = _find(chunks) if layers is None else _named(chunks, layers)
+    if layers is not None and not layers:
+        raise ConfigError("layers=[] names no layer. Name some, or leave layers out to have them found")
+    stack = _find(chunks) if layers is None else explicit_layers(chunks, layers)
     if stack.left_out:
         tell(f"{', '.join(map(str, stack.left_out))}: {_LEFT_OUT}")
     ids = [layer.id for layer in stack.layers]
@@ -111,7 +112,7 @@ def attach(
         measure_memory=measure_memory,
         tokens=tokens,
         optimizers=optimizers,
-        on_step=_functions(on_step) + ((_tell,) if status else ()),
+        on_step=_functions(on_step) + ((lambda record: tell(str(record)),) if status else ()),
         trace_steps=_numbers(trace_steps),
     )
 
@@ -130,12 +131,6 @@ def _find(chunks: list[nn.Module]) -> LayerStack:
         if is_megatron(chunks):
             return find_stack(chunks)
     return find_layers(chunks)
-
-
-def _named(chunks: list[nn.Module], layers: Sequence[nn.Module]) -> LayerStack:
-    if not layers:
-        raise ConfigError("layers=[] names no layer. Name some, or leave layers out to have them found")
-    return explicit_layers(chunks, layers)
 
 
 def _about(chunks: Sequence[nn.Module]) -> dict[str, object]:
@@ -166,10 +161,6 @@ def _functions(on_step: OnStep | Sequence[OnStep] | None) -> tuple[OnStep, ...]:
         if not callable(each):
             raise ConfigError(f"on_step is {quoted(each)}. Give a function of a step's record, or a sink")
     return found
-
-
-def _tell(record: StepRecord) -> None:
-    tell(describe_step(record))
 
 
 def _numbers(trace_steps: Iterable[int]) -> frozenset[int]:

@@ -410,8 +410,8 @@ def _read_text(text: str, layers: Layers) -> OffloadConfig:
     nearest = difflib.get_close_matches(text, [*words, *files], n=1)
     guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
     found = f" YAML files: {', '.join(files[:8])}." if files else ""
-    known = f"{guess} Words: {', '.join(words)}.{found}"
-    raise ConfigError(f"the policy {quoted(text)} is neither a word nor a file.{known}")
+    what = f"the policy {quoted(text)} is neither a word nor a file"
+    raise ConfigError(f"{what}.{guess} Words: {', '.join(words)}.{found}")
 
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

@@ -156,12 +156,9 @@ def placement(word: object) -> Placement:
     try:
         return Placement(str(word))
     except ValueError:
-        hints = {each: f"did you mean {each!r}?" for each in names()} | {
-            "fit": "write auto, without a budget"
-        }
-        hints["offload-N%"] = "N is a whole number from 1 to 99"
-        nearest = difflib.get_close_matches(str(word), hints, n=1)
-        hint = f"; {hints[nearest[0]]}" if nearest else ""
+        hints = {"fit": "write auto, without a budget", "offload-N%": "N is a whole number from 1 to 99"}
+        nearest = difflib.get_close_matches(str(word), [*names(), "fit"], n=1)
+        hint = "".join(f"; {hints.get(each, f'did you mean {each!r}?')}" for each in nearest)
         raise ConfigError(f"must be one of {', '.join(names())}, not {quoted(word)}{hint}") from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -43,11 +42,11 @@ class Training:
     def __init__(
         self, config: ConfigLike, run_log: str | os.PathLike[str] | None, options: dict[str, Any]
     ) -> None:
-        known = [*inspect.signature(attach).parameters]
+        known = inspect.signature(attach).parameters
         for name in options.keys() - known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
-            raise TypeError(f"OffloadCallback has no argument {name!r}.{guess} It takes those of attach()")
+            raise TypeError(
+                f"OffloadCallback has no argument {name!r}. Those of attach(): {', '.join(known)}"
+            )
         self.session: Session | None = None
         self._config, self._run_log, self._options = config, run_log, options
         self._reported = 0

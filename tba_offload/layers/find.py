@@ -206,9 +206,10 @@ def _candidates(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if any(module.children()) and name and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             kinds[type(module)][re.sub(r"\.(\d+)", r"[\1]", f"model.{name}")] = module
-    groups = [group for group in kinds.values() if len(group) > 1] or [*kinds.values()]
-    largest = max(groups, key=lambda group: _parameter_count(group.values()), default={})
-    return ", ".join([*largest][:4] + ["..."] * (len(largest) > 4)) or "..."
+    largest = max(
+        kinds.values(), key=lambda each: (len(each) > 1, _parameter_count(each.values())), default={}
+    )
+    return ", ".join([*largest][:4]) or "..."
 
 
 # Lists of blocks

@@ -25,12 +25,7 @@ _STATES = {"choices": ("keep", "offload")}
 
 _FLAGS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("policy", "", _FILE, "Policy in YAML."),
-    (
-        "placement",
-        "default",
-        {"metavar": "PLACEMENT"},
-        "Placement of layers without a rule: fit (this device, as fast as possible), offload, recompute, ...",
-    ),
+    ("placement", "default", {"metavar": "WORD"}, "fit, or the placement of layers without a rule."),
     ("directory", "store.directories", _DIRECTORIES, "One directory for each drive, shared by the ranks."),
     ("activation-bytes", "budget.activation_bytes", _SIZE, "Largest activation peak, such as 12GiB."),
     ("device-bytes", "budget.device_bytes", _SIZE, "Most bytes on each rank's device, with weights."),
@@ -186,8 +181,7 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
 
 def _placed(config: OffloadConfig, default: str) -> OffloadConfig:
     """Return the configuration with another default. Without ``auto`` layers the objective is dropped."""
-    word = Placement.AUTO if default == FIT else default
-    config = replace(config, default=word)  # type: ignore[arg-type]
+    config = replace(config, default="auto" if default == FIT else default)  # type: ignore[arg-type]
     if Placement.AUTO in {config.default, *(rule.placement for rule in config.layers)}:
         return config
     return replace(config, budget=replace(config.budget, objective=None))

@@ -34,7 +34,7 @@ from tba_offload.errors import warn
 from tba_offload.formatting import readable_size, significant
 from tba_offload.planner.describe import describe, over_budget, over_writes
 from tba_offload.planner.measure import Rates, Sizes, profile_of, with_beside
-from tba_offload.planner.model import Limits, Plan
+from tba_offload.planner.model import Bandwidth, Limits, Plan
 from tba_offload.planner.play import play
 from tba_offload.planner.solve import UNMEASURED, Case, best_plain, solve
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tba_offload.planner.measure import LayerKey, StepObservation
-    from tba_offload.planner.model import Bandwidth, Prediction, StepProfile
+    from tba_offload.planner.model import Prediction, StepProfile
     from tba_offload.report.log import StepRecord
 
 LEARNING = 3
@@ -186,10 +186,8 @@ class Controller:
     @property
     def keep(self) -> Prediction | None:
         """Predicted figures of a step that keeps all layers; ``None`` before a step was measured."""
-        bandwidth = self.rates.bandwidth()
-        if self.profile is None or bandwidth is None:
-            return None
-        return play(self.profile, Plan((Placement.KEEP,) * len(self.task.layers)), bandwidth)
+        plan = Plan((Placement.KEEP,) * len(self.task.layers))
+        return None if self.profile is None else play(self.profile, plan, Bandwidth(1, 1))  # moves nothing
 
     @property
     def is_done(self) -> bool:

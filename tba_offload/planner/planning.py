@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tba_offload.device.meters import LiveBytes
     from tba_offload.planner.auto import Controller
     from tba_offload.planner.measure import RunSize, StepObservation
-    from tba_offload.planner.model import Limits, Plan, Prediction
+    from tba_offload.planner.model import Limits, Plan
     from tba_offload.report.log import StepRecord
     from tba_offload.states import OptimizerStates
     from tba_offload.transfer.offloader import Offloader
@@ -54,7 +54,6 @@ class Planning:
         probe: Callable[[], Sequence[float]],
     ) -> None:
         self._layers, self._capture, self._offloader, self._probe = layers, capture, offloader, probe
-        self._informed: Controller | None = None  # the last controller, also once it is done
         self.start(plan, None)
 
     def start(self, plan: Plan, controller: Controller | None) -> None:
@@ -64,7 +63,7 @@ class Planning:
             plan: The plan of the policy.
             controller: Makes the next plans.
         """
-        self.controller = self._informed = controller
+        self.controller = controller
         self.seconds: float | None = None if controller is None else 0.0
         self.plan = plan if controller is None else controller.task.first()
         policy = () if controller is None else controller.task.policy
@@ -86,11 +85,6 @@ class Planning:
     def has_planned(self) -> bool:
         """Whether a plan made from measured steps is in force."""
         return self.controller is not None and self.controller.has_planned
-
-    @property
-    def keep(self) -> Prediction | None:
-        """Predicted figures of a step that keeps all layers; ``None`` before a step was measured."""
-        return None if self._informed is None else self._informed.keep
 
     @property
     def wants_memory(self) -> bool:

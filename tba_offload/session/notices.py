@@ -34,9 +34,8 @@ _MESSAGES = {
     "cache": "the model fills a cache of keys and values while it trains, and the cache keeps those of all "
     "layers in memory. Switch it off: use_cache=False, as an argument of the model or in its config",
     "checkpointing": "gradient checkpointing is switched on in {} of the {} layers, so backward computes "
-    "these layers again, whatever their placement. Switch it off (gradient_checkpointing=False in the "
-    "arguments of a Hugging Face trainer, activation_checkpointing=False in newer releases). To recompute "
-    "layers, place them recompute or recompute-offload",
+    "them again, whatever their placement. Switch it off (gradient_checkpointing=False or in newer releases "
+    "activation_checkpointing=False in a trainer's arguments). To recompute layers, place them recompute",
     "left alone": "{} runs inside saved-tensor hooks or a transform of other code (a checkpoint, "
     "save_on_cpu, torch.func), or only within a backward pass (a loss that caches gradients), so it is "
     "neither offloaded nor recomputed. Remove that code, or place the layer keep",
@@ -45,11 +44,11 @@ _MESSAGES = {
     "no layer": "nothing is offloaded or recomputed: {}, though the model was trained. Close the session, "
     "and attach the layers that train: attach(model, config, layers=[...])",
     "no update": "backward made gradients {} times, and no optimizer of the model's parameters was seen to "
-    "update them. Call step() of an optimizer of these parameters. If the program updates copies of them, "
-    "or a gradient scaler skips these steps, put each step and its update into one `with session.step():`",
+    "update them. Call step() of one. If the program updates copies of them, put each step and its update "
+    "into one `with session.step():`",
     "stale": "optimizer.step() was called {} times, but no optimizer of the model's parameters was seen: "
-    "this {} updates other tensors. Create the optimizer from this model's parameters, after the model was "
-    "moved, wrapped or copied. If it updates copies of them, put each step into one `with session.step():`",
+    "this {} updates other tensors. Create the optimizer from the parameters of this model. If it updates "
+    "copies of them, put each step into one `with session.step():`",
     "full": "the store is full: {} of activations stayed in memory in step {}. Free space in the "
     "store.directories, or set store.capacity. Without it, a twentieth of a disk, at least 1 GiB, stays free",
     "nothing left": "budget.device_bytes of {} leaves nothing for activations: other memory on the device "
@@ -172,11 +171,10 @@ def warn_after(session: Session, record: StepRecord) -> None:
     if (share := budget.share) is not None and share.left <= 0:
         held = readable_size(share.base_bytes + share.gradient_bytes)
         notices.warn_once("nothing left", readable_size(share.device_bytes), held, category=RuntimeWarning)
-    if number > EARLY or not session.config.budget.in_flight_bytes:
-        return
     window, saved = budget.limits.window, sum(activation.nbytes for activation in trace.activations)
     is_offload = Placement.OFFLOAD in session.plan.placements and not session.planning.chosen
-    if is_offload and window is not None and window > saved / 2 > 0:
+    is_set = number <= EARLY and session.config.budget.in_flight_bytes
+    if is_set and is_offload and window is not None and window > saved / 2 > 0:
         sizes = readable_size(saved), readable_size(window)
         notices.warn_once("window", *sizes, category=NothingSavedWarning)
 

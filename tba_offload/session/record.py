@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 from collections import deque
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,22 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import is_lazy
 
-from tba_offload.days import bytes_per_day
 from tba_offload.device import device_of
-from tba_offload.formatting import readable_size, significant
 from tba_offload.placements import Placement
 from tba_offload.planner.measure import StepObservation
 from tba_offload.planner.model import Plan
-from tba_offload.report.log import (
-    MEMORY,
-    PLAN,
-    RunHeader,
-    RunLog,
-    RunLogWriter,
-    StepRecord,
-    counted_steps,
-    timed_steps,
-)
+from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter, StepRecord
 from tba_offload.report.ranks import free_run_log
 from tba_offload.session.memory import new_bytes, static_bytes
 from tba_offload.session.notices import tell
@@ -107,11 +95,6 @@ class Recorder:
     def records(self) -> list[StepRecord]:
         """The records of the last steps, oldest first."""
         return list(self._records.values())
-
-    @property
-    def last(self) -> StepRecord | None:
-        """The record of the last finished step; ``None`` before the first one."""
-        return next(reversed(self._records.values()), None)
 
     @property
     def last_step(self) -> int:
@@ -297,8 +280,12 @@ def memory_event(session: Session, step: Step) -> dict[str, object]:
 
 
 def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
-    """Give a step to the planner, which plans the next one."""
+    """Size the in-flight window by the largest step so far, and plan the next step."""
     planning, trace = session.planning, session.capture.trace
+    sizes = [each.nbytes for each in trace.activations]
+    if sum(sizes) > session.saved[0]:
+        session.saved = sum(sizes), _saved_at_once(trace), max(sizes)
+        session.budget.resize_window(session.config.budget.window(*session.saved[1:]))
     controller, chosen = planning.controller, planning.chosen
     if controller is None:
         return
@@ -324,7 +311,7 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
             tell(f"plan after step {record.step}: {news['summary']}")
 
 
-def saved_at_once(trace: StepTrace) -> int:
+def _saved_at_once(trace: StepTrace) -> int:
     """Return the most bytes that layers had saved at one time in a step.
 
     With gradient accumulation this is less than the bytes of the whole step: each micro-batch frees its own.
@@ -332,27 +319,6 @@ def saved_at_once(trace: StepTrace) -> int:
     saved = [(each.packed_at, each.nbytes) for each in trace.activations]
     used = [(each.unpacked_at, -each.nbytes) for each in trace.activations if each.unpacked_at is not None]
     return max(accumulate(nbytes for _, nbytes in sorted(saved + used)), default=0)
-
-
-def summary_of(session: Session) -> str | None:
-    """Return in one line what a run cost; ``None`` if fewer than two steps were recorded."""
-    log, keep, parts = session.recorder.log(), session.planning.keep, list[str]()
-    steps = counted_steps(log) if len(log.steps) > 1 else []
-    peaks = [step.activation_peak_bytes for step in steps if step.activation_peak_bytes is not None]
-    if peaks:
-        of_keep = "" if keep is None else f" (keep: {readable_size(keep.activation_peak)})"
-        parts.append(f"activation peak {readable_size(max(peaks))}{of_keep}")
-    if keep is not None and (timed := timed_steps(steps)):
-        ratio = statistics.median(step.seconds for step in timed) / keep.seconds
-        parts.append(f"step {significant(ratio)} x keep as predicted")
-    updates = [each["written_bytes"] for each in log.others if each["event"] == "states"]
-    written = statistics.median(step.offloaded_bytes for step in steps) if steps else 0
-    written += sum(nbytes for nbytes in updates if isinstance(nbytes, int))
-    if written and session.config.store.kind != "host":
-        seconds = statistics.median(step.seconds_with_update for step in steps)
-        year = significant(365 * bytes_per_day(written, seconds) / 1e12)
-        parts.append(f"{readable_size(written)} written a step: {year} TB a year at this rate")
-    return ", ".join(parts) or None
 
 
 def header_of(

@@ -38,22 +38,13 @@ from tba_offload.planner.model import DeviceShare, Limits, Plan
 from tba_offload.planner.planning import Budget, Planning, StatesBeside
 from tba_offload.recompute import attention
 from tba_offload.recompute.verify import Verifier
-from tba_offload.report.log import MEMORY, TIMELINE, StepRecord
+from tba_offload.report.log import MEMORY, TIMELINE, StepRecord, describe_run
 from tba_offload.report.why import Diagnosis
 from tba_offload.session.layers import BackwardWatch, LayerRuns
 from tba_offload.session.loop import Loop, Step, Tokens, token_counter
 from tba_offload.session.memory import Memory
 from tba_offload.session.notices import OTHER_RANKS, Notices, tell, warn_after
-from tba_offload.session.record import (
-    Recorder,
-    explained,
-    header_of,
-    learn,
-    memory_event,
-    record_of,
-    saved_at_once,
-    summary_of,
-)
+from tba_offload.session.record import Recorder, explained, header_of, learn, memory_event, record_of
 from tba_offload.states import OptimizerStates, offload_optimizer
 from tba_offload.store.base import close_after
 from tba_offload.store.doctor import measure
@@ -130,6 +121,7 @@ class Session:
         capture: Captures the tensors that layers save.
         gradients: The gradients of the model.
         planning: The plan in force, and the controller that renews it.
+        saved: Bytes that the largest step saved: all, most at one time, and the largest storage.
 
     Raises:
         ConfigError: A rule of the policy has no effect.
@@ -167,13 +159,13 @@ class Session:
         self.weights: FrozenWeights | None = None
         self._states_beside: StatesBeside | None = None
         self._traced, self._is_measured = frozenset(trace_steps), measure_memory
-        self._saved = self._saved_at_once = self._largest = 0  # bytes of the largest step, for the window
+        self.saved = 0, 0, 0
         self._closers: list[Callable[[], object]] = []  # in the order of opening
         try:
             self._open_engine()
             header = header_of(self, strategy, model_info, has_states=bool(optimizers))
             self.recorder = Recorder(run_log, header, on_step)
-            self._closers += [self.recorder.close, self.say_summary]
+            self._closers.append(self.recorder.close)
             self._open_control(None if steps_by_hand else count_tokens)
             self._open_states(optimizers, masters)
         except BaseException:  # an interrupt too
@@ -209,6 +201,7 @@ class Session:
     def _open_control(self, count_tokens: Callable[..., int | None] | None) -> None:
         """Install the session in front of the layers, and watch the model and its optimizers."""
         self._start_planning(self.config)
+        self._closers.append(self.say_summary)
         self.loop = Loop(self, count_tokens)
         self._closers.append(self.loop.close)
         self.watch = BackwardWatch(self)
@@ -329,7 +322,6 @@ class Session:
         if (curve := self.memory.curve) is not None:
             step.over_time = {"step": step.number, **curve.figures(self, step, waits)}
             self.recorder.note(TIMELINE, step.over_time)
-        self._fit_window()
         self.budget.end_step(record)
         warn_after(self, record)
         if not step.is_skipped:
@@ -378,7 +370,7 @@ class Session:
     @property
     def last(self) -> StepRecord | None:
         """The record of the last finished step; ``None`` before the first one."""
-        return self._settled().last
+        return next(reversed(self.records), None)
 
     @property
     def records(self) -> list[StepRecord]:
@@ -446,7 +438,9 @@ class Session:
     def say_summary(self) -> None:
         """Log in one line what the run cost, if at least two steps were recorded."""
         self.recorder.write(wait=True)
-        if self.world.rank == 0 and (line := summary_of(self)) is not None:
+        wears = self.config.store.kind != "host"
+        line = describe_run(self.recorder.log(), self._controller.keep, wears=wears)
+        if self.world.rank == 0 and line is not None:
             tell(line)
 
     def _uninstall(self) -> None:
@@ -484,19 +478,8 @@ class Session:
     # ---- the plan --------------------------------------------------------------------------------
 
     def _plan_of(self, config: OffloadConfig) -> Plan:
-        ids, window = [layer.id for layer in self.layers], self._window(config)
+        ids, window = [layer.id for layer in self.layers], config.budget.window(*self.saved[1:])
         return Plan.from_policy(config.policy, ids, self.world.layers, window=window)
-
-    def _window(self, config: OffloadConfig) -> int | None:
-        return config.budget.window(self._saved_at_once, self._largest)
-
-    def _fit_window(self) -> None:
-        """Size the in-flight window by the largest step so far, unless the policy gives a size."""
-        sizes = [each.nbytes for each in self.capture.trace.activations]
-        if sum(sizes) > self._saved:
-            self._saved, self._largest = sum(sizes), max(sizes)
-            self._saved_at_once = saved_at_once(self.capture.trace)
-            self.budget.resize_window(self._window(self.config))
 
     def _limits(self, config: OffloadConfig) -> Limits:
         """Return the limits of plans before the first step, when all of the device is taken to be free.
@@ -507,7 +490,8 @@ class Session:
             UnsupportedError: The policy sets budget.device_bytes, and the memory cannot be measured.
         """
         budget, device = config.budget, self.device.torch_device
-        limits = Limits(budget.activation_bytes, self._window(config), config.store.write_bytes_per_day)
+        window = budget.window(*self.saved[1:])
+        limits = Limits(budget.activation_bytes, window, config.store.write_bytes_per_day)
         if budget.device_bytes is not None:
             if self.memory.meter_of_step() is None:
                 why = "the memory of this device cannot be measured. Set budget.activation_bytes instead"
@@ -536,7 +520,8 @@ class Session:
             config.budget.objective or (Objective.MEMORY if limits.budget is None else Objective.TIME),
             self.world.agree if is_auto else None,
         )
-        self.planning.start(plan, Controller(task))
+        self._controller = Controller(task)
+        self.planning.start(plan, self._controller)
         if task.may_recompute and not self.world.may_plan_recomputation:
             tell(OTHER_RANKS)
         if task.may_recompute or any(placement.recomputes for placement in plan.placements):
