@@ -79,8 +79,8 @@ class LayerRuns:
                 return site.forward(*args, **kwargs)
             self._loop.open_step()
         session, arguments = self._session, (*args, *kwargs.values())
-        is_planned = session.planning.controller is not None  # only a controller needs the bytes of inputs
-        inputs = self._note_inputs(site, arguments) if is_planned else 0
+        is_profiled = session.notes_inputs and session.planning.controller is not None
+        inputs = self._note_inputs(site, arguments) if is_profiled else 0
         placement = self._placement_here(site, arguments)
         # Only asynchronous devices have graphs, which replace launches by the host.
         may_be_graph = session.device.runs_behind and placement is not Placement.KEEP

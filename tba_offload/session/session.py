@@ -122,6 +122,7 @@ class Session:
         gradients: The gradients of the model.
         planning: The plan in force, and the controller that renews it.
         saved: Bytes that the largest step saved: all, most at one time, and the largest storage.
+        notes_inputs: Whether plans or the run log need the bytes of the inputs of layers.
 
     Raises:
         ConfigError: A rule of the policy has no effect.
@@ -159,7 +160,7 @@ class Session:
         self.weights: FrozenWeights | None = None
         self._states_beside: StatesBeside | None = None
         self._traced, self._is_measured = frozenset(trace_steps), measure_memory
-        self.saved = 0, 0, 0
+        self.saved, self.notes_inputs = (0, 0, 0), run_log is not None
         self._closers: list[Callable[[], object]] = []  # in the order of opening
         try:
             self._open_engine()
@@ -513,6 +514,7 @@ class Session:
             self.budget = Budget(limits, self.planning, self.gradients.live)
             self.capture.budget_bytes = limits.budget
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)
+        self.notes_inputs |= is_auto
         task = Task(
             plan.placements,
             tuple((layer.chunk, layer.id.name) for layer in self.layers),
