@@ -77,6 +77,8 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         when_slow: Whether activations may stay in memory when the window is full.
     """
 
+    understands, probe = staticmethod(is_understood), staticmethod(version_probe)
+
     def __init__(self, capture: Capture, key: ScopeKey, verifier: Verifier, *, when_slow: bool) -> None:
         LayerHooks.__init__(self, capture, key, when_slow=when_slow)
         self.layer, self.stream = f"layer {key.layer} ({key.name})", capture.offloader.device.stream
@@ -137,12 +139,12 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
             kwargs: Its keyword arguments.
             output: Its return value.
         """
-        is_plain = isinstance(output, Tensor) and is_understood(output, self.capture.device)
+        is_plain = isinstance(output, Tensor) and self.understands(output, self.capture.device)
         if not is_plain or output._version or output.nbytes < self.capture.min_tensor_bytes:
             return
         given, storage = {**dict(enumerate(args)), **kwargs}, output.untyped_storage()
         tensors = [value for value in given.values() if isinstance(value, Tensor)]
-        is_odd = any(x is output or x.is_inference() or not is_understood(x, x.device) for x in tensors)
+        is_odd = any(x is output or x.is_inference() or not self.understands(x, x.device) for x in tensors)
         if not is_odd and output.is_contiguous() and output.nbytes == storage.nbytes():
             taken = {key: self._argument(value) for key, value in given.items()}
             call = _Call(function, taken, output, self)
@@ -157,7 +159,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
 
     def _call_of(self, tensor: Tensor) -> _Call | None:
         """Return the recorded call that made a tensor or its base; ``None`` if saving the tensor is free."""
-        if not is_understood(tensor, self.capture.device) or self._is_saved(tensor):
+        if not self.understands(tensor, self.capture.device) or self._is_saved(tensor):
             return None
         cast: Any = tensor if tensor._base is None else tensor._base
         if cast.grad_fn is not None and cast.grad_fn not in self._calls and "ToCopy" in cast.grad_fn.name():
@@ -216,7 +218,7 @@ class _Call:
         self.digest: Tensor | None = None
         self.waiting: weakref.WeakSet[_Remade] = weakref.WeakSet()
         self._held: torch.UntypedStorage | None = None
-        self._probe, self.view = version_probe(output), view_of(output)
+        self._probe, self.view = hooks.probe(output), view_of(output)
         self._alive, self._stream = weakref.ref(output.untyped_storage()), hooks.stream()
         kind = output.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)

@@ -1,7 +1,7 @@
 """The command line: ``tba-offload COMMAND``, or ``python -m tba_offload COMMAND``.
 
-Each command imports what it needs when it runs, so that reading a log never waits for torch. What tba-offload
-raises on purpose ends as one line on stderr and exit status 1; a wrong command line has exit status 2.
+Each command imports its modules when it runs, so that commands that read a log do not import torch. An error
+of tba-offload is printed as one line on stderr with exit status 1. A wrong command line has exit status 2.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from tba_offload import __version__
 from tba_offload.cli.check import check
 from tba_offload.cli.demo import demo
 from tba_offload.cli.doctor import doctor
+from tba_offload.cli.estimate import estimate
 from tba_offload.cli.init import init
 from tba_offload.cli.megatron import launch, patch
 from tba_offload.cli.runs import plan, report, rok, timeline, why
 from tba_offload.errors import ConfigError, TbaError
 from tba_offload.formatting import quoted, visible
 
+_COMPLETION = (
+    'Tab completion in bash: eval "$(_TBA_OFFLOAD_COMPLETE=bash_source tba-offload)". In zsh and fish, write '
+    "zsh_source and fish_source."
+)
+
 
 class _Commands(click.Group):
-    """A group whose commands may raise any :class:`TbaError`."""
+    """A group that prints each :class:`TbaError` of its commands as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -34,24 +40,24 @@ class _Commands(click.Group):
             raise click.ClickException("\nError: ".join(lines)) from error
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_COMPLETION)
 @click.version_option(__version__, prog_name="tba-offload")
 @click.option(
     "--import",
     "modules",
     metavar="MODULE",
     multiple=True,
-    help="Import a module first, which registers kinds of stores; may be given several times.",
+    help="Import a module that registers kinds of stores. May be given several times.",
 )
 def main(modules: tuple[str, ...]) -> None:
-    """Offload activations to NVMe while a large model trains."""
+    """Offload activations to NVMe drives while a large model trains."""
     for module in modules:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            message = f"{quoted(module)} cannot be imported: {error}; name its folder in PYTHONPATH"
+            message = f"{quoted(module)} cannot be imported: {error}. Add its folder to PYTHONPATH"
             raise click.BadParameter(message, param_hint="'--import'") from error
 
 
-for command in (init, check, rok, plan, why, timeline, report, demo, doctor, patch, launch):
+for command in (init, estimate, check, rok, plan, why, timeline, report, demo, doctor, patch, launch):
     main.add_command(command)

@@ -1,4 +1,4 @@
-"""``tba-offload check``: say what a policy does with N layers, without a model and without torch."""
+"""``tba-offload check``: print the placements of a policy, without a model and without torch."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _LAYERS = re.compile(r"(?:(?P<stack>[^:\s]+):)?(?P<count>[1-9][0-9]{0,5})")
 def _stacks(
     _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str | None, int]:
-    """Return numbers of layers by stack: of ``24``, or of ``encoder:12`` and ``decoder:12``."""
+    """Return the number of layers of each stack, from ``24`` or from ``encoder:12`` and ``decoder:12``."""
     stacks: dict[str | None, int] = {}
     for value in values:
         match = _LAYERS.fullmatch(value)
         if match is None:
-            raise click.BadParameter(f"{quoted(value)} is no number of layers; write 24, or encoder:12")
+            raise click.BadParameter(f"{quoted(value)} is not a number of layers. Write 24, or encoder:12")
         stacks[match["stack"]] = int(match["count"])
     if len(stacks) < len(values) or (len(values) > 1 and None in stacks):
-        raise click.BadParameter("of several stacks each needs a name of its own, such as encoder:12")
+        raise click.BadParameter("several stacks need different names, such as encoder:12 and decoder:12")
     return stacks
 
 
@@ -46,15 +46,15 @@ def _stacks(
     multiple=True,
     required=True,
     callback=_stacks,
-    help="How many layers the model has; of several stacks each: --layers encoder:12 --layers decoder:12.",
+    help="Number of layers. For several stacks: --layers encoder:12 --layers decoder:12.",
 )
 @JSON
 def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None:
-    """Say what a policy does with a model of N layers, or everything that is wrong with it.
+    """Print what a policy does with a model of N layers, or all errors in the policy.
 
-    Prints the placement of each layer and the rule that gives it, and the placement of optimizer states and
-    frozen weights. Rules that match modules by name cannot be judged without the model; they are named, and
-    left out. Exit status 1 if anything is wrong.
+    The output has the placement of each layer and the rule that gives it, and the placements of optimizer
+    states and frozen weights. Rules that match modules by name need the model, so they are listed and not
+    applied. The exit status is 1 if the policy has an error.
     """
     from tba_offload.config import load_config
     from tba_offload.config.policy import LayerId, with_depths
@@ -88,7 +88,7 @@ def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None
 
 
 def _groups(policy: Policy, layers: Sequence[LayerId]) -> Iterator[dict[str, str]]:
-    """Yield neighbours of one stack that are placed alike by the same rule."""
+    """Yield groups of adjacent layers with the same stack, placement and rule."""
 
     def reason(layer: LayerId) -> tuple[str | None, str, str]:
         placement, why = policy.explain(layer)
@@ -106,4 +106,4 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         if found[name] is not None:
             yield f"{name}: {found[name]}"
     for rule in found["not_judged"]:
-        yield f"not judged, because only the model has names: the rule {visible(rule)}"
+        yield f"not checked, because it needs the names in the model: the rule {visible(rule)}"

@@ -1,4 +1,4 @@
-"""``tba-offload doctor``: which I/O path each directory gets and why, how fast, and what would help."""
+"""``tba-offload doctor``: the I/O path of each directory, its speed, and advice."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @DIRECTORIES
-@click.option("--bench", is_flag=True, help="Measure by size of blocks and number of threads too.")
+@click.option("--bench", is_flag=True, help="Also measure each block size and number of threads.")
 @JSON
 def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None:
-    """Say how bytes reach each directory, how fast, and what would help.
+    """Print the I/O path to each directory and why it is used, its speed, and advice.
 
-    The default is the system's directory for temporary files. The path that ``store.kind: auto`` takes is
-    measured for about a second, with 64 MiB. --bench writes and reads for about 15 seconds more in each
-    directory, with up to half a GiB: it shows what store.readers, store.writers and min_tensor_bytes should
-    be. Nothing stays in the directories. Exit status 1 if one of them cannot be used.
+    DIR is a directory on a drive. The default is the directory for temporary files. The command measures the
+    path of ``store.kind: auto`` for about a second with 64 MiB. --bench writes and reads for about 15 seconds
+    more in each directory, with up to half a GiB. It shows which store.readers, store.writers and
+    min_tensor_bytes suit the drive. All files are deleted afterwards. The exit status is 1 if a directory
+    cannot be used.
     """
     from tba_offload.device import default_device
     from tba_offload.store.doctor import examine, lines

@@ -14,16 +14,13 @@ import yaml
 
 from tba_offload.cli.shared import DIRECTORIES, JSON, writing
 from tba_offload.files import write_regular
-from tba_offload.formatting import readable_size, visible
+from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
     from tba_offload.store.doctor import Location
 
 _POLICY = Path(__file__).with_name("policy.yaml")
-"""The policy with its comments, and names in braces for what goes by the machine."""
-
-_LEAST_WINDOW, _MOST_WINDOW = 256 << 20, 4 << 30
-"""Bytes in flight: an eighth of the device's memory, within these. A large window frees little."""
+"""The policy with its comments. Names in braces stand for values that depend on the machine."""
 
 
 @click.command()
@@ -40,25 +37,24 @@ _LEAST_WINDOW, _MOST_WINDOW = 256 << 20, 4 << 30
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
 @JSON
 def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: bool) -> None:
-    """Write a policy with comments for this machine.
+    """Write a policy with comments that fits the device ("fit"), on the drives of this machine.
 
-    DIR are directories on the drives to use, one for each. Without them, the policy names each mounted NVMe
-    drive that you may write to, else the directory for temporary files. Nothing is measured: tba-offload
-    doctor does that.
+    DIR is a directory on a drive to use, one for each drive. Without DIR, the policy names each mounted NVMe
+    drive that you may write to, or else the directory for temporary files. This command measures nothing: see
+    tba-offload doctor.
     """
     if output.exists() and not force:
         raise click.ClickException(
-            f"{output}: exists already, and stays as it is; choose another name with -o, or use --force"
+            f"{output}: the file exists, so it was not replaced. Choose another name with -o, or use --force"
         )
     found = {path: _look_at(path) for path in map(str, directories or _drives())}
-    memory = _device_bytes()
     with writing(output):
-        write_regular(output, _policy(found, memory).encode())
+        write_regular(output, _policy(found).encode())
     if as_json:
         places = [{"directory": path, **place._asdict()} for path, place in found.items()]
-        click.echo(json.dumps({"policy": str(output), "device": memory, "directories": places}, indent=2))
+        click.echo(json.dumps({"policy": str(output), "directories": places}, indent=2))
         return
-    click.echo(f"{output}: written, with {len(found)} {'directory' if len(found) == 1 else 'directories'}")
+    click.echo(f"{output}: written, with {len(found)} {'directory' if len(found) == 1 else 'directories'}:")
     for path, place in found.items():
         click.echo(visible(f"  {path}: {place.words}"))
         for doubt in place.findings:
@@ -67,11 +63,11 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: b
 
 
 def _drives() -> list[str]:
-    """Return a directory on each NVMe drive that is mounted, by its mount point."""
+    """Return the mount point of each NVMe drive, or the directory for temporary files."""
     from tba_offload.store.open import temporary_directory
 
     temporary = temporary_directory()
-    first = {Path(temporary).stat().st_dev: temporary}  # of its drive, a better name than the mount point
+    first = {Path(temporary).stat().st_dev: temporary}  # for its drive, a better name than the mount point
     found = []
     for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines():
         source, path, *_ = line.split(" ")
@@ -90,42 +86,18 @@ def _look_at(path: str) -> Location:
     except StoreError as error:
         raise click.ClickException(f"{path}: {error.strerror}") from error
     if not os.access(path, os.W_OK):
-        raise click.ClickException(f"{path}: cannot be written to; name a directory that you may write to")
+        raise click.ClickException(f"{path}: the directory cannot be written to. Name another directory")
     return found
 
 
-def _device_bytes() -> int | None:
-    """Return the memory of the device; None on a CPU."""
-    import torch
+def _policy(found: dict[str, Location]) -> str:
+    from tba_offload.config import SCHEMA_URL, OffloadConfig
 
-    from tba_offload import device as streams
-
-    where = streams.default_device().torch_device
-    if where.type == "cpu":
-        return None
-    return int(torch.get_device_module(where).get_device_properties(where).total_memory)
-
-
-def _policy(found: dict[str, Location], memory: int | None) -> str:
-    from tba_offload.config import SCHEMA_URL, OffloadConfig, format_size
-
-    device = memory or 16 << 30
-    window = min(max((memory or 0) // 8, _LEAST_WINDOW), _MOST_WINDOW)
-    room = max(sum({place.device: place.free_bytes for place in found.values()}.values()) // 2, 1 << 20)
-    unit = 1 << 30 if room >= 1 << 30 else 1 << 20
     lines = []
     for path, place in found.items():  # bytes that are no text become escapes, read back as the same bytes
         absolute = str(Path(path).absolute())
         quoted = yaml.safe_dump(absolute, default_style='"', allow_unicode=True, width=math.inf).rstrip()
         lines += [f"    # {visible(place.words)}", f"    - {quoted}"]
-    text = _POLICY.read_text(encoding="utf-8").format(
-        url=SCHEMA_URL,
-        device="a CPU" if memory is None else f"a device with {readable_size(memory)}",
-        window=format_size(window - window % (64 << 20)),
-        activations=format_size(max(device // 2 >> 30, 1) << 30),
-        all_bytes=format_size(max(device * 9 // 10 >> 30, 1) << 30),
-        directories="\n".join(lines),
-        capacity=format_size(room - room % unit),
-    )
+    text = _POLICY.read_text(encoding="utf-8").format(url=SCHEMA_URL, directories="\n".join(lines))
     OffloadConfig.from_yaml(text)
     return text

@@ -1,28 +1,32 @@
-"""``tba-offload patch`` and ``launch``: Megatron-LM's own scripts with offloading."""
+"""``tba-offload patch`` and ``launch``: scripts of Megatron-LM with offloading."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""Environment of a single process, which torchrun sets for several."""
+
 
 @click.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--check", is_flag=True, help="Change nothing; say whether it would work.")
-@click.option("--reverse", is_flag=True, help="Take the patch out again.")
+@click.option("--check", is_flag=True, help="Change nothing, and print whether the patch applies.")
+@click.option("--reverse", is_flag=True, help="Remove the patch.")
 def patch(directory: Path, *, check: bool, reverse: bool) -> None:
-    """Give the scripts of a Megatron-LM checkout the --tba- flags.
+    """Add the --tba- flags to the scripts of a Megatron-LM checkout.
 
-    DIR is its root. Patching twice changes nothing. A tree of a release that there is no patch for, or with
-    uncommitted changes in the files to be patched, is refused and stays as it is.
+    DIR is the root of the checkout. A second patch changes nothing. The command refuses a release without a
+    patch, and uncommitted changes in the files that it would patch.
     """
     from tba_offload.megatron.patch import Checkout
 
     checkout = Checkout.at(directory)
     changes = checkout.unpatch(check=check) if reverse else checkout.patch(check=check)
     if reverse:
-        done, would, nothing = "patch taken out", "the patch can be taken out", "is not patched"
+        done, would, nothing = "patch removed", "the patch can be removed", "is not patched"
     else:
         done, would, nothing = "patched", "can be patched", "is patched already"
     state = (would if check else done) if changes else nothing
@@ -30,15 +34,17 @@ def patch(directory: Path, *, check: bool, reverse: bool) -> None:
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--cpu", is_flag=True, help="Train on the CPU, with gloo; for trying things out.")
+@click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, to try things out.")
 @click.argument("script", metavar="SCRIPT")
 @click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
 def launch(*, cpu: bool, script: str, arguments: tuple[str, ...]) -> None:
-    """Run an untouched Megatron-LM training script with offloading.
+    """Run an unmodified training script of Megatron-LM with offloading, in one process.
 
-    SCRIPT is the pretrain_gpt.py of a checkout; among its ARGUMENTS are the flags that begin with --tba-, see
-    its own --help. For several processes: torchrun ... -m tba_offload.megatron.launch SCRIPT ARGUMENTS.
+    SCRIPT is pretrain_gpt.py of a checkout. Its ARGUMENTS may contain the --tba- flags, which its own --help
+    lists. For several processes, use: torchrun ... -m tba_offload.megatron.launch SCRIPT ARGUMENTS.
     """
     from tba_offload.megatron.launch import CPU, launch
 
+    if "RANK" not in os.environ:
+        os.environ.update({name: os.environ.get(name, value) for name, value in _ALONE.items()})
     launch([*([CPU] if cpu else []), script, *arguments])

@@ -1,7 +1,4 @@
-"""Commands that read run logs: ``why``, ``rok``, ``plan``, ``timeline`` and ``report``.
-
-Each imports what it needs when it runs, so that reading a log never waits for torch.
-"""
+"""Commands that read run logs: ``why``, ``rok``, ``plan``, ``timeline`` and ``report``."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tba_offload.cli.shared import FILE, JSON, say, size, writing
+from tba_offload.cli.shared import FILE, JSON, RATED, bandwidth_of, rates, say, size, writing
 from tba_offload.files import write_regular
 from tba_offload.formatting import visible
 
@@ -32,10 +29,10 @@ def _output(what: str, **more: Any) -> Callable[[FC], FC]:
 @_RUN
 @JSON
 def why(run: Path, *, as_json: bool) -> None:
-    """Say why memory is where it is, and the one change that would help most.
+    """Print what holds memory at its peak, and the one change that helps most.
 
-    From a run log: the phase and the layer in which memory is at its peak, what holds it, what was planned
-    and what was measured. Of several ranks the fullest counts.
+    The run log gives the phase and the layer of the peak, what holds memory there, and what was planned and
+    measured. If a run has several ranks, the rank with the highest peak counts.
     """
     from tba_offload.report import text
     from tba_offload.report.why import why as diagnose
@@ -49,16 +46,16 @@ def why(run: Path, *, as_json: bool) -> None:
 
 @click.command()
 @_RUNS
-@_output("Draw the curve: .svg or .png; may be given several times.", multiple=True)
-@click.option("--csv", "csv_file", metavar="FILE|-", help="Write the points as CSV; - prints nothing else.")
+@_output("Draw the curve as .svg or .png. May be given several times.", multiple=True)
+@click.option("--csv", "csv_file", metavar="FILE|-", help="Write the points as CSV. With -, print only CSV.")
 @JSON
 @click.option(
     "--memory",
     type=click.Choice(("activations", "device")),
     default="activations",
     show_default=True,
-    help="What is compared: the activation peak, or the most live bytes of the device, with weights, "
-    "gradients and optimizer states; on a CPU those of the process.",
+    help="Compare the activation peak, or the peak of all live bytes on the device: weights, gradients, "
+    "optimizer states and activations. On a CPU these are the bytes of the process.",
 )
 @click.option(
     "--warmup",
@@ -69,15 +66,15 @@ def why(run: Path, *, as_json: bool) -> None:
 def rok(
     runs: tuple[Path, ...], output: tuple[Path, ...], csv_file: str | None, *, as_json: bool, **options: Any
 ) -> None:
-    """Compare runs by peak of memory and throughput: recompute, offload, keep.
+    """Compare runs by memory peak and throughput (the ROK curve: recompute, offload, keep).
 
-    Each run log gives one point. Prints the table, the Pareto set and what follows from them.
+    Each run log gives one point. The output has a table, the Pareto set and advice.
     """
     from tba_offload.report import rok as report
     from tba_offload.report import text
 
     if as_json and csv_file == "-":
-        raise click.UsageError("--json and --csv - both want the standard output")
+        raise click.UsageError("--json and --csv - both write to the standard output. Give one of them")
     for picture in output:
         report.picture_kind(picture)
     points = report.points(runs, left_out=say, **options)
@@ -97,24 +94,20 @@ def rok(
 
 @click.command()
 @_RUN
-@click.option("--budget", callback=size, metavar="SIZE", help="Plan for this activation peak, such as 12GiB.")
+@click.option("--budget", callback=size, metavar="SIZE", help="Most bytes of activations, such as 12GiB.")
 @click.option(
     "--device-bytes",
     callback=size,
     metavar="SIZE",
-    help="Plan for what a device of this size has left beside what the run had on it, such as 70GiB.",
+    help="Memory of the device, such as 70GiB, in place of --budget. Activations get what the rest leaves.",
 )
-@click.option("--layers", type=click.IntRange(1, 10_000), help="What if there were this many layers.")
-@click.option("--drives", type=float, default=1, help="What if there were this many times the drives.")
-@click.option(
-    "--rated",
-    callback=size,
-    metavar="SIZE",
-    help="Say how long drives last whose makers allow this much to be written (TBW, the sum), such as 600TB.",
-)
-@_output("Write the plan as a policy file, in place of a planned one but of no other.")
-@click.option("--force", is_flag=True, help="Replace whatever file --output names, unless it is RUN.jsonl.")
-@click.option("--picture", type=FILE, metavar="FILE", help="Draw the frontier: .svg or .png.")
+@click.option("--layers", type=click.IntRange(1, 10_000), help="Plan for this number of layers.")
+@click.option("--drives", type=float, default=1, help="Plan for this many times the drives.")
+@rates
+@RATED
+@_output("Write the plan as a policy file. Only a file that this command wrote is replaced.")
+@click.option("--force", is_flag=True, help="Replace any file that --output names, except run logs.")
+@click.option("--picture", type=FILE, metavar="FILE", help="Draw the best plans as .svg or .png.")
 @JSON
 def plan(
     run: Path,
@@ -127,11 +120,14 @@ def plan(
     as_json: bool,
     **goal: Any,
 ) -> None:
-    """Say what the planner would do with a run, before running it.
+    """Print the plans that the planner would make for a run, without another run.
 
-    From the run log of one process: the best plans for a sweep of budgets, and the plan for one budget.
-    Without --budget it is the plan with the lowest peak at which compute waits for nothing and a step takes
-    no longer than if everything was kept; where that peak is hardly lower, everything is kept.
+    The run log of one process gives the best plan for each of several budgets, and the plan for --budget.
+    Without --budget, the plan has the lowest peak at which training never waits and a step takes no longer
+    than with keep. If that peak is hardly lower than keep's, the plan keeps all layers.
+
+    The drives are as fast as in the run, unless --write and --read, or --dir, are given. A run in which all
+    layers are keep did not use the drives, so it needs these options.
     """
     from tba_offload.planner.what_if import Situation
     from tba_offload.report import text
@@ -139,10 +135,10 @@ def plan(
     from tba_offload.report.rok import picture_kind
 
     if goal["budget"] is not None and goal["device_bytes"] is not None:
-        raise click.UsageError("--budget and --device-bytes both say what activations may take; give one")
+        raise click.UsageError("--budget and --device-bytes both limit activations. Give one of them")
     if picture is not None:
         picture_kind(picture)
-    situation = Situation.of(run).changed(layers=layers, drives=drives)
+    situation = Situation.of(run, bandwidth_of(goal)).changed(layers=layers, drives=drives)
     report, policy = situation.report(**goal)
     if picture is not None:
         with writing(picture, (run,)):
@@ -156,31 +152,33 @@ def plan(
         text.show(*report.parts(None if output is None else str(output)))
 
 
-_PLANNED = "# Written by tba-offload plan, which replaces this file as long as this line stands here.\n"
+_PLANNED = "# Written by tba-offload plan, which replaces this file if it begins with this line.\n"
 
 
 def _write_policy(path: Path, text: str, *, force: bool) -> None:
-    """Write a planned policy, not over one that was not planned."""
+    """Write a planned policy. Replace only files that were planned as well."""
     was_planned = path.is_file() and path.read_bytes().startswith(_PLANNED.encode())
     if path.exists() and not force and not was_planned:
         raise click.ClickException(
-            f"{path}: was not written by this command, so it stays as it is; choose another name, or replace "
-            "it with --force"
+            f"{path}: the file was not written by this command, so it was not replaced. Choose another name, "
+            "or use --force"
         )
     write_regular(path, (_PLANNED + text).encode())
 
 
 @click.command()
 @_RUN
-@_output("Write a picture (.svg, .png) or a trace (.json); may be given several times.", multiple=True)
-@click.option("--step", type=click.IntRange(min=1), metavar="N", help="Which step.  [default: the last one]")
+@_output("Write a picture (.svg, .png) or a trace (.json). May be given several times.", multiple=True)
+@click.option(
+    "--step", type=click.IntRange(min=1), metavar="N", help="Number of the step.  [default: the last]"
+)
 @JSON
 def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: bool) -> None:
     """Draw one step over time: memory, the traffic of each drive, layers and waits.
 
-    As a picture, or as a trace that ui.perfetto.dev and chrome://tracing open, which --json prints too. A log
-    tells the third step over time, and each later one whose number is a power of two, where memory is
-    measured; and each step that was asked for by session.step(trace=True).
+    The output is a picture, or a trace for ui.perfetto.dev and chrome://tracing. --json prints the trace. If
+    memory is measured, the run log records step 3 and each later step whose number is a power of two. It also
+    records each step that session.step(trace=True) requests.
     """
     from tba_offload.report.log import read_run_log
     from tba_offload.report.ranks import paths_of_ranks
@@ -188,11 +186,11 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: 
     from tba_offload.report.timeline import TRACE, timeline_of, trace_of
 
     if not output and not as_json:
-        raise click.UsageError("nothing to write: name a picture or a trace with -o, or give --json")
+        raise click.UsageError("there is nothing to write: name a picture or a trace with -o, or give --json")
     for file in output:
         picture_kind(file, TRACE)
     logs = [read_run_log(path) for path in paths_of_ranks(run)]
-    # Of ranks the fullest, as why tells.
+    # The rank with the highest peak, as in ``why``.
     log = max(logs, key=lambda log: max((step.activation_peak_bytes or 0 for step in log.steps), default=0))
     found = timeline_of(log, step)
     for file in output:
@@ -208,13 +206,13 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: 
 
 @click.command()
 @_RUNS
-@_output("The page to write, in place of what the file held.", default="report.html", show_default=True)
+@_output("The page to write. An existing file is replaced.", default="report.html", show_default=True)
 @JSON
 def report(runs: tuple[Path, ...], output: Path, *, as_json: bool) -> None:
-    """Write a page on runs: what they cost, what happened in each step, what holds memory, what would help.
+    """Write an HTML page about runs: their cost, each step, what holds memory, and advice.
 
-    One file of HTML that needs no network. Several runs are compared, with their ROK curve on top. Needs
-    matplotlib and Jinja2: pip install 'tba-offload[report]'.
+    The page is one file that needs no network. For several runs, it begins with their ROK curve. The command
+    needs matplotlib and Jinja2: pip install 'tba-offload[report]'.
     """
     from tba_offload.report.page import page
     from tba_offload.report.ranks import read_runs

@@ -1,4 +1,4 @@
-"""Options of several commands, and how commands write files."""
+"""Options that several commands have, and functions that write files."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from tba_offload.formatting import visible
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from click.decorators import FC
+
+    from tba_offload.planner.model import Bandwidth
 
 FILE: Any = click.Path(dir_okay=False, path_type=Path)
-"""A file, as a path."""
+"""The type of an option that is a file."""
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-"""An option for programs."""
+"""The option for output that programs read."""
 
 DIRECTORIES = click.argument(
     "directories", metavar="[DIR]...", nargs=-1, type=click.Path(readable=False, path_type=Path)
 )
-"""Directories on drives, one for each."""
+"""The argument for directories, one on each drive."""
 
 
 def size(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
-    """Return a size with its unit, as an option."""
+    """Return the bytes of an option such as ``12GiB``."""
     from tba_offload.config import parse_size
 
     try:
@@ -41,25 +44,68 @@ def size(_context: click.Context, _parameter: click.Parameter, text: str | None)
     return found
 
 
+def rate(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """Return the amount a second of an option: bytes such as ``6GB/s``, or FLOPs such as ``400T``."""
+    found = text and text.removesuffix("/s")
+    return size(context, parameter, f"{found}B" if found and found[-1] in "GT" else found)
+
+
+RATED = click.option(
+    "--rated",
+    callback=size,
+    metavar="SIZE",
+    help="Rated writes (TBW) of all drives together, such as 600TB, to estimate how many years they last.",
+)
+"""The option for the endurance of drives."""
+
+
+def rates(command: FC) -> FC:
+    """Add the options for the rates of drives, which :func:`bandwidth_of` reads."""
+    write = click.option("--write", callback=rate, metavar="RATE", help="Rate of writes, such as 6GB/s.")
+    read = click.option("--read", callback=rate, metavar="RATE", help="Rate of reads.  [default: as --write]")
+    place = click.option("--dir", "place", metavar="DIR", help="Directory whose drive is measured instead.")
+    return write(read(place(command)))
+
+
+def bandwidth_of(options: dict[str, Any]) -> Bandwidth | None:
+    """Remove the options for the rates of drives, and return the rates. ``None`` if none is given."""
+    from tba_offload.planner.model import Bandwidth
+
+    write, read, place = (options.pop(name) for name in ("write", "read", "place"))
+    if write is not None:
+        return Bandwidth(write, read or write)
+    if place is None:
+        return None
+    from tba_offload.device import default_device
+    from tba_offload.store.doctor import measure
+    from tba_offload.store.open import open_store
+
+    device = default_device()
+    with open_store(directories=place, device=device) as store:
+        return Bandwidth(*measure(store, device)[:2])
+
+
 def say(line: str) -> None:
-    """Print a line beside the output, on stderr."""
+    """Print a line on stderr."""
     click.echo(visible(line), err=True)
 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str], logs: Iterable[Path] = ()) -> Iterator[None]:
-    """Write a file within the block; a failure ends the command with a line that names the file.
+    """Return a block that writes a file. An error in it ends the command with a line that names the file.
 
     Args:
         path: The file.
-        logs: Run logs, which are never written over: there may be no other copy.
+        logs: Run logs that must not be replaced, because there may be no other copy.
 
     Raises:
         ClickException: The file cannot be written, or is one of the logs.
     """
     output = Path(path)
     if any(output.exists() and log.exists() and output.samefile(log) for log in logs):
-        raise click.ClickException(f"{path}: is a run log, and stays as it is; choose another name")
+        raise click.ClickException(
+            f"{path}: the file is a run log, so it was not replaced. Choose another name"
+        )
     try:
         yield
     except OSError as error:

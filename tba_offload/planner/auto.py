@@ -110,6 +110,11 @@ class Task:
         return Placement.AUTO in self.policy
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether every layer is kept, so that nothing shows how fast drives are."""
+        return set(self.policy) == {Placement.KEEP}
+
+    @property
     def may_recompute(self) -> bool:
         """Whether the planner may choose to recompute a layer."""
         return self.decides and self.objective is not Objective.MEMORY
@@ -195,6 +200,11 @@ class Controller:
         return not self.task.decides and self.steps >= 2 * LEARNING and self.task.agree is None
 
     @property
+    def wants_saved(self) -> bool:
+        """Whether kept layers run with hooks in the next step, so that the log tells what they save."""
+        return self.steps == WARM_UP and self.task.keeps_all
+
+    @property
     def wants_memory(self) -> bool:
         """Whether the peak of the next step must be measured."""
         return self.task.has_budget and (self.state is not State.HOLD or not self._measured)
@@ -250,7 +260,8 @@ class Controller:
             self.profile = None
         if self.steps == WARM_UP + 1:
             self._forget_warm_up()
-        self.rates.note(seen.loads, fell_back=seen.record.fallback_kept_bytes > 0)
+        is_idle = seen.record.fallback_kept_bytes > 0 or self.task.keeps_all
+        self.rates.note(seen.loads, fell_back=is_idle)
         self._not_recomputed = seen.not_recomputed
         self._since += 1
         taken = bytes_taken(seen.record, self.task.limits)

@@ -115,6 +115,11 @@ class _Run(NamedTuple):
     def way(self) -> Placement:
         return Placement(self.scope.placement)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether hooks recorded what it saves: a kept layer has some in one step of a run log."""
+        return self.way.is_offloaded or (self.way is Placement.KEEP and bool(self.saved))
+
 
 def profile_of(
     seen: StepObservation, layers: Sequence[LayerKey], before: StepProfile | None, *, nets: bool
@@ -142,7 +147,7 @@ def profile_of(
     ]
     moved = (each.nbytes for each in trace.activations if each.treatment.value in (OFFLOADED, REBUILT))
     small = trace.kept_bytes - sum(each.nbytes for each in trace.activations) + sum(moved)
-    small //= max(sum(run.way.offloads for run in runs), 1)
+    small //= max(sum(run.way.offloads or run.is_captured for run in runs), 1)
     kinds, of_layers = _kinds(runs, _clock(seen.stalls), small, len(layers), before)
     if not (runs and kinds):
         return None
@@ -270,7 +275,7 @@ def _kinds(
     groups: dict[_Size, list[_Run]] = {}
     sizes: dict[int, _Size] = {}
     for run in runs:
-        if run.way.is_offloaded:
+        if run.is_captured:
             own = len(run.saved), sum(each.nbytes for each in run.saved)
             size = sizes[run.layer] = _alike(own, groups)
             groups.setdefault(size, []).append(run)

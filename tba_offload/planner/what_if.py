@@ -1,4 +1,4 @@
-"""What a plan would bring, from a run log alone: other budgets, devices, numbers of layers and of drives."""
+"""Plans from a run log, for other budgets, devices, numbers of layers and numbers of drives."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 _PROFILE, _PLAN = TypeAdapter(StepProfile), TypeAdapter(Plan)
 
 FRONTIER = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05)
-"""Budgets of the frontier, as shares of the peak of keep."""
+"""Budgets of the frontier, as shares of keep's peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What a run has measured.
+    """The measurements of a run.
 
     Attributes:
         names: Module names of the layers.
-        profile: Its step; the headroom is what the log measured beyond the simulator under its plan.
-        bandwidth: The rates of its store.
-        config: Its policy.
-        elsewhere: Layers of other processes, as those of other pipeline stages, and their placements.
-        run: Activation peak and seconds of a step of the run; ``None`` if not measured.
+        profile: The profile of a step. Its headroom is the measured peak less the simulated one.
+        bandwidth: The rates of the store.
+        config: The policy of the run.
+        elsewhere: Layers of other processes, such as other pipeline stages, and their placements.
+        run: Activation peak and seconds of a step of the run. ``None`` if not measured.
         title: The model and the machine.
-        not_recomputed: Layers whose forward was not the same when it ran twice, and those of their kind.
-        beside: Bytes on the device beside activations: live before a step, and gradients at one time;
-            ``None`` if not measured. Of offloaded states of optimizers the slots count.
+        not_recomputed: Layers whose forward gave another result when it ran twice, and layers of their kind.
+        beside: Bytes on the device beside activations: live bytes before a step, and the most gradients at
+            one time. ``None`` if not measured. If optimizer states are offloaded, only their slots count.
     """
 
     names: tuple[str, ...]
@@ -66,38 +66,44 @@ class Situation:
     beside: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str]) -> Situation:
-        """Return what a run log tells, by the last time that the run was planned.
+    def of(cls, path: str | os.PathLike[str], bandwidth: Bandwidth | None = None) -> Situation:
+        """Return the situation that the last plan in a run log was made from.
 
         Args:
             path: The run log.
+            bandwidth: The rates of the store, in place of the measured ones.
 
         Raises:
-            RunLogError: The log cannot be read, stands for several ranks, or has no plan.
+            RunLogError: The log cannot be read, is one of several ranks, or has no plan or no rates.
             ConfigError: The policy in the log cannot be read.
         """
         first, *others = paths_of_ranks(path)
         if others:
             raise RunLogError(
-                f"{path}: each of the {1 + len(others)} ranks has a log of its own; name one, such as {first}"
+                f"{path}: the run has {1 + len(others)} ranks, each with its own log. Name one, as {first}"
             )
         log = read_run_log(path)
-        log.events(PlanEvent)  # checked before anything is computed from one
+        log.events(PlanEvent)  # raises an error if a plan event is damaged
         event: Any = next((each for each in reversed(log.others) if each["event"] == PLAN), None)
         if event is None:
             raise RunLogError(
-                f"{log.path}: nothing to plan from: log at least three steps in which layers are placed "
-                "offload or auto, and save more than budget.in_flight_bytes, so that drives are measured"
+                f"{log.path}: there is nothing to plan from. Log at least three steps in which all layers "
+                "are keep, or layers are offload or auto and save more than budget.in_flight_bytes"
             )
         config = OffloadConfig.from_yaml(log.header.policy or "")
         in_backward = config.states is not None and config.states.when == "backward"
         updates: Any = [] if in_backward else [each for each in log.others if each["event"] == "states"]
         names = tuple(event["names"])
         try:
-            profile, bandwidth = _PROFILE.validate_python(event["profile"]), Bandwidth(**event["drive"])
-            profile = _as_measured(profile, bandwidth, log, event)
+            profile, measured = _PROFILE.validate_python(event["profile"]), Bandwidth(**event["drive"])
+            profile = _as_measured(profile, measured, log, event)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
+        if bandwidth is None and measured.capacity == 0:
+            raise RunLogError(
+                f"{log.path}: this run wrote to no drive, so the rates are not known. Give --write and "
+                "--read, or --dir"
+            )
         if config.budget.in_flight_bytes is None:  # the session has sized the window by the step
             window = event["limits"].get("window")
             config = replace(config, budget=replace(config.budget, in_flight_bytes=window))
@@ -106,7 +112,7 @@ class Situation:
         return cls(
             names=names,
             profile=profile,
-            bandwidth=bandwidth,
+            bandwidth=bandwidth or measured,
             config=config,
             elsewhere=tuple((name, Placement(its["placement"])) for name, its in placed if name not in names),
             run=_measured_step(log),
@@ -116,13 +122,13 @@ class Situation:
         )
 
     def changed(self, *, layers: int | None = None, drives: float = 1) -> Situation:
-        """Return the situation with another number of layers, or so many times the drives.
+        """Return the situation with another number of layers, or with ``drives`` times the drives.
 
         Raises:
-            ConfigError: The number of drives is none.
+            ConfigError: ``drives`` is not a finite number above 0.
         """
         if not 0 < drives < math.inf:
-            raise ConfigError(f"{drives:g} is no number of drives; give a finite number above 0")
+            raise ConfigError(f"{drives:g} is not a number of drives. Give a finite number above 0")
         run = self.run if drives == 1 else None
         situation = replace(self, bandwidth=self.bandwidth.scaled(drives), run=run)
         if layers is None or layers == len(self.names):
@@ -140,25 +146,27 @@ class Situation:
         )
 
     def on_device(self, device_bytes: int) -> DeviceShare:
-        """Return what a device of that size leaves for activations if all optimizer states are offloaded.
+        """Return the share of a device of that size that is left for activations.
+
+        If optimizer states are offloaded, all of them count as offloaded.
 
         Raises:
-            ConfigError: Nothing is left, or what lies beside activations is not known.
+            ConfigError: Nothing is left, or the log does not tell the bytes beside activations.
         """
         if self.beside is None:
             raise ConfigError(
-                "what lies on the device beside activations is not known of this run; give --budget instead"
+                "the run log does not tell the bytes on the device beside activations. Give --budget instead"
             )
         device = DeviceShare(device_bytes, *self.beside)
         if device.left <= 0:
-            raise ConfigError(f"nothing is left for activations {device}; give a larger device")
+            raise ConfigError(f"nothing is left for activations {device}. Give a larger device")
         return device
 
     def case(self, budget: int | None) -> Case:
-        """Return the question for a budget in bytes; all layers are open.
+        """Return the case for the solver, with a budget in bytes. All layers are ``auto``.
 
-        Without a budget, the peak is to be the lowest at which training waits for nothing and a step takes no
-        longer than if everything was kept.
+        Without a budget, the solver looks for the lowest peak at which training never waits and a step takes
+        no longer than with keep.
         """
         limits = Limits(budget, self.config.budget.window(), self.config.store.write_bytes_per_day)
         objective = Objective.MEMORY if budget is None else Objective.TIME
@@ -168,12 +176,12 @@ class Situation:
     def report(
         self, budget: int | None = None, *, device_bytes: int | None = None, rated: int | None = None
     ) -> tuple[PlanReport, OffloadConfig]:
-        """Return all that there is to say of the best plan, and the policy that places layers so.
+        """Return the report on the best plan, and a policy with its placements.
 
         Args:
-            budget: Most bytes of activations; ``None`` for no limit.
-            device_bytes: The size of a device, which gives the budget in place of ``budget``.
-            rated: Bytes that the makers of all drives together allow to be written (TBW), if known.
+            budget: Most bytes of activations. ``None`` for no limit.
+            device_bytes: Memory of a device. The budget is what the rest leaves of it.
+            rated: Rated writes (TBW) of all drives together, in bytes, if known.
         """
         alone = replace(self, profile=self.profile.without_gradients())
         found, device = alone, None
@@ -200,17 +208,17 @@ class Situation:
     def _notes(self, case: Case, plan: Plan, device: DeviceShare | None, rated: int | None) -> Iterator[str]:
         outcome = case.played(plan)
         write, read = readable_rate(self.bandwidth.write), readable_rate(self.bandwidth.read)
-        yield f"{len(self.names)} layers; the store writes {write} and reads {read}."
+        yield f"{len(self.names)} layers. The store writes {write} and reads {read}."
         if device is not None:
             yield f"{readable_size(device.budget)} are left for activations {device}."
         if written := written_a_day(case, plan):
             yield f"The plan {written}."
         if day := bytes_per_day(outcome.written_bytes, outcome.seconds):
             years = f": {rated / 1e12:g} TB in {significant(rated / day / 365)} years" if rated else ""
-            yield f"Day and night the drives are written {significant(day / 1e12)} TB a day{years}."
+            yield f"Without pauses, training writes {significant(day / 1e12)} TB a day to the drives{years}."
 
     def _policy(self, plan: Plan, budget: int | None, device_bytes: int | None) -> OffloadConfig:
-        """Return a policy that places layers as the plan does, otherwise as the run was configured."""
+        """Return the policy of the run with the placements of the plan."""
         placed = [*zip(self.names, plan.placements, strict=True), *self.elsewhere]
         counts = Counter(placement for _, placement in placed)
         ((default, _),) = counts.most_common(1)
@@ -218,7 +226,7 @@ class Situation:
         states = self.config.states
         if states is not None and states.when != "backward":
             states = replace(states, default="offload" if device_bytes is None else "auto")
-        # Other ranks may have layers that are still auto; nothing else keeps to a budget.
+        # Layers of other ranks may still be auto. Only auto layers, states and on_slow keep to a budget.
         is_auto = Placement.AUTO in counts
         is_beside = states is not None and states.default == "auto"
         kept_to = is_auto or is_beside or self.config.on_slow == "keep"
@@ -240,7 +248,7 @@ class Situation:
 
 
 def _planned(case: Case, plan: Plan) -> PlannedStep:
-    """Return what a plan is predicted to do, and whether it keeps to the budget of its case."""
+    """Return the prediction of a plan, and whether the plan keeps to the budget of its case."""
     outcome, placements, budget = case.played(plan), plan.placements, case.limits.budget
     return PlannedStep(
         **dataclasses.asdict(outcome),
@@ -254,11 +262,11 @@ def _planned(case: Case, plan: Plan) -> PlannedStep:
 def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
     """Return the profile of a step with other layers.
 
-    Passes follow one another as in the step that was measured; other compute takes as long in each of them.
+    The order of passes, and the time of compute outside of layers, are those of the measured step.
 
     Args:
-        profile: The step that was measured.
-        likes: For each layer, the number of the layer in ``profile`` that it is like.
+        profile: The measured step.
+        likes: For each layer, the number of the equal layer in ``profile``.
     """
     slots: list[Slot] = []
     passes = itertools.groupby(profile.slots, key=lambda slot: (slot.micro_batch, slot.backward))
@@ -276,9 +284,9 @@ def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
 def _as_measured(
     profile: StepProfile, bandwidth: Bandwidth, log: RunLog, event: dict[str, Any]
 ) -> StepProfile:
-    """Return the profile with the highest peak that the log measured under the plan of an event, if it did.
+    """Return the profile with the headroom that the highest measured peak gives, if peaks were measured.
 
-    Of a policy without ``auto`` that is the plan of all steps.
+    The peak is the highest one under the plan of the event. Without ``auto``, all steps have that plan.
     """
     is_fixed = Placement.AUTO not in event["policy"]
     steps = [step for step in log.steps if is_fixed or step.step > event.get("step", 0)] or log.steps
@@ -290,16 +298,16 @@ def _as_measured(
 
 
 def _measured_step(log: RunLog) -> tuple[int, float] | None:
-    """Return activation peak and seconds of a step without its update; ``None`` if not measured."""
+    """Return activation peak and seconds of a step without its update. ``None`` if not measured."""
     steps = counted_steps(log)
     peaks = [step.activation_peak_bytes for step in steps if step.activation_peak_bytes is not None]
     return (max(peaks), statistics.median(step.seconds for step in timed_steps(steps))) if peaks else None
 
 
 def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> tuple[int, int] | None:
-    """Return most bytes that were live before a step, with states that it made, and of gradients at one time.
+    """Return the most live bytes before a step, with new optimizer states, and the most gradients at once.
 
-    Where states are offloaded it is the last step that counts, without them: how many stay may have changed.
+    If states are offloaded, the last step counts without them, because the number that stays may change.
     """
     measured = [step for step in steps if step.base_bytes is not None]
     if updates and measured:
@@ -309,6 +317,6 @@ def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> 
         bases = [(last.base_bytes or 0) - there]
     else:
         bases = [(step.base_bytes or 0) + (step.state_bytes or 0) for step in measured]
-    # In the first step no optimizer can free them in backward.
+    # In the first step no optimizer frees gradients in backward.
     gradients = (step.gradient_peak_bytes or step.gradient_bytes or 0 for step in steps[1:] or steps)
     return (max(bases), max(gradients)) if bases else None

@@ -131,9 +131,13 @@ class LayerRuns:
                     return layer.run(site.forward, given, placement)
                 once = AttentionOnce(site.forward, _counting(hooks, scope), hooks.capture.unpack)
                 return layer.run(once, given, placement)
-        if not placement.offloads:
-            return site.forward(*args, **kwargs)
         session = self._session
+        if not placement.offloads:
+            controller = session.planning.controller
+            if controller is None or not controller.wants_saved or site.is_compiled or _hooks_are_taken():
+                return site.forward(*args, **kwargs)
+            with LayerHooks(session.capture, scope.key, when_slow=False, stays=_everything):
+                return site.forward(*args, **kwargs)
         if site.index in session.planning.chosen and session.world.may_plan_recomputation and layer.may_try():
             return self._try_out(placement, site, scope, given)
         with self._hooks(placement, site, scope):
@@ -307,6 +311,11 @@ class _TriedHooks(LayerHooks):
         if self.trial is not None:
             self.trial.see(tensor)
         return super().pack(tensor)
+
+
+def _everything(_: int) -> bool:
+    """Have each activation of a kept layer stay: its hooks are for the run log."""
+    return True
 
 
 def _counting(hooks: LayerHooks, scope: ScopeTrace) -> Callable[[torch.Tensor], Kept | Packed]:

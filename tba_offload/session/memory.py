@@ -241,7 +241,7 @@ class Memory:
             kept = min(trace.kept_bytes - now.kept, nbytes)
             holder = "kept" if now.way is Placement.KEEP else "inputs" if now.way.recomputes else "outputs"
             of_run = Counter({holder: nbytes - kept})
-            of_run["small" if now.way.percent == 100 else "kept"] += kept
+            of_run["small" if now.way.offloads and now.way.percent == 100 else "kept"] += kept
             self._waiting[now.layer].append(of_run)
             self.left.update(of_run)
         if now.phase == LOSS:

@@ -67,8 +67,8 @@ def test_everything_wrong_is_told_by_line(policy: Path) -> None:
     ("layers", "message"),
     [
         ([], "Missing option '--layers'"),
-        (["many"], "'many' is no number of layers"),
-        (["12", "decoder:12"], "each needs a name of its own"),
+        (["many"], "'many' is not a number of layers"),
+        (["12", "decoder:12"], "several stacks need different names"),
     ],
 )
 def test_a_wrong_command_line_has_exit_status_2(layers: list[str], message: str, policy: Path) -> None:

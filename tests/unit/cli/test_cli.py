@@ -57,7 +57,7 @@ def test_json_and_csv_are_alone_on_the_standard_output(runs: list[str]) -> None:
     [
         ((), "Missing argument 'RUN.jsonl...'"),
         (("a.jsonl", "--warmup", "-1"), "-1 is not in the range x>=0"),
-        (("a.jsonl", "--json", "--csv", "-"), "--json and --csv - both want the standard output"),
+        (("a.jsonl", "--json", "--csv", "-"), "--json and --csv - both write to the standard output"),
     ],
 )
 def test_a_wrong_command_line_has_exit_status_2(arguments: tuple[str, ...], message: str) -> None:

@@ -37,9 +37,9 @@ def test_it_writes_a_policy_that_check_takes(tmp_path: Path) -> None:
 def test_what_is_commented_out_can_be_taken_in(tmp_path: Path) -> None:
     call("init", tmp_path)
     policy = tmp_path / "policy.yaml"
-    settings = ("layers:", '  - match: "last 2"', "    placement: keep")
+    settings = ("layers:", '  - match: "last 2"', "    placement: keep", "budget:", "  in_flight_bytes")
     text = policy.read_text()
-    for setting in (*settings, "activation_bytes", "device_bytes", "write_bytes_per_day"):
+    for setting in (*settings, "  activation_bytes", "  device_bytes", "capacity", "write_bytes_per_day"):
         assert f"# {setting}" in text
         text = text.replace(f"# {setting}", setting)
     policy.write_text(text)

@@ -97,9 +97,9 @@ def test_a_plan_for_a_device_has_what_the_run_left_on_it(tmp_path: Path, run_log
     assert load_config(policy).budget.device_bytes is None  # each layer is placed, and waits for its drive
     for arguments, what in (
         ((path, "--device-bytes", "1MiB"), "nothing is left for activations of 1.00 MiB, minus"),
-        ((path, *options, "--layers", "9"), "what lies on the device beside activations is not known"),
-        ((run_log, *options), "what lies on the device beside activations is not known"),
-        ((path, *options, "--budget", "3MiB"), "--budget and --device-bytes both say"),
+        ((path, *options, "--layers", "9"), "does not tell the bytes on the device beside activations"),
+        ((run_log, *options), "does not tell the bytes on the device beside activations"),
+        ((path, *options, "--budget", "3MiB"), "--budget and --device-bytes both limit activations"),
     ):
         failed = invoke_plan(*arguments)
         assert failed.exit_code != 0
@@ -129,7 +129,7 @@ def test_a_policy_that_was_not_planned_is_not_replaced(run_log: Path, tmp_path: 
     policy.write_text("default: keep  # by hand\n")
     result = invoke_plan(run_log, "-o", policy)
     assert result.exit_code == 1
-    assert "policy.yaml: was not written by this command" in result.output
+    assert "policy.yaml: the file was not written by this command" in result.output
     assert policy.read_text() == "default: keep  # by hand\n"
     run_plan(run_log, "-o", policy, "--force")
     planned = policy.read_text()
@@ -139,7 +139,7 @@ def test_a_policy_that_was_not_planned_is_not_replaced(run_log: Path, tmp_path: 
     before = run_log.read_bytes()
     result = invoke_plan(run_log, "-o", run_log, "--force")
     assert result.exit_code == 1
-    assert "is a run log, and stays as it is" in result.output
+    assert "the file is a run log, so it was not replaced" in result.output
     assert run_log.read_bytes() == before
 
 

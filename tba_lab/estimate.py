@@ -1,0 +1,424 @@
+"""``tba-offload estimate``: the cost of each placement, from a step of a real model without bytes.
+
+The model's own code runs forward and backward on tensors that have only shapes, so autograd saves the same
+tensors as in training. A dispatch mode sees each operation. It counts live bytes, and FLOPs for the time.
+Both give the profile that the planner otherwise measures in training. Its simulator does the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import weakref
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import click
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import flop_registry
+
+from tba_offload.capture.hooks import SPARSE
+from tba_offload.capture.rematerialize import RematerializingHooks, unwrap_classes
+from tba_offload.capture.trace import (
+    ActivationKey,
+    ActivationTrace,
+    ScopeKey,
+    ScopeTrace,
+    StepTrace,
+    Treatment,
+)
+from tba_offload.capture.views import StaticStorages
+from tba_offload.config import OffloadConfig
+from tba_offload.days import bytes_per_day
+from tba_offload.device import default_device
+from tba_offload.errors import ConfigError, MissingDependencyError, TbaError, UnsupportedError
+from tba_offload.formatting import layers_by_placement, readable_rate, readable_size, significant
+from tba_offload.layers.find import find_layers
+from tba_offload.layers.graph import first_differentiable
+from tba_offload.placements import Placement
+from tba_offload.planner.measure import SeenBeside, StepObservation, profile_of, with_beside
+from tba_offload.planner.model import Bandwidth, Beside, DeviceShare, Limits, Plan, StepProfile
+from tba_offload.planner.solve import Case, solve
+from tba_offload.report import text
+from tba_offload.report.log import StepRecord
+from tba_offload.report.text import Table
+from tba_offload.torch_private import TorchDispatchMode, tree_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from tba_offload.layers.find import Layer
+
+    Make = Callable[[], tuple[nn.Module, Callable[[], Tensor]]]
+
+_IDLE: Any = SimpleNamespace(
+    raise_failures=int, device=SimpleNamespace(stream=int), window=SimpleNamespace(held_back=1)
+)
+"""An offloader that moves nothing."""
+
+
+WAYS = "keep", "offload", "offload-remat", "recompute", "recompute-offload"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def run_on_console(
+    *,
+    bandwidth: Bandwidth,
+    flops: float,
+    device_bytes: int | None,
+    rated: int | None,
+    as_json: bool,
+    **model: Any,
+) -> None:
+    """Print the cost of each placement, as ``tba-offload estimate --help`` says."""
+    profile, step = dry_run(model_of(**model), flops=flops, min_tensor_bytes=OffloadConfig().min_tensor_bytes)
+    saved = sum(profile.kind_of(layer).nbytes for layer in range(len(step.names)))
+    limits = Limits(window=max(min(256 << 20, saved // 8), profile.largest_bytes))
+    if device_bytes is not None:
+        share = DeviceShare(device_bytes, step.weight_bytes + 2 * step.gradients, step.gradients)
+        limits = limits.on_device(share)
+    case = Case(profile, bandwidth, limits, (Placement.AUTO,) * len(step.names))
+    plans = {way: case.uniform(Placement(way)) for way in WAYS}
+    if device_bytes is not None:
+        plans["fit"] = solve(case)
+    rows = [_row(way, case, plan, step.beside[-1].whole, rated) for way, plan in plans.items()]
+    if as_json:
+        found = {"layers": step.names, "in_flight_bytes": limits.window, "placements": rows}
+        click.echo(json.dumps(found, indent=2))
+    else:
+        text.show(*_parts(rows, step.names, case))
+
+
+def _row(name: str, case: Case, plan: Plan, least: int, rated: int | None) -> dict[str, Any]:
+    """Return the figures of a plan."""
+
+    def seconds(rate: float) -> float:
+        return replace(case, bandwidth=Bandwidth(rate, rate)).played(plan).seconds
+
+    step, longest = case.played(plan), 1.01 * seconds(math.inf)
+    rates = (10 ** (place / 20) for place in range(120, 261))  # from 1 MB/s to 10 TB/s
+    needed = next((rate for rate in rates if seconds(rate) <= longest), None) if step.sent_bytes else None
+    day = bytes_per_day(step.written_bytes, step.seconds)
+    return {
+        "placement": name,
+        "placements": plan.placements,
+        "activation_peak_bytes": max(step.activation_peak, least),
+        "seconds": step.seconds,
+        "times_keep": step.seconds / case.keep.seconds,
+        "drives_need": needed,
+        "written_bytes": step.written_bytes,
+        "written_bytes_per_day": day,
+        "years": rated / day / 365 if rated and day else None,
+        "fits": None if case.limits.device is None else case.fits(plan),
+    }
+
+
+def _parts(rows: list[dict[str, Any]], names: tuple[str, ...], case: Case) -> Iterator[Any]:
+    """Yield what people read."""
+    columns: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "Placement": ("placement", str),
+        "Activation peak": ("activation_peak_bytes", readable_size),
+        "Step s": ("seconds", significant),
+        "x keep": ("times_keep", "{:.2f}".format),
+        "Drives need": ("drives_need", readable_rate),
+        "Written": ("written_bytes", readable_size),
+        "TB a day": ("written_bytes_per_day", lambda nbytes: significant(nbytes / 1e12)),
+        "Years": ("years", significant),
+        "Fits": ("fits", lambda fits: "yes" if fits else "no"),
+    }
+    columns = {name: each for name, each in columns.items() if any(row[each[0]] is not None for row in rows)}
+    cells = [
+        ["-" if row[key] is None else words(row[key]) for key, words in columns.values()] for row in rows
+    ]
+    window = readable_size(case.limits.window or 0)
+    yield f"{len(names)} layers; the drives: {case.bandwidth}; in-flight window {window}."
+    if case.limits.device is not None:
+        yield f"Left for activations {case.limits.device}: {readable_size(case.limits.budget or 0)}."
+        yield f"fit is: {layers_by_placement(names, rows[-1]['placements'])}."
+    yield Table((*columns,), cells, right=(*columns,)[1:])
+
+
+def dry_run(make: Make, *, flops: float, min_tensor_bytes: int) -> tuple[StepProfile, DryStep]:
+    """Return the profile of a step, and the step.
+
+    Args:
+        make: Creates the model and a function that runs its forward pass and returns the loss.
+        flops: FLOPs that the device computes in a second.
+        min_tensor_bytes: Storages of fewer bytes stay in memory.
+
+    Raises:
+        UnsupportedError: No layers are found, or backward reaches none.
+    """
+    profile = None
+    # The first run shows what offload-remat rebuilds, and holds tensors longer: bytes count in the second.
+    for way in (Placement.OFFLOAD_REMAT, Placement.OFFLOAD):
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):  # type: ignore[no-untyped-call]
+                step = DryStep(way, *make(), flops, min_tensor_bytes)
+        except TbaError:
+            raise
+        except Exception as error:
+            instead = "Instead, train three steps with keep and a run log, and use tba-offload plan"
+            raise UnsupportedError(f"the model does not run without data: {error!r}. {instead}") from error
+        record = StepRecord(step=1, seconds=step.clock, gradient_peak_bytes=step.gradients)
+        seen = StepObservation(step.trace, (), (), Plan(()), record, began=0.0)
+        profile = profile_of(seen, [(0, name) for name in step.names], profile, nets=True)
+        if profile is None:
+            raise UnsupportedError("backward reaches no layer, so there is nothing to offload")
+        if way.rebuilds:
+            profile = replace(profile, timings=({},) * len(profile.kinds))
+    unwrap_classes()
+    *beside, outside = step.beside
+    keep = [Placement.KEEP] * len(beside)
+    return with_beside(profile, SeenBeside(outside.forward, beside), keep), step
+
+
+def model_of(*, config: str | None, dtype: str, batch: int, sequence: int, **numbers: Any) -> Make:
+    """Return a function that creates a model of transformers and a function that returns its loss.
+
+    Args:
+        config: A configuration: a file, or the folder of ``config.json``.
+        dtype: A key of :data:`DTYPES`.
+        batch: Sequences, or images, of a micro-batch.
+        sequence: Tokens of a sequence.
+        numbers: Without ``config``, the ``layers``, ``hidden``, ``heads`` and ``vocab`` of a Llama.
+
+    Raises:
+        ConfigError: The file is not a configuration.
+        MissingDependencyError: transformers is not installed.
+        UnsupportedError: The configuration names no class, or the class needs other inputs.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError("transformers", "estimate", extra="transformers") from error
+    if config is None:
+        found: Any = transformers.LlamaConfig(
+            num_hidden_layers=numbers["layers"],
+            hidden_size=numbers["hidden"],
+            intermediate_size=-(-8 * numbers["hidden"] // 768) * 256,
+            num_attention_heads=numbers["heads"],
+            vocab_size=numbers["vocab"],
+            architectures=["LlamaForCausalLM"],
+        )
+    else:
+        try:
+            found = transformers.AutoConfig.from_pretrained(config)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{config}: not a configuration of transformers: {error}") from error
+    name = next(iter(found.architectures or ()), "")
+    kind = getattr(transformers, name, None)
+    if kind is None or kind.main_input_name not in {"input_ids", "pixel_values"}:
+        known = 'a class for text or images, such as "architectures": ["LlamaForCausalLM"]'
+        raise UnsupportedError(f"the configuration names the class {name!r}. Name {known}")
+
+    def make() -> tuple[nn.Module, Callable[[], Tensor]]:
+        with torch.device(default_device().torch_device):
+            model = kind._from_config(found, dtype=DTYPES[dtype]).train()
+            given = {"input_ids": torch.zeros(batch, sequence, dtype=torch.long)}
+            labels = given["input_ids"]
+            if kind.main_input_name == "pixel_values":
+                side, channels = found.image_size, found.num_channels
+                sides = (side, side) if isinstance(side, int) else side
+                given = {"pixel_values": torch.zeros(batch, channels, *sides, dtype=model.dtype)}
+            if "labels" in inspect.signature(model.forward).parameters:
+                is_class = name.endswith(("ImageClassification", "SequenceClassification"))
+                given["labels"] = torch.zeros(batch, dtype=torch.long) if is_class else labels
+        return model, lambda: _loss(model(**given))
+
+    return make
+
+
+def _loss(output: Any) -> Any:
+    loss = getattr(output, "loss", None)
+    return output[0].float().sum() if loss is None else loss
+
+
+def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
+    """Return the FLOPs of an operation. 0 if PyTorch has no formula.
+
+    PyTorch has none for attention on a CPU, so the formula of the same kernel on a GPU serves.
+    """
+    name = getattr(getattr(function, "_overloadpacket", None), "__name__", "none").replace("_for_cpu", "")
+    formula = flop_registry.get(getattr(torch.ops.aten, name, None))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
+
+
+class _RebuildingHooks(RematerializingHooks):
+    """Hooks that record what ``offload-remat`` would rebuild, and keep it."""
+
+    capture: Any
+
+    def probe(self, _: Tensor) -> Any:
+        return SimpleNamespace(_version=0)
+
+    def understands(self, tensor: Tensor, _: object) -> bool:
+        return tensor.layout is torch.strided
+
+    def pack(self, tensor: Tensor) -> Any:
+        call, step = self._call_of(tensor), self.capture
+        if call is None or not call.save_arguments(partial(step.record, to=step.trace.sources)):
+            return step.record(tensor)
+        call.cost = 0
+        return step.record(tensor, treatment=Treatment.REBUILT)
+
+
+class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call,misc]
+    """One step. Hooks take it for the capture of a session.
+
+    Attributes:
+        names: Module names of the layers.
+        weight_bytes: Bytes of parameters and buffers.
+        clock: Seconds of compute.
+        gradients: Bytes of gradients.
+        beside: For each layer, most live bytes beside saved ones. The last entry is for all else.
+    """
+
+    def __init__(
+        self,
+        way: Placement,
+        model: nn.Module,
+        loss: Callable[[], Tensor],
+        flops: float,
+        min_tensor_bytes: int,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.min_tensor_bytes = next(model.parameters()).device, min_tensor_bytes
+        self.offloader, self.static, self.trace = _IDLE, StaticStorages(), StepTrace()
+        self.learned: dict[int, Any] = {}
+        self.static.refresh([model])
+        weights = {each.untyped_storage() for each in (*model.parameters(), *model.buffers())}
+        self.weight_bytes = sum(storage.nbytes() for storage in weights)
+        self.clock, self.gradients, self._flops, self._way = 1e-9, 0, flops, way
+        self._saved: dict[int, ActivationTrace] = {}  # by the address of a storage
+        self._alive: dict[int, object] = {}  # likewise
+        self._bytes = Counter[ScopeKey]()  # that runs of layers have saved
+        self._outside = self._now = ScopeTrace(ScopeKey(-1, 0, 0, ""), "keep", 0.0)
+        self._live = self._held = self._peak = self._known = self._latest = self._unknown = 0
+        self._is_backward = False
+        layers = find_layers(model).layers
+        self.names = tuple(layer.id.name for layer in layers)
+        self.beside = [Beside()] * (len(layers) + 1)
+        for index, layer in enumerate(layers):
+            layer.module.forward = partial(self._call, index, layer, layer.module.forward)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
+        with self, torch.autograd.graph.saved_tensors_hooks(self.record, self.unpack):
+            found = loss()
+            found.backward()  # type: ignore[no-untyped-call]
+        self._turn(self._outside, found)
+
+    # ---- saved tensors ---------------------------------------------------------------------------
+
+    def record(
+        self,
+        tensor: Tensor,
+        treatment: Treatment = Treatment.OFFLOADED,
+        to: list[ActivationTrace] | None = None,
+    ) -> tuple[Tensor, ActivationTrace | None]:
+        """Keep a saved tensor. It is an activation of the layer that is the first to save it."""
+        storage, key = tensor.untyped_storage(), self._now.key
+        address, nbytes = storage._cdata, storage.nbytes()
+        if address not in self._saved and storage not in self.static:
+            nbytes = tensor.nbytes if tensor.nbytes * SPARSE < nbytes else nbytes
+            self._saved[address] = ActivationTrace(ActivationKey(key, 0), nbytes, treatment, self.clock)
+            if self._now is not self._outside:
+                self._bytes[key] += nbytes
+                self._held += nbytes
+                if nbytes < self.min_tensor_bytes:
+                    self.trace.kept_bytes += nbytes
+                else:
+                    (self.trace.activations if to is None else to).append(self._saved[address])
+        return tensor.detach(), self._saved.get(address)
+
+    def unpack(self, packed: tuple[Tensor, ActivationTrace | None]) -> Tensor:
+        """Return a saved tensor, and note its first use."""
+        tensor, found = packed
+        if found is not None and found.unpacked_at is None:
+            found.unpacked_at = self.clock
+            if found.key.scope == self._now.key:
+                self._known -= self._latest  # of an offloaded layer one activation at a time is in memory
+                self._latest = found.nbytes
+        return tensor
+
+    def find(self, storage: torch.UntypedStorage, _: object = None) -> ActivationTrace | None:
+        """Return the trace of a storage that is saved and not rebuilt."""
+        found = self._saved.get(storage._cdata)
+        return None if found is None or found.treatment is Treatment.REBUILT else found
+
+    def is_kept(self, _: object) -> bool:
+        """Return False: only :meth:`find` tells what is saved."""
+        return False
+
+    # ---- layers ----------------------------------------------------------------------------------
+
+    def _call(
+        self, index: int, layer: Layer, forward: Callable[..., object], *args: Any, **kwargs: Any
+    ) -> object:
+        """Run a layer, and watch for its backward."""
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
+        number = sum(scope.key.layer == index for scope in self.trace.scopes)
+        key, nbytes = ScopeKey(index, number, 0, self.names[index]), sum(each.nbytes for each in inputs)
+        scope = ScopeTrace(key, self._way, self.clock, nbytes, forward_gradients=self.gradients)
+        self.trace.scopes.append(scope)
+        self._turn(scope)
+        if layer.id.number == number == 0 and inputs and inputs[0].grad_fn is not None:
+            inputs[0].register_hook(partial(self._turn, self._outside))  # type: ignore[no-untyped-call]
+        rebuilding: Any = partial(_RebuildingHooks, self, key, None, when_slow=False)
+        with rebuilding() if self._way.rebuilds else nullcontext():
+            output = forward(*args, **kwargs)
+        scope.forward_ended = self.clock
+        self._turn(self._outside)
+        if (tensor := first_differentiable(output)) is not None and tensor.grad_fn is not None:
+            tensor.register_hook(partial(self._turn, scope))  # type: ignore[no-untyped-call]
+        return output
+
+    def _turn(self, scope: ScopeTrace, gradient: Tensor | None = None) -> None:
+        """End what the step was at, and begin the forward or, with a gradient, the backward of a layer."""
+        last, most = self._now.key, self._peak - self._held
+        seen = Beside(0, self._unknown, most) if self._is_backward else Beside(most + self._bytes[last])
+        self.beside[last.layer] = self.beside[last.layer].at_least(seen)
+        if self._is_backward:
+            self._held -= self._bytes[last]
+        if gradient is not None:
+            scope.backward_began, scope.backward_gradients = self.clock, self.gradients
+            self.trace.backward_ends.append(self.clock)
+        self._now, self._is_backward = scope, gradient is not None
+        self._peak, self._known, self._latest = self._live, self._held, 0
+        self._unknown = self._live - self._held
+
+    # ---- memory and time -------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        self.clock += _flops_of(function, args, kwargs or {}, output) / self._flops
+        for storage in (each.untyped_storage() for each in tree_leaves(output) if isinstance(each, Tensor)):
+            address, nbytes = storage._cdata, storage.nbytes()
+            if address not in self._alive and storage not in self.static:
+                self._alive[address] = weakref.ref(storage, partial(self._died, address, nbytes))
+                self._live += nbytes
+        self._peak = max(self._peak, self._live)
+        self._unknown = max(self._unknown, self._live - self._known)
+        return output
+
+    def _died(self, address: int, nbytes: int, _: object) -> None:
+        del self._alive[address]
+        self._live -= nbytes
+
+    def _accumulated(self, parameter: Any) -> None:
+        """Take a gradient off the live bytes: from now on it is no activation."""
+        storage = parameter.grad.untyped_storage()
+        if self._alive.get(storage._cdata) is not None:
+            self._alive[storage._cdata] = None
+            self._live -= storage.nbytes()
+            self.gradients += storage.nbytes()

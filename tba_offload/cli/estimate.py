@@ -1,0 +1,59 @@
+"""``tba-offload estimate``: the cost of each placement, computed before any run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from tba_offload.cli.shared import JSON, RATED, bandwidth_of, rate, rates, size
+
+_COUNT = click.IntRange(min=1)
+
+
+@click.command()
+@click.option("--config", type=click.Path(exists=True), help="config.json of transformers, or its folder.")
+@click.option("--layers", type=_COUNT, help="Without --config: the number of layers of a Llama.")
+@click.option("--hidden", type=_COUNT, help="The width of that model.")
+@click.option("--heads", type=_COUNT, help="The number of its attention heads.")
+@click.option("--vocab", type=_COUNT, help="The size of its vocabulary.")
+@click.option("--sequence", type=_COUNT, default=1024, show_default=True, help="Tokens of a sequence.")
+@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences of a micro-batch.")
+@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
+@click.option("--flops", callback=rate, required=True, help="FLOPs a second in training, such as 400T.")
+@rates
+@click.option(
+    "--device-bytes",
+    callback=size,
+    metavar="SIZE",
+    help="Memory of the device, such as 80GiB, for weights, gradients, Adam's two moments and activations.",
+)
+@RATED
+@JSON
+def estimate(**options: Any) -> None:
+    """Compute the cost of each placement before any run.
+
+    The placements are keep (activations stay in memory), offload (they are written to drives and read back),
+    offload-remat (as offload, but backward computes the outputs of cheap operations again), recompute
+    (backward runs each layer again) and recompute-offload (as recompute, and the inputs of layers are
+    offloaded). With --device-bytes, the last row is the fastest plan that fits the device.
+
+    For each placement, the output has the activation peak, the step time, the rate at which drives must write
+    and read so that training never waits, the bytes written, and the life of the drives. The model of
+    transformers runs one step on tensors without bytes. The planner's simulator computes the rest.
+
+    The kernels are those of this machine. On a CPU, dropout and attention with dropout save more than on a
+    GPU.
+    """
+    bandwidth = bandwidth_of(options)
+    if bandwidth is None:
+        raise click.UsageError("give the rates of the drives: --write and --read, or --dir")
+    if options["config"] is None and None in {
+        options[name] for name in ("layers", "hidden", "heads", "vocab")
+    }:
+        raise click.UsageError(
+            "the model is not known: give --config, or --layers, --hidden, --heads and --vocab"
+        )
+    from tba_lab.estimate import run_on_console
+
+    run_on_console(bandwidth=bandwidth, **options)
