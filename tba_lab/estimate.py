@@ -82,7 +82,7 @@ def run_on_console(
     """Print the cost of each placement, as ``tba-offload estimate --help`` says."""
     profile, step = dry_run(model_of(**model), flops=flops, min_tensor_bytes=OffloadConfig().min_tensor_bytes)
     saved = sum(profile.kind_of(layer).nbytes for layer in range(len(step.names)))
-    limits = Limits(window=max(min(256 << 20, saved // 8), profile.largest_bytes))
+    limits = Limits(window=OffloadConfig().budget.window(saved, profile.largest_bytes))
     if device_bytes is not None:
         share = DeviceShare(device_bytes, step.weight_bytes + 2 * step.gradients, step.gradients)
         limits = limits.on_device(share)
@@ -156,13 +156,12 @@ def dry_run(make: Make, *, flops: float, min_tensor_bytes: int) -> tuple[StepPro
         min_tensor_bytes: Storages of fewer bytes stay in memory.
 
     Raises:
-        UnsupportedError: No layers are found, or backward reaches none.
+        UnsupportedError: The model does not run without data, no layers are found, or backward reaches none.
     """
-    profile = None
-    # The first run shows what offload-remat rebuilds, and holds tensors longer: bytes count in the second.
-    for way in (Placement.OFFLOAD_REMAT, Placement.OFFLOAD):
+
+    def run(way: Placement, before: StepProfile | None) -> tuple[StepProfile, DryStep]:
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True):  # type: ignore[no-untyped-call]
+            with FakeTensorMode(allow_non_fake_inputs=True):
                 step = DryStep(way, *make(), flops, min_tensor_bytes)
         except TbaError:
             raise
@@ -171,12 +170,15 @@ def dry_run(make: Make, *, flops: float, min_tensor_bytes: int) -> tuple[StepPro
             raise UnsupportedError(f"the model does not run without data: {error!r}. {instead}") from error
         record = StepRecord(step=1, seconds=step.clock, gradient_peak_bytes=step.gradients)
         seen = StepObservation(step.trace, (), (), Plan(()), record, began=0.0)
-        profile = profile_of(seen, [(0, name) for name in step.names], profile, nets=True)
+        profile = profile_of(seen, [(0, name) for name in step.names], before, nets=True)
         if profile is None:
             raise UnsupportedError("backward reaches no layer, so there is nothing to offload")
-        if way.rebuilds:
-            profile = replace(profile, timings=({},) * len(profile.kinds))
+        return profile, step
+
+    # The first run shows what offload-remat rebuilds, and holds tensors longer: bytes count in the second.
+    rebuilt, _ = run(Placement.OFFLOAD_REMAT, None)
     unwrap_classes()
+    profile, step = run(Placement.OFFLOAD, replace(rebuilt, timings=({},) * len(rebuilt.kinds)))
     *beside, outside = step.beside
     keep = [Placement.KEEP] * len(beside)
     return with_beside(profile, SeenBeside(outside.forward, beside), keep), step
@@ -272,7 +274,7 @@ class _RebuildingHooks(RematerializingHooks):
         return step.record(tensor, treatment=Treatment.REBUILT)
 
 
-class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call,misc]
+class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One step. Hooks take it for the capture of a session.
 
     Attributes:
@@ -312,7 +314,7 @@ class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call,misc]
             layer.module.forward = partial(self._call, index, layer, layer.module.forward)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._accumulated)
+                parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
         with self, torch.autograd.graph.saved_tensors_hooks(self.record, self.unpack):
             found = loss()
             found.backward()  # type: ignore[no-untyped-call]
@@ -374,8 +376,8 @@ class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call,misc]
         self._turn(scope)
         if layer.id.number == number == 0 and inputs and inputs[0].grad_fn is not None:
             inputs[0].register_hook(partial(self._turn, self._outside))  # type: ignore[no-untyped-call]
-        rebuilding: Any = partial(_RebuildingHooks, self, key, None, when_slow=False)
-        with rebuilding() if self._way.rebuilds else nullcontext():
+        rebuilding: Any = _RebuildingHooks  # none of what it needs of a session is asked for
+        with rebuilding(self, key, None, when_slow=False) if self._way.rebuilds else nullcontext():
             output = forward(*args, **kwargs)
         scope.forward_ended = self.clock
         self._turn(self._outside)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from commands import call
+from harness import made
 
 import tba_offload as tba
 
@@ -34,38 +36,100 @@ MODELS: dict[str, Any] = {
 }
 
 
-def estimate(folder: Path, *arguments: object) -> Any:
-    drives = "--flops", "20G", "--write", "1GB/s", "--read", "1GB/s"
-    result = call("estimate", "--config", folder, *drives, "--json", *arguments)
+WAYS = "keep", "offload", "offload-remat", "recompute", "recompute-offload"
+
+
+def estimate(*arguments: object) -> Any:
+    result = call("estimate", "--flops", "20G", "--write", "1GB/s", "--json", *arguments)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
-def measured(
-    name: str, config: Any, dtype: torch.dtype, way: str, window: int, drive: Path
-) -> tuple[int, int]:
-    """Return the activation peak of steps of a real run, and the bytes that a step writes."""
+def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) -> tuple[int, int]:
+    """The activation peak of a real run, and the bytes that a step of it writes."""
     torch.manual_seed(1)
     model = getattr(transformers, name)._from_config(config, dtype=dtype).train()
     if name.startswith("ViT"):
         images = torch.randn(BATCH, 3, 224, 224, dtype=dtype)
         given = {"pixel_values": images, "labels": torch.zeros(BATCH, dtype=torch.long)}
     else:
-        ids = torch.randint(0, 512, (BATCH, SEQUENCE))
-        given = {"input_ids": ids, "labels": ids}
-    policy = {
-        "default": way,
-        "budget": {"in_flight_bytes": window},
-        "store": {"directories": [str(drive)]},
-    }
-    records = []
-    with tba.attach(model, policy) as session:
-        for _ in range(3):
-            with session.step() as step:
+        tokens = torch.randint(0, 512, (BATCH, SEQUENCE))
+        given = {"input_ids": tokens, "labels": tokens}
+    with tba.attach(model, {"default": way, **policy}) as session:
+        for _ in range(4):
+            with session.step():
                 model(**given).loss.backward()
             model.zero_grad()
-            records.append(step.record)
-    peaks = [
-        each.activation_peak_bytes or each.sampled_peak_bytes or 0 for each in records if each is not None
-    ]
-    return max(peaks[1:]), max(each.offloaded_bytes for each in records[1:] if each is not None)
+        records = session.records[1:]
+    peaks = (each.activation_peak_bytes or each.sampled_peak_bytes or 0 for each in records)
+    return max(peaks), max(each.offloaded_bytes for each in records)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("LlamaForCausalLM", "bf16"),
+        ("GPT2LMHeadModel", "fp32"),
+        ("T5ForConditionalGeneration", "fp32"),
+        pytest.param("BertForMaskedLM", "bf16", marks=pytest.mark.full),
+        pytest.param("ViTForImageClassification", "fp32", marks=pytest.mark.full),
+    ],
+)
+def test_it_foretells_what_runs_measure(name: str, dtype: str, tmp_path: Path) -> None:
+    config = MODELS[name]()
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    found = estimate("--config", tmp_path, "--sequence", SEQUENCE, "--batch", BATCH, "--dtype", dtype)
+    assert [row["placement"] for row in found["placements"]] == list(WAYS)
+    drive = {"directories": [str(made(tmp_path / "drive"))]}
+    policy = {"budget": {"in_flight_bytes": found["in_flight_bytes"]}, "store": drive}
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    for row in found["placements"]:
+        peak, written = measured(name, config, kind, row["placement"], policy)
+        assert row["activation_peak_bytes"] == pytest.approx(peak, rel=0.1), row["placement"]
+        assert row["written_bytes"] == pytest.approx(written, rel=0.05), row["placement"]
+
+
+def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
+    sizes = "--layers", 4, "--hidden", 128, "--heads", 2, "--vocab", 256, "--sequence", 64
+    found = estimate(*sizes, "--device-bytes", "60MiB", "--rated", "600TB")
+    assert found["layers"] == [f"model.layers.{layer}" for layer in range(4)]
+    keep, offload, *_, fit = found["placements"]
+    assert (keep["written_bytes"], keep["drives_need"], keep["times_keep"], fit["placement"]) == (
+        0,
+        None,
+        1,
+        "fit",
+    )
+    assert offload["years"] == pytest.approx(600e12 / offload["written_bytes_per_day"] / 365)
+    assert offload["activation_peak_bytes"] < keep["activation_peak_bytes"]
+    assert fit["fits"]
+    shown = call("estimate", *sizes, "--flops", "20G", "--write", "1GB/s", "--read", "2GB/s").stdout
+    assert "4 layers" in shown
+    assert re.search(r"^\| offload-remat +\| +\S+ [KM]iB \|", shown, re.MULTILINE)
+    assert "Fits" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--flops", "20G", "--write", "1GB/s"), "give the model: --config, or --layers"),
+        (("--flops", "20G", "--layers", 2), "give the rates of the drives: --write and --read, or --dir"),
+        (("--flops", "fast", "--write", "1GB/s"), "'fast' is not a size"),
+        (("--write", "1GB/s"), "Missing option '--flops'"),
+    ],
+)
+def test_a_wrong_command_line_has_exit_status_2(arguments: tuple[object, ...], message: str) -> None:
+    result = call("estimate", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_configuration_that_names_no_model_is_refused(tmp_path: Path) -> None:
+    drives = "--flops", "20G", "--write", "1GB/s"
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    result = call("estimate", "--config", tmp_path, *drives)
+    assert result.exit_code == 1
+    assert 'Name a class for text or images, such as "architectures": ["LlamaForCausalLM"]' in result.stderr
+    (tmp_path / "config.json").write_text("{}")
+    assert "not a configuration of transformers" in call("estimate", "--config", tmp_path, *drives).stderr

@@ -15,7 +15,7 @@ from models import make_model, train
 import tba_offload as tba
 from tba_offload.config import load_config
 from tba_offload.config.policy import LayerId, Placement
-from tba_offload.planner.model import Plan
+from tba_offload.planner.model import Bandwidth, Plan
 from tba_offload.planner.play import play
 from tba_offload.planner.what_if import FRONTIER, Situation
 
@@ -158,3 +158,18 @@ def test_a_plan_foretells_what_its_own_log_measured_and_its_policy_can_be_attach
     assert "null" not in policy.read_text()
     with tba.attach(make_model(layers=LAYERS), policy, measure_memory=False) as session:
         assert set(session.plan.placements) == {KEEP}
+
+
+def test_a_run_that_keeps_all_can_be_planned_from_with_given_rates(run_log: Path, tmp_path: Path) -> None:
+    path, model = tmp_path / "keep.jsonl", make_model(layers=LAYERS)
+    with tba.attach(model, config_for(in_flight=MIB, default=KEEP), run_log=path) as session:
+        train(model, session, steps=4, micro_batches=2)
+    failed = invoke_plan(path)
+    assert failed.exit_code == 1
+    assert "this run wrote to no drive, so the rates are not known" in failed.output
+    kept, offloaded = Situation.of(path, Bandwidth(1e9, 1e9)).profile, Situation.of(run_log).profile
+    assert {kind.nbytes for kind in kept.kinds} == {kind.nbytes for kind in offloaded.kinds}
+    found = json.loads(run_plan(path, "--budget", "3MiB", "--write", "2GB/s", "--json").output)
+    assert set(found["plan"]["placements"]) - {"keep"}
+    assert found["step"]["activation_peak"] <= 3 * MIB
+    run_plan(path, "--dir", made(tmp_path / "drive"))
