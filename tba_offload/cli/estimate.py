@@ -48,12 +48,9 @@ def estimate(**options: Any) -> None:
     bandwidth = bandwidth_of(options)
     if bandwidth is None:
         raise click.UsageError("give the rates of the drives: --write and --read, or --dir")
-    if options["config"] is None and None in {
-        options[name] for name in ("layers", "hidden", "heads", "vocab")
-    }:
-        raise click.UsageError(
-            "the model is not known: give --config, or --layers, --hidden, --heads and --vocab"
-        )
+    numbers = {options[name] for name in ("layers", "hidden", "heads", "vocab")}
+    if options["config"] is None and None in numbers:
+        raise click.UsageError("give the model: --config, or --layers, --hidden, --heads and --vocab")
     from tba_lab.estimate import run_on_console
 
     run_on_console(bandwidth=bandwidth, **options)
