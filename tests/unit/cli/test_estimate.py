@@ -28,7 +28,7 @@ MODELS: dict[str, Any] = {
         hidden_size=192, intermediate_size=768, num_hidden_layers=6, num_attention_heads=3, vocab_size=512
     ),
     "T5ForConditionalGeneration": lambda: transformers.T5Config(
-        d_model=192, d_kv=64, d_ff=768, num_layers=4, num_heads=3, vocab_size=512
+        d_model=192, d_kv=64, d_ff=768, num_layers=4, num_heads=3, vocab_size=512, decoder_start_token_id=0
     ),
     "ViTForImageClassification": lambda: transformers.ViTConfig(
         hidden_size=192, intermediate_size=768, num_hidden_layers=6, num_attention_heads=3
