@@ -1,8 +1,8 @@
-"""Trains a Hugging Face model in a loop of accelerate's, with its activations offloaded.
+"""Train a Hugging Face model in a loop of accelerate, and offload its activations.
 
 pip install 'tba-offload[accelerate,transformers]'
 python examples/train_accelerate.py                      # a tiny GPT-2 with random weights
-python examples/train_accelerate.py --placement keep     # for comparison: the same losses, a higher peak
+python examples/train_accelerate.py --placement keep     # to compare: equal losses, higher peak
 """
 
 import argparse
@@ -20,7 +20,7 @@ TINY = GPT2Config(
 
 
 def policy(placement: str) -> dict[str, object] | str:
-    """Return a placement for all layers, with a window for small models, or the path of a policy."""
+    """Return a policy with this placement and an in-flight window for small models, or the path of a policy."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "4MiB"}}
@@ -36,7 +36,7 @@ accelerator = Accelerator(gradient_accumulation_steps=2)
 model = GPT2LMHeadModel(TINY)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 count = 4 * arguments.steps * accelerator.num_processes
-texts = torch.randint(TINY.vocab_size, (count, 128))  # put a dataset of your own here
+texts = torch.randint(TINY.vocab_size, (count, 128))  # put your own dataset here
 batches = torch.utils.data.DataLoader(texts, batch_size=2)
 model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
 

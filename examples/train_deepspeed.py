@@ -1,10 +1,10 @@
-"""Trains a small transformer by DeepSpeed's ZeRO, with its activations offloaded.
+"""Train a small transformer with DeepSpeed's ZeRO, and offload its activations.
 
 pip install tba-offload deepspeed
 torchrun --nproc-per-node 2 examples/train_deepspeed.py                     # offloads every layer
-torchrun --nproc-per-node 2 examples/train_deepspeed.py --placement keep    # for comparison: the same losses
+torchrun --nproc-per-node 2 examples/train_deepspeed.py --placement keep    # to compare: equal losses
 
-Without a GPU set DS_ACCELERATOR=cpu. DeepSpeed compiles an operation at its first start, which takes minutes.
+Without a GPU, set DS_ACCELERATOR=cpu. The first start takes minutes, because DeepSpeed compiles an operation.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class LanguageModel(nn.Module):
 
 
 def policy(placement: str) -> dict[str, object] | str:
-    """Return a placement for all layers, with a window for small models, or the path of a policy."""
+    """Return a policy with this placement and an in-flight window for small models, or the path of a policy."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "4MiB"}}
@@ -46,7 +46,7 @@ def policy(placement: str) -> dict[str, object] | str:
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--placement", default="offload", help="keep, offload, recompute, … or a policy file")
 parser.add_argument("--steps", type=int, default=4)
-parser.add_argument("--stage", type=int, default=3, help="of ZeRO: 1, 2 or 3")
+parser.add_argument("--stage", type=int, default=3, help="stage of ZeRO: 1, 2 or 3")
 arguments = parser.parse_args()
 
 torch.manual_seed(0)
@@ -59,7 +59,7 @@ engine, optimizer, _, _ = deepspeed.initialize(
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": 1.0,
-        # Buckets are allocated in backward: small ones do not hide what a small model saves.
+        # Backward allocates buckets. Small buckets keep the activation peak of a small model visible.
         "zero_optimization": {"stage": arguments.stage, "reduce_bucket_size": 1_000_000},
     },
 )
@@ -68,7 +68,7 @@ rank = torch.distributed.get_rank()
 torch.manual_seed(rank)
 with tba.attach(engine, policy(arguments.placement)) as session:
     for step in range(arguments.steps):
-        with session.step():  # ZeRO updates copies of the parameters, so the loop says what a step is
+        with session.step():  # ZeRO updates copies of the parameters, so the loop marks the step
             for _ in range(MICRO_BATCHES):
                 tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), device=engine.device)
                 logits = engine(tokens[:, :-1])

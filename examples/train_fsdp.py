@@ -1,7 +1,7 @@
-"""Trains a small transformer that fully_shard spreads over ranks (FSDP2), with its activations offloaded.
+"""Train a small transformer with FSDP2 (fully_shard), and offload its activations.
 
 torchrun --nproc-per-node 2 examples/train_fsdp.py                     # offloads every layer
-torchrun --nproc-per-node 2 examples/train_fsdp.py --placement keep    # for comparison: the same losses
+torchrun --nproc-per-node 2 examples/train_fsdp.py --placement keep    # to compare: equal losses
 """
 
 import argparse
@@ -36,7 +36,7 @@ class LanguageModel(nn.Module):
 
 
 def policy(placement: str) -> dict[str, object] | str:
-    """Return a placement for all layers, with a window for small models, or the path of a policy."""
+    """Return a policy with this placement and an in-flight window for small models, or the path of a policy."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "4MiB"}}
@@ -64,7 +64,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 torch.manual_seed(rank)
 with tba.attach(model, policy(arguments.placement)) as session:
     for step in range(arguments.steps):
-        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), device=device)  # of a dataset of your own
+        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), device=device)  # put your own dataset here
         logits = model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()

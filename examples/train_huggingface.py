@@ -1,12 +1,12 @@
-"""Trains a Hugging Face model with its Trainer, with its activations offloaded.
+"""Train a Hugging Face model with Trainer, and offload its activations.
 
 pip install 'tba-offload[transformers]'
 python examples/train_huggingface.py                     # a tiny Llama with random weights
-python examples/train_huggingface.py --placement keep    # for comparison: the same losses, a higher peak
+python examples/train_huggingface.py --placement keep    # to compare: equal losses, higher peak
 python examples/train_huggingface.py --model Qwen/Qwen3-0.6B --placement policy.yaml
 torchrun --nproc-per-node 2 examples/train_huggingface.py --deepspeed zero.json
 
-TRL's trainers take the same callback; switch off the gradient checkpointing that they have on by default.
+TRL's trainers accept the same callback. Disable their gradient checkpointing, which is enabled by default.
 """
 
 import argparse
@@ -28,17 +28,17 @@ TINY = LlamaConfig(
 
 
 def policy(placement: str) -> dict[str, object] | str:
-    """Return a placement for all layers, with a window for small models, or the path of a policy."""
+    """Return a policy with this placement and an in-flight window for small models, or the path of a policy."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "4MiB"}}
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", help="name of a model of the hub, or its directory")
+parser.add_argument("--model", help="name of a model on the Hub, or its directory")
 parser.add_argument("--placement", default="offload", help="keep, offload, recompute, … or a policy file")
 parser.add_argument("--steps", type=int, default=4)
-parser.add_argument("--deepspeed", help="file with a configuration of DeepSpeed")
+parser.add_argument("--deepspeed", help="configuration file of DeepSpeed")
 arguments = parser.parse_args()
 
 set_seed(0)
@@ -47,7 +47,7 @@ if arguments.model is None:
 else:
     model = AutoModelForCausalLM.from_pretrained(arguments.model)
 
-texts = torch.randint(model.config.vocab_size, (64, 128))  # put a dataset of your own here
+texts = torch.randint(model.config.vocab_size, (64, 128))  # put your own dataset here
 callback = OffloadCallback(policy(arguments.placement))
 
 with tempfile.TemporaryDirectory() as directory:

@@ -1,8 +1,8 @@
-"""Trains a small transformer with PyTorch Lightning, with its activations offloaded.
+"""Train a small transformer with PyTorch Lightning, and offload its activations.
 
 pip install 'tba-offload[lightning]'
 python examples/train_lightning.py                     # offloads every layer
-python examples/train_lightning.py --placement keep    # for comparison: the same losses, a higher peak
+python examples/train_lightning.py --placement keep    # to compare: equal losses, higher peak
 """
 
 import argparse
@@ -45,7 +45,7 @@ class LanguageModel(pl.LightningModule):
 
 
 def policy(placement: str) -> dict[str, object] | str:
-    """Return a placement for all layers, with a window for small models, or the path of a policy."""
+    """Return a policy with this placement and an in-flight window for small models, or the path of a policy."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "4MiB"}}
@@ -58,7 +58,7 @@ arguments = parser.parse_args()
 
 pl.seed_everything(0)
 model = LanguageModel()
-texts = torch.randint(VOCABULARY, (arguments.steps * BATCH, LENGTH + 1))  # put a dataset of your own here
+texts = torch.randint(VOCABULARY, (arguments.steps * BATCH, LENGTH + 1))  # put your own dataset here
 callback = OffloadCallback(policy(arguments.placement))
 trainer = pl.Trainer(
     max_epochs=1, callbacks=[callback], logger=False, enable_checkpointing=False, enable_progress_bar=False

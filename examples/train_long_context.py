@@ -1,7 +1,7 @@
-"""Trains a transformer of few layers on one long sequence; a share of each layer's activations travels.
+"""Train a transformer with few layers on one long sequence, and offload a share of each layer's activations.
 
-python examples/train_long_context.py                        # half of what each layer saves travels
-python examples/train_long_context.py --placement keep       # for comparison: the same losses, a higher peak
+python examples/train_long_context.py                        # offloads half of each layer's activations
+python examples/train_long_context.py --placement keep       # to compare: equal losses, higher peak
 python examples/train_long_context.py --placement recompute-except-attention    # for slower drives
 python examples/train_long_context.py --placement auto --activation-bytes 60MiB    # the planner decides
 
@@ -37,7 +37,7 @@ class Layer(nn.Module):
         ]
         attended = functional.scaled_dot_product_attention(
             *heads, is_causal=True
-        )  # no matrix of length x length
+        )  # without a matrix of length x length
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norms[1](x))
 
@@ -53,7 +53,7 @@ class LanguageModel(nn.Module):
         x = self.embedding(tokens[:, :-1])
         for layer in self.layers:
             x = layer(x)
-        # Logits of all tokens at once would be more than what a layer saves: a part of them at a time.
+        # Logits of all tokens would be larger than the activations of a layer, so compute them in parts.
         pieces = zip(x.split(256, dim=1), tokens[:, 1:].split(256, dim=1), strict=True)
         losses = [
             torch.utils.checkpoint.checkpoint(self.piece, *piece, use_reentrant=False) for piece in pieces
@@ -65,7 +65,7 @@ class LanguageModel(nn.Module):
 
 
 def policy(placement: str, activation_bytes: str | None) -> dict[str, object] | str:
-    """Return a placement for all layers, with a window for small models, or the path of a policy."""
+    """Return a policy with this placement and an in-flight window for small models, or the path of a policy."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "4MiB", "activation_bytes": activation_bytes}}
@@ -73,8 +73,8 @@ def policy(placement: str, activation_bytes: str | None) -> dict[str, object] | 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--placement", default="offload-50%", help="keep, offload, auto, … or a policy file")
-parser.add_argument("--activation-bytes", help="what auto plans for")
-parser.add_argument("--length", type=int, default=2048, help="tokens of the sequence")
+parser.add_argument("--activation-bytes", help="budget of auto")
+parser.add_argument("--length", type=int, default=2048, help="tokens in the sequence")
 parser.add_argument("--steps", type=int, default=4)
 arguments = parser.parse_args()
 

@@ -1,7 +1,7 @@
-"""Trains a small transformer in a pipeline of torch.distributed.pipelining, with its activations offloaded.
+"""Train a small transformer with torch.distributed.pipelining, and offload its activations.
 
 torchrun --nproc-per-node 2 examples/train_pipeline.py                     # offloads every layer
-torchrun --nproc-per-node 2 examples/train_pipeline.py --placement keep    # for comparison: the same losses
+torchrun --nproc-per-node 2 examples/train_pipeline.py --placement keep    # to compare: equal losses
 """
 
 import argparse
@@ -18,7 +18,7 @@ VOCABULARY, WIDTH, LAYERS, BATCH, LENGTH, MICRO_BATCHES = 1000, 256, 8, 1, 128, 
 
 
 class Stage(nn.Module):
-    """The layers of one rank; the first rank has the embedding too, the last one the head."""
+    """The layers of one rank. The first rank also has the embedding, and the last rank the head."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class Stage(nn.Module):
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Of one micro-batch."""
+    """Return the loss of one micro-batch."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def policy(placement: str) -> dict[str, object] | str:
-    """Return a placement for all layers, with a window for small models, or the path of a policy."""
+    """Return a policy with this placement and an in-flight window for small models, or the path of a policy."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "4MiB"}}
@@ -69,7 +69,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 with tba.attach(model, policy(arguments.placement)) as session:
     for step in range(arguments.steps):
-        torch.manual_seed(step)  # all ranks draw the same batch; put a dataset of your own here
+        torch.manual_seed(step)  # all ranks draw the same batch: put your own dataset here
         tokens = torch.randint(VOCABULARY, (MICRO_BATCHES * BATCH, LENGTH + 1), device=device)
         losses: list[torch.Tensor] = []
         if rank == 0:

@@ -1,7 +1,7 @@
-"""Trains a small transformer in a plain PyTorch loop, with its activations offloaded.
+"""Train a small transformer in a plain PyTorch loop, and offload its activations.
 
 python examples/train_pytorch.py                     # offloads every layer
-python examples/train_pytorch.py --placement keep    # for comparison: the same losses, a higher peak
+python examples/train_pytorch.py --placement keep    # to compare: equal losses, higher peak
 python examples/train_pytorch.py --placement examples/policies/keep_last_layers.yaml
 """
 
@@ -34,7 +34,7 @@ class LanguageModel(nn.Module):
 
 
 def policy(placement: str) -> dict[str, object] | str:
-    """Return a placement for all layers, with a window for small models, or the path of a policy."""
+    """Return a policy with this placement and an in-flight window for small models, or the path of a policy."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "4MiB"}}

@@ -1,9 +1,9 @@
-"""Trains torchtitan's small Llama in torchtitan's own trainer, with its activations offloaded; needs a GPU.
+"""Train torchtitan's small Llama with torchtitan's trainer, and offload its activations. Requires a GPU.
 
-pip install torchtitan==0.2.2, then in a checkout of torchtitan, whose tests/assets are read:
+Run pip install torchtitan==0.2.2, and start the script in a checkout of torchtitan, which has tests/assets:
 torchrun --nproc-per-node 2 train_torchtitan.py                         # offloads every layer
-torchrun --nproc-per-node 2 train_torchtitan.py --placement keep        # for comparison: the same losses
-torchrun --nproc-per-node 2 train_torchtitan.py --training.steps 10     # other options are torchtitan's
+torchrun --nproc-per-node 2 train_torchtitan.py --placement keep        # to compare: equal losses
+torchrun --nproc-per-node 2 train_torchtitan.py --training.steps 10     # all other options go to torchtitan
 """
 
 import argparse
@@ -20,14 +20,14 @@ import tba_offload as tba
 OPTIONS = [
     "--model.flavor=debugmodel",
     "--training.steps=4",
-    "--activation_checkpoint.mode=none",  # or layers are computed again, and little is left to offload
+    "--activation_checkpoint.mode=none",  # checkpointing would leave little to offload
     "--debug.deterministic",
     "--debug.seed=0",
 ]
 
 
 class PrintingTrainer(Trainer):
-    """The trainer, which prints the loss of each micro-batch to the last bit."""
+    """A trainer that prints the exact loss of each micro-batch."""
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
         loss = super().forward_backward_step(**batch)
@@ -36,7 +36,7 @@ class PrintingTrainer(Trainer):
 
 
 def policy(placement: str) -> dict[str, object] | str:
-    """Return a placement for all layers, with a window for small models, or the path of a policy."""
+    """Return a policy with this placement and an in-flight window for small models, or the path of a policy."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "64MiB"}}

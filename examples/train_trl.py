@@ -1,8 +1,8 @@
-"""Fine-tunes a Hugging Face model with TRL's SFTTrainer and a LoRA of PEFT, with its activations offloaded.
+"""Fine-tune a Hugging Face model with TRL's SFTTrainer and PEFT's LoRA, and offload its activations.
 
 pip install 'tba-offload[frameworks]'
 python examples/train_trl.py                     # a tiny Llama with random weights
-python examples/train_trl.py --placement keep    # for comparison: the same losses
+python examples/train_trl.py --placement keep    # to compare: equal losses
 """
 
 import argparse
@@ -31,7 +31,7 @@ TINY = LlamaConfig(
 
 
 def policy(placement: str) -> dict[str, object] | str:
-    """Return a placement for all layers, with a window for small models, or the path of a policy."""
+    """Return a policy with this placement and an in-flight window for small models, or the path of a policy."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "4MiB"}}
@@ -43,7 +43,7 @@ parser.add_argument("--steps", type=int, default=4)
 arguments = parser.parse_args()
 
 set_seed(0)
-model = AutoModelForCausalLM.from_config(TINY)  # or from_pretrained, with the tokenizer and texts of your own
+model = AutoModelForCausalLM.from_config(TINY)  # or from_pretrained, with your own tokenizer and texts
 words = Tokenizer(WordLevel(WORDS, unk_token="<pad>"))
 words.pre_tokenizer = Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
@@ -57,7 +57,7 @@ with tempfile.TemporaryDirectory() as directory:
             max_steps=arguments.steps,
             per_device_train_batch_size=2,
             max_length=128,
-            gradient_checkpointing=False,  # TRL's default computes the layers again instead
+            gradient_checkpointing=False,  # TRL enables it by default
             bf16=False,
             logging_steps=1,
             save_strategy="no",

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "gpu": {"layers": 12, "hidden": 2048, "sequence": 1024, "steps": 20, "batch_sizes": (2, 3)},
-    "bf16": {"layers": 8, "hidden": 512, "sequence": 128, "steps": 8, "batch_sizes": (32, 64)},
-    "fp32": {"layers": 8, "hidden": 384, "sequence": 128, "steps": 8, "batch_sizes": (16, 32)},
+    "bf16": {"layers": 8, "hidden": 512, "sequence": 128, "steps": 8, "batch_sizes": (24, 48)},
+    "fp32": {"layers": 8, "hidden": 384, "sequence": 128, "steps": 8, "batch_sizes": (12, 24)},
 }
 """Defaults for a GPU, and for a CPU by its faster dtype. On a CPU, activations are most of the process."""
 
@@ -256,6 +257,7 @@ class Trainer:
 
     def __init__(self, *, job: Job, config: str, strategy: str, size: int, log: Path) -> None:
         keep_freed_pages()
+        logging.getLogger("tba_offload").addHandler(logging.NullHandler())  # the table says more
         if job.threads is not None:
             torch.set_num_threads(job.threads)
         self._job, self._size, self._done, self._text = job, size, 0, read_text()

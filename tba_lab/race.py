@@ -158,8 +158,6 @@ def timed_rounds(*lanes: Sequence[Any], measured: Callable[[Any], bool]) -> list
 
 @dataclass
 class _Lane:
-    """The process of one run, seen from the parent process."""
-
     name: str
     process: BaseProcess
     pipe: Connection
