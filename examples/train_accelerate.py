@@ -20,7 +20,7 @@ TINY = GPT2Config(
 
 
 def policy(placement: str) -> dict[str, object] | str:
-    """Return a policy with this placement and an in-flight window for small models, or the path of a policy."""
+    """Return a policy with this placement and a small in-flight window, or the path of a policy file."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "4MiB"}}

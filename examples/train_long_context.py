@@ -5,10 +5,10 @@ python examples/train_long_context.py --placement keep       # to compare: equal
 python examples/train_long_context.py --placement recompute-except-attention    # for slower drives
 python examples/train_long_context.py --placement auto --activation-bytes 60MiB    # the planner decides
 
-With long sequences activations are what fills memory, and each layer saves very much: where a pipeline stage
-has few of them, whole layers are too coarse for a drive that has time for a part. One that writes 3 GB/s
-while layers save 6 GB/s has time for half of each: offload-50%. One that is slower still has time for what
-attention puts out; the rest is computed again, which is little beside attention.
+With long sequences, activations fill the memory, and each layer saves gigabytes. If a pipeline stage has only a
+few layers, offloading whole layers is too coarse for a drive that is too slow for all of them. If layers save 6
+GB/s and the drive writes 3 GB/s, offload half of each layer: offload-50%. For slower drives, offload only the
+outputs of attention and recompute the rest, which is cheap compared with attention.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class LanguageModel(nn.Module):
 
 
 def policy(placement: str, activation_bytes: str | None) -> dict[str, object] | str:
-    """Return a policy with this placement and an in-flight window for small models, or the path of a policy."""
+    """Return a policy with this placement and a small in-flight window, or the path of a policy file."""
     if placement.endswith((".yaml", ".yml")):
         return placement
     return {"default": placement, "budget": {"in_flight_bytes": "4MiB", "activation_bytes": activation_bytes}}
