@@ -5,10 +5,10 @@ python examples/train_long_context.py --placement keep       # to compare: equal
 python examples/train_long_context.py --placement recompute-except-attention    # for slower drives
 python examples/train_long_context.py --placement auto --activation-bytes 60MiB    # the planner decides
 
-With long sequences, activations fill the memory, and each layer saves gigabytes. If a pipeline stage has only a
-few layers, offloading whole layers is too coarse for a drive that is too slow for all of them. If layers save 6
-GB/s and the drive writes 3 GB/s, offload half of each layer: offload-50%. For slower drives, offload only the
-outputs of attention and recompute the rest, which is cheap compared with attention.
+With long sequences, activations fill the memory, and each layer saves gigabytes. A pipeline stage may have
+only a few layers. If its drive is too slow for all of them, offload a share of each layer: for layers that
+save 6 GB/s and a drive that writes 3 GB/s, offload-50%. For slower drives, offload only the outputs of
+attention and recompute the rest, which is cheap compared with attention.
 """
 
 import argparse
