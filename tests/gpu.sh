@@ -82,14 +82,14 @@ limited() {
     timeout --signal=INT --kill-after=15 "${LIMIT:-$seconds}" "$@"
 }
 
-TESTS=("$PYTHON" -m pytest -m gpu tests/gpu tests/unit/device tests/unit/store
+TESTS=("$PYTHON" -m pytest -m gpu tests/gpu tests/unit/store
     tests/contracts/transparency/test_transformer_engine.py) # there are no others
 TOGETHER=(-n "${JOBS:-8}")
-ALONE='times or allocators_peak or marks_tell or kept_busy'
+ALONE='takes_the_time or allocators_peak'
 APART='compiled or another_allocator'
-SMOKE='TestAccelerator or gpu_memory or (test_same_bits and gpt and dtype0)'
+SMOKE='gpu_memory or (test_same_bits and gpt and dtype0)'
 STATES=(--device cuda --store host --precision high --matrices 6 --width 8192 --sub-group 256MiB --rows 32768)
-ORDERLY='TestAccelerator or gpu_memory or stream'
+ORDERLY='gpu_memory or stream'
 
 # packing FOLDER ARCHIVE COMMAND...: what it writes into the folder is in the archive every ten seconds
 packing() {

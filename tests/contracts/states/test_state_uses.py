@@ -14,7 +14,7 @@ from optimizers import Mixed, Training, pair, policy, train
 from torch import nn, optim
 
 import tba_offload as tba
-from tba_offload.errors import NoEffectWarning, StatesAwayError, UnsupportedError
+from tba_offload.errors import StatesAwayError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -129,18 +129,3 @@ def test_a_step_that_is_replaced_is_told(tmp_path: Path) -> None:
     made.optimizer.step = lambda: None  # type: ignore[method-assign]
     with pytest.raises(UnsupportedError, match="was replaced by"):
         tba.offload_optimizer(made.optimizer, policy(tmp_path))
-
-
-def test_an_optimizer_of_another_model_is_told(tmp_path: Path) -> None:
-    made, other = Training(optim.AdamW), Training(optim.AdamW)
-    with pytest.warns(NoEffectWarning, match="no parameter of this AdamW belongs to the model"):
-        tba.offload_optimizer(other.optimizer, policy(tmp_path), model=made.model).close()
-
-
-def test_states_of_no_optimizer_are_told(tmp_path: Path) -> None:
-    made = Training(optim.AdamW)
-    with (
-        pytest.warns(NoEffectWarning, match="was given no optimizer"),
-        tba.attach(made.model, policy(tmp_path), layers=list(made.model.layers)),
-    ):
-        pass

@@ -1,4 +1,4 @@
-"""Pinned host memory, with a stand-in for CUDA's runtime."""
+"""Which devices are refused; and pinned host memory, with a stand-in for CUDA's runtime."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tba_offload.device import Accelerator
+from tba_offload.device import Accelerator, device_of
 from tba_offload.device.host_memory import PORTABLE, mapped_memory
+from tba_offload.errors import UnsupportedError
 from tba_offload.store.file import SLAB_BYTES
-
-SIZES = [1, 4096, 10_000, SLAB_BYTES]
 
 
 class Runtime:
@@ -54,7 +53,13 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return runtime
 
 
-@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("name", ["meta", "mps", "xpu"])
+def test_other_devices_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"'{name}' device cannot be offloaded"):
+        device_of(name)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 10_000, SLAB_BYTES])
 def test_memory_is_exactly_that_size_on_pages_and_pinned(nbytes: int, runtime: Runtime) -> None:
     memory = Accelerator("cuda:0").host_memory(nbytes)
     assert (memory.dtype, memory.shape) == (torch.uint8, (nbytes,))

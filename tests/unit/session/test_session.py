@@ -157,23 +157,6 @@ def test_apply_and_close_are_refused_inside_a_step(model: Model) -> None:
 # Mistakes
 
 
-def test_steps_do_not_nest(model: Model) -> None:
-    with session_for(model) as session:
-        with session.step():
-            with pytest.raises(tba.SessionError, match="another step"), session.step():
-                raise AssertionError("unreachable")
-            loss_of(model, make_tokens(0)).backward()
-        assert len(session.records) == 1
-
-
-def test_a_closed_session_refuses_to_work(model: Model) -> None:
-    session = session_for(model)
-    session.close()
-    for action in (session.step().__enter__, lambda: session.apply(config_for())):
-        with pytest.raises(tba.SessionError, match=r"closed.*Attach"):
-            action()
-
-
 def test_a_backward_after_the_step_or_after_the_session(model: Model) -> None:
     """After the step all is there; after the session what was stored is gone, and that is said."""
     with session_for(model) as session:
@@ -188,15 +171,6 @@ def test_a_backward_after_the_step_or_after_the_session(model: Model) -> None:
     assert_same_tensors(found, [parameter.grad for parameter in plain.parameters()])  # type: ignore[misc]
     with pytest.raises(tba.TbaError, match="closed"):
         losses[1].backward()
-
-
-def test_a_model_cannot_be_attached_twice(model: Model) -> None:
-    with session_for(model) as session:
-        with pytest.raises(tba.SessionError, match=r"attached already.*session_of\(model\)\.close\(\)"):
-            session_for(model)
-        one_step(session, model)
-    with session_for(model) as again:
-        one_step(again, model)
 
 
 def test_a_session_that_was_lost_is_found(model: Model) -> None:

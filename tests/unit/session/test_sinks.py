@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from harness import config_for
 from models import make_model, train
 
@@ -55,13 +54,6 @@ def test_each_step_comes_once_and_in_order_to_all(tmp_path: Path) -> None:
         train(model, steps=3)
     assert one == other == session.records == list(read_run_log(log).steps)
     assert [record.step for record in one] == [1, 2, 3]
-
-
-def test_what_cannot_be_called_is_refused() -> None:
-    with pytest.raises(tba.ConfigError, match=r"on_step is 'steps\.csv'\. Give a function"):
-        tba.attach(make_model(layers=2), config_for(), on_step=["steps.csv"])
-    with pytest.raises(tba.ConfigError, match=r"on_step is 3\. Give a function"):
-        tba.attach(make_model(layers=2), config_for(), on_step=3)  # type: ignore[arg-type]
 
 
 def test_curves_for_tensorboard_and_wandb() -> None:

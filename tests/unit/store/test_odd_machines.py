@@ -94,18 +94,6 @@ def test_checkpoints_are_saved_to_the_disk_of_the_activations(disk: Callable[[in
     assert session.records[-1].fallback_kept_bytes > 0
 
 
-def test_room_that_no_step_needs_any_more_is_given_back(disk: Callable[[int], Path]) -> None:
-    place, model = disk(2048 * MIB), blocks()
-    before, left = free(place), []
-    with tba.attach(model, offloading(place)) as session:
-        for rows in (6000, *5 * [600]):
-            step(session, model, rows)
-            left.append(before - free(place))
-    assert session.records[0].offloaded_bytes > 32 * MIB
-    assert left[0] > 32 * MIB
-    assert left[-1] < left[0] / 4
-
-
 def test_a_missing_directory_for_temporary_files_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,12 +16,10 @@ from fake_kvikio import PinningDevice
 from faults import inject
 from store_contract import CPU, StoreContract, descriptors, get, pattern, put
 
-from tba_offload.device import ByteRange
 from tba_offload.errors import (
     ChecksumError,
     ConfigError,
     MissingDependencyError,
-    ShortTransferError,
     StoreError,
     StoreFullError,
     UnsupportedError,
@@ -89,17 +87,6 @@ def test_the_file_is_private_and_has_no_name(file: FileStore, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("path", ["offload", "drive/offload"])
-def test_a_directory_that_is_missing_is_not_made(path: str, tmp_path: Path) -> None:
-    """It is mistyped, or its drive is not mounted, and bytes would go to another one."""
-    missing, where = path.split("/", maxsplit=1)[0], tmp_path / path
-    with pytest.raises(StoreError) as caught:
-        open_store(kind="file", directories=[where], device=CPU)
-    assert f"{missing!r} does not exist; mount its drive" in str(caught.value)
-    assert f"mkdir -p {where}" in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even one that a link of one's own leads to."""
     (tmp_path / "shared").mkdir()
@@ -118,15 +105,6 @@ def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(StoreError, match="another user put the link 'link'"):
             open_store(kind="file", directories=[path], device=CPU)
     assert list((tmp_path / "elsewhere").iterdir()) == []
-    assert descriptors() == before
-
-
-def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    before = descriptors()
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(StoreError, match="'file' is not a directory"):
-            open_store(kind="file", directories=[path], device=CPU)
     assert descriptors() == before
 
 
@@ -166,14 +144,6 @@ def test_what_is_read_is_checked_unless_told_otherwise(tmp_path: Path) -> None:
             assert not torch.equal(get(store, put(store, pattern(100_003))), pattern(100_003))
 
 
-def test_a_truncated_file_is_a_short_read(file: FileStore) -> None:
-    extent = Extent(0, 303_104, 300_001)
-    file.write(extent, ByteRange.of(pattern(300_001)))
-    os.ftruncate(file.fd, 8192)
-    with pytest.raises(ShortTransferError, match=r"read of .* stopped after"):
-        file.read(extent, ByteRange.of(pattern(300_001)))
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_drive_without_room_is_full_and_the_file_is_as_long_as_before(file: FileStore, number: int) -> None:
     file.grow(1 << 20)
@@ -183,13 +153,6 @@ def test_a_drive_without_room_is_full_and_the_file_is_as_long_as_before(file: Fi
             file.grow(1 << 30)
     assert os.fstat(file.fd).st_size == size
     file.grow(1 << 30)  # there is room again
-
-
-def test_room_is_given_back(file: FileStore) -> None:
-    file.grow(200 << 20)
-    assert os.fstat(file.fd).st_blocks * 512 >= 200 << 20
-    file.shrink(1 << 20)
-    assert os.fstat(file.fd).st_blocks * 512 <= 2 << 20
 
 
 # Arguments.
