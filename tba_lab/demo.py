@@ -401,4 +401,4 @@ def _next_steps(output: Path) -> Iterator[str]:
     program = "tba-offload" if shutil.which("tba-offload") else beside
     yield "Next: write a page on these runs, and measure your drive:"
     yield f"  {program} report {output}/*.jsonl -o {output}/report.html"
-    yield f"  {program} doctor --bench {output}"
+    yield f"  {program} doctor {output}"

@@ -43,7 +43,7 @@ def test_a_run_leaves_logs_pictures_and_figures(run: tuple[Path, Result]) -> Non
     assert {path.name for path in output.iterdir()} == logs | {"rok.svg", "rok.png", "summary.json"}
     assert "losses of the 3 strategies over 8 steps: identical to the last bit" in result.stdout
     assert "parameters of the 3 strategies over 8 steps: identical to the last bit" in result.stdout
-    for text in ("activation peak MiB", "resident peak MiB", "report.html", "doctor --bench"):
+    for text in ("activation peak MiB", "resident peak MiB", "report.html", "tba-offload doctor"):
         assert text in result.stdout
     assert "starting 3 processes" in result.stderr
     summary = summary_of(output)
