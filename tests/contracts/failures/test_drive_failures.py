@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from blocks import SCHEDULES, assert_same, forward_backward, make_net, run, schedule
 from faults import inject
 from harness import KIB, assert_all_given_back, made, session_for
-from models import History, assert_same_history, loss_of, make_model, make_tokens, train
+from models import History, assert_same_history, make_model, train
 
-from tba_offload.errors import TransferError
+import tba_offload as tba
+from tba_offload.errors import TbaError, TransferError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,16 +80,20 @@ def test_a_changed_byte_in_the_drive_is_a_named_error(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:a drive failed and is left alone:RuntimeWarning")
 @pytest.mark.parametrize(("number", "attempts"), [("EIO", 4), ("ENODEV", 1)])
-def test_a_read_is_made_again_a_few_times_only(tmp_path: Path, number: str, attempts: int) -> None:
-    model = make_model(layers=3)
-    with session_for(model, directory=tmp_path, in_flight=16 * KIB) as session:
-        loss = loss_of(model, make_tokens(0))
-        session.offloader.quiesce()
-        with inject(f"fail-read:errno={number}") as faults:
-            with pytest.raises(TransferError, match=rf"could not read .* layer .* from {tmp_path}, offset"):
-                loss.backward()
+def test_a_read_is_made_again_a_few_times_only_and_the_next_step_is_right(
+    tmp_path: Path, number: str, attempts: int
+) -> None:
+    net = make_net()
+    named = rf"could not read .*layer 2 \(layers.2\), micro-batch 0, activation .* from {tmp_path}, offset"
+    with session_for(net, directory=tmp_path, in_flight=16 * KIB) as session:
+        net.layers[-1].register_forward_hook(lambda *_: session.offloader.quiesce())
+        expected = run(net, forward_backward, session, 1)
+        with inject(f"fail-read:errno={number}") as faults, pytest.raises(TransferError, match=named):
+            run(net, forward_backward, session, 1)
         assert attempts <= len(faults.fired)  # others may have been read ahead
-        del loss
+        net.zero_grad()
+        assert_same(run(net, forward_backward, session, 1), expected)
+        assert_all_given_back(session)
 
 
 @pytest.mark.parametrize("fault", ["fail-write:errno=EROFS", "nothing-write"])
@@ -101,3 +108,55 @@ def test_where_the_policy_says_so_a_failed_write_is_an_error(tmp_path: Path, fau
         assert str(tmp_path) in str(caught.value)
         history = train(model, session, steps=1)
     assert len(history.losses) == 1
+
+
+FAULTS = (
+    *("fail-write:n=3", "fail-write:after=3,errno=EROFS", "fail-write:after=3,errno=ENODEV"),
+    *("fail-write:n=3,errno=EAGAIN", "fail-write:n=3,errno=ENOMEM", "fail-write:bytes=256KiB,errno=ENOSPC"),
+    *("fail-read:n=2", "fail-read:after=2", "fail-read:n=2,errno=EAGAIN"),
+    *("short-write:n=2", "short-read:n=2", "nothing-write:n=2", "nothing-read:n=2"),
+    *("zeros-write:n=2", "zeros-read:n=2", "flip-write:n=2", "flip-read:n=2", "flip-read", "lost-write:n=2"),
+    *("delay-write:seconds=0.01", "delay-read:seconds=0.01", "hang-write:n=2", "hang-read:n=2"),
+)
+MIXED = {0: "keep", 2: "recompute", 3: "recompute-offload"}
+PLACEMENTS: tuple[dict[str, Any], ...] = (
+    {"default": "offload"},
+    {"layers": [{"match": number, "placement": name} for number, name in MIXED.items()]},
+    {"default": "auto"},
+)
+WAYS = itertools.cycle(itertools.product(PLACEMENTS, (1, 2), SCHEDULES.values()))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("fault", "placement", "drives", "order"), [(fault, *next(WAYS)) for fault in FAULTS], ids=FAULTS
+)
+def test_no_fault_is_silent(
+    fault: str, placement: dict[str, Any], drives: int, order: str, tmp_path: Path
+) -> None:
+    """A step on healthy drives, one with the fault, done again if a named error ended it, and one after."""
+    directories = [str(made(tmp_path / str(number))) for number in range(drives)]
+    seconds = 0.5 if fault.startswith("hang") else 60
+    policy = placement | {
+        "budget": {"in_flight_bytes": "64KiB"},
+        "store": {"kind": "file", "directories": directories, "checksum": True, "stall_seconds": seconds},
+        "min_tensor_bytes": 0,
+        "on_slow": "wait",
+    }
+    work, net = schedule(order), make_net(layers=5)
+    second, third = (lambda net, _: work(net, 1)), (lambda net, _: work(net, 2))
+    with tba.attach(net, policy, layers=list(net.layers), measure_memory=False) as session:
+        found = run(net, work, session, 1)
+        with inject(fault) as faults:
+            try:
+                found += run(net, second, session, 1)
+            except TbaError:
+                net.zero_grad()
+        if len(found) == 1:
+            found += run(net, second, session, 1)
+        assert faults.fired
+        found += run(net, third, session, 1)
+        assert_all_given_back(session)
+    assert_same(found, run(make_net(layers=5), work, None, 3))
+    assert all(list((tmp_path / str(number)).iterdir()) == [] for number in range(drives))

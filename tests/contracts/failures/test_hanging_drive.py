@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import threading
-import time
-import weakref
 from typing import TYPE_CHECKING
 
 import pytest
 from covering import full
-from faults import inject
 from harness import made
-from store_contract import CPU, PATIENCE, READY, io_threads, pattern, write
+from store_contract import CPU, PATIENCE, Gate, pattern, write
 
-from tba_offload.device import ByteRange
-from tba_offload.errors import HangingError
-from tba_offload.store import Transfer, open_store
+from tba_offload.store import open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -162,54 +156,13 @@ while not faults.fired:  # what no thread has taken up yet is dropped at the end
     assert seconds < LIMIT + 5 + 20
 
 
-# What is left in the process.
-
-
-def test_memory_that_a_hanging_write_reads_stays(tmp_path: Path) -> None:
-    with inject("hang-write") as faults:
-        store = open_store(kind="file", directories=[tmp_path], device=CPU, stall_seconds=0.2)
-        data = pattern(100_000)
-        memory = weakref.ref(data.untyped_storage())
-        store.write([Transfer(ByteRange.of(data), READY)])
-        while not faults.fired:
-            time.sleep(0.001)
-        del data
-        with pytest.raises(HangingError, match="no answer") as caught:
-            store.close()
-        assert caught.value.errno == errno.ETIMEDOUT
-        assert memory() is not None
-        store.close()  # given up once is given up
-        faults.release()
-        for thread in threading.enumerate():
-            if thread.name.startswith("tba-"):
-                thread.join(PATIENCE)
-    assert memory() is None
-    assert io_threads() == []
-
-
-class LateEvent:
-    """A point of a device's work that is reached after some seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self._reached = threading.Event()
-        timer = threading.Timer(seconds, self._reached.set)
-        timer.start()
-
-    def synchronize(self) -> None:
-        self._reached.wait()
-
-    def wait(self, stream: object = None) -> None:
-        self._reached.wait()
-
-    def query(self) -> bool:
-        return self._reached.is_set()
-
-
 def test_no_drive_is_to_blame_for_a_device_that_is_late(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
+    gate = Gate()
     with open_store(kind="file", directories=[tmp_path], device=CPU, stall_seconds=0.5) as store:
-        transfer = write(store, pattern(10_000), after=LateEvent(1.5))
+        transfer = write(store, pattern(10_000), gate)
+        threading.Timer(1.5, gate.open).start()
         store.wait(transfer)
         assert transfer.extent is not None
         assert not recwarn.list
