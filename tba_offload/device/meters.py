@@ -444,7 +444,7 @@ def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
 
     Args:
         device: An accelerator or the CPU. For the CPU, this is the memory of the host within the limits of
-            this process's control groups (version 2).
+            this process's control groups.
         root: The directory with ``/proc`` and ``/sys``.
 
     Raises:
@@ -461,17 +461,24 @@ def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
 def fitting_bytes(device: torch.device) -> int:
     """Return nine tenths of the bytes that this process may use on a device.
 
-    For an accelerator, this is its size less the bytes of other processes. For a CPU, this is the memory that
-    this process has and may still allocate.
+    For an accelerator, this is its size less the bytes of other processes. For a CPU, these are the live
+    bytes of malloc, which budgets count, and the memory that this process may still allocate.
 
     Raises:
         UnsupportedError: The kernel does not report the memory.
     """
     if device.type == "cpu":
-        taken = 1024 * (_statistic(Path("/proc/self/status"), "VmRSS:") or 0)
+        taken, _ = malloc_count()()
     else:
         taken = int(torch.get_device_module(device).memory_reserved(device))
     return int(FITTING * (available_bytes(device) + taken))
+
+
+_GROUPS = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Mount of the control groups of versions 2 and 1, and their files of the limit, the usage and the cache."""
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
@@ -480,14 +487,16 @@ def _group_bytes(root: Path) -> Iterator[int]:
     Inside a container, the path may be that of the host, which does not exist in the container. The mount is
     then the container's own group.
     """
-    mount = root / "sys/fs/cgroup"
-    _, found, path = _read(root / "proc/self/cgroup").partition("0::/")
-    group = mount / path.strip()
-    for folder in (group, *group.parents) if found else ():
-        limit, usage = _read(folder / "memory.max").strip(), _read(folder / "memory.current").strip()
-        if folder.is_relative_to(mount) and limit.isdecimal() and usage.isdecimal():
-            # The kernel gives up page cache first when the group reaches its limit.
-            yield int(limit) - int(usage) + (_statistic(folder / "memory.stat", "inactive_file") or 0)
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controller, path = line.split(":", 2)
+        place, *files, cache = _GROUPS.get(controller, ("", "no group of memory"))
+        mount = root / "sys/fs/cgroup" / place
+        group = mount / path.strip("/")
+        for folder in (group, *group.parents):
+            figures = [_read(folder / name).strip() for name in files]
+            if folder.is_relative_to(mount) and figures and all(map(str.isdecimal, figures)):
+                # The kernel gives up page cache first when the group reaches its limit.
+                yield int(figures[0]) - int(figures[1]) + (_statistic(folder / "memory.stat", cache) or 0)
 
 
 def _statistic(file: Path, name: str) -> int | None:

@@ -209,6 +209,17 @@ def group(folder: str, limit: str, usage: int, cache: int = 0) -> dict[str, str]
     }
 
 
+def first_version(folder: str, limit: int, usage: int, cache: int) -> dict[str, str]:
+    root = f"sys/fs/cgroup/memory{folder}"
+    return {
+        f"{root}/memory.limit_in_bytes": f"{limit}\n",
+        f"{root}/memory.usage_in_bytes": f"{usage}\n",
+        f"{root}/memory.stat": f"inactive_file 7\ntotal_inactive_file {cache}\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "4096\n",
+    }
+
+
 @pytest.mark.parametrize(
     ("groups", "files", "left"),
     [
@@ -217,10 +228,19 @@ def group(folder: str, limit: str, usage: int, cache: int = 0) -> dict[str, str]
         ("0::/user/my\n", group("/user", str(4 * GIB), 3 * GIB) | group("/user/my", str(8 * GIB), GIB), 1),
         ("0::/mine\n", group("/mine", "max", 3 * GIB), 20),
         ("4:memory:/mine\n", {}, 20),
+        ("1:cpu:/\n4:memory:/my/own\n0::/\n", first_version("/my", 5 * GIB, 4 * GIB, GIB), 2),
         # The mount is the container's own group: the path is that of the host, which does not exist here.
         ("9:name=systemd:/\n2:cpuacct,cpu:/elsewhere\n0::/docker/0123abc\n", group("", str(3 * GIB), GIB), 2),
     ],
-    ids=["a group", "page cache is free", "a group above", "no limit", "no group of memory", "a container"],
+    ids=[
+        "a group",
+        "page cache is free",
+        "a group above",
+        "no limit",
+        "no group of memory",
+        "version 1",
+        "a container",
+    ],
 )
 def test_what_a_group_has_left(
     groups: str, files: dict[str, str], left: int, machine: Callable[..., int]
