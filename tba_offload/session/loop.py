@@ -327,7 +327,8 @@ class Loop:
     def _model_ended(self, module: nn.Module, _args: object, output: object) -> None:
         if module is self._outermost and not (self.is_inert or is_recomputation()):
             self._outermost = None
-            if module.training and self.step is not None and not self.step.graphs:
+            has_graph = self.step is None or self.step.graphs or self.session.capture.trace.left_alone
+            if module.training and not has_graph:
                 self.session.notices.all_frozen(self.session, output)
             self.session.memory.model_ended(output)
             self.session.watch.watch_tail(output)

@@ -523,7 +523,9 @@ class Session:
             self.world.agree if is_auto else None,
         )
         self._controller = Controller(task)
-        self.planning.start(plan, self._controller)
+        # Its measurements wait for an asynchronous device, which only plans and the run log are worth.
+        is_worth_it = self.notes_inputs or not self.device.runs_behind
+        self.planning.start(plan, self._controller if is_worth_it else None)
         if task.may_recompute and not self.world.may_plan_recomputation:
             tell(OTHER_RANKS)
         if task.may_recompute or any(placement.recomputes for placement in plan.placements):
