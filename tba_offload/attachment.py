@@ -48,8 +48,9 @@ def attach(
 ) -> Session:
     """Attach offloading to a model.
 
-    Layers are found in Megatron models, and in models with equal blocks in a ``ModuleList``, a ``Sequential``
-    or a ``ModuleDict`` of numbers, also in stages as in Swin. For other models pass ``layers``.
+    Layers are found in Megatron models, and in models with a list of equal blocks: a ``ModuleList``, a
+    ``Sequential`` or a ``ModuleDict`` of numbers. The list may consist of stages, as in Swin. For other
+    models pass ``layers``.
 
     Args:
         model: The model, wrapped or not, or the list of its chunks in an interleaved pipeline.

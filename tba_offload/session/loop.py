@@ -6,11 +6,11 @@ optimizers of the model's parameters have made their step. A step ends
 * when the optimizers of all parameters with a gradient have made a step;
 * before the next forward, if only some of these optimizers have made a step;
 * when the program has dropped or zeroed the gradients without an optimizer: the loop updates the weights
-  itself, or a gradient scaler has skipped the update. Gradients that hooks remove within backward, to add
-  them up elsewhere, or that ``torch.autograd.grad`` returns, end no step;
+  itself, or a gradient scaler has skipped the update;
 * when its graph is freed without a backward pass. This is an evaluation, and the step is forgotten.
 
-A step never ends inside a backward pass, because optimizers may update in hooks of gradients.
+Gradients that hooks remove within backward end no step, and neither do those of ``torch.autograd.grad``. A
+step never ends inside a backward pass, because optimizers may update in hooks of gradients.
 """
 
 from __future__ import annotations

@@ -196,8 +196,8 @@ class Memory:
     def layer_ended(self, index: int, way: Placement) -> None:
         """Note that the forward of a layer has ended.
 
-        The bytes that the layer leaves in memory are measured at the start of the next layer or of the loss,
-        when the caller has dropped the layer's inputs.
+        The bytes that the layer leaves in memory are measured at the start of the next layer or of the loss.
+        By then the caller has dropped the layer's inputs.
 
         Args:
             index: Index of the layer.

@@ -68,8 +68,8 @@ class World:
         rank: Number of this rank.
         ranks: Number of ranks.
         run: Identifier of the run, in the run logs of all ranks; ``None`` for a single rank.
-        agree: Collective function that takes the proposal of this rank (layer name to placement) and its
-            need, and returns the agreed placement of each layer; ``None`` for a single rank.
+        agree: Collective function of the proposal of this rank (layer name to placement) and its need. It
+            returns the agreed placement of each layer. ``None`` for a single rank.
     """
 
     layers: tuple[LayerId, ...]
@@ -377,8 +377,8 @@ class Session:
     def records(self) -> list[StepRecord]:
         """The records of the last 10,000 steps, oldest first. The run log has all steps.
 
-        Reading the records waits for no device. For steps that the device has not finished, the loss is
-        missing if it was set as a tensor, and ``seconds`` is measured by the host's clock.
+        Reading the records waits for no device. The records of steps that the device has not finished have
+        no loss that was set as a tensor. Their ``seconds`` are measured by the host's clock.
         """
         return self._settled().records
 
