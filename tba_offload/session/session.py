@@ -495,8 +495,8 @@ class Session:
         limits = Limits(budget.activation_bytes, window, config.store.write_bytes_per_day)
         if budget.device_bytes is not None:
             if self.memory.meter_of_step() is None:
-                why = "the memory in use, and this device does not report it. Set budget.activation_bytes"
-                raise UnsupportedError(f"budget.device_bytes needs to know {why}")
+                why = "the memory of this device cannot be measured. Set budget.activation_bytes instead"
+                raise UnsupportedError(f"budget.device_bytes has no effect: {why}")
             return limits.on_device(DeviceShare(budget.device_bytes))
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)
         is_fit = is_auto and budget.activation_bytes is None and budget.objective is not Objective.MEMORY
