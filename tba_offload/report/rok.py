@@ -392,29 +392,44 @@ def draw(points: Sequence[RokPoint], path: str | os.PathLike[str]) -> None:
 def rok_figure(points: Sequence[RokPoint]) -> Figure:
     """Return the curve as a figure. Call this function inside :func:`drawing`."""
     from matplotlib.figure import Figure
-    from matplotlib.patheffects import withStroke
 
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    beside: dict[str, Any] = {"xytext": (8, -9), "textcoords": "offset points"}
-    beside["path_effects"] = [withStroke(linewidth=3, foreground="white")]  # lines may cross a number
     (x_unit, x_size), (y_unit, y_size) = _scales(points)
     grouped = lines(points)
     for strategy, line in grouped.items():
         colour, marker, dashes = looks(grouped)[strategy]
         places = [(each.peak_bytes / x_size, each.throughput / y_size) for each in line]
         axes.plot(*zip(*places, strict=True), dashes, marker=marker, color=colour, label=short(strategy))
-        for each, place in zip(line, places, strict=True):
-            if each.batch_size is not None:
-                axes.annotate(str(each.batch_size), place, color=colour, **beside)
     best = [(each.peak_bytes / x_size, each.throughput / y_size) for each in pareto(points)]
     axes.step(*zip(*best, strict=True), where="post", color="#b8b8b8", linestyle="--", zorder=1)
     axes.plot(*zip(*best, strict=True), zorder=4, label="Pareto set", **RING)
     finish(axes, f"Model throughput ({y_unit})", " / ".join(dict.fromkeys(each.title for each in points)))
     axes.set(xlabel=f"{points[0].peak_name.capitalize()} ({x_unit})", xlim=(0, None))
+    _write_batch_sizes(axes, [each.batch_size for line in grouped.values() for each in line])
     numbers = "Numbers are batch sizes" if any(each.batch_size for each in points) else None
     figure.legend(loc="outside upper left", ncols=2, title=numbers, alignment="left", title_fontsize="small")
     return figure
+
+
+def _write_batch_sizes(axes: Axes, sizes: Sequence[int | None]) -> None:
+    """Write a number beside each point, in the direction that is farthest from lines and other numbers."""
+    import numpy as np
+
+    drawn = axes.lines[:-2]  # without the Pareto set
+    curves = [axes.transData.transform(line.get_xydata()) for line in drawn]
+    taken = np.vstack([np.vstack([curve[:1], *np.linspace(curve[:-1], curve[1:], 30)]) for curve in curves])
+    colours = [line.get_color() for line, curve in zip(drawn, curves, strict=True) for _ in curve]
+    angles = np.linspace(0, 2 * np.pi, 16, endpoint=False)
+    around = axes.figure.dpi / 6 * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    for point, size, colour in zip(np.vstack(curves), sizes, colours, strict=True):
+        spots = point + around
+        distances = np.linalg.norm(spots[:, None] - taken, axis=-1).min(axis=1)
+        best = spots[np.argmax(distances * (spots[:, 0] > axes.bbox.x0))]
+        taken = np.vstack([taken, best])
+        if size is not None:
+            x, y = axes.transData.inverted().transform(best)
+            axes.text(x, y, str(size), ha="center", va="center", color=colour, fontsize="small")
 
 
 RING: dict[str, Any] = {"marker": "o", "markersize": 13, "mfc": "none", "color": INK, "linestyle": "none"}
