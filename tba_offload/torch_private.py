@@ -2,7 +2,7 @@
 
 No other file uses private names, except attributes of tensors, storages and modules that all releases have,
 such as ``_version`` and ``_parameters``. All names exist in PyTorch 2.10 to 2.13. If releases differ, the
-function says how. ``tests/unit/test_torch_private.py`` tests each name with the installed PyTorch.
+function says how.
 """
 
 from __future__ import annotations
