@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import click
 import torch
@@ -217,6 +218,7 @@ def model_of(*, config: str | None, dtype: str, batch: int, sequence: int, **num
             found = transformers.AutoConfig.from_pretrained(config)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{config}: not a configuration of transformers: {error}") from error
+    found.use_cache = False  # keys and values of all layers would stay in memory until the forward ends
     name = next(iter(found.architectures or ()), "")
     kind = getattr(transformers, name, None)
     if kind is None or kind.main_input_name not in {"input_ids", "pixel_values"}:
@@ -225,7 +227,9 @@ def model_of(*, config: str | None, dtype: str, batch: int, sequence: int, **num
 
     def make() -> tuple[nn.Module, Callable[[], Tensor]]:
         with torch.device(default_device().torch_device):
-            model = kind._from_config(found, dtype=DTYPES[dtype]).train()
+            # Some functions that fill weights look at them.
+            with mock.patch.object(transformers.PreTrainedModel, "initialize_weights"):
+                model = kind._from_config(found, dtype=DTYPES[dtype]).train()
             given = {"input_ids": torch.zeros(batch, sequence, dtype=torch.long)}
             labels = given["input_ids"]
             if kind.main_input_name == "pixel_values":

@@ -77,7 +77,7 @@ def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) 
 )
 def test_it_foretells_what_runs_measure(name: str, dtype: str, tmp_path: Path) -> None:
     config = MODELS[name]()
-    config.architectures = [name]
+    config.architectures, config.use_cache = [name], False
     config.save_pretrained(tmp_path)
     found = estimate("--config", tmp_path, "--sequence", SEQUENCE, "--batch", BATCH, "--dtype", dtype)
     assert [row["placement"] for row in found["placements"]] == list(WAYS)
