@@ -307,6 +307,7 @@ class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.clock, self.gradients, self._flops, self._way = 1e-9, 0, flops, way
         self._saved: dict[int, ActivationTrace] = {}  # by the address of a storage
         self._alive: dict[int, object] = {}  # likewise
+        self._inputs: set[int] = set()  # likewise; layers of a decoder share some of theirs
         self._bytes = Counter[ScopeKey]()  # that runs of layers have saved
         self._outside = self._now = ScopeTrace(ScopeKey(-1, 0, 0, ""), "keep", 0.0)
         self._live = self._held = self._peak = self._known = self._latest = self._unknown = 0
@@ -374,7 +375,10 @@ class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run a layer, and watch for its backward."""
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
         number = sum(scope.key.layer == index for scope in self.trace.scopes)
-        key, nbytes = ScopeKey(index, number, 0, self.names[index]), sum(each.nbytes for each in inputs)
+        key = ScopeKey(index, number, 0, self.names[index])
+        new = {each.untyped_storage()._cdata: each.nbytes for each in inputs}
+        nbytes = sum(new[address] for address in new.keys() - self._inputs)
+        self._inputs |= new.keys()
         scope = ScopeTrace(key, self._way, self.clock, nbytes, forward_gradients=self.gradients)
         self.trace.scopes.append(scope)
         self._turn(scope)
