@@ -218,7 +218,7 @@ def model_of(*, config: str | None, dtype: str, batch: int, sequence: int, **num
             found = transformers.AutoConfig.from_pretrained(config)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{config}: not a configuration of transformers: {error}") from error
-    found.use_cache = False  # keys and values of all layers would stay in memory until the forward ends
+    found.use_cache = True  # without a cache, transformers looks at values to see whether it needs a mask
     name = next(iter(found.architectures or ()), "")
     kind = getattr(transformers, name, None)
     if kind is None or kind.main_input_name not in {"input_ids", "pixel_values"}:
