@@ -117,6 +117,7 @@ def _row(name: str, case: Case, plan: Plan, least: int, rated: int | None) -> di
         "times_keep": step.seconds / case.keep.seconds,
         "drives_need": needed,
         "written_bytes": step.written_bytes,
+        "forwarded_bytes": step.forwarded_bytes,
         "written_bytes_per_day": day,
         "years": rated / day / 365 if rated and day else None,
         "fits": None if case.limits.device is None else case.fits(plan),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 transformers = pytest.importorskip("transformers")
 
-BATCH, SEQUENCE = 4, 128
+BATCH, SEQUENCE = 4, 192
 MODELS: dict[str, Any] = {
     "LlamaForCausalLM": lambda: transformers.LlamaConfig(
         hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=3, vocab_size=512
@@ -28,7 +28,7 @@ MODELS: dict[str, Any] = {
         hidden_size=192, intermediate_size=768, num_hidden_layers=6, num_attention_heads=3, vocab_size=512
     ),
     "T5ForConditionalGeneration": lambda: transformers.T5Config(
-        d_model=192, d_kv=64, d_ff=768, num_layers=4, num_heads=3, vocab_size=512, decoder_start_token_id=0
+        d_model=256, d_kv=64, d_ff=1024, num_layers=4, num_heads=4, vocab_size=512, decoder_start_token_id=0
     ),
     "ViTForImageClassification": lambda: transformers.ViTConfig(
         hidden_size=192, intermediate_size=768, num_hidden_layers=6, num_attention_heads=3
@@ -46,7 +46,7 @@ def estimate(*arguments: object) -> Any:
 
 
 def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) -> tuple[int, int]:
-    """The activation peak of a real run, and the bytes that a step of it writes."""
+    """The activation peak of a real run, and what a step of it offloads: written, or used before it was."""
     torch.manual_seed(1)
     model = getattr(transformers, name)._from_config(config, dtype=dtype).train()
     if name.startswith("ViT"):
@@ -56,13 +56,13 @@ def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) 
         tokens = torch.randint(0, 512, (BATCH, SEQUENCE))
         given = {"input_ids": tokens, "labels": tokens}
     with tba.attach(model, {"default": way, **policy}) as session:
-        for _ in range(4):
+        for _ in range(3):
             with session.step():
                 model(**given).loss.backward()
             model.zero_grad()
         records = session.records[1:]
     peaks = (each.activation_peak_bytes or each.sampled_peak_bytes or 0 for each in records)
-    return max(peaks), max(each.offloaded_bytes for each in records)
+    return max(peaks), max(each.offloaded_bytes + each.forwarded_bytes for each in records)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) 
     [
         ("LlamaForCausalLM", "bf16"),
         ("GPT2LMHeadModel", "fp32"),
-        ("T5ForConditionalGeneration", "fp32"),
-        pytest.param("BertForMaskedLM", "bf16", marks=pytest.mark.full),
+        ("BertForMaskedLM", "bf16"),
+        pytest.param("T5ForConditionalGeneration", "fp32", marks=pytest.mark.full),
         pytest.param("ViTForImageClassification", "fp32", marks=pytest.mark.full),
     ],
 )
@@ -85,9 +85,11 @@ def test_it_foretells_what_runs_measure(name: str, dtype: str, tmp_path: Path) -
     policy = {"budget": {"in_flight_bytes": found["in_flight_bytes"]}, "store": drive}
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
     for row in found["placements"]:
-        peak, written = measured(name, config, kind, row["placement"], policy)
+        peak, sent = measured(name, config, kind, row["placement"], policy)
         assert row["activation_peak_bytes"] == pytest.approx(peak, rel=0.1), row["placement"]
-        assert row["written_bytes"] == pytest.approx(written, rel=0.05), row["placement"]
+        assert row["written_bytes"] + row["forwarded_bytes"] == pytest.approx(sent, rel=0.05), row[
+            "placement"
+        ]
 
 
 def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
