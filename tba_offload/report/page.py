@@ -71,9 +71,9 @@ def _names(logs: Sequence[RunLog]) -> list[str]:
     """Return a short name for each run: its strategy, with the batch size or the file if needed."""
     names = [visible(log.header.strategy) for log in logs]
     sizes = [visible(str(log.header.model.get("batch_size"))) for log in logs]
-    for more in ([f"batch size {size}" for size in sizes], [visible(log.path.name) for log in logs]):
+    for more in ([f"batch size {size}" for size in sizes], [visible(log.path.stem[-24:]) for log in logs]):
         if len(set(names)) < len(logs):
-            names = [f"{log.header.strategy}, {text}" for log, text in zip(logs, more, strict=True)]
+            names = [f"{visible(log.header.strategy)}, {text}" for log, text in zip(logs, more, strict=True)]
     return names
 
 
@@ -147,12 +147,12 @@ def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
             for field, line in zip(fields, ("-", "--"), strict=False):
                 found = {step: value / size for step, value in _values(log, field).items()}
                 marker: dict[str, Any] = {"marker": "osv^Dd<>"[number % 8], "markersize": 4}
-                label = rok.short(name, 40) if line == "-" and axes is panels[0] else None
+                label = rok.short(name, 36) if line == "-" and axes is panels[0] else None
                 axes.plot(list(found), list(found.values()), line, color=colour, label=label, **marker)
         rok.finish(axes, unit, title, from_zero=title != "Loss")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     panels[-1].set(xlabel="step", xlim=(0, None))
-    figure.legend(loc="outside upper left", ncols=2)
+    figure.legend(loc="outside upper left", ncols=2, fontsize="small")
     return figure
 
 
