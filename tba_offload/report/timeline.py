@@ -243,7 +243,7 @@ def timeline_figure(timeline: TimelineEvent, ends: Sequence[float] = ()) -> Figu
     seconds, largest, rate = ends or ends_of(timeline)
     heights = [2.4, *[1.0] * len(timeline.drives), 1.3]
     figure = Figure(figsize=(WIDTH, sum(heights) + 1.2), layout="constrained")
-    figure.suptitle(textwrap.fill(visible(timeline.title), 80), x=0.01, ha="left", fontsize="small")
+    figure.suptitle(textwrap.fill(visible(timeline.title), 88), x=0.01, ha="left", fontsize="small")
     memory, *traffic, lanes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     for axes in (memory, *traffic):
         for _, began, ended in timeline.backwards():
