@@ -424,6 +424,7 @@ class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _died(self, address: int, nbytes: int, _: object) -> None:
         del self._alive[address]
+        self._saved.pop(address, None)  # another storage may get this address
         self._live -= nbytes
 
     def _accumulated(self, parameter: Any) -> None:
