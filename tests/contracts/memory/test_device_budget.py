@@ -283,7 +283,7 @@ def test_where_nothing_is_left_that_is_said_and_training_goes_on(default: str, t
     (told,) = found.told
     assert told.startswith("budget.device_bytes of 1.00 MiB leaves nothing for activations: ")
     assert ": other memory on the device takes " in told
-    assert "offload the states of optimizers (states:)" in told
+    assert "Offload optimizer states (states:)" in told
     assert_same_weights(found, run(tmp_path, {"default": "keep"}))
 
 

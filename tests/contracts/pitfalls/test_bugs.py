@@ -997,7 +997,7 @@ def test_a_copy_of_a_layer_runs_with_its_own_weights(way: Callable[[nn.Module], 
         with torch.no_grad():
             twin.up.weight.mul_(2)  # type: ignore[union-attr,operator]
         is_told = way is sharing_attributes
-        told = pytest.warns(UserWarning, match="copies of layers") if is_told else nullcontext()
+        told = pytest.warns(UserWarning, match="copies of a layer") if is_told else nullcontext()
         with session.step(), told:
             assert same_bits(twin(x), x + twin.down(torch.tanh(twin.up(x))))  # type: ignore[operator]
             assert not same_bits(twin(x), layer(x))
