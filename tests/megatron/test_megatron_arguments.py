@@ -69,6 +69,10 @@ def test_flags_alone_make_a_policy(tmp_path: Path) -> None:
     )
 
 
+def test_one_flag_fits_the_device() -> None:
+    assert config_of(read("--tba-placement", "fit")) == OffloadConfig(default=Placement.AUTO)
+
+
 def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text(
@@ -95,7 +99,7 @@ def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
         (("--tba-store", "tape"), "not 'tape'"),
         (("--tba-placement", "recomput"), "recomput"),
         (("--tba-placement", "offload", "--recompute-granularity", "full"), "--recompute-granularity full"),
-        (("--tba-checksum", "--cpu-offloading"), "remove --cpu-offloading, or the --tba- flags"),
+        (("--tba-checksum", "--cpu-offloading"), "Remove --cpu-offloading, or the --tba- flags"),
         (("--tba-checksum", "--cuda-graph-impl", "local"), "--cuda-graph-impl"),
     ],
 )
