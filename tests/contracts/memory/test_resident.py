@@ -39,7 +39,7 @@ model.layers = nn.ModuleList(Block() for _ in range(20))
 policy = {"default": sys.argv[1], "budget": {"in_flight_bytes": "4MiB"}}
 grown, peaks = [], []
 with tba.attach(model, policy, directories=sys.argv[2]) as session:
-    for tokens in (1500, 6000, 6000, 6000):  # the first one loads libraries, and fills buffers of I/O
+    for tokens in (1500, 6000, 6000):  # the first one loads libraries, and fills buffers of I/O
         Path("/proc/self/clear_refs").write_text("5")
         before, x = resident("VmRSS"), torch.randn(tokens, 128)
         with session.step():

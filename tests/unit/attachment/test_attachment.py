@@ -73,16 +73,8 @@ def test_directories_override_those_of_the_policy(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layers": []}, r"^layers=\[\] names no layer"),
-        ({"directories": []}, r"^directories=\[\] names none"),
-        ({"directories": "$TBA_NOT_SET"}, r"'TBA_NOT_SET', which is not set"),
         ({"config": {"store": {"kind": "host"}}, "directories": "/a"}, "has no effect with kind: host"),
-        ({"config": {"layers": [{"match": "9", "placement": "keep"}]}}, "'9' matches no layer"),
-        ({"config": "none.yaml"}, "'none.yaml' is neither a word nor a file"),
-        *(
-            ({"trace_steps": steps}, r"trace_steps has .*\. Give numbers of steps, from 1")
-            for steps in ([0], ["a"], 0, [2, -1])
-        ),
+        *(({"trace_steps": steps}, "Give numbers of steps, from 1") for steps in (["a"], 0, [2, -1])),
     ],
 )
 def test_what_cannot_be_right_is_an_error_told_briefly(arguments: dict[str, Any], message: str) -> None:

@@ -69,9 +69,3 @@ def test_other_bits_give_another_digest(change: str, dtype: torch.dtype, count: 
     flat[:16] = torch.arange(1, 17)
     assert digest(flat.clone()) == digest(flat)
     assert digest(CHANGES[change](flat)) != digest(flat)
-
-
-def test_views_of_any_stride_can_be_read() -> None:
-    table = torch.ones(100)
-    for view in (table[::5][:1], table[3:4], table[:0], table[0]):
-        assert digest(view) == digest(view.clone())

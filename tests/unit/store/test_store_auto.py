@@ -43,18 +43,6 @@ def test_auto_is_gds_where_the_driver_is_loaded(device: PinningDevice, tmp_path:
     assert descriptors() == before
 
 
-@pytest.mark.usefixtures("kvikio")
-def test_auto_is_file_without_the_driver(
-    device: PinningDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gds, "NVIDIA_FS", tmp_path / "none")
-    with open_store(directories=[tmp_path], device=device) as store:
-        assert store.kind == "file"
-        assert "the nvidia-fs driver of GPUDirect Storage is not loaded" in str(store.description["reason"])
-        data = pattern((8 << 20) + 5)  # in two parts, by way of slabs
-        assert torch.equal(get(store, put(store, data)), data)
-
-
 @pytest.mark.usefixtures("driver")
 def test_auto_is_file_without_kvikio(
     device: PinningDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -308,23 +308,6 @@ def test_a_reset_cancels_what_is_queued_waits_for_the_rest_and_frees_all() -> No
         assert torch.equal(get(store, put(store, pattern(5000, 1))), pattern(5000, 1))
 
 
-def test_moves_are_told_on_request() -> None:
-    with MultiStore([DriveInMemory("/mnt/a")]) as store:
-        moves: list[Any] = []
-        store.watch_moves(moves.append)
-        get(store, put(store, pattern(5000)))
-        store.watch_moves(None)
-        put(store, pattern(5000))
-        (load,) = store.take_loads()
-    assert [(move.place, move.writes, move.nbytes) for move in moves] == [
-        ("/mnt/a", True, 5000),
-        ("/mnt/a", False, 5000),
-    ]
-    assert all(move.began <= move.ended for move in moves)
-    assert (load.write.nbytes, load.read.nbytes) == (10_000, 5000)
-    assert load.write.seconds > 0
-
-
 def test_room_that_the_last_steps_did_not_need_is_given_back(tmp_path: Path) -> None:
     file = FileStore(tmp_path, device=CPU)
     with MultiStore([file]) as store:
