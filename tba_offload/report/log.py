@@ -563,28 +563,29 @@ def describe_step(record: StepRecord) -> str:
 
 
 def describe_run(log: RunLog, keep: Prediction | None, *, wears: bool) -> str | None:
-    """Return in one line what a run cost; ``None`` if fewer than two steps were recorded.
+    """Return in one line what a run cost; ``None`` if fewer than two steps have a measured peak.
 
     Args:
         log: The run.
         keep: Predicted figures of a step that keeps all layers, if known.
         wears: Whether the bytes are written to drives.
     """
-    steps, parts = counted_steps(log) if len(log.steps) > 1 else [], list[str]()
+    steps = counted_steps(log) if len(log.steps) > 1 else []
     peak = max((step.activation_peak_bytes or 0 for step in steps), default=0)
-    if peak:
-        of_keep = "" if keep is None else f" (keep: {readable_size(keep.activation_peak)})"
-        parts.append(f"activation peak {readable_size(peak)}{of_keep}")
-    if steps and keep is not None:
+    if not peak:
+        return None
+    of_keep = "" if keep is None else f" (keep: {readable_size(keep.activation_peak)})"
+    parts = [f"activation peak {readable_size(peak)}{of_keep}"]
+    if keep is not None:
         ratio = statistics.median(step.seconds for step in timed_steps(steps)) / keep.seconds
         parts.append(f"step {significant(ratio)} x keep as predicted")
     states: Any = [each["written_bytes"] for each in log.others if each["event"] == "states"]
-    written = sum(states) + statistics.median(step.offloaded_bytes for step in steps) if steps else 0
+    written = sum(states) + statistics.median(step.offloaded_bytes for step in steps)
     if written and wears:
         seconds = statistics.median(step.seconds_with_update for step in steps)
         year = significant(365 * bytes_per_day(written, seconds) / 1e12)
         parts.append(f"{readable_size(written)} written a step: {year} TB a year at this rate")
-    return ", ".join(parts) or None
+    return ", ".join(parts)
 
 
 # Other events

@@ -96,4 +96,4 @@ def test_a_script_without_a_checkout_says_what_is_missing() -> None:
     script = str(MEGATRON / "single_gpu.sh")
     done = subprocess.run(["bash", script, "--bf16"], capture_output=True, text=True, check=False, env={})
     assert done.returncode == 1
-    assert f"name a checkout of Megatron-LM: {script} /path/to/Megatron-LM" in done.stderr
+    assert f"the checkout of Megatron-LM is missing. Run {script} /path/to/Megatron-LM" in done.stderr

@@ -98,10 +98,10 @@ def loop_of_readme(policy: str) -> str:
     section = readme.partition("\n## Use it\n")[2]
     found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert found is not None
-    assert '"policy.yaml"' in found[1]
+    assert '"fit"' in found[1]
     assert '"run.jsonl"' in found[1]
     log = f"{policy}.{os.getpid()}.jsonl"
-    return found[1].replace('"policy.yaml"', repr(policy)).replace('"run.jsonl"', repr(log))
+    return found[1].replace('"fit"', repr(policy)).replace('"run.jsonl"', repr(log))
 
 
 def main(kind: str, policy: str, steps: str) -> None:
@@ -111,13 +111,12 @@ def main(kind: str, policy: str, steps: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     observer.watch(optimizer)
     names: dict[str, Any] = {"model": model, "data": batches(kind, int(steps)), "optimizer": optimizer}
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()):
         exec(loop_of_readme(policy), names)
     records = names["session"].records
     sys.stdout.write(
         json.dumps(
             {
-                "printed": printed.getvalue().splitlines(),
                 "reported": [record.activation_peak_bytes for record in records],
                 "observed": observer.peaks,
                 "gradients": [record.gradient_bytes for record in records],

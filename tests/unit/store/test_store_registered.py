@@ -131,7 +131,7 @@ def test_commands_import_what_registers_it(tmp_path: Path, monkeypatch: pytest.M
 
     unknown = check("--import", module)
     assert unknown.exit_code == 2
-    assert f"'{module}' cannot be imported: No module named '{module}'; name its folder" in unknown.stderr
+    assert f"'{module}' cannot be imported: No module named '{module}'. Add its folder" in unknown.stderr
     assert "must be 'auto', 'gds', 'file' or 'host', not 'shelf'" in check().stderr
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
