@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import weakref
 from collections import Counter
 from contextlib import nullcontext
@@ -101,13 +100,12 @@ def run_on_console(
 
 def _row(name: str, case: Case, plan: Plan, least: int, rated: int | None) -> dict[str, Any]:
     """Return the figures of a plan."""
-
-    def seconds(rate: float) -> float:
-        return replace(case, bandwidth=Bandwidth(rate, rate)).played(plan).seconds
-
-    step, longest = case.played(plan), 1.01 * seconds(math.inf)
-    rates = (10 ** (place / 20) for place in range(120, 261))  # from 1 MB/s to 10 TB/s
-    needed = next((rate for rate in rates if seconds(rate) <= longest), None) if step.sent_bytes else None
+    step, profile = case.played(plan), case.profile
+    forward = sum(
+        slot.gap + profile.timing(slot.layer, plan.placements[slot.layer]).forward
+        for slot in profile.slots
+        if not slot.backward
+    )
     day = bytes_per_day(step.written_bytes, step.seconds)
     return {
         "placement": name,
@@ -115,7 +113,7 @@ def _row(name: str, case: Case, plan: Plan, least: int, rated: int | None) -> di
         "activation_peak_bytes": max(step.activation_peak, least),
         "seconds": step.seconds,
         "times_keep": step.seconds / case.keep.seconds,
-        "drives_need": needed,
+        "drives_need": step.sent_bytes / forward if step.sent_bytes else None,
         "written_bytes": step.written_bytes,
         "forwarded_bytes": step.forwarded_bytes,
         "written_bytes_per_day": day,

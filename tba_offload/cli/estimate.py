@@ -38,8 +38,8 @@ def estimate(**options: Any) -> None:
     (backward runs each layer again) and recompute-offload (as recompute, and the inputs of layers are
     offloaded). With --device-bytes, the last row is the fastest plan that fits the device.
 
-    For each placement, the output has the activation peak, the step time, the rate at which drives must write
-    and read so that training never waits, the bytes written, and the life of the drives. The model of
+    For each placement, the output has the activation peak, the step time, the rate that drives need to write
+    all bytes during the forward pass, the bytes written, and the life of the drives. The model of
     transformers runs one step on tensors without bytes. The planner's simulator computes the rest.
 
     The kernels are those of this machine. On a CPU, dropout and attention with dropout save more than on a

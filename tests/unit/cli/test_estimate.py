@@ -27,15 +27,7 @@ MODELS: dict[str, Any] = {
     "BertForMaskedLM": lambda: transformers.BertConfig(
         hidden_size=192, intermediate_size=768, num_hidden_layers=6, num_attention_heads=3, vocab_size=512
     ),
-    "T5ForConditionalGeneration": lambda: transformers.T5Config(
-        d_model=256, d_kv=64, d_ff=1024, num_layers=4, num_heads=4, vocab_size=512, decoder_start_token_id=0
-    ),
-    "ViTForImageClassification": lambda: transformers.ViTConfig(
-        hidden_size=192, intermediate_size=768, num_hidden_layers=6, num_attention_heads=3
-    ),
 }
-
-
 WAYS = "keep", "offload", "offload-remat", "recompute", "recompute-offload"
 
 
@@ -49,16 +41,11 @@ def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) 
     """The activation peak of a real run, and what a step of it offloads: written, or used before it was."""
     torch.manual_seed(1)
     model = getattr(transformers, name)._from_config(config, dtype=dtype).train()
-    if name.startswith("ViT"):
-        images = torch.randn(BATCH, 3, 224, 224, dtype=dtype)
-        given = {"pixel_values": images, "labels": torch.zeros(BATCH, dtype=torch.long)}
-    else:
-        tokens = torch.randint(0, 512, (BATCH, SEQUENCE))
-        given = {"input_ids": tokens, "labels": tokens}
+    tokens = torch.randint(0, 512, (BATCH, SEQUENCE))
     with tba.attach(model, {"default": way, **policy}) as session:
         for _ in range(3):
             with session.step():
-                model(**given).loss.backward()
+                model(input_ids=tokens, labels=tokens).loss.backward()
             model.zero_grad()
         records = session.records[1:]
     peaks = (each.activation_peak_bytes or each.sampled_peak_bytes or 0 for each in records)
@@ -71,8 +58,6 @@ def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) 
         ("LlamaForCausalLM", "bf16"),
         ("GPT2LMHeadModel", "fp32"),
         ("BertForMaskedLM", "bf16"),
-        pytest.param("T5ForConditionalGeneration", "fp32", marks=pytest.mark.full),
-        pytest.param("ViTForImageClassification", "fp32", marks=pytest.mark.full),
     ],
 )
 def test_it_foretells_what_runs_measure(name: str, dtype: str, tmp_path: Path) -> None:
