@@ -217,7 +217,8 @@ def model_of(*, config: str | None, dtype: str, batch: int, sequence: int, **num
             found = transformers.AutoConfig.from_pretrained(config)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{config}: not a configuration of transformers: {error}") from error
-    found.use_cache = True  # without a cache, transformers looks at values to see whether it needs a mask
+    # Decoders without a cache look at values to see whether they need a mask. Others only hold more with it.
+    found.use_cache = not found.is_encoder_decoder
     name = next(iter(found.architectures or ()), "")
     kind = getattr(transformers, name, None)
     if kind is None or kind.main_input_name not in {"input_ids", "pixel_values"}:
@@ -345,6 +346,9 @@ class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.trace.kept_bytes += nbytes
                 else:
                     (self.trace.activations if to is None else to).append(self._saved[address])
+        elif to is None and (found := self._saved.get(address)) in self.trace.sources:
+            self.trace.sources.remove(found)
+            self.trace.activations.append(found)
         return tensor.detach(), self._saved.get(address)
 
     def unpack(self, packed: tuple[Tensor, ActivationTrace | None]) -> Tensor:
