@@ -142,8 +142,10 @@ def _parts(rows: list[dict[str, Any]], names: tuple[str, ...], case: Case) -> It
     window = readable_size(case.limits.window or 0)
     yield f"{len(names)} layers; the drives: {case.bandwidth}; in-flight window {window}."
     if case.limits.device is not None:
-        yield f"Left for activations {case.limits.device}: {readable_size(case.limits.budget or 0)}."
-        yield f"fit is: {layers_by_placement(names, rows[-1]['placements'])}."
+        left, plan = readable_size(case.limits.budget or 0), rows[-1]["placements"]
+        yield f"{left} are left for activations {case.limits.device}."
+        yield "Until gradients come, activations may use their room as well."
+        yield f"The row fit: {layers_by_placement(names, plan)}."
     yield Table((*columns,), cells, right=(*columns,)[1:])
 
 
