@@ -45,13 +45,7 @@ PATIENCE = 30.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a program.
-
-    Attributes:
-        kind: ``same``, ``same error``, ``refused``, ``unsteady`` (plain training differs from itself), or a
-            fault: ``differs``, ``error``, ``other error``, ``left``.
-        text: What differs, or is left.
-    """
+    """What became of a program; ``unsteady`` is one whose plain training differs from itself."""
 
     kind: str
     text: str = ""

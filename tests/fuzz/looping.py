@@ -108,12 +108,7 @@ def bits_of(tensor: Tensor) -> Any:
 
 
 class Training:
-    """One training.
-
-    Args:
-        program: What is done.
-        directory: Where offloaded bytes go; None for plain training.
-    """
+    """One training, plain where there is no directory for offloaded bytes."""
 
     def __init__(self, program: Program, directory: Path | None) -> None:
         random.seed(program.seed)

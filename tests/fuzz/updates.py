@@ -43,13 +43,7 @@ def make(name: str, parameters: Iterable[Any], program: Program) -> optim.Optimi
 
 
 def make_all(model: nn.Module, late: list[nn.Parameter], program: Program) -> list[optim.Optimizer]:
-    """One for all parameters, or one for each of two halves; what these cannot update gets another.
-
-    Args:
-        model: Whose parameters are updated.
-        late: Those that come later.
-        program: Which optimizers.
-    """
+    """One for all parameters but late ones, or one for each half; the rest gets an optimizer of its own."""
     parameters = [each for each in model.parameters() if not any(each is other for other in late)]
     sparse = [each for each in parameters if is_sparse(each, model, program)]
     dense = [each for each in parameters if not is_sparse(each, model, program)]

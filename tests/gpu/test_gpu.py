@@ -165,32 +165,6 @@ def test_a_device_that_lags_behind_gets_the_same_bits(
             assert_same_tensors(found, expected)
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_bytes_made_on_another_stream_are_written_after_their_kernel(store: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    layers = nn.ModuleList(GptBlock(0.0) for _ in range(2)).cuda()
-    other = torch.cuda.Stream()
-    x = torch.randn(8, SEQUENCE, HIDDEN, device="cuda")
-
-    def gradients(session: tba.Session | None) -> list[Tensor]:
-        with session.step() if session is not None else nullcontext():
-            y = layers[0](x)
-            other.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(other):
-                torch.cuda._sleep(LONG_SLEEP)
-                y = layers[1](y)
-            torch.cuda.current_stream().wait_stream(other)
-            found = list(torch.autograd.grad(y.float().pow(2).sum(), list(layers.parameters())))
-        torch.cuda.synchronize()
-        return found
-
-    expected = gradients(None)
-    with tba.attach(layers, config_for("offload", store, tmp_path), layers=list(layers)) as session:
-        for _ in range(3):
-            found = gradients(session)
-            assert_same_tensors(found, expected)
-
-
 # Times
 
 

@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 
 
 def put_around(store: MultiStore, around: Around) -> None:
-    """Has every transfer of a store run inside a context, on its I/O thread.
-
-    Args:
-        store: The store; what is around it already stays, inside.
-        around: Makes the context, from "write" or "read" and the extent. It should not refer to the store,
-            which could not be collected then.
-    """
+    """Run every transfer of a store inside a context, on its I/O thread; it should not refer to the store."""
     for place in store._places:
         _surround(place.store, around)
 

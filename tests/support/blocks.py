@@ -120,15 +120,9 @@ def assert_transparent(
     settled: bool = True,
     **settings: Any,
 ) -> list[StepRecord]:
-    """Trains with and without a session; returns the records of the steps.
+    """Train with and without a session; return the records of the steps.
 
-    Args:
-        work: What a step does.
-        block: Makes a layer.
-        steps: How many steps.
-        depth: How many layers.
-        settled: Whether everything is in the store when the last layer has run, before backward begins.
-        settings: As for :func:`session_for`.
+    Where it is settled, everything is in the store when the last layer has run, before backward begins.
     """
     expected = run(make_net(block, depth), work, None, steps)
     with attached(block, depth, **settings) as (net, session):

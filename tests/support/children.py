@@ -35,15 +35,7 @@ def run_python(
 def run_tests(
     path: Path, lane: str, *options: str, timeout: float, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a file of tests by a pytest of its own: what it imports or sets would stay in this process.
-
-    Args:
-        path: The file.
-        lane: "main", or "full" for what is marked so too.
-        options: Of pytest.
-        timeout: Seconds that it may take.
-        variables: Of its environment.
-    """
+    """Run tests by a pytest of their own: what they import or set would stay in this process."""
     own = environment()
     for name in ("FULL", "SAMPLE", "SEED"):
         own.pop(name, None)
@@ -66,13 +58,7 @@ sys.modules |= dict.fromkeys({missing!r})
 def run_without(
     missing: set[str], code: str, *, python: Warm | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process in which some packages cannot be imported.
-
-    Args:
-        missing: Names of the packages.
-        code: What is run.
-        python: What runs it, if not a new interpreter; it has not imported any of the packages.
-    """
+    """Run code in a process, new or forked, in which some packages cannot be imported."""
     script = BLOCK.format(missing=missing) + code
     if python is not None:
         return python.run("-c", script)

@@ -47,11 +47,7 @@ def _bytes(address: int, nbytes: int) -> memoryview:
 
 
 def install(**driver: Any) -> types.ModuleType:
-    """Puts it where ``import kvikio`` finds it.
-
-    Args:
-        **driver: What ``kvikio.cufile_driver.get`` tells; ``compat`` for ``is_compat_mode_preferred``.
-    """
+    """Put it where ``import kvikio`` finds it; ``driver`` is what it tells of the driver and of its mode."""
     package, defaults, cufile = (
         types.ModuleType(name) for name in ("kvikio", "kvikio.defaults", "kvikio.cufile_driver")
     )

@@ -40,12 +40,7 @@ OF_STATES = tuple(f"{PACKAGE}/{part}" for part in ("states/", "store/", "device/
 
 
 class Aim:
-    """Counts the points of a block at which a signal may be handled, and sends one at a chosen point.
-
-    Args:
-        at: The number of that point; ``None`` to count only.
-        where: Folders whose code has the points.
-    """
+    """Counts the points of a block where a signal may be handled, and sends one at a chosen point."""
 
     def __init__(self, at: int | None = None, *, where: tuple[str, ...] = WHERE) -> None:
         self.at = at

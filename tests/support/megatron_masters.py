@@ -44,12 +44,7 @@ SUB_GROUP = 3 * 4 * 4 * HIDDEN * HIDDEN
 
 
 class Run:
-    """A model and its optimizer, without a forward: gradients are random numbers.
-
-    Args:
-        kind: Which.
-        store: Where states and masters go; ``None`` for plain training.
-    """
+    """A model and its optimizer, plain without a store; gradients are random numbers."""
 
     def __init__(self, kind: Kind, store: Path | None) -> None:
         self.kind = kind
@@ -161,11 +156,7 @@ VIEWS = {
 
 
 class Resident(TorchDispatchMode):
-    """The most bytes of states and masters that a run has in memory, where programs see them.
-
-    Args:
-        run: The run.
-    """
+    """The most bytes of states and masters that a run has in memory, where programs see them."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()

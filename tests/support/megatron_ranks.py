@@ -122,21 +122,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks are told.
-
-    Attributes:
-        layout: How the model is spread.
-        variants: Label → flags of the session; ``None`` for training that the package never touches.
-        directory: Where the ranks meet and where the results go.
-        steps: How many each variant trains.
-        at_odds: Variants in which every rank decides otherwise than the one before, and than the last time.
-    """
+    """What the ranks are told; a variant without flags is training that the package never touches."""
 
     layout: Layout
     variants: dict[str, list[str] | None]
     directory: str
     steps: int = STEPS
-    at_odds: tuple[str, ...] = ()
+    at_odds: tuple[str, ...] = ()  # variants in which each rank decides otherwise than the one before
 
     def save(self) -> Path:
         """Writes the job where the ranks read it."""

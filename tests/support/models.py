@@ -180,17 +180,7 @@ def train(
     loss: Callable[[nn.Module, int], Tensor] = numbered_loss,
     seed: Callable[[int], object] = torch.manual_seed,
 ) -> History:
-    """A few steps of Adam; ``session.step()`` around forward and backward if there is a session.
-
-    Args:
-        model: The model.
-        session: The session that is attached to it.
-        steps: How many steps.
-        micro_batches: Whose gradients are summed in a step.
-        before_step: Called with the number of each step.
-        loss: Of a model on the micro-batch with a number.
-        seed: Seeds all random number generators.
-    """
+    """A few steps of Adam; ``session.step()`` around forward and backward if there is a session."""
     history = History()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     seed(7)

@@ -117,11 +117,7 @@ class Given(Training):
 
 
 class Mixed(Given):
-    """A model in bf16, and an optimizer over copies of its parameters in fp32.
-
-    Attributes:
-        masters: The copies, and the parameters that they are copies of.
-    """
+    """A model in bf16, and an optimizer over copies of its parameters in fp32, its masters."""
 
     def __init__(self, make: Make | str, device: str = "cpu", model: nn.Module | None = None) -> None:
         make = MAKERS[make] if isinstance(make, str) else make

@@ -101,17 +101,7 @@ def train(
     batch: int = 4,
     says: str = "",
 ) -> list[Figures]:
-    """A run that must succeed.
-
-    Args:
-        python: Forks processes that have imported ``scripts_on_cpu``; ``None`` for one that starts anew.
-        how: ``PLAIN`` or ``OFFLOADING``.
-        directory: Where the ranks write their figures.
-        flags: Of the script, beside those that make it small.
-        ranks: How many processes.
-        batch: Global batch size; 0 leaves it to the flags.
-        says: What must be among the output.
-    """
+    """A run that must succeed, forked or, without ``python``, started anew; its output has ``says``."""
     size = ("--global-batch-size", str(batch)) if batch else ()
     flags = (*TINY, *size, *ON_A_CPU, "--figures", str(directory), *flags)
     if python is None:
@@ -151,11 +141,7 @@ def free_port() -> int:
 
 
 def finish(command: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
-    """Runs a command at the head of a process group of its own, of which nothing is left in the end.
-
-    Returns:
-        The exit status without a sign, and what it wrote.
-    """
+    """Run a command at the head of a process group of which nothing is left; return its status and output."""
     with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would hold it up
         process = subprocess.Popen(
             command,

@@ -23,14 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def options_with_text(directory: Path) -> list[str]:
-    """Writes a data set like torchtitan's for tests, of these docs, and a tokenizer whose tokens are bytes.
-
-    Args:
-        directory: Where folders for both are made.
-
-    Returns:
-        Options of torchtitan that name them.
-    """
+    """Write a data set of these docs and a tokenizer of bytes; return the options that name them."""
     text, tokenizer = directory / "text", directory / "tokenizer"
     text.mkdir()
     pages = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").rglob("*.md"))]

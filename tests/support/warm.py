@@ -35,12 +35,7 @@ GRACE = 30.0
 
 
 class Warm:
-    """Runs programs in processes that have modules imported.
-
-    Args:
-        process: The process that forks.
-        folder: Where what programs print is kept until it is read, and what that process complains of.
-    """
+    """Runs programs in processes that have modules imported."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process = process
@@ -65,13 +60,7 @@ class Warm:
         *,
         timeout: float,
     ) -> list[subprocess.CompletedProcess[str]]:
-        """As :meth:`run`, for programs that run at once; where one fails, the others may not go on for long.
-
-        Args:
-            programs: The arguments of each.
-            variables: What each has in its environment beside what all have.
-            timeout: Seconds, after which all are killed, and the test fails.
-        """
+        """As :meth:`run`, for programs that run at once; the others end soon where one fails."""
         places = [(self._folder / f"output{n}", self._folder / f"errors{n}") for n in range(len(programs))]
         jobs = [
             {"arguments": arguments, "environment": own, "output": str(output), "errors": str(errors)}

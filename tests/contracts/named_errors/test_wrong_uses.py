@@ -315,25 +315,3 @@ def test_an_optimizer_of_another_model_whose_states_are_to_be_offloaded(model: M
 def test_states_without_an_optimizer(model: Model) -> None:
     (said,) = told(model, policy(states={}), lambda: None)
     assert said == "states: has no effect, because attach() was given no optimizer. Pass optimizer=optimizer"
-
-
-def test_a_limit_that_has_no_effect(model: Model) -> None:
-    (said,) = told(model, {"default": "keep", "budget": {"device_bytes": "2TiB"}}, lambda: None)
-    assert said.startswith(
-        "budget.device_bytes: has no effect: no layer is auto or offload. Make layers auto"
-    )
-
-
-def test_accumulation_has_no_record_before_the_first_update(model: Model) -> None:
-    optimizer = torch.optim.AdamW(model.parameters())
-    seen = []
-    with tba.attach(model, OFFLOAD) as session:
-        for number in range(4):
-            loss_of(model, make_tokens(number)).backward()
-            if number % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-            seen.append(session.last and session.last.step)
-        assert seen == [None, 1, 1, 2]
-        assert [record.step for record in session.records] == [1, 2]
-        assert str(session.last).startswith("step 2; activation peak ")

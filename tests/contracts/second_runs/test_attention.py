@@ -100,11 +100,7 @@ def session_over(model: nn.Sequential, placement: str = PLACEMENT) -> Session:
 def assert_same_steps(
     attend: Attend, placement: str = PLACEMENT, dtype: torch.dtype = torch.float32, *, times: int = 1
 ) -> int:
-    """Compare three steps with plain ones.
-
-    Returns:
-        Bytes that the last step sends to the store, or would if backward did not come first.
-    """
+    """Compare three steps with plain ones; return the bytes that the last one saves for the store."""
     model = layers_of(attend, dtype)
     expected = [step(model, number, times=times) for number in range(3)]
     with session_over(model, placement) as session:

@@ -95,15 +95,7 @@ def train(
     parts: int = 1,
     between: Callable[[Net], object] = id,
 ) -> list[Tensor]:
-    """All losses, gradients and buffers of some steps.
-
-    Args:
-        net: The model.
-        session: The session that is attached to it.
-        steps: How many steps.
-        parts: Micro-batches of a step, which all go forward before one goes back.
-        between: What happens between forward and backward.
-    """
+    """All losses, gradients and buffers of some steps, whose parts all go forward before one goes back."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     for seed in (torch.manual_seed, random.seed, np.random.seed):  # of all generators that layers share
         seed(1)

@@ -61,13 +61,7 @@ CHANGES_ARGUMENTS = "its forward changes its argument"
 
 
 class Operator(nn.Module):
-    """A layer that is one operator, with one sample's arguments that are no tensors.
-
-    Args:
-        function: The operator.
-        sample: The sample.
-        in_place: Whether the function changes the first tensor, which is then a copy.
-    """
+    """A layer that is one operator, with the arguments of one sample that are no tensors."""
 
     def __init__(self, function: Callable[..., Any], sample: Any, *, in_place: bool) -> None:
         super().__init__()

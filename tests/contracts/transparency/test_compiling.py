@@ -37,12 +37,7 @@ class Layer(nn.Module):
 
 
 class Compiler:
-    """Compiles graphs operation by operation, and notes what it does.
-
-    Attributes:
-        sizes: Of each graph, how many nodes it has.
-        runs: How often any of them ran forward.
-    """
+    """Compiles graphs operation by operation, and notes how large each is and how often any ran forward."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -24,24 +24,14 @@ WINDOW = 4 * MIB  # bytes whose writes may still run when backward begins, which
 
 @dataclass(frozen=True)
 class Example:
-    """A file of examples, or a program that runs one.
-
-    Attributes:
-        name: Of the file of examples, without what all have in common.
-        ranks: How many run it.
-        scopes: Runs of layers in a step of one rank.
-        least_bytes: What such a step offloads at least, with the writes that backward takes back.
-        losses: Ranks that know the loss.
-        kind: Class of the tensors that parameters are.
-        program: Path of the program, if another one than the file.
-    """
+    """A file of examples, or a program that runs one."""
 
     name: str
     ranks: int
-    scopes: int
-    least_bytes: int
-    losses: tuple[int, ...]
-    kind: str = "Tensor"
+    scopes: int  # runs of layers in a step of one rank
+    least_bytes: int  # that such a step offloads, with the writes that backward takes back
+    losses: tuple[int, ...]  # ranks that know the loss
+    kind: str = "Tensor"  # class of the parameters
     program: Path | None = None
 
 
@@ -76,14 +66,7 @@ def test_an_example_trains_to_the_same_bits_as_without_the_package(
 
 
 def check(example: Example, directory: Path, python: Warm, *options: str) -> None:
-    """Runs an example on its ranks without the package and with it, and compares.
-
-    Args:
-        example: The example.
-        directory: Where what came out of it lies.
-        python: Runs it.
-        options: Of the example.
-    """
+    """Run an example on its ranks without the package and with it, and compare."""
     for rank, (plain, found) in enumerate(ran(example, directory, python, *options)):
         assert len(losses_of(found)) == (STEPS if rank in example.losses else 0)
         assert losses_of(found) == losses_of(plain)

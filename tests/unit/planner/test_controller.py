@@ -52,16 +52,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the budget of:RuntimeWarning")
 
 
 class Machine:
-    """Trains under a controller.
-
-    Args:
-        controller: It plans.
-        profile: What the steps are like.
-        bandwidth: How fast the drive is.
-
-    Attributes:
-        never: Layers that must not run twice.
-    """
+    """Trains under a controller, and answers each plan with the step that it makes."""
 
     def __init__(self, controller: Controller, profile: StepProfile, bandwidth: Bandwidth) -> None:
         self.controller = controller
@@ -69,23 +60,14 @@ class Machine:
         self.bandwidth = bandwidth
         self.plan = controller.task.first()
         self.steps = 0
-        self.never: frozenset[int] = frozenset()
+        self.never: frozenset[int] = frozenset()  # layers that must not run twice
 
     def run(self, steps: int) -> list[Plan]:
         """Steps that are all alike; the plan of each."""
         return [self.step() for _ in range(steps)]
 
     def step(self, *, bandwidth: Bandwidth | None = None, slower: float = 1.0, peak: float = 1.0) -> Plan:
-        """One step, and what the controller makes of it.
-
-        Args:
-            bandwidth: Other rates than usual.
-            slower: By which factor the step takes longer than it should.
-            peak: By which factor its peak is higher than it should be.
-
-        Returns:
-            The plan that was in force.
-        """
+        """Make one step, which may take longer or peak higher; return the plan that was in force."""
         self.steps += 1
         self.controller.sizes.begin_step()
         plan = self._fitting()
