@@ -51,6 +51,6 @@ def estimate(**options: Any) -> None:
     numbers = {options[name] for name in ("layers", "hidden", "heads", "vocab")}
     if options["config"] is None and None in numbers:
         raise click.UsageError("give the model: --config, or --layers, --hidden, --heads and --vocab")
-    from tba_lab.estimate import run_on_console
+    from tba_offload.estimate import run_on_console
 
     run_on_console(bandwidth=bandwidth, **options)
