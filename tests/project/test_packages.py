@@ -61,7 +61,7 @@ MISSING = {
     "import tba_offload.integrations.transformers": "transformers",
     "import tba_offload.integrations.lightning": "lightning",
     "import tba_offload.integrations.pytorch_lightning": "lightning",
-    "import tba_lab.megatron_cpu as m; m.require_core('this')": "megatron",
+    "import tba_lab.demo, tba_offload.megatron.layers; tba_lab.demo.require_core('this')": "megatron",
     "from tba_offload.report.rok import require_matplotlib as r; r()": "plots",
     """
 from tba_offload.store import open_store

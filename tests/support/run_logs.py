@@ -67,9 +67,9 @@ def write_run(
     return path
 
 
-def logged(path: Path, *events: dict[str, Any]) -> Path:
+def logged(path: Path, *events: dict[str, Any], **header: Any) -> Path:
     """A run of three steps whose log has more events at its end."""
-    write_run(path, steps=3)
+    write_run(path, steps=3, header=header, tokens=1000)
     with path.open("a") as file:
         file.write("".join(json.dumps(each) + "\n" for each in events))
     return path

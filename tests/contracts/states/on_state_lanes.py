@@ -1,4 +1,4 @@
-"""What ``test_state_lanes.py`` runs in a process of its own, on the device of ``lagging.py``.
+"""Sub-groups that the processor updates while a device updates others; see ``order/test_lagging_device.py``.
 
 There the kernels of device and processor are the same, so that bits may be compared. The device computes
 late, gives freed memory away at once and overwrites it: what nothing orders gives other bits.

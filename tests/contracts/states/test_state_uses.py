@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from models import same_bits
-from optimizers import Mixed, Training, pair, policy, train
+from optimizers import Mixed, Training, assert_same, pair, policy, train
 from torch import nn, optim
 
 import tba_offload as tba
@@ -129,3 +129,11 @@ def test_a_step_that_is_replaced_is_told(tmp_path: Path) -> None:
     made.optimizer.step = lambda: None  # type: ignore[method-assign]
     with pytest.raises(UnsupportedError, match="was replaced by"):
         tba.offload_optimizer(made.optimizer, policy(tmp_path))
+
+
+def test_on_a_cpu_the_memory_of_the_device_is_that_of_the_host(tmp_path: Path) -> None:
+    found, expected = pair("adamw")
+    with tba.offload_optimizer(found.optimizer, policy(tmp_path, states={"update": "host"})) as states:
+        train(found, expected, 0, 1, 2)
+        assert_same(found, expected)
+        assert [record.on_host for record in states.records] == [0, 0, 0]
