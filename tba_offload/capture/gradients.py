@@ -28,13 +28,13 @@ class Gradients:
 
     Args:
         modules: The model or its chunks.
-        device: The device whose memory counts. Gradients on other devices are ignored.
+        device: The device on which gradients are counted. Gradients on other devices are ignored.
         about_to_count: Called with the bytes of a gradient before that gradient is counted.
 
     Attributes:
         live: Counts the bytes of gradients that exist.
-        was_dropped: Whether a gradient of this step was freed and created again, so that accumulated values
-            are lost.
+        was_dropped: Whether a gradient of this step was freed and created again. Its accumulated values are
+            then lost.
         watched: The parameters with a hook, by ``id()``.
         born: The watched parameters that got a gradient in this step. A parameter is removed if a hook takes
             its gradient away.
@@ -51,7 +51,7 @@ class Gradients:
         self.also_watch(self.parameters())  # a step may begin in a transform, which replaces parameters
 
     def begin_step(self) -> None:
-        """Forget the last step, count the gradients that exist, and watch new parameters."""
+        """Clear the records, count the gradients that exist, and add hooks to new parameters."""
         self.born.clear()
         self.was_dropped = False
         # ``functional_call`` gives the model new parameters in each step.
@@ -62,14 +62,14 @@ class Gradients:
         self._count(parameters)
 
     def parameters(self) -> Iterable[torch.Tensor]:
-        """Return the trainable parameters of the model, each once.
+        """Return the trainable parameters of the model, without duplicates.
 
         Parameters that ``functional_call`` computed are left out, because they get no gradients of their own.
         """
         return filter(_is_trained, parameters_in(self._modules))
 
     def also_watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Count gradients of these parameters too, for example of a model that trains with it."""
+        """Count the gradients of these parameters too. They may belong to another model in the same step."""
         self._watch(filter(_is_trained, parameters))
 
     def _watch(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -89,7 +89,7 @@ class Gradients:
                     self.live.add(gradient)
 
     def alone(self) -> int | None:
-        """Return the bytes of gradients now; ``None`` if bytes of frozen weights are counted with them."""
+        """Return the bytes of gradients that exist now; ``None`` if this count includes frozen weights."""
         gradients, frozen = self.live.parts
         return None if frozen else gradients
 
@@ -111,12 +111,12 @@ class Gradients:
     def pass_ended(self) -> None:
         """Update the gradients of this step at the end of a backward pass.
 
-        Hooks of data parallelism take gradients away in backward, or replace them by views of a bucket.
-        Gradients that hooks took away are forgotten, because the program has not dropped them. The gradient
-        that replaced another one is watched in its place.
+        Hooks of data parallelism take gradients away in backward, or replace them by views of a bucket. A
+        gradient that a hook took away is no longer tracked, because the program has not dropped it. If a hook
+        replaced a gradient, the new gradient is tracked.
         """
         first = next(iter(self.born.values()), None)
-        if first is not None and first.own() is None:  # then usually all others as well
+        if first is not None and first.own() is None:  # if one gradient is updated, usually all others are
             self.born = {key: born for key, born in self.born.items() if born.follow()}
 
     def reached(self, module: nn.Module) -> bool:
@@ -133,12 +133,12 @@ class Gradients:
 def _accumulated(own: weakref.ref[Gradients], parameter: torch.Tensor) -> None:
     """Count a gradient that backward has just stored in its parameter."""
     gradients, gradient, key = own(), parameter.grad, id(parameter)
-    if gradients is None or gradient is None:  # an earlier hook took it away, as Megatron's does
+    if gradients is None or gradient is None:  # an earlier hook took it away, as Megatron's hook does
         return
     watched = gradients.watched[key]
     is_again = gradients.born.get(key) is watched
     if is_again and watched.gradient() is not gradient and not gradient.requires_grad:
-        gradients.was_dropped = True  # accumulation is in place, except for a gradient with a graph
+        gradients.was_dropped = True  # PyTorch accumulates in place, except if the gradient has a graph
     gradients.born[key] = watched
     gradients.about_to_count(gradient.nbytes if gradient.layout is torch.strided else 0)
     gradients.live.add(gradient)
@@ -174,7 +174,7 @@ class Watched:
         return gradient if parameter is not None and parameter.grad is gradient else None
 
     def follow(self) -> bool:
-        """Record the parameter's present gradient; return False if there is none."""
+        """Record the current gradient of the parameter; return False if it has none."""
         parameter = self.parameter()
         present = None if parameter is None else parameter.grad
         if present is not None:
@@ -186,7 +186,8 @@ class Watched:
         gradient = self.own()
         if gradient is None:
             return True
-        # Reading values waits for the device. Do it only if the gradient was written, as scaling does too.
+        # Reading values waits for the device, so read them only if the gradient was written. Loss scaling
+        # also writes it.
         was_written = gradient._version != self.gradient_version
         return was_written and gradient.layout is torch.strided and not bool(gradient.any())
 

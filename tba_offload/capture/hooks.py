@@ -8,9 +8,10 @@ that output alive if backward never runs. ``pack`` returns a :class:`Kept` or a 
 
 An operation saves its inputs before its kernel runs, and the kernel may still write to an input. For example,
 ``rrelu`` fills its noise tensor. The bytes of a tensor without a graph are therefore read only after the
-operation has ended. Autograd's node numbers show when this is. An operation creates its node before it saves
-tensors, so a higher node number means that the next operation has started. A tensor with a graph is complete
-when it is saved. An output gets its graph after the kernel, and a later write in place raises its version.
+operation has ended. Autograd's node numbers show when an operation has ended. An operation creates its node
+before it saves tensors, so a higher node number means that the next operation has started. A tensor with a
+graph is complete when it is saved. An output gets its graph after the kernel, and a later write in place
+raises its version.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ SPARSE = 4
 """A view that needs less than one ``SPARSE``-th of its storage is copied into a dense tensor."""
 
 RELEARN_AFTER = 32
-"""Steps after which the session forgets which activations had other references, and offloads them again."""
+"""Number of steps between two resets of :attr:`Capture.learned`. After a reset, the session offloads all
+activations again, and learns again which of them have other references."""
 
 
 class Kept:
@@ -47,7 +49,8 @@ class Kept:
     Attributes:
         tensor: The tensor, or a dense copy of its elements if they are a small part of a large storage.
         probe: Shares the version counter of the saved tensor.
-        version: The value of that counter at ``pack``. Hooks switch off autograd's own check.
+        version: The value of that counter at ``pack``. It is compared in ``unpack``, because hooks switch off
+            autograd's check.
         view: The original view of the saved tensor, if ``tensor`` is a copy; else ``None``.
         address: The original address of the first element, if ``tensor`` is a copy.
     """
@@ -55,7 +58,7 @@ class Kept:
     __slots__ = ("address", "probe", "tensor", "version", "view")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # A leaf parameter has no graph that it could keep alive.
+        # A leaf parameter has no graph, so holding it keeps no graph alive.
         alone = type(tensor) is torch.nn.Parameter and tensor.is_leaf
         self.tensor = self.probe = tensor if alone else tensor.detach()
         self.version = tensor._version
@@ -100,7 +103,7 @@ class Capture:
         budget_bytes: The budget of resident activations for layers placed ``auto``.
         slow_kept_bytes: Bytes kept in this step because the drive was too slow.
         learned: Number and bytes of the activations of each layer that other references keep alive. These
-            stay in memory.
+            activations stay in memory.
     """
 
     def __init__(self, offloader: Offloader, *, min_tensor_bytes: int) -> None:
@@ -112,8 +115,8 @@ class Capture:
         self.schedule, self.trace = PrefetchSchedule(offloader), StepTrace()
         self.slow_kept_bytes = self._largest = self._step = 0
         self.look_at_memory: Callable[[], object] | None = None
-        # Keys are addresses of storage objects, with the view for a dense copy. An address may be reused, so
-        # the value refers weakly to the storage that had it.
+        # A key is the address of a storage object. For a dense copy the key also has the view. An address may
+        # be reused, so each value has a weak reference to its storage.
         self.saved: dict[object, SavedRef] = {}
         self.kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.learned: dict[int, set[tuple[int, int]]] = {}
@@ -129,16 +132,17 @@ class Capture:
         saved = ref() if ref is not None else None
         if saved is None or saved.source() is not storage or tensor._version != saved.version:
             return None
-        # Tensors with separate version counters do not see each other's changes.
+        # Two tensors on one storage may have separate version counters. A write to one does not change the
+        # other's.
         return saved if torch_private.shares_version(saved.probe, tensor) else None
 
     def is_kept(self, storage: torch.UntypedStorage) -> bool:
-        """Return True if this storage stays in memory in this step, and is not an activation."""
+        """Return True if this storage is not an activation and stays in memory in this step."""
         kept = self.kept.get(storage._cdata)
         return kept is not None and kept() is storage
 
     def note_kept(self, storage: torch.UntypedStorage) -> None:
-        """Keep a storage in memory during this step, even if it is saved again."""
+        """Keep a storage in memory until the end of this step, even if autograd saves it again."""
         self.kept[storage._cdata] = weakref.ref(storage)
 
     def keeps_when_slow(self, nbytes: int) -> bool:
@@ -181,7 +185,7 @@ class Capture:
         trace: ActivationTrace = saved.trace
         if is_first and trace.unpacked_at is None:
             trace.unpacked_at = perf_counter()
-            if saved.was_held:  # another reference keeps it alive: keep it in later steps
+            if saved.was_held:  # another reference keeps it in memory: keep it in later steps
                 learned = self.learned.setdefault(trace.key.scope.layer, set())
                 learned.add((trace.key.number, trace.nbytes))
             self.schedule.used(trace.key)
@@ -260,10 +264,10 @@ class LayerHooks:
         self.capture, self._key, self._when_slow, self._stays = capture, key, when_slow, stays
         self._learned = capture.learned.get(key.layer, ())
         self._may_keep = bool(self._learned) or when_slow or stays is not None
-        # Returns saved tensors to backward. It must not refer to this object, which belongs to one scope.
+        # Autograd holds this function. It must not refer to this object, which belongs to one scope.
         self._unpack: Callable[[Any], torch.Tensor] = capture.unpack
         self._numbers = count()  # of activations in this scope
-        self._filling: list[Kept | SavedStorage] = []  # their operation may still write to them
+        self._filling: list[Kept | SavedStorage] = []  # the operation that saved them may still write to them
         self._node = 0  # autograd's latest node number when they were saved
 
     def watch_for_second_use(self, tell: Callable[[], object]) -> None:
@@ -304,14 +308,15 @@ class LayerHooks:
             return self._keep_odd(tensor)
         try:
             storage = local.untyped_storage()
-        except RuntimeError:  # sparse tensors and functorch wrappers have no storage
+        except RuntimeError:  # sparse tensors and wrappers of functorch have no storage
             return self._keep_odd(tensor)
-        # Cheap checks come first. Most addresses are unknown, and few bases are parameters.
+        # Cheap checks come first. For most tensors these checks find nothing.
         address, base = storage._cdata, tensor._base
         if address in capture.static.addresses and storage in capture.static:
             return Kept(tensor)
         if base is not None and base.is_leaf and isinstance(base, torch.nn.Parameter):
-            # FSDP gathers weights for this scope. Their views are saved, but are not activations.
+            # FSDP gathers weights for this scope. Autograd saves views of these weights, but they are not
+            # activations.
             capture.note_kept(storage)
             return Kept(tensor)
         nbytes = storage.nbytes()
@@ -332,8 +337,8 @@ class LayerHooks:
     ) -> Kept | Packed:
         """Save an activation that is new in this step, or that changed after it was saved."""
         nbytes = storage.nbytes()
-        # unsafe_chunk(), as in a GRU, gives each part its own version counter. Other parts of the storage may
-        # change while it is written.
+        # unsafe_chunk(), which a GRU uses, gives each part its own version counter. Other parts of the
+        # storage may change during the write.
         is_apart = local.nbytes < nbytes and tensor._base is None and tensor.requires_grad and local is tensor
         if is_apart or local.nbytes * SPARSE < nbytes:
             return self._pack_sparse(tensor, local, storage)
@@ -403,7 +408,7 @@ class LayerHooks:
     def _keep(self, tensor: torch.Tensor, key: ActivationKey, nbytes: int) -> Kept | None:
         """Keep an activation if the plan says so, another reference holds it, or the drive is too slow."""
         capture, trace = self.capture, self.capture.trace
-        if (key.number, nbytes) in self._learned:  # keeping it costs no memory: it is no part of the share
+        if (key.number, nbytes) in self._learned:  # keeping it costs no memory: not counted in the share
             treatment = Treatment.LEARNED_KEEP
         elif self._stays is not None and self._stays(nbytes):
             treatment = Treatment.PLANNED_KEEP
@@ -417,7 +422,10 @@ class LayerHooks:
         return Kept(tensor)
 
     def _keep_odd(self, tensor: torch.Tensor) -> Kept:
-        """Keep a tensor that cannot be rebuilt from its bytes. Such a parameter is not an activation."""
+        """Keep a tensor that cannot be rebuilt from its bytes.
+
+        A parameter of this kind is not an activation.
+        """
         if not (tensor.is_leaf and tensor.requires_grad):
             self.capture.trace.kept_bytes += tensor.numel() * tensor.itemsize
         return Kept(tensor)

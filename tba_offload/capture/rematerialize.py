@@ -50,7 +50,7 @@ COMPOSED = {nn.functional.dropout, torch.dropout, nn.functional.rms_norm, torch.
 """Functions that are one kernel on a GPU. On a CPU they call other functions and save their outputs."""
 
 DEEPEST = 12
-"""The most calls in the chain that rebuilds one saved tensor."""
+"""Largest number of calls in the chain that rebuilds one saved tensor."""
 
 _CLASSES = (
     ("apex.normalization", "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm"),
@@ -64,7 +64,7 @@ _CLASSES = (
 """Cheap modules and autograd functions that modes do not see, by Python module."""
 
 _wrapped: dict[Any, tuple[str, Any, Any]] = {}
-"""By wrapped class: the name of the method, the original method, and the wrapper."""
+"""The wrapped classes. Each value has the name of the method, the original method, and the wrapper."""
 
 
 class RematerializingHooks(LayerHooks, TorchFunctionMode):
@@ -83,7 +83,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         LayerHooks.__init__(self, capture, key, when_slow=when_slow)
         self.layer, self.stream = f"layer {key.layer} ({key.name})", capture.offloader.device.stream
         self._unpack = partial(_unpack, capture, verifier)
-        self._calls: dict[object, _Call] = {}  # by the storage and by the node of the output
+        self._calls: dict[object, _Call] = {}  # keys: the storage of the output, and its node
 
     def __enter__(self) -> None:
         LayerHooks.__enter__(self)
@@ -158,12 +158,12 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return _Argument(value, self._call_of(value), view_of(value), cost)
 
     def _call_of(self, tensor: Tensor) -> _Call | None:
-        """Return the recorded call that made a tensor or its base; ``None`` if saving the tensor is free."""
+        """Return the recorded call that made a tensor or its base; ``None`` if saving it takes no memory."""
         if not self.understands(tensor, self.capture.device) or self._is_saved(tensor):
             return None
         cast: Any = tensor if tensor._base is None else tensor._base
         if cast.grad_fn is not None and cast.grad_fn not in self._calls and "ToCopy" in cast.grad_fn.name():
-            # Autocast makes casts at a level that modes do not see.
+            # Autocast casts tensors below the level of modes, so no call is recorded.
             node, _ = cast.grad_fn.next_functions[0]
             made = self._calls.get(node)
             source = _Argument(cast, made, made.view, 0) if made else getattr(node, "variable", None)
@@ -173,7 +173,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return call if call is not None and call.is_of(tensor) else None
 
     def _is_saved(self, tensor: Tensor) -> bool:
-        """Return True if saving a tensor costs nothing: it stays in memory, or it is saved already."""
+        """Return True if saving a tensor takes no more memory: it stays in memory, or is already saved."""
         capture, storage = self.capture, tensor.untyped_storage()
         static = storage in capture.static or any(isinstance(x, nn.Parameter) for x in (tensor, tensor._base))
         is_known = capture.is_kept(storage) or capture.find(storage, tensor) is not None
@@ -194,11 +194,11 @@ class _Parts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Call:
     """A recorded call whose output can be computed again.
 
-    It holds no reference to the output, and none to its arguments after they are saved.
+    It holds no reference to the output. After the arguments are saved, it holds no reference to them either.
 
     Args:
         function: The function that was called.
-        given: Its arguments by position and by name; tensors as :class:`_Argument`.
+        given: Its positional and keyword arguments. Each tensor is replaced by an :class:`_Argument`.
         output: Its return value.
         hooks: The hooks of the layer that runs.
 
@@ -234,7 +234,8 @@ class _Call:
     def storage(self, capture: Capture, verifier: Verifier) -> torch.UntypedStorage:
         """Return the storage of the output: the original if it is still usable, else a new one."""
         found, stream = self._alive(), capture.offloader.device.stream()
-        # The owner may have emptied a storage that is alive. On another stream its bytes may not be ready.
+        # The owner may have freed the memory of a storage that still exists. On another stream, its bytes may
+        # not be ready.
         if found is None or not found.nbytes() or self._probe._version or stream != self._stream:
             made = self._make(capture, verifier)
             if self.digest is not None:
@@ -274,9 +275,9 @@ class _Argument:
         """Return the argument for a repeated call."""
         if self._maker is not None:
             return viewed(self._maker.storage(capture, verifier), self._view)
-        needed = f"{call.name} needs it: place the layer offload"
+        needed = f"{call.name} needs it: set the placement of the layer to 'offload'"
         check_version(self._packed.probe, self._packed.version, needed)
-        # Compiled functions check whether arguments require a gradient, and may compute differently if not.
+        # Compiled functions check whether arguments require a gradient. The result may depend on this.
         return capture.unpack(self._packed).detach().requires_grad_(self._needs_grad)
 
 
@@ -305,7 +306,8 @@ def _wrap_classes() -> None:
             if found is not None and found not in _wrapped:
                 method = "apply" if issubclass(found, torch.autograd.Function) else "forward"
                 own = getattr_static(found, method)
-                # Only the owner and the mode are called, so that tensor subclasses see no new calls.
+                # Dispatch only to the class and to the mode, so that tensor subclasses see no additional
+                # calls.
                 shown = wrap_torch_function(lambda owner, *_, **__: (owner,))(getattr(own, "__func__", own))
                 shown.__name__ = name
                 CHEAP.add(shown)

@@ -2,9 +2,9 @@
 
 Backward uses activations in the same order in each step. This is true for any schedule: gradient
 accumulation, 1F1B or interleaved. Prefetch therefore follows the order recorded in the last step. Some
-activations have no recorded use, for example if the placement of their layer changed. These are expected in
-reverse order of saving within their micro-batch. In the first step, all activations are expected in this
-order.
+activations have no recorded use, for example if the placement of their layer changed. Backward is expected to
+use these in reverse order of saving within their micro-batch. In the first step, this applies to all
+activations.
 
 With several micro-batches in flight, backward passes alternate with forward passes. Fewer activations are
 prefetched if a forward pass comes before their use, because that pass needs the window for its own
@@ -39,13 +39,13 @@ class PrefetchSchedule:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Expect the order that the last step recorded."""
+        """Start a step. Its expected order is the order that the last step recorded."""
         self._refs: dict[ActivationKey, SavedRef] = {}
         self._new.clear()
         self._expect(self._recorded)
         self._has_order = bool(self._recorded)
         self._recorded = []
-        self._passes = 0  # backward passes of this step that a forward pass followed
+        self._passes = 0  # numbers of the backward passes of this step after which a forward pass ran
         self._given_up = 0
         self._in_backward = False
 
@@ -56,7 +56,7 @@ class PrefetchSchedule:
         self._next, self._last, self._pass = 0, -1, 0
 
     def abandon_step(self) -> None:
-        """Forget a step that did not end. Keep the order that was expected in it."""
+        """Drop the records of a step that did not end. The next step expects the same order as this step."""
         self._refs.clear()
         self._new.clear()
         self._recorded = self._expected
@@ -70,7 +70,8 @@ class PrefetchSchedule:
         position = self._position.get(key)
         if position is not None:
             self._follow(position)
-        # When backward begins, look at activations that are still in memory even if the window is full.
+        # When backward begins, cancel writes of activations that are still in memory, even if the window is
+        # full.
         has_room = begins or self._window.in_flight <= self._window.fills_below
         if has_room and self._next < len(self._expected):
             self._offloader.prefetch(self)
@@ -80,7 +81,7 @@ class PrefetchSchedule:
         if self._new:
             self._note_saved()
         has_room = not self._in_backward or self._window.in_flight <= self._window.fills_below
-        # Before the first use, only a recorded order tells which micro-batch comes first.
+        # Before the first use, only a recorded order shows which micro-batch comes first.
         if self._has_order and has_room and self._next < len(self._expected):
             self._offloader.prefetch(self)
 
@@ -108,7 +109,7 @@ class PrefetchSchedule:
         """Add the storages that were saved since the last use.
 
         With several micro-batches, the read position may pass expected activations that do not exist yet.
-        Move it back when they are saved.
+        When they are saved, move the read position back.
         """
         if self._in_backward:
             self._in_backward = False
@@ -122,15 +123,15 @@ class PrefetchSchedule:
                 has_unexpected = True
             elif position < self._next:
                 self._next = position
-        del self._new[: len(new)]  # another thread may be saving
+        del self._new[: len(new)]  # another thread may append to the list at the same time
         if has_unexpected:
             self._insert_unexpected()
 
     def _follow(self, position: int) -> None:
         """Set the position of backward in the order, so that reads continue after it.
 
-        One activation that is used early must not make the reads skip all activations before it. An example
-        is a mask that the last layer shares with the first.
+        If one activation is used early, the reads must not skip all activations before it. For example, the
+        last layer may share a mask with the first.
         """
         self._pass = self._expected[position][1]
         given_up = self._window.stats.given_up
@@ -141,9 +142,9 @@ class PrefetchSchedule:
             self._next = position + 1
 
     def _insert_unexpected(self) -> None:
-        """Insert new activations into the order: after the activations that their micro-batch saved later."""
+        """Insert each new activation after the activations that its micro-batch saved later."""
         placed = [((place, 0), expected) for place, expected in enumerate(self._expected)]
-        later: dict[int, int] = {}  # by micro-batch: position of the activation that was saved next
+        later: dict[int, int] = {}  # for each micro-batch, the position of the activation that was saved next
         for number, key in enumerate(reversed(list(self._refs)), 1):
             position = self._position.get(key)
             if position is not None:

@@ -3,8 +3,8 @@
 The compiler ends its graph at an attached layer, and continues after the layer returns. In between, the
 compiler's hook into the interpreter (the tracer) is off, so that it does not trace the session's code. The
 tracer is on again for the layer's own forward, which becomes a separate graph. The tracer belongs to a thread
-and a call, so it is off when backward recomputes a layer. Recomputation then sets the same tracer: without
-compilation the same layer may give other bits.
+and a call, so it is off when backward recomputes a layer. Recomputation then sets the same tracer, because
+the layer may give other bits without compilation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COPIES = (
 
 
 Run = Callable[["Site", tuple[object, ...], dict[str, object]], object]
-"""Runs a layer in place of its own forward."""
+"""A function that runs a layer in place of the layer's own forward."""
 
 
 class InstalledHook:
@@ -53,7 +53,7 @@ class InstalledHook:
     replaced: object = None
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        # Modules with their own copy methods get a function of the standard library that does nothing.
+        # A module with its own copy methods gets a function of the standard library that does nothing.
         return getattr, (nullcontext(), "__exit__")
 
 
@@ -61,9 +61,9 @@ def copy_without_hooks(modules: Iterable[nn.Module]) -> None:
     """Make copies and pickles of modules leave out every :class:`InstalledHook`.
 
     A file saved from an attached model then equals a file of the bare model. ``torch.load`` needs no other
-    safe globals, and tba-offload need not be installed. Python's registry of reducers (``copyreg``) is by
-    class. It passes the object that is copied, also for copies that share the attributes of another module.
-    Classes stay in the registry: a module without hooks of ours is copied as before.
+    safe globals, and needs no tba-offload. The reducers are registered by class in ``copyreg``. A reducer
+    gets the object that is copied, even if this object shares the attributes of another module. Classes stay
+    registered, because a module without an :class:`InstalledHook` is copied as before.
     """
     for kind in set(map(type, modules)) - copyreg.dispatch_table.keys():
         copyreg.pickle(kind, _reduce_without_hooks)
@@ -82,7 +82,7 @@ def _reduce_without_hooks(module: nn.Module) -> Any:
     }
     state: dict[str, object] = {}
     for name, value in reduced[2].items():
-        if name in hooks and not ours.isdisjoint(value):  # other dictionaries have the same keys
+        if name in hooks and not ours.isdisjoint(value):  # the other dictionaries of hooks have the same keys
             state[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in ours)
         elif not isinstance(value, InstalledHook):
             state[name] = value
@@ -94,10 +94,10 @@ def _reduce_without_hooks(module: nn.Module) -> Any:
 class Site(InstalledHook):
     """The callable that replaces a layer's forward while a session is open.
 
-    It replaces the forward instead of adding module hooks, because only its ``finally`` also runs after a
+    A ``Site`` replaces the forward and adds no module hooks, because only its ``finally`` also runs after a
     KeyboardInterrupt. Copies and pickles of the layer get the layer's own forward, because a session belongs
-    to one model. A copy that shares the layer's attributes also shares this object: ``nn.DataParallel`` and
-    meta-learning make such copies. Only the calling frame shows that a copy is called.
+    to one model. ``nn.DataParallel`` and meta-learning make copies that share the layer's attributes, and so
+    share this object. Only the calling frame shows whether the layer or a copy is called.
 
     Args:
         layer: The layer.
@@ -128,10 +128,10 @@ class Site(InstalledHook):
         copy_without_hooks([self.layer.module])
 
     def uninstall(self) -> None:
-        """Restore the layer's own forward: the method of its class, or the attribute of the instance."""
+        """Restore the layer's own forward: the method of its class or an attribute of the instance."""
         module = self.layer.module
         if module.forward is not self:
-            return  # another library has wrapped it since: stay below the wrapper and pass calls through
+            return  # another library has wrapped this object: stay inside the wrapper and pass calls through
         if self.is_method:
             del module.forward
         else:
@@ -189,7 +189,7 @@ class Site(InstalledHook):
 
     @property
     def is_method(self) -> bool:
-        """Whether the layer's forward is the method of its class, not an attribute of the instance."""
+        """Whether the layer's forward is the method of its class, and not an attribute of the instance."""
         return getattr(self.own, "__self__", None) is self.layer.module
 
     @property

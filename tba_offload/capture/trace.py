@@ -2,7 +2,7 @@
 
 Times are host times (:func:`time.perf_counter`). An accelerator runs asynchronously, so its host times are
 the times at which work was submitted. If a planner needs device times, the trace also records marks in the
-device's work. :meth:`StepTrace.device_times` turns the marks into times after the step.
+device's work. After the step, :meth:`StepTrace.device_times` turns the marks into times.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class StepTimes(NamedTuple):
 class ActivationTrace:
     """One storage that a scope saved. Its times are host times.
 
-    Activations have no marks in the device's work, because there are too many activations. On an accelerator
+    Activations have no marks in the device's work, because there are too many activations. On an accelerator,
     their times give the order within a scope. They also show roughly which share of the scope's work was
-    submitted before.
+    submitted before each activation.
     """
 
     key: ActivationKey
@@ -106,12 +106,12 @@ class ScopeTrace:
 
     Attributes:
         key: The run.
-        placement: The placement by which the layer ran; ``keep`` if the session left it alone.
+        placement: The placement with which the layer ran; ``keep`` if the session did not capture the run.
         forward_began: Start of forward.
         input_bytes: Bytes of the activations among the layer's arguments.
-        forward_ended: End of forward; 0 before that.
-        backward_began: Start of backward; 0 before that.
-        marks: The same three times as marks in the device's work; empty without a planner or on a CPU.
+        forward_ended: End of forward; 0 until forward ends.
+        backward_began: Start of backward; 0 until backward starts.
+        marks: Marks in the device's work at the same three times; empty without a planner or on a CPU.
         attention_bytes: Bytes of the fused attention's output, if only this output is offloaded.
         forward_gradients: Bytes of gradients that existed at the start of forward; ``None`` if not counted.
         backward_gradients: Bytes of gradients that existed at the start of backward; ``None`` if not counted.
@@ -136,17 +136,18 @@ class StepTrace:
     Attributes:
         scopes: The scopes, in the order in which forward began.
         activations: The activations, in the order of saving.
-        sources: Tensors that autograd does not save. They are offloaded because others are rebuilt from them.
-        kept_bytes: Bytes of saved tensors that stayed in memory: too small, of an unknown kind, kept alive by
-            other references, or kept by plan. Parameters and buffers are not counted. Layers placed ``keep``
-            run without hooks and are not counted.
-        deduplicated_bytes: Bytes of saved tensors whose storage was already recorded.
+        sources: Tensors that autograd does not save. They are offloaded because saved tensors are rebuilt
+            from them.
+        kept_bytes: Bytes of saved tensors that stayed in memory. A tensor stays in memory if it is too small
+            or of an unknown kind, if other references keep it alive, or if the plan keeps it. Parameters and
+            buffers are not counted. Layers placed ``keep`` run without hooks and are not counted.
+        deduplicated_bytes: Bytes of saved tensors whose storage was recorded before.
         rebuilt_bytes: Bytes of activations that are neither kept nor offloaded, but computed again.
         left_alone: Number of scopes that were not captured. They ran inside saved-tensor hooks of other code,
             or under a transform that forbids hooks.
         backward_seconds: Time of the backward passes, from the first scope to the end of the graph.
         backward_ends: Ends of the backward passes.
-        device: The accelerator in whose work marks are recorded; ``None`` for no marks.
+        device: The accelerator in whose work marks are recorded; ``None`` if no marks are recorded.
         marks: Start and end of the step in the device's work.
         backward_marks: Ends of the backward passes in the device's work.
         gradients: Returns the bytes of gradients that exist; ``None`` if they are not recorded.
@@ -168,7 +169,7 @@ class StepTrace:
     _backward_began: float | None = None
 
     def mark_times(self, device: Device) -> None:
-        """Record the start of the step, and from now on mark times in the work of ``device`` too."""
+        """Record the start of the step. From now on, also record marks in the work of ``device``."""
         self.device, self.marks = device, [device.mark()]
 
     def end_step(self) -> None:
@@ -181,11 +182,11 @@ class StepTrace:
 
         Args:
             key: The run.
-            placement: The placement by which the layer runs.
+            placement: The placement with which the layer runs.
             inputs: Bytes of the activations among the layer's arguments.
         """
         scope = ScopeTrace(key, placement, perf_counter(), input_bytes=inputs)
-        if self.device is not None:  # no helper function: this code runs once for each run of a layer
+        if self.device is not None:  # no helper function, because this code runs once for each run of a layer
             scope.marks.append(self.device.mark())
         if self.gradients is not None:
             scope.forward_gradients = self.gradients()
@@ -201,7 +202,7 @@ class StepTrace:
     def backward_reached(self, scope: ScopeTrace) -> bool:
         """Record the start of a scope's backward; return True if it is the first in its backward pass."""
         scope.backward_began = perf_counter()
-        del scope.marks[2:]  # an earlier backward through the same graph may have added one
+        del scope.marks[2:]  # an earlier backward through the same graph may have added a mark
         if self.device is not None:
             scope.marks.append(self.device.mark())
         if self.gradients is not None:
@@ -239,12 +240,13 @@ class StepTrace:
         return StepTimes(began, ended, self.whole_scopes(), self.backward_ends, stalls)
 
     def device_times(self, stalls: Sequence[tuple[Mark, Mark]]) -> StepTimes:
-        """Return the times by the device's clock. Wait for the end of the step, which must have marks.
+        """Return the times by the device's clock. Wait for the end of the step. The step must have marks.
 
         Each stall has two marks, recorded before and after a wait of the host. The device reaches the first
         mark when it has done all work submitted before the wait. It reaches the second mark when the host
-        submits it; if the stream waits as well, when the bytes have arrived. Between the two marks the device
-        was idle. If it had enough work during the wait of the host, this time is zero.
+        submits this mark. If the stream also waits, the device reaches the second mark when the bytes have
+        arrived. Between the two marks, the device was idle. If the device had enough work during the wait of
+        the host, the time between the marks is zero.
 
         Args:
             stalls: Marks before and after each wait for bytes.
@@ -262,7 +264,7 @@ class StepTrace:
         )
 
     def device_seconds(self) -> float:
-        """Return the duration of the step by the device's clock. Wait for the end of the step."""
+        """Wait for the end of the step, and return its duration by the device's clock."""
         device: Any = self.device
         began, ended = device.seconds(self.marks)
         return float(ended - began)

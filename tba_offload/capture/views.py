@@ -1,12 +1,12 @@
 """Saved tensors as views of storages.
 
 A storage object identifies an activation. An address or an ``id()`` does not, because both are reused.
-PyTorch returns the same Python object for a storage as long as the storage lives. A weak reference to that
-object stays alive while only C++ holds the storage.
+PyTorch returns the same Python object for a storage as long as the storage exists. A weak reference to this
+object stays valid even if only C++ code holds the storage.
 
 A distributed tensor (``DTensor``) is identified by the storage of its local tensor, which has the bytes of
-this rank. The version is that of the ``DTensor``: its operations do not change the version of the local
-tensor.
+this rank. The version is read from the ``DTensor``, because its operations do not change the version of the
+local tensor.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
 def spread_out(
     dense: torch.UntypedStorage, start: int, view: View, address: int, device: Device
 ) -> ByteRange:
-    """Write densely copied elements back with the strides of their view. Bytes between them are undefined.
+    """Write densely copied elements back with the strides of their view.
+
+    Bytes between the elements are undefined.
 
     Kernels may choose their code path by strides, and by the address of the first element modulo a cache
     line.
@@ -98,7 +100,7 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that shares the version counter of ``tensor`` but not its memory.
 
     Saved-tensor hooks switch off autograd's check for changes in place, so ``unpack`` compares versions.
-    Until then it needs the counter, but not the memory.
+    Until then, the session needs the counter but not the memory.
     """
     probe, empty = tensor.detach(), blank(tensor.dtype, tensor.device)
     if type(probe) is torch.Tensor:
@@ -124,29 +126,29 @@ def restore(storage: torch.UntypedStorage, view: View, probe: torch.Tensor, star
 
 
 def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Replace the bytes of a detached tensor. Keep its version counter and its distribution."""
+    """Replace the bytes of a detached tensor. Its version counter and its distribution stay the same."""
     if _is_distributed(tensor):
         tensor._local_tensor = data  # type: ignore[attr-defined]
     else:
         tensor.data = data
 
 
-# Tensors that can be rebuilt from their bytes
+# types of tensors that can be rebuilt from their bytes
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # if it is not imported, no DTensor exists
+    module = sys.modules.get("torch.distributed.tensor")  # if the module is not imported, no DTensor exists
     return module is not None and type(tensor) is module.DTensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a distributed tensor; any other tensor as it is.
 
-    Wait for a collective operation that still writes to the local tensor. The operation that saves the tensor
-    would wait for it anyway.
+    If a collective operation still writes to the local tensor, wait for its end. The operation that saves the
+    tensor would wait for it too.
     """
     if type(tensor) in _PLAIN or not _is_distributed(tensor):
         return tensor
@@ -198,7 +200,8 @@ class StaticStorages:
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         found = self.addresses.get(storage._cdata)
-        # A gradient may be freed during the step, and an activation may reuse its address.
+        # Gradients are left out: a gradient may be freed during the step, and an activation may reuse its
+        # address.
         return found is not None and found() is storage
 
 
@@ -209,7 +212,7 @@ def _static_tensors(module: torch.nn.Module) -> list[Any]:
         found += inner._buffers.values()
         for parameter in inner._parameters.values():
             found.append(parameter)
-            # A parameter that ``functional_call`` computed is not a leaf and has no gradient of its own.
+            # A parameter that ``functional_call`` computed is not a leaf, so it has no gradient of its own.
             if parameter is not None and parameter.is_leaf and parameter.grad is not None:
                 found.append(parameter.grad)
             found.append(getattr(parameter, "main_grad", None))
@@ -217,7 +220,7 @@ def _static_tensors(module: torch.nn.Module) -> list[Any]:
 
 
 def _has_storage(tensor: object) -> bool:
-    """Return True if a tensor has bytes of its own. Wrappers that transforms make have none."""
+    """Return True if a tensor has bytes of its own. Wrappers of transforms have no bytes."""
     if not isinstance(tensor, torch.Tensor) or is_lazy(tensor):
         return False
     return tensor.layout is torch.strided and not is_transform_wrapper(tensor)

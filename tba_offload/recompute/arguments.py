@@ -1,8 +1,9 @@
-"""Arguments of a layer for its second run, in the state that its first run got.
+"""Arguments of a layer for its second run, in the state that they had before the first run.
 
-The checkpoint gets all tensors, including those in lists, dicts and tuples. It saves them as an operation
-saves its inputs, so hooks around it may offload them. Lists and dicts that layers share are copied before the
-first run. A cache of transformers is replaced by an empty one, because the layer must not append to it twice.
+The checkpoint gets all tensors, including tensors in lists, dicts and tuples. It saves them in the same way
+as an operation saves its inputs, so hooks around the checkpoint may offload them. Lists and dicts that layers
+share are copied before the first run. A cache of transformers is replaced by an empty one, because the layer
+must not append to it twice.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments by position and by name."""
+"""Positional and keyword arguments."""
 
 
 class _Place(NamedTuple):
@@ -32,7 +33,7 @@ class _Place(NamedTuple):
 
 def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return ``value`` with its tensors replaced by indices. Append the tensors to ``tensors``."""
-    # Tensors of inference mode cannot be saved.
+    # Autograd cannot save tensors of inference mode.
     if isinstance(value, torch.Tensor) and not value.is_inference():
         tensors.append(value)
         return _Place(len(tensors) - 1)
@@ -47,7 +48,7 @@ def put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _rebuilt(value: Any, change: Any) -> Any:
-    """Return a copy of a container with all parts changed; any other value as it is."""
+    """Return a copy of a container in which every part is changed. Return any other value unchanged."""
     kind = type(value)
     if kind in (list, tuple):
         return kind(change(part) for part in value)
@@ -55,7 +56,7 @@ def _rebuilt(value: Any, change: Any) -> Any:
         return kind(*(change(part) for part in value))
     if kind is dict:
         return {key: change(part) for key, part in value.items()}
-    if isinstance(value, UserDict):  # Gemma's layers share keys and values in such a dict
+    if isinstance(value, UserDict):  # Gemma's layers share keys and values in a dict
         rebuilt = copy.copy(value)
         rebuilt.data = change(dict(value.data))
         return rebuilt
@@ -70,7 +71,7 @@ def is_cache(value: object) -> bool:
 
 def _emptied(cache: Any) -> Any:
     """Return a copy of a cache without the keys and values of earlier layers."""
-    new = _copied(cache)  # some models keep other states in it
+    new = _copied(cache)  # some models keep other states in the cache
     if hasattr(cache, "self_attention_cache"):  # a cache for an encoder and a decoder
         new.self_attention_cache = _emptied(cache.self_attention_cache)
         new.cross_attention_cache = _emptied(cache.cross_attention_cache)
@@ -104,5 +105,5 @@ class _Gone:
             raise AttributeError(name)
         raise UnsupportedError(
             "a recomputed layer reads a cache of keys and values that was filled before it ran, by another "
-            "layer or another forward. Set use_cache=False, or place the layer keep or offload."
+            "layer or forward. Set use_cache=False, or set the placement of the layer to 'keep' or 'offload'."
         )

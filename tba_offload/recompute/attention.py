@@ -2,12 +2,12 @@
 
 On the way from autograd to a device's kernels, PyTorch's dispatcher passes the key ``BackendSelect``. This
 key does nothing for operations on tensors. For each operation of fused attention, a function is registered at
-this key. It checks whether a layer that reuses attention runs in its thread. Everything else runs unchanged.
-A dispatch mode, which PyTorch's own selective checkpoint uses, would make some operations choose other
-kernels.
+this key. It checks whether the current thread runs a layer that reuses attention. Everything else runs
+unchanged. A dispatch mode, which PyTorch's own selective checkpoint uses, would make some operations choose
+other kernels.
 
-Attention is reused only if the call requires a gradient and draws no random numbers. Otherwise the operations
-after it would get other random numbers.
+Attention is reused only if the call requires a gradient and draws no random numbers. If a call that draws
+random numbers were skipped, later operations would get other random numbers.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ OPERATIONS = (
     "flash_attn::_flash_attn_forward",
     "flash_attn::_flash_attn_varlen_forward",
 )
-"""Names of operations that compute fused attention from queries, keys and values. An operation of another
-package is known to PyTorch only after the package is loaded."""
+"""Names of operations that compute fused attention from queries, keys and values. PyTorch knows an operation
+of another package only after that package is imported."""
 
 
 class AttentionOnce:
-    """The forward of one run of a layer. The first call computes attention, later calls reuse its output.
+    """The forward of one run of a layer. The first call computes attention. Later calls reuse the output.
 
     Args:
         forward: Runs the layer.
         pack: Saves an output of attention in the first call.
-        unpack: Returns a packed output, as often as it is called.
+        unpack: Returns a packed output. It may be called several times.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class AttentionOnce:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> object:
         """Run the layer."""
-        pack, self._pack = self._pack, None  # pack belongs to the scope of the first call
+        pack, self._pack = self._pack, None  # later calls do not pack
         give_back = partial(self._give_back, iter(self._calls))
         with _attention_replaced(give_back if pack is None else partial(self._take, pack)):
             return self._forward(*args, **kwargs)
@@ -82,12 +82,13 @@ class AttentionOnce:
         def taken(output: Any) -> tuple[bool, Any]:
             if not isinstance(output, torch.Tensor):
                 return False, output
-            alone = output.detach()  # else the packed output would hold its graph, which holds it
-            # A tensor that requires a gradient counts as complete when it is saved, and this one is complete.
+            alone = output.detach()  # else the packed output and its graph would hold each other
+            # A tensor that requires a gradient is regarded as complete when it is saved. This output is
+            # complete.
             return True, pack(alone.requires_grad_(alone.is_floating_point()))
 
         outputs = run()
-        if not is_recomputation():  # forward itself may run a backward pass
+        if not is_recomputation():  # forward may run a backward pass
             with sharing_versions():
                 self._calls.append((operation, list(map(taken, outputs))))
         return outputs
@@ -109,7 +110,7 @@ _thread = threading.local()
 
 @contextmanager
 def _attention_replaced(instead: Callable[[Any, Callable[[], Any]], Any] | None) -> Iterator[None]:
-    """Replace attention on this thread within a block; ``None`` for attention itself."""
+    """Replace attention on this thread within a block. ``None`` restores the original attention."""
     before, _thread.instead = getattr(_thread, "instead", None), instead
     try:
         yield
@@ -122,7 +123,7 @@ _registered: dict[str, Any] = {}
 
 
 def _register_all() -> None:
-    """Register our function for each operation that exists by now. Packages may be loaded later."""
+    """Register our function for each operation that exists now. Other packages may be imported later."""
     for name in OPERATIONS:
         if name not in _registered:
             namespace, word = name.split("::")
@@ -132,7 +133,7 @@ def _register_all() -> None:
 
 
 def take_out() -> None:
-    """Remove our functions from all operations. A layer that needs them registers them again."""
+    """Remove our functions from all operations. A layer that needs these functions registers them again."""
     while _registered:
         _registered.popitem()[1]._destroy()
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from tba_offload.recompute.verify import Verifier
 
 _turn = threading.RLock()
-"""Held by the thread that runs a layer again: a second run sets the random generators of all threads."""
+"""The lock of second runs. A second run sets the random generators of all threads, so only one thread may run
+a layer again."""
 
 
 class RecomputedLayer:
@@ -48,12 +49,13 @@ class RecomputedLayer:
         module: The layer.
         name: Name of the layer in errors.
         verifier: Collects the results of comparisons.
-        states: Returns states that second runs restore, in addition to PyTorch's random generators.
+        states: Returns the states that second runs restore in addition to PyTorch's random generators.
 
     Attributes:
         modes: The :class:`Mode` of the layer, by the training flags of its modules.
         tried: Modes in which a :class:`Trial` has shown whether the layer can be recomputed.
-        last_saved: Index of the last tensor that the layer saves. Most differences reach this tensor.
+        last_saved: Index of the last tensor that the layer saves. Most differences between two runs also
+            change this tensor.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class RecomputedLayer:
         part = self.verifier.part((self.name, self.training, placement))
         execution = _Execution(self, forward, given, part)
         output = checkpoint(execution, *execution.tensors, use_reentrant=False)
-        if execution.errors:  # not kept in a variable: its frames refer to this frame
+        if execution.errors:  # no variable for the error, because its frames refer to this frame
             if "saved tensor hooks" in str(execution.errors[0]):
                 reason = f"it forbids saved-tensor hooks ({execution.errors[0]})"
                 raise cannot(self.name, reason, UnsupportedError) from execution.errors.pop()
@@ -112,19 +114,19 @@ class RecomputedLayer:
         return self.may_plan and self.training in self.tried and not has_hooks(self.module)
 
     def asked_twice(self) -> None:
-        """Record that the layer's backward unpacks a saved tensor twice."""
-        reason = "its backward asks for a saved tensor twice, and a checkpoint returns each only once"
+        """Record that backward of the layer unpacks a saved tensor twice."""
+        reason = "its backward unpacks a saved tensor twice, and a checkpoint returns each tensor only once"
         self.judge(self.training, cannot(self.name, reason, UnsupportedError))
 
     def judge(self, training: tuple[bool, ...], fault: Exception | None) -> None:
-        """Record the result of a trial. A fault applies to the layer's class, and is reported once."""
+        """Record the result of a trial. A fault applies to all layers of the class, and is reported once."""
         self.tried.add(training)
         if fault is None or self.has_failed:
             return
         self.verifier.failed.add(type(self.module))
         sentence = f"{self.name}, and layers like it, are not recomputed by the planner: {fault}"
         if OTHER in str(fault):
-            warn(sentence, RuntimeWarning)  # the trial may have changed state of the program
+            warn(sentence, RuntimeWarning)  # the trial may have changed the state of the program
         else:
             self.verifier.report(sentence)
 
@@ -136,7 +138,7 @@ class _Execution:
         layer: The layer.
         forward: Runs the layer.
         given: The layer's arguments.
-        part: Index of the eighth of the saved tensors that is compared; ``None`` for all tensors.
+        part: Index of the part (one eighth) of the saved tensors that is compared; ``None`` for all tensors.
 
     Attributes:
         training: The training flags of the layer's modules.
@@ -148,7 +150,8 @@ class _Execution:
         self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments, part: int | None = None
     ) -> None:
         self._layer, self._forward, self.training = layer, forward, layer.training
-        # Kept only until the first run, because arguments hold the graph before the layer.
+        # Kept only until the first run, because the arguments hold the graph of all operations before the
+        # layer.
         self._given, self.tensors = [given], list[torch.Tensor]()
         self.errors: list[BaseException] = []
         self._look, known = None, layer.modes.get(self.training)
@@ -162,7 +165,10 @@ class _Execution:
         self._first, self._has_ended, self._versions = self._new_run(), False, list[int]()
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
-        """Run the layer: the first time on the program's own arguments, later on the saved ones."""
+        """Run the layer.
+
+        The first run gets the program's own arguments, and later runs get the saved arguments.
+        """
         hooks: Any = hooks_on_top()
         pack, unpack = hooks
         if not self._given:
@@ -182,7 +188,7 @@ class _Execution:
             self._end_first_run()
         except BaseException as error:  # noqa: BLE001 - PyTorch 2.10's checkpoint would leave its hooks on
             self.errors.append(error)
-            self._look = self._layout = None  # arguments may hold the graph, which holds this object
+            self._look = self._layout = None  # arguments may hold the graph and so this object
             return None
         return output
 
@@ -220,7 +226,7 @@ class _Execution:
             with in_force(self._found), state_kept(layer.name, layer.module):
                 put_back(layer.module, self._buffers)
                 for inner, training in zip(modules_in(layer.module), self.training, strict=False):
-                    inner.training = training  # a program may evaluate between forward and backward
+                    inner.training = training  # a program may call eval() between forward and backward
                 self._compare_run(partial(self._forward, *args, **kwargs), pack, unpack)
         except (TbaError, torch.OutOfMemoryError):
             raise
@@ -253,7 +259,7 @@ class _Execution:
 
         with suppress(_Ended), saved_tensors_hooks(again, unpack):
             forward()
-        if has_ended:  # else forward itself runs a backward pass, inside the first run
+        if has_ended:  # else forward runs a backward pass within the first run
             self._compare(second)
 
     def _compare(self, second: SavedTensors) -> None:
@@ -276,23 +282,26 @@ class _Ended(BaseException):
 
 
 def _hold_nothing(_: object) -> None:
-    """Replace both hooks and hold nothing, so that a layer that computes gradients in its forward fails."""
+    """Replace both hooks by functions that hold nothing.
+
+    A layer that computes gradients in its forward then fails.
+    """
 
 
 class Trial(_Execution):
-    """A second run of a layer that is not recomputed, as a test of whether it could be.
+    """A test of whether a layer can be recomputed: a second run of a layer that is not recomputed.
 
-    It runs when backward reaches the layer, as a recomputation would. Its results are dropped. A
-    checkpoint around a single number restores the generators and the autocast state of forward.
+    The second run takes place when backward reaches the layer, like a recomputation. Its results are dropped.
+    A checkpoint around a single number restores the generators and the autocast state of forward.
     """
 
     def __init__(self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments) -> None:
         super().__init__(layer, forward, given)
-        # This saves the arguments through the hooks around the layer. The layer's first run comes next.
+        # This call saves the arguments through the hooks around the layer. The layer's first run comes next.
         self._number: Any = checkpoint(self, *self.tensors, use_reentrant=False)
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Do nothing in the checkpoint's first call. Run the layer when the checkpoint runs again."""
+        """Do nothing in the first call of the checkpoint. Run the layer in the second call."""
         if self._given:
             self._given, self.tensors = [], []
         else:
@@ -307,24 +316,27 @@ class Trial(_Execution):
     def first_run_ended(self, output: Any) -> None:
         """Compare the two runs when backward reaches ``output``, which the first run returned."""
         layer, training = self._layer, self.training
-        number, self._number = self._number, None  # its graph refers to this object
+        number, self._number = self._number, None  # the graph of the output refers to this object
         with self._judged():
             self._end_first_run()
 
         def compare(_: object) -> None:
             if not layer.has_failed and training not in layer.tried:
                 with self._judged(), _turn:
-                    _ = number.grad_fn._saved_result  # makes the checkpoint run again
+                    _ = number.grad_fn._saved_result  # unpacking makes the checkpoint run again
                     layer.judge(training, None)
 
         tensor = first_differentiable(output)
         if tensor is not None and tensor.grad_fn is not None:
-            # This hook runs after the hooks of the tensor, which gather sharded parameters.
+            # This hook runs after the tensor's own hooks, which may gather sharded parameters.
             tensor.grad_fn.register_prehook(compare)
 
     @contextmanager
     def _judged(self) -> Iterator[None]:
-        """Record any error, also of the layer's own code. The planner then does not recompute the layer."""
+        """Record any error, including errors of the layer's own code.
+
+        The planner then does not recompute the layer.
+        """
         try:
             yield
         except Exception as error:
@@ -335,8 +347,8 @@ class Trial(_Execution):
     def _note(self, differs: torch.Tensor) -> None:
         if differs.item():
             cause = (
-                f"{OTHER}. If its forward keeps state of its own (a counter, a global), that state has "
-                "changed once more than in plain training"
+                f"{OTHER}. If its forward keeps state of its own (a counter, a global), this trial has "
+                "changed that state one time more than plain training does"
             )
             raise cannot(self._layer.name, cause)
 
@@ -354,7 +366,7 @@ def _why_never(module: nn.Module) -> str | None:
 def has_hooks(layer: nn.Module) -> bool:
     """Return True if a program has added hooks to the forward of the layer or of a part of it.
 
-    Hooks of this package, and of frameworks that shard or offload models, belong to the layer.
+    Hooks of this package, and of frameworks that shard or offload models, are not counted.
     """
     return any(
         str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0] not in _FRAMEWORKS
@@ -364,14 +376,14 @@ def has_hooks(layer: nn.Module) -> bool:
 
 
 _FRAMEWORKS = frozenset({"torch", "megatron", "transformer_engine", "tba_offload", "tba_lab"})
-"""Packages whose hooks may run twice."""
+"""Packages whose hooks on forward may run twice."""
 
 
 def _static(module: nn.Module) -> dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]]:
     """Return the storages that are compared by version and not read: parameters and large buffers.
 
-    A key is an address. Its value has the name and a weak reference to the storage, because sharding frees
-    storages and addresses are reused.
+    A key is the address of a storage. The value has the name of the tensor and a weak reference to the
+    storage. Sharding frees storages, so an address may be reused.
     """
     large = ((name, buffer) for name, buffer in module.named_buffers() if buffer.nbytes > SMALL)
     named = (*module.named_parameters(), *large)

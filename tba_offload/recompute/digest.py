@@ -1,4 +1,7 @@
-"""Digests of tensors: 64 bits over every byte, computed on the device without waiting for it."""
+"""Digests of tensors: 64 bits that depend on every byte.
+
+They are computed on the device, without waiting for it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _COLUMNS = 1021
-"""The number of columns in which 64-bit words are summed: a prime, so that no stride lines up with it."""
+"""Number of columns in which 64-bit words are summed. It is a prime number, so that strides are not multiples
+of it."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""An odd number without a pattern in its bits. Each column is multiplied by a different multiple of it."""
+"""An odd number without a pattern in its bits. Each column is multiplied by a different multiple of this
+number."""
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the strided tensors with the bytes of ``tensor``: for a distributed tensor, its local part.
+    """Yield the strided tensors that have the bytes of ``tensor``.
+
+    For a distributed tensor, this is its local part.
 
     Raises:
         TypeError: The bytes of this kind of tensor cannot be read.
@@ -31,7 +38,7 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     elif hasattr(kind, "__tensor_flatten__"):  # DTensor, quantized weights
         inner = (getattr(kind, name) for name in kind.__tensor_flatten__()[0])
         for part in inner:
-            if isinstance(part, torch.Tensor):  # another attribute may be a device mesh
+            if isinstance(part, torch.Tensor):  # not every attribute is a tensor: one may be a device mesh
                 yield from plain_parts(part)
     elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise TypeError(f"tensors of layout {tensor.layout} and type {tensor.dtype}")
@@ -49,7 +56,7 @@ def fold(tensor: torch.Tensor) -> torch.Tensor:
     count = words.numel() // _COLUMNS
     rows, tail = words.as_strided((count, _COLUMNS), (_COLUMNS, 1)), words[count * _COLUMNS :]
     sums = rows.sum(0)
-    if tensor.itemsize >= 8:  # an even number of changed signs would leave the sum unchanged
+    if tensor.itemsize >= 8:  # else an even number of changed signs would leave the sum unchanged
         sums.add_((rows >> 32).sum(0), alpha=3)
     sums[: tail.numel()].add_(tail, alpha=5)
     if rest is not None:
@@ -58,7 +65,7 @@ def fold(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def chain(before: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Return sums that depend on all earlier tensors, on the next one, and on their order."""
+    """Return sums that depend on all earlier tensors, on the next tensor, and on the order of the tensors."""
     return torch.add(sums, before, alpha=_FACTOR)
 
 
@@ -74,7 +81,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> list[int]:
-    """Return the digest of any kind of tensor. Wait for its device.
+    """Wait for the device of a tensor of any kind, and return the digest of the tensor.
 
     Raises:
         TypeError: Its bytes cannot be read.
@@ -83,16 +90,17 @@ def digest(tensor: torch.Tensor) -> list[int]:
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a tensor's bytes, each element once, as 64-bit words and a rest that is shorter than a word.
+    """Return the bytes of a tensor as 64-bit words, and the remaining bytes, which are fewer than one word.
 
-    Elements are copied only if they are not dense in memory.
+    An element that appears several times is returned once. Elements are copied only if they are not dense in
+    memory.
     """
     if not tensor.untyped_storage().nbytes():
-        tensor = tensor.new_empty(0)  # its memory was freed, and will be filled again before backward
+        tensor = tensor.new_empty(0)  # the owner has freed the memory, and will fill it again before backward
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     for dim in reversed(range(tensor.dim())):
-        if tensor.stride(dim) == 0 and tensor.size(dim):  # expanded: the same element many times
+        if tensor.stride(dim) == 0 and tensor.size(dim):  # an expanded tensor has the same element many times
             tensor = tensor.select(dim, 0)
     if not tensor.is_contiguous():
         strides = tensor.stride()
@@ -100,7 +108,7 @@ def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         tensor = permuted if permuted.is_contiguous() else tensor.contiguous()
     flat = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride
     if flat.storage_offset() * flat.itemsize % 8:
-        flat = flat.clone()  # a view that begins within a word
+        flat = flat.clone()  # a view may begin within a word
     whole = flat.nbytes // 8 * 8
     if flat.nbytes == whole:
         return flat.view(torch.int64), None

@@ -1,8 +1,8 @@
-"""The side effects of a layer's first run, inspected once in each mode of the layer.
+"""Inspection of the side effects of a layer's first run. It takes place once in each mode of the layer.
 
-A second run restores only this state: small buffers that forward changes in place (running statistics),
-random generators, and attributes that the second run itself sets. A layer that changes anything
-else is refused by name.
+A second run restores only the following state: small buffers that forward changes in place (running
+statistics), random generators, and attributes that the second run itself sets. If a layer changes any other
+state, the error names the layer and the state.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ if TYPE_CHECKING:
     from tba_offload.recompute.arguments import Arguments
 
 SMALL = 2**20
-"""Buffers of at most this many bytes are restored by value and compared by digest; larger ones by version."""
+"""Largest size of a buffer, in bytes, that is restored by value and compared by digest. Larger buffers are
+compared by version."""
 
 States = Mapping["State", Any]
-"""Values by state. A ``State`` has a function that reads the value and one that sets it."""
+"""A mapping from states to values. A ``State`` has a function that reads the value and a function that sets
+it."""
 
 _OF_MODULES = frozenset((*vars(nn.Module()), "forward"))
 _backends: Any = torch.backends
@@ -48,7 +50,7 @@ _KERNELS: tuple[State, ...] = (
     (_backends.cuda.cudnn_sdp_enabled, _backends.cuda.enable_cudnn_sdp),
     *((partial(getattr, at, "fp32_precision"), partial(setattr, at, "fp32_precision")) for at in _PRECISIONS),
 )
-"""Settings that choose kernels. A program may set them only around forward."""
+"""Settings that affect the choice of kernels. Some programs set them only around forward."""
 
 
 class Mode(NamedTuple):
@@ -114,7 +116,8 @@ class Look:
         self.states: Sequence[State] = (*self._always, (random.getstate, random.setstate), *shared)
         self._small = _small_buffers(module)
         self.buffers = {name: buffer.clone() for name, buffer in self._small.items()}
-        # Each value and the dict that holds it: an attribute set to another object does not count as changed.
+        # Values, each with the dict that holds it. An attribute that is set to another object does not count
+        # as changed.
         self._values: list[tuple[str, Any, Mapping[str, Any], str]] = []
         for name, value in (*enumerate(given[0]), *given[1].items()):
             tensors: list[torch.Tensor] = []
@@ -122,7 +125,7 @@ class Look:
             for each in tensors if is_copied else [value]:
                 self._values.append((f"its argument {name}", each, {"": each}, ""))
         for path, inner in module.named_modules():
-            attributes = {} if _is_of_torch(inner) else vars(inner)  # sharding keeps its own state there
+            attributes = {} if _is_of_torch(inner) else vars(inner)  # sharding keeps state there
             self._values += [
                 (".".join(filter(None, ("self", path, key))), value, owner, key)
                 for owner in (inner._parameters, inner._buffers, attributes)
@@ -175,7 +178,7 @@ class _Fingerprint(pickle.Pickler):
 
 
 def _print_of(value: Any) -> bytes | None:
-    """Return bytes that change with the contents of an object; ``None`` if the contents cannot be read."""
+    """Return bytes that identify the contents of an object; ``None`` if the contents cannot be read."""
     is_read = isinstance(value, torch.Tensor | torch.Generator) or not _is_of_torch(value)
     if value is None or isinstance(value, bool | int | float | str) or not is_read:
         return None
@@ -196,7 +199,7 @@ def impure(layer: str, changes: Sequence[str]) -> TbaError:
 
 @contextlib.contextmanager
 def state_kept(layer: str, module: nn.Module) -> Iterator[None]:
-    """Undo changes of a second run to a layer's attributes and buffers: auxiliary losses, counters, probes.
+    """Undo the changes of a second run to attributes and buffers of a layer, such as counters.
 
     Raises:
         UnsupportedError: A tensor was changed in place. :class:`Look` does not see this if the first run
@@ -224,7 +227,7 @@ def state_kept(layer: str, module: nn.Module) -> Iterator[None]:
                 now.clear()
                 now.update(own | shards)
         changed = [name for name, tensor, version in held if tensor._version != version]
-        if changed:  # this error also replaces the exception by which a checkpoint ends a run
+        if changed:  # this error may replace the exception with which a checkpoint ends a run
             raise impure(layer, changed)
 
 

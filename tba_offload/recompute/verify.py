@@ -1,12 +1,12 @@
 """Comparison of the two runs of a layer by digests over every byte that they save for backward.
 
 Hooks inside those of the checkpoint see each tensor that the layer saves, in both runs. One 64-bit digest of
-the first run is kept. When the second run has ended, the digests are compared on the device, before backward
-gets any tensor of the second run. The result is one flag for each run. The flag is read before the
-optimizer's step.
+the first run is kept. At the end of the second run, the digests are compared on the device. Backward gets the
+tensors of the second run only after this comparison. The result is one flag for each run. The flag is read
+before the optimizer's step.
 
 In the first three steps of a layer in each mode and placement, every tensor is read. Later steps read the
-last tensor and one eighth of the others: see :meth:`Verifier.part`.
+last tensor and one eighth of the other tensors: see :meth:`Verifier.part`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _WHOLE_STEPS = 3
-"""Number of steps of a layer in one mode that read every tensor."""
+"""Number of first steps of a layer in one mode in which every tensor is read."""
 
 _PARTS = 8
-"""Number of parts of the saved tensors. Later steps read one part after the other."""
+"""Number of parts of the saved tensors. Each later step reads one of these parts."""
 
 OTHER = "its second run gave other numbers than the first"
 
 Static = Mapping[int, tuple[str, weakref.ref[torch.UntypedStorage]]]
-"""Storages that are compared by version: name and weak reference, by address. Addresses may be reused."""
+"""Storages that are compared by version. A key is an address. The value has a name and a weak reference,
+because addresses may be reused."""
 
 
 def cannot(layer: str, cause: str, kind: type[TbaError] = RecomputationError) -> TbaError:
     """Return the error of a layer that cannot be recomputed."""
-    return kind(f"{layer} cannot be recomputed: {cause}. Place it keep or offload.")
+    return kind(f"{layer} cannot be recomputed: {cause}. Set its placement to 'keep' or 'offload'.")
 
 
 def other_numbers(layer: str) -> TbaError:
@@ -48,8 +49,8 @@ def other_numbers(layer: str) -> TbaError:
     return cannot(
         layer,
         f"{OTHER}, because it depends on something that changed in between (a counter, a "
-        "global, a generator of its own; with states.when: backward also the weight of a later layer, which "
-        "needs states.when: step). Do not use the gradients of this step. With states.when: backward the "
+        "global, a generator of its own; with states.when 'backward' also the weight of a later layer, which "
+        "needs states.when 'step'). Do not use the gradients of this step. With states.when 'backward' the "
         "layers after this one are updated already: load a checkpoint",
     )
 
@@ -58,18 +59,18 @@ def modified(what: str) -> SavedTensorModifiedError:
     """Return the error of a tensor that was changed before backward had used it."""
     return SavedTensorModifiedError(
         f"{what} was changed in place after forward and before backward had used it. Change a copy instead, "
-        "or place the layer keep or offload."
+        "or set the placement of the layer to 'keep' or 'offload'."
     )
 
 
 class Verifier:
     """The results of the comparisons of one session.
 
-    A comparison is computed on the device. Its result is read before the next step of any optimizer. On a CPU
-    it is read at once.
+    A comparison is computed on the device. The result is read before the next step of any optimizer. On a
+    CPU, the result is read at once.
 
     Args:
-        report: Called with a sentence about layers that ``auto`` does not recompute.
+        report: Called with a message about layers that ``auto`` does not recompute.
 
     Attributes:
         failed: Classes of layers that ``auto`` does not recompute, because a trial has failed.
@@ -103,13 +104,13 @@ class Verifier:
             self.check()
 
     def part(self, mode: Hashable) -> int | None:
-        """Return the index of the eighth of a layer's saved tensors to read; ``None`` for all tensors.
+        """Return the index of the part (one eighth) of a layer's tensors to read; ``None`` for all tensors.
 
-        The first three steps read all tensors. Then the eight parts take turns, so that eight steps of the
-        layer read every byte. All micro-batches of a step read the same part.
+        The first three steps read all tensors. Each later step reads one of eight parts, so that eight steps
+        of the layer read every byte. All micro-batches of a step read the same part.
 
         Args:
-            mode: The layer, and everything that may change its choice of kernels.
+            mode: The layer, and all settings that may change its choice of kernels.
         """
         last, count = self._steps.get(mode, (-1, -1))
         if last != self._step:
@@ -127,7 +128,7 @@ class Verifier:
         self._step += 1
 
     def check(self) -> None:
-        """Check all new results. Wait for the device if there are any.
+        """Check all new results. If there are new results, wait for the device.
 
         Raises:
             RecomputationError: A second run gave other numbers than the first.
@@ -148,13 +149,13 @@ class SavedTensors:
     Args:
         layer: The name of the layer.
         static: Storages that are compared by version: parameters and large buffers.
-        part: Index of the eighth of the tensors that is read; ``None`` for all tensors.
-        always: Index of one more tensor that is read.
+        part: Index of the part (one eighth) of the tensors that is read; ``None`` for all tensors.
+        always: Index of one more tensor that is always read.
 
     Attributes:
-        forms: For each tensor, its properties that must be equal in both runs. The last one is the version of
-            a parameter.
-        numbers: The digests by device, when the run has ended.
+        forms: For each tensor, its properties that must be equal in both runs. The last property is the
+            version of a parameter.
+        numbers: The digest for each device. It is set at the end of the run.
         last: Index of the last tensor that depends on the layer's computation.
         fills_last: Whether the last operation may write to a tensor after it has saved it.
     """
@@ -179,7 +180,7 @@ class SavedTensors:
         try:
             parts = list(digest.plain_parts(tensor))
             names = [self._name_of(part.untyped_storage()) for part in parts]
-        except (TypeError, NotImplementedError) as error:  # wrappers of transforms raise the second one
+        except (TypeError, NotImplementedError) as error:  # wrappers of transforms raise the second error
             reason = f"it saves {error}, whose bytes cannot be compared"
             raise cannot(self._layer, reason, UnsupportedError) from error
         place, is_static = len(self.forms), bool(parts) and None not in names
@@ -213,10 +214,10 @@ class SavedTensors:
 
 
 def _may_be_unfilled(tensor: torch.Tensor) -> bool:
-    """Return True for memory without a graph that kernels reserve but need not fill.
+    """Return True for a tensor without a graph whose memory a kernel allocates but may leave unfilled.
 
-    Examples are workspaces of recurrent networks, and seeds of attention without dropout. The kernels'
-    outputs, which are saved too, show a difference.
+    Examples are workspaces of recurrent networks, and seeds of attention without dropout. A difference is
+    still found, because the kernels' outputs are saved too.
     """
     is_workspace = tensor.dtype is torch.uint8 and tensor.dim() == 1
     return is_workspace or (tensor.numel() <= 2 and tensor.dtype in {torch.int64, torch.uint64})

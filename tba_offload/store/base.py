@@ -1,7 +1,8 @@
 """The interface of a store: one place outside device memory that keeps bytes.
 
-A :class:`Store` only moves bytes, with one call for each transfer. Threads, extents, several drives, failed
-drives and forks are the same for every store. :class:`tba_offload.store.multi.MultiStore` handles them.
+A :class:`Store` only moves bytes, with one call for each transfer.
+:class:`tba_offload.store.multi.MultiStore` handles everything that is the same for all stores: threads,
+extents, several drives, failed drives and forks.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class Extent:
     Attributes:
         offset: Start of the range in bytes; a multiple of 4096.
         length: Length of the range in bytes; a multiple of 4096.
-        nbytes: Bytes of the payload.
-        lead: The payload starts at ``offset + lead``. The lead is less than the store's alignment.
+        nbytes: Size of the payload in bytes.
+        lead: The payload starts at ``offset + lead``. The lead is smaller than the store's alignment.
         drive: Index of the place in a :class:`tba_offload.store.multi.MultiStore`.
-        checksum: Checksum of the payload when it was written; ``None`` before the first write, or without
+        checksum: Checksum of the payload at its last write; ``None`` before the first write, or without
             checksums.
         transfers: Number of queued or running transfers of this extent.
         is_released: Whether the extent is freed when its last transfer ends.
@@ -66,20 +67,22 @@ def round_up(nbytes: int, multiple: int) -> int:
 class Store(ABC):
     """One place for bytes outside device memory: a file on one drive, host memory, or a place of your own.
 
-    A subclass implements :meth:`write` and :meth:`read`. I/O threads call both, several at once, each for
-    another extent. If a write raises ``OSError``, ``MemoryError`` or :class:`tba_offload.StoreError`, the
-    place is out of service for a while. Any other exception counts as an error of the program.
+    A subclass implements :meth:`write` and :meth:`read`. I/O threads call both methods. Several calls may run
+    at the same time, each for a different extent. If a write raises ``OSError``, ``MemoryError`` or
+    :class:`tba_offload.StoreError`, the place is out of service for a while. Any other exception is treated
+    as an error of the program.
 
     Attributes:
         kind: Name of this kind of store in a policy.
-        tier: ``"drive"``, or ``"host"`` for host memory that is used beside drives.
+        tier: ``"drive"``, or ``"host"`` for host memory that is used together with drives.
         name: Name of the place in messages.
         device: The device with the activations.
-        alignment: Transfers without a copy need addresses that are multiples of this number of bytes; 1 if
-            any address works. The payload of an extent starts at ``lead``, which is its address modulo this
-            number.
-        capacity: Most bytes that extents may take; ``None`` if only the place itself is a limit.
-        threads: Number of threads for each direction; ``None`` for the number that the user chose.
+        alignment: A transfer without a copy needs an address that is a multiple of this number of bytes. The
+            value is 1 if any address works. The payload of an extent starts at ``lead``. The lead is the
+            address of the payload modulo the alignment.
+        capacity: Largest number of bytes that extents may take; ``None`` if only the size of the place limits
+            them.
+        threads: Number of threads for each direction; ``None`` for the number in the configuration.
         checksum: Computes the checksums of :meth:`write` and :meth:`read`.
     """
 
@@ -117,7 +120,7 @@ class Store(ABC):
     def read(self, extent: Extent, target: ByteRange) -> int | None:
         """Read the bytes of a whole extent into memory. The device no longer uses this memory.
 
-        The caller compares the checksum with that of the write.
+        The caller compares this checksum with the checksum of the write.
 
         Args:
             extent: The extent to read from.
@@ -133,14 +136,14 @@ class Store(ABC):
         """
 
     def grow(self, end: int) -> None:  # noqa: B027 - a place that needs no preparation
-        """Make room for extents up to ``end`` bytes. An I/O thread calls this before it writes there.
+        """Make room for ``end`` bytes. An I/O thread calls this method before it writes to a new extent.
 
         Raises:
-            StoreFullError: There is no room. Nothing has changed.
+            StoreFullError: There is no room. The size of the store is unchanged.
         """
 
     def shrink(self, end: int) -> None:  # noqa: B027 - as above
-        """Free the room beyond ``end`` bytes, which no extent uses."""
+        """Free the room after the first ``end`` bytes. No extent uses this room."""
 
     def close(self) -> None:  # noqa: B027 - as above
         """Free everything. No transfer is running, and none will follow."""
@@ -150,7 +153,7 @@ class Store(ABC):
 
 
 class Checksum:
-    """Computes the xxh3 checksums of one store, and counts the processor time that they take.
+    """Functions that compute the xxh3 checksums of one store, and a count of the processor time for them.
 
     Args:
         on: Whether to compute checksums.
@@ -171,11 +174,11 @@ class Checksum:
         return xxh3_64() if self.on else None
 
     def add(self, hasher: xxh3_64 | None, address: int, nbytes: int) -> None:
-        """Add bytes of host memory to a hasher, if there is one."""
+        """Add bytes of host memory to a hasher. Do nothing if there is no hasher."""
         if hasher is not None:
             began = time.thread_time()
             hasher.update(posix.view(address, nbytes))
-            self.seconds += time.thread_time() - began  # no lock: an addition may rarely be lost
+            self.seconds += time.thread_time() - began  # without a lock, an addition may be lost
 
     def of(self, address: int, nbytes: int) -> int | None:
         """Return the checksum of bytes of host memory; ``None`` without checksums."""
@@ -189,7 +192,7 @@ class Checksum:
 
 
 class Load(NamedTuple):
-    """Work of one direction of one drive.
+    """Transfers of one drive in one direction.
 
     Attributes:
         nbytes: Bytes that moved.
@@ -201,15 +204,15 @@ class Load(NamedTuple):
 
 
 class DriveLoad(NamedTuple):
-    """Work and state of one drive, or of the host memory beside drives.
+    """Transfers and state of one drive, or of the host memory that is used together with drives.
 
     Attributes:
         write: Writes to it.
         read: Reads from it.
-        tier: ``"drive"`` or ``"host"``. Host memory without drives counts as a drive.
-        in_service: Whether it takes writes. After a failure it takes none for a while.
-        room: Most bytes that it holds, if known. This is its capacity, or its size when it was found full, or
-            0 while it is out of service. ``None`` means no known limit.
+        tier: ``"drive"`` or ``"host"``. If host memory is the only place, its tier is ``"drive"``.
+        in_service: Whether the drive takes writes. After a failure, it takes no writes for a while.
+        room: Largest number of bytes that the drive can hold; ``None`` if unknown. This is its capacity, or
+            the size at which it was full. It is 0 while the drive is out of service.
         checksum_seconds: Processor time of I/O threads for checksums.
     """
 
@@ -222,7 +225,7 @@ class DriveLoad(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """One transfer that moved bytes.
+    """A transfer that moved bytes.
 
     Attributes:
         drive: Index of the place.
@@ -244,7 +247,7 @@ class Moved(NamedTuple):
 
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Close a store and its users at the end of a block. After an error of the block, only warn of failures.
+    """Close a store and its users at the end of a block. If the block raised an error, only warn of failures.
 
     Args:
         error: The exception of the block; ``None`` if it raised nothing.

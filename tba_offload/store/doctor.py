@@ -1,4 +1,7 @@
-"""A check of directories: the I/O path to each of them, its reason, its speed, and possible improvements."""
+"""A check of directories.
+
+It shows the I/O path to each directory, the reason for this path, its speed, and possible improvements.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ if TYPE_CHECKING:
     from tba_offload.store.multi import MultiStore
 
 BLOCKS = (256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-"""Sizes of transfers to compare: activations of small to large models."""
+"""Sizes of transfers that are compared. They are typical for activations of small to large models."""
 
 THREADS = (1, 2, 4)
-"""Numbers of threads for each direction to compare."""
+"""Numbers of threads for each direction that are compared."""
 
 
 # ---- rates -------------------------------------------------------------------------------------------------
@@ -39,7 +42,7 @@ class Rates(NamedTuple):
     Attributes:
         write: Rate of writes alone.
         read: Rate of reads alone.
-        both: Sum of both rates when writes and reads run at the same time.
+        both: Sum of the rates of writes and reads that run at the same time.
     """
 
     write: float
@@ -52,19 +55,19 @@ def measure(
 ) -> Rates:
     """Measure the rates of a store, with a constant number of transfers in flight.
 
-    Afterwards the store is as empty as before. PyTorch's random generators keep their state.
+    The measurement leaves nothing in the store, and does not change PyTorch's random generators.
 
     Args:
         store: The store.
         device: The device with the bytes.
-        extent_bytes: Size of a transfer. The default is the size of an activation of a large layer.
+        extent_bytes: Size of a transfer. The default is a typical size of an activation in a large layer.
         extents: Number of transfers in flight.
         seconds: Duration of each of the three measurements.
 
     Raises:
         StoreError: A transfer failed or hangs, or there is no room.
     """
-    generator = torch.Generator().manual_seed(0)  # on the CPU, because not every device has generators
+    generator = torch.Generator().manual_seed(0)  # on the CPU, because some devices have no random generators
     data = torch.randint(256, (extent_bytes,), dtype=torch.uint8, generator=generator)
     source, after = ByteRange.of(data.to(device.torch_device)), device.event()
     targets = [aligned_range(extent_bytes, source.address, store.alignment, device) for _ in range(extents)]
@@ -86,7 +89,7 @@ def measure(
         return number * extent_bytes / (time.perf_counter() - began)
 
     try:
-        for _ in range(extents):  # not counted: the file grows, memory is pinned, drivers start
+        for _ in range(extents):  # not measured: the file grows, memory is pinned, drivers start
             latest.append(Transfer(source, after))
             store.write(latest[-1:])
             store.wait(latest[-1])
@@ -114,7 +117,7 @@ class Location(NamedTuple):
     """The file system of a directory.
 
     Attributes:
-        words: A description: the kernel's name of the file system, the mounted device, and room.
+        words: A text with the kernel's name of the file system, the mounted device, and the free space.
         device: Number of the device. Two directories with the same number share a drive.
         free_bytes: Free bytes for this user.
         findings: Reasons why offloading there is unsafe or slow, each with a remedy.
@@ -140,22 +143,22 @@ def location_of(directory: str) -> Location:
     findings = []
     if mount.place in _DOUBTS:
         doubt = f"{mount.kind} is a file system of {mount.place}: {_DOUBTS[mount.place]}"
-        findings.append(f"{doubt}. Name a directory on a local NVMe drive, with ext4 or XFS")
+        findings.append(f"{doubt}. Choose a directory on a local NVMe drive with ext4 or XFS")
     return Location(words, device, free, findings)
 
 
 def examine(directories: Sequence[str], device: Device, *, bench: bool = False) -> dict[str, Any]:
-    """Test the path that a store takes to each directory. Nothing stays there.
+    """Test the I/O path that a store uses for each directory. No file stays in the directories.
 
     Args:
         directories: One directory for each drive.
         device: The device that activations will be on.
-        bench: Whether to measure each block size and number of threads too. This takes about 15 seconds, and
-            half a GiB in each directory.
+        bench: Whether to also measure the rates for several block sizes and numbers of threads. This takes
+            about 15 seconds, and half a GiB in each directory.
 
     Returns:
         JSON values: ``machine``, and for each directory its ``error`` or the entries ``location``, ``store``,
-            ``bytes_per_second`` and ``bench``. ``store`` has the kind and path that ``auto`` takes, and the
+            ``bytes_per_second`` and ``bench``. ``store`` has the kind and path that ``auto`` chooses, and the
             reason. ``bench`` has a row for each block size and number of threads.
     """
     where = device.torch_device
@@ -187,7 +190,7 @@ def _examine(directory: str, device: Device, *, bench: bool) -> dict[str, Any]:
 
 
 def _bench(directory: str, device: Device) -> Iterator[dict[str, Any]]:
-    """Yield rates by block size and number of threads, with two transfers in flight for each thread."""
+    """Yield the rates for each block size and number of threads. Each thread has two transfers in flight."""
     for threads in THREADS:
         with open_store(directories=[directory], device=device, readers=threads, writers=threads) as store:
             for nbytes in BLOCKS:

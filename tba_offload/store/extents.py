@@ -1,10 +1,10 @@
-"""Free byte ranges of one place, in one sorted list.
+"""The free byte ranges of one place, in one sorted list.
 
-Allocation is first fit, lowest offset first. Each step therefore uses the same blocks again, and the file
-stays as small as the largest need within a step. Let at most n bytes be taken at a time, in extents of at
-most m blocks. The file then needs at most H(m) / ln 2 x n bytes. H(m) is the m-th harmonic number (Robson,
-"Worst case fragmentation of first fit and best fit storage allocation strategies", The Computer Journal,
-1977).
+Allocation is first fit: the free range with the lowest offset is used first. Each step therefore uses the
+same blocks again, and the file does not grow from step to step. If extents of at most m blocks take at most n
+bytes at the same time, the file needs at most H(m) / ln 2 x n bytes. H(m) is the m-th harmonic number
+(Robson, "Worst case fragmentation of first fit and best fit storage allocation strategies", The Computer
+Journal, 1977).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Extents:
     """An allocator of disjoint extents in [0, capacity). Its owner holds a lock around every call.
 
     Args:
-        capacity: Most bytes that extents may take; ``None`` for no limit. It is rounded down to whole blocks.
+        capacity: Largest number of bytes that extents may take; ``None`` for no limit. It is rounded down to
+            whole blocks.
 
     Attributes:
         capacity: As given.
@@ -37,7 +38,7 @@ class Extents:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all extents."""
+        """Free all extents."""
         self.used = 0
         self._free: list[tuple[int, int]] = [(0, self._end)]  # (start, end), sorted, never touching
 
@@ -66,7 +67,7 @@ class Extents:
         )
 
     def release(self, extent: Extent) -> None:
-        """Free an extent, and join it with the free ranges next to it.
+        """Free an extent, and join it with adjacent free ranges.
 
         Raises:
             ValueError: A part of the extent is already free.

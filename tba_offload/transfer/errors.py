@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 _REMEDIES = {
     "write": "check the drive and the system log, choose another directory under store.directories, or set "
     "on_full: keep",
-    "read": "check the drive with its own tools; training cannot continue without these bytes",
-    "keep": "change a copy instead, or place the layer keep",
+    "read": "training cannot continue without these bytes. Check the drive with the tools of its vendor",
+    "keep": "change a copy instead, or set the placement of the layer to 'keep'",
 }
 _BY_CAUSE = {
     OutOfServiceError: _REMEDIES["write"],
     StoreFullError: "free space or choose another directory under store.directories, or set on_full: keep",
     DeviceError: "no drive is at fault: an operation of the training program failed on the device, and this "
-    "transfer was the first to wait. With CUDA_LAUNCH_BLOCKING=1 the operation itself raises the error",
+    "transfer was the first to wait for it. With CUDA_LAUNCH_BLOCKING=1 the operation raises the error",
 }
 
 
@@ -61,10 +61,10 @@ def unusable(key: Hashable, *, is_inert: bool) -> SessionError:
         key: Name of the activation.
         is_inert: Whether this is a forked child.
     """
-    why = "belongs to a step that failed or was interrupted, and its bytes were discarded; run the forward "
+    why = "belongs to a step that failed or was interrupted, and its bytes were discarded. Run the forward "
     why += "of this graph again"
     if is_inert:
-        why = "was saved before this process was forked; only the parent can run backward through that "
+        why = "was saved before this process was forked. Only the parent can run backward through that "
         why += "graph, not a forked child"
     return SessionError(f"{key} {why}")
 
@@ -77,7 +77,7 @@ def outage(place: str, cause: str) -> str:
         cause: Why it failed.
     """
     return (
-        f"a drive failed and is left alone: {place}: {cause}. Its writes go to other drives or stay in "
-        "memory, if necessary beyond budget.activation_bytes. After a pause it is tried again. Check the "
-        "drive, or choose another directory; on_full: error makes this an error"
+        f"a drive failed and is left alone: {place}: {cause}. Its writes go to other drives, or stay in "
+        "memory, even beyond budget.activation_bytes. After a pause the drive is tried again. Check the "
+        "drive, or choose another directory. With on_full: error this warning is an error"
     )

@@ -1,4 +1,4 @@
-"""The states of a saved storage from save to fetch. Read this module first.
+"""The states of a saved storage, from its save to the use of its bytes. Read this module first.
 
 Training threads own all state, under one lock. They may wait for I/O while they hold the lock, because I/O
 threads never take it. An I/O thread moves bytes, drops the memory of a finished write, and appends the
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tba_offload.store.multi import MultiStore
 
 READ_AGAIN = (0.01, 0.1, 1.0)
-"""Seconds before the second, third and fourth attempt to read bytes that backward waits for."""
+"""Waiting times in seconds before the second, third and fourth attempt to read bytes that backward needs."""
 
 
 class Offloader:
@@ -42,9 +42,9 @@ class Offloader:
     Args:
         store: The store. Nothing else may have extents there. The offloader does not close it.
         device: The device with the activations.
-        window: Most bytes in flight; ``None`` for no limit.
-        keep_when_full: Whether bytes that cannot be written stay in memory and are counted. If False, they
-            raise a :class:`~tba_offload.errors.TransferError`.
+        window: Upper limit of the bytes in flight; ``None`` for no limit.
+        keep_when_full: Whether bytes that cannot be written stay in memory and are counted. If False, a
+            failed write raises a :class:`~tba_offload.errors.TransferError`.
 
     Attributes:
         store: As given.
@@ -82,7 +82,8 @@ class Offloader:
         Args:
             storage: The storage.
             key: Name of the activation.
-            at_once: Whether to hold back no pending writes. Otherwise a drive without work may seem slow.
+            at_once: Whether to queue all pending writes now. Otherwise a drive may have no work although
+                writes are pending, and may then seem too slow.
             is_filling: Whether the operation that saves the storage may still write to it. Its bytes are not
                 read before the caller resets this attribute.
 
@@ -126,10 +127,10 @@ class Offloader:
                 self._flush(0)
 
     def _flush(self, held_back: int) -> None:
-        """Queue the oldest pending writes until at most ``held_back`` bytes are left.
+        """Queue the oldest pending writes until at most ``held_back`` bytes are pending.
 
-        Writes are queued in batches. Between hooks, the model's data fills the processor's caches, so only
-        the first write of a batch pays for loading the code.
+        Writes are queued in batches. Between two hooks, the model's data replaces this code in the
+        processor's caches. In a batch, only the first write has to load the code again.
         """
         pending, batch, events = self._pending, list[Transfer](), dict[Any, Any]()
         while pending and (not held_back or self._pending_bytes > held_back):
@@ -158,7 +159,8 @@ class Offloader:
         mark = self.device.mark() if self.marks_stalls else None
         while window.rules.is_crowded(window.in_flight, nbytes):
             self._flush(0)
-            # Other bytes in memory are in use, or wait for this thread. Waiting for them would be a deadlock.
+            # All other bytes in memory are in use, or only this thread can free them. Waiting for them would
+            # be a deadlock.
             if not self._finish_writes() and not self._give_up_farthest():
                 break
         self._stalled(began, mark)
@@ -170,7 +172,7 @@ class Offloader:
         """Return the bytes of a saved storage, from memory or by a read.
 
         Args:
-            handle: The handle that asks. It may ask several times.
+            handle: The handle of the saved tensor. It may be passed several times.
 
         Returns:
             A storage, and the position of the payload's first byte in it.
@@ -189,13 +191,13 @@ class Offloader:
             if ref.epoch != self._epoch:
                 raise unusable(saved.key, is_inert=False)
             memory = saved.alive()
-            if memory is not None and memory.nbytes() < saved.nbytes:  # its owner has resized it
+            if memory is not None and memory.nbytes() < saved.nbytes:  # the owner has resized it
                 memory = None
             if handle.unread is FIRST:
                 saved.first_waits = False
                 if saved.is_restored:
                     saved.memory = None
-            handle.unread = None  # only now, because it may hold the only reference to restored memory
+            handle.unread = None  # only now, because the handle may own restored memory
             if ref.read is not None:
                 memory = self._arrived(saved)
             elif memory is None:
@@ -207,7 +209,10 @@ class Offloader:
             return memory, saved.start
 
     def _forward(self, saved: SavedStorage, memory: torch.UntypedStorage) -> None:
-        """Use memory that still exists. If no other handle needs it, keep it and cancel its write."""
+        """Return memory that still exists.
+
+        If no other handle needs it, keep the memory and cancel its write.
+        """
         stats = self.window.stats
         if not saved.was_used:
             saved.was_used = True
@@ -215,7 +220,7 @@ class Offloader:
             if saved.state is State.STORED:
                 saved.was_held = True
                 stats.held += saved.nbytes
-        # A retained graph may ask again much later.
+        # A retained graph may need the bytes again much later.
         is_waited_for = saved.first_waits or saved.unread() is not None
         if saved.state is not State.STORED and not is_waited_for and not keeps_graph():
             if saved.state is not State.KEPT:
@@ -239,11 +244,11 @@ class Offloader:
             TransferError: The bytes are neither in memory nor in the store, or could not be read.
         """
         ref = saved.ref
-        if ref.write is not None:  # the write has just ended
+        if ref.write is not None:  # the write ended a moment ago
             self._wait(ref.write, ref)
             self._drain()
         if ref.extent is None:
-            raise transfer_error("keep", ref.key, ref.nbytes, "its memory was freed or resized by its owner")
+            raise transfer_error("keep", ref.key, ref.nbytes, "its owner has freed or resized its memory")
         try:
             room = self._allocate(saved)
         except torch.OutOfMemoryError:
@@ -260,7 +265,8 @@ class Offloader:
         """Queue reads of stored bytes, each into newly allocated memory."""
         device = self.device
         check_not_captured(device)
-        # The event comes after the allocations: earlier work may still use the memory that they returned.
+        # The event is recorded after the allocations, because earlier work may still use the allocated
+        # memory.
         after, reads = device.event(), list[Transfer]()
         for saved, room in rooms:
             if device.runs_behind:
@@ -317,15 +323,15 @@ class Offloader:
     # ---- reading ahead ---------------------------------------------------------------------------
 
     def prefetch(self, upcoming: Iterable[tuple[SavedRef, bool]]) -> None:
-        """Start to read the activations that backward uses next, until the window is full.
+        """Start reads of the activations that backward uses next, until the window is full.
 
         Activations that are still in memory stay there. Their writes are cancelled, unless they are already
         running.
 
         Args:
             upcoming: Saved storages in the order of their use. Each has a flag that says whether a forward
-                pass comes before its use. A forward pass needs most of the window, so that only a part of the
-                window is filled. When there is no room, the last item taken must come again in the next call.
+                pass comes before its use. A forward pass needs most of the window, so the reads fill only a
+                part of it. If there is no room for an item, the next call must get this item again.
         """
         rooms = list[tuple[SavedStorage, ByteRange]]()
         if self._is_inert:
@@ -340,7 +346,7 @@ class Offloader:
                 memory = saved.alive()
                 if saved.state is not State.STORED:
                     if across_forward:
-                        break  # it may still be written, and would then have to be read
+                        break  # its write may still run; a later use would then need a read
                     if memory is not None and not keeps_graph():
                         self._stay(saved, memory)
                 elif (
@@ -365,7 +371,7 @@ class Offloader:
             in_flight, window.read_ahead, ref.nbytes, across_forward=across_forward
         ):
             if not across_forward:
-                self._flush(0)  # backward uses pending bytes later than these
+                self._flush(0)  # backward uses the pending bytes later than these bytes
             return False
         try:
             room = self._allocate(saved)
@@ -383,9 +389,9 @@ class Offloader:
         return True
 
     def _end_ahead(self, ref: SavedRef) -> None:
-        """End the read of a saved storage: its bytes are used, or are no longer needed."""
+        """End the read of a saved storage when its bytes are used or no longer needed."""
         if ref.read is not None and ref.read.is_done:
-            ref.read.memory = None  # the transfer may still be in the queue of completed ones
+            ref.read.memory = None  # the transfer may still be in the queue of completed transfers
         ref.read = None
         if ref in self._ahead:
             del self._ahead[ref]
@@ -394,7 +400,7 @@ class Offloader:
             ref.charged = 0
 
     def _give_up_farthest(self) -> bool:
-        """Drop the bytes that were read ahead for the latest use; return False if there are none."""
+        """Drop the bytes read ahead that backward uses last; return False if no bytes are read ahead."""
         if not self._ahead:
             return False
         ref = next(reversed(self._ahead))
@@ -407,7 +413,7 @@ class Offloader:
     # ---- the ends of I/O and of handles ----------------------------------------------------------
 
     def _drain(self) -> None:
-        """Process completed transfers, and saved storages whose last handle is gone."""
+        """Process completed transfers, and saved storages whose last handle was dropped."""
         completed, dead, window = self._completed, self._dead, self.window
         while completed:
             transfer = completed.popleft()
@@ -439,12 +445,12 @@ class Offloader:
                 self.store.release(ref.extent)
 
     def _let_go(self, ref: SavedRef) -> None:
-        """Release the memory and the extent of a saved storage whose last handle is gone."""
+        """Release the memory and the extent of a saved storage whose last handle was dropped."""
         if ref.is_pending:
             self._pending_bytes -= ref.nbytes
             ref.is_pending = False
         if ref.write is not None and not self._cancel_write(ref):
-            return  # the write holds the memory until it ends
+            return  # the write holds the memory until the write ends
         if ref.read is not None:
             self.store.cancel(ref.read)
             self._end_ahead(ref)
@@ -481,7 +487,7 @@ class Offloader:
     def release_memory(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         """Stop using the memory of a storage before its owner resizes the storage.
 
-        The owner fills the same storage again before backward.
+        The owner resizes the storage again and fills it before backward.
 
         Raises:
             TransferError: A write that reads the memory does not end.
@@ -515,13 +521,13 @@ class Offloader:
             verb = "write" if transfer.is_write else "read"
             raise transfer_error(verb, ref.key, ref.nbytes, error) from error
         except StoreError:
-            pass  # an error of the transfer itself, which the caller checks
+            pass  # the caller checks the error of the transfer
 
     def _wait_for_batch(self, refs: Iterable[SavedRef], verb: str) -> None:
-        """Wait until the first transfers have ended that together make up a batch.
+        """Wait until the oldest transfers have ended. Their bytes together make up a batch.
 
-        Waiting for each transfer would cost more: this thread takes as long to wake up as a small transfer
-        takes.
+        Waiting for each transfer would cost more, because this thread needs as much time to wake up as a
+        small transfer needs.
 
         Raises:
             TransferError: See :meth:`_wait`.
@@ -534,11 +540,11 @@ class Offloader:
         self._wait(getattr(ref, verb), ref)
 
     def _finish_writes(self) -> bool:
-        """Process writes that have ended, or wait for the oldest ones; return False if there is none."""
+        """Process ended writes, or wait for the oldest writes; return False if there are no writes."""
         if not self._completed and self._writes:
             refs: Iterable[SavedRef] = self._writes.values()
             beside = self.store.beside
-            if beside is not None:  # a drive may hang while host memory works
+            if beside is not None:  # a drive may hang while writes to host memory succeed
                 refs = [ref for write, ref in self._writes.items() if write.drive == beside] or refs
             self._wait_for_batch(refs, "write")
         has_ended = bool(self._completed)
@@ -566,14 +572,14 @@ class Offloader:
             self.abandon()
         self._is_open = True
         if not self.keep_when_full:
-            self.store.resume()  # the policy wants errors, and only a new write shows whether there is one
+            self.store.resume()  # with on_full: error, only a new write shows whether the drive still fails
         with self._lock:
             self._drain()
         self.raise_failures()
         self.window.reset_stats()
 
     def end_step(self) -> None:
-        """End a step. Drop bytes that were read ahead and not used. Other saved storages stay valid."""
+        """End a step. Drop bytes that were read ahead and not used. All saved storages stay valid."""
         with self._lock:
             self._drain()
             self.window.most_read_ahead = float("inf")
@@ -583,7 +589,10 @@ class Offloader:
         self._is_open = False
 
     def abandon(self) -> None:
-        """Discard a step: cancel queued I/O and wait for running I/O. Its graphs become unusable."""
+        """Discard a step: cancel queued I/O and wait for running I/O.
+
+        The graphs of the step become unusable.
+        """
         with self._lock:
             self._is_open = True
             self.store.reset()
@@ -618,13 +627,13 @@ class Offloader:
                 self._warned_places.add(place)
                 warn(outage(place, cause), RuntimeWarning)
         if self._failures:
-            try:  # a variable for the error would be a cycle that keeps the graph of the step alive
+            try:  # a variable for the error would form a cycle and keep the graph of the step alive
                 raise self._failures[0]
             finally:
-                self._failures.clear()  # other failures of this step must not end the next step
+                self._failures.clear()  # the next step must not raise other failures of this step
 
     def resize_window(self, window: int | None) -> None:
-        """Set the most bytes in flight. Call this between steps."""
+        """Set the upper limit of the bytes in flight. Call this between steps."""
         self.window.resize(window)
         self.store.spill_bytes = self.window.rules.spills_above
 

@@ -4,7 +4,7 @@
 
     PENDING ──► WRITING ──► STORED ──► read ahead, or on demand
        │           │
-       └───────────┴──► KEPT: used before it was written, or its write failed
+       └───────────┴──► KEPT: used before its write ended, or its write failed
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ FIRST = Unread()
 class Handle:
     """The reference of one saved tensor to a saved storage. Autograd owns it.
 
-    Most storages have one handle. The first handle creates no further object, because each object costs the
-    cyclic garbage collector time.
+    Most storages have one handle. The first handle creates no further object, because each object takes time
+    in the cyclic garbage collector.
 
     Attributes:
         saved: The saved storage.
@@ -82,14 +82,15 @@ class SavedStorage:
     Attributes:
         key: Name of the activation. Its text has the layer and the micro-batch.
         nbytes: Size in bytes.
-        memory: The storage if this object keeps it in memory: pending, kept, or restored for the first
-            handle. A write has its own reference.
-        alive: Weak reference to the original storage; after a read, to the restored storage.
+        memory: The storage, if this object holds it: its write is not queued yet, it is kept, or it was
+            restored for the first handle. A queued write holds its own reference to the storage.
+        alive: Weak reference to the original storage. After a read, it refers to the restored storage.
         start: First byte of the payload in the storage. It is not 0 if a read aligned the payload for direct
             I/O.
-        address: Original address of the payload. Restored bytes have the same address modulo the alignment.
+        address: Original address of the payload. Restored bytes have the same address modulo the store's
+            alignment.
         state: The place of the bytes.
-        stream: The stream that produced the bytes; after a read, the stream of the restored memory.
+        stream: The stream that produced the bytes. After a read, it is the stream of the restored memory.
         is_filling: Whether the operation that saved the storage may still write to it.
         is_restored: Whether ``alive`` refers to restored memory.
         was_used: Whether backward has used the storage.
@@ -131,7 +132,7 @@ class SavedStorage:
         self.is_filling = self.is_restored = self.was_used = self.was_held = False
         self.first_waits: bool | None = None
         self.unread = NO_HANDLES
-        self.ref = ref = SavedRef(self, died)  # its class has no __init__, which would cost a further call
+        self.ref = ref = SavedRef(self, died)  # the class has no __init__, which would cost another call
         ref.key = key
         ref.nbytes = ref.charged = nbytes
         ref.settled = 0
@@ -149,10 +150,10 @@ class SavedRef(weakref.ref["SavedStorage"]):
     Attributes:
         key: The key of the saved storage.
         nbytes: The size of the saved storage.
-        epoch: Number of steps that had been discarded when the storage was saved.
+        epoch: Number of steps that were discarded before the storage was saved.
         charged: Bytes that count as in flight.
         settled: Bytes that count as kept outside the window.
-        is_pending: Whether the bytes count in the queue of pending writes.
+        is_pending: Whether the bytes are counted as pending writes.
         extent: The extent in the store, after the write.
         write: The write, while it is queued or running.
         read: The read, until the bytes are used.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tba_offload.transfer.saved import SavedRef
 
 NOTICEABLE = 20e-6
-"""Seconds. Shorter waits count, but their start and end are not recorded."""
+"""Shortest wait in seconds whose start and end are recorded. Shorter waits are only added to the total."""
 
 
 @dataclass(slots=True)
@@ -26,13 +26,13 @@ class TransferStats:
         forwarded: Used from memory without a read.
         given_up: Read ahead and dropped to make room.
         held: Written although another reference kept the storage in memory, so that nothing was freed.
-        fallback_kept: Kept in memory because they could not be written.
-        full: Whether the store had no room for some of these bytes.
+        fallback_kept: Kept in memory because the write failed.
+        full: Whether the store had no room for some of the bytes in ``fallback_kept``.
         stall_seconds: Time that the training thread waited for I/O. An accelerator may have been busy during
             this time.
-        in_flight_peak: Most bytes in flight.
-        own_peak: Most bytes that the offloader itself kept in memory: in flight or kept.
-        stalls: Start and end of each wait of the training thread that is not negligibly short.
+        in_flight_peak: Largest number of bytes in flight.
+        own_peak: Largest number of bytes that the offloader itself kept in memory: in flight or kept.
+        stalls: Start and end of each wait of the training thread, except very short waits.
         marked_stalls: Marks in the work of the device before and after each wait, if requested.
     """
 
@@ -56,15 +56,15 @@ class InFlightWindow:
 
     Attributes:
         rules: The size of the window, and the rules that follow from it.
-        in_flight: Bytes saved and not yet freed, plus bytes of submitted reads that backward has not used
+        in_flight: Bytes that were saved and not yet freed, plus bytes of reads that backward has not used
             yet.
-        read_ahead: The part of these bytes that was read ahead.
-        settled: Bytes kept in memory outside the window, because backward uses them or they could not be
-            written.
+        read_ahead: The part of ``in_flight`` that was read ahead.
+        settled: Bytes in memory that the window does not limit, because backward uses them or their write
+            failed.
         stats: Figures since the last reset.
-        most_read_ahead: Most bytes in flight for reads ahead. It is set when the device runs out of memory.
-        due: Pending bytes at which writes are queued.
-        tight_above: Bytes in flight above which all pending writes are queued.
+        most_read_ahead: Upper limit of ``read_ahead``. It is set when the device runs out of memory.
+        due: Writes are queued when this number of bytes is pending.
+        tight_above: All pending writes are queued when more bytes than this number are in flight.
     """
 
     def __init__(self, nbytes: int | None) -> None:
@@ -99,7 +99,7 @@ class InFlightWindow:
         ref.charged = ref.settled = 0
 
     def settle(self, ref: SavedRef) -> None:
-        """Count bytes in flight as kept: backward uses them, or nothing frees them."""
+        """Count bytes in flight as kept, because backward uses them or because no write will free them."""
         self.in_flight -= ref.charged
         self.settled += ref.charged
         ref.settled += ref.charged

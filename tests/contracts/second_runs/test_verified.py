@@ -398,7 +398,7 @@ def test_a_layer_that_cannot_be_recomputed_is_refused_at_its_first_step(
     with session_for(net, default=placement) as session:
         message = failure(UnsupportedError, lambda: train(net, session))
         assert re.match(rf"layer 0 \(layers.0\) cannot be recomputed: .*{named}", message)
-        assert message.endswith("Place it keep or offload.")
+        assert message.endswith("Set its placement to 'keep' or 'offload'.")
         gc.collect()  # frames of the error know the graph
         assert_all_given_back(session)
 
@@ -406,7 +406,7 @@ def test_a_layer_that_cannot_be_recomputed_is_refused_at_its_first_step(
 TWICE = layer_of(lambda _, x: Doubled.apply(x, torch.sin(x)))  # type: ignore[no-untyped-call]
 """Its backward asks for each saved tensor twice."""
 
-ALONE = REFUSED | {"twice": (TWICE, "asks for a saved tensor twice")}
+ALONE = REFUSED | {"twice": (TWICE, "unpacks a saved tensor twice")}
 
 
 @pytest.mark.parametrize(
