@@ -1,8 +1,8 @@
 """Streams, events and memory of a device, and meters of that memory.
 
-The CPU is a device on which everything is ready at once. The rest of the package does not depend on the kind
-of device. It records an event when bytes are produced, passes the event to the thread that moves the bytes,
-and copies with :meth:`Device.copy`.
+On a CPU, all work is finished when its call returns. The rest of the package does not depend on the kind of
+device. It records an event when bytes are produced, passes the event to the thread that moves the bytes, and
+copies with :meth:`Device.copy`.
 
 An accelerator runs asynchronously, so the host's clock does not time its work. :meth:`Device.mark` marks a
 point of that work without waiting for it. :meth:`Device.seconds` later returns when each mark was reached.
@@ -31,17 +31,24 @@ CACHE_LINE = 64
 """PyTorch aligns CPU allocations to this many bytes. Kernels may choose their code path by this alignment."""
 
 Mark = Any
-"""A point in the work of a device, and the time at which it is reached. Only that device can read it."""
+"""A point in the work of a device, and the time at which the device reaches the point. Only that device can
+read it."""
 
 
 class Event:
-    """A point in the work of a device, like ``torch.cuda.Event``. This one is reached when it is created."""
+    """A point in the work of a CPU, like ``torch.cuda.Event``.
+
+    The point is reached when the event is created.
+    """
 
     def synchronize(self) -> None:
         """Block the calling thread until the point is reached."""
 
     def wait(self, stream: object = None) -> None:
-        """Make a stream, by default the current one, wait for the point. Do not block the calling thread."""
+        """Make a stream wait for the point.
+
+        The default is the current stream. Do not block the calling thread.
+        """
 
     def query(self) -> bool:
         """Return True if the point is reached."""
@@ -49,17 +56,18 @@ class Event:
 
 
 READY = Event()
-"""The event of work that is finished when its call returns, as all work of a CPU is."""
+"""The event of work that is finished when its call returns. All work of a CPU is finished when its call
+returns."""
 
 
 class Device:
-    """The CPU, and the interface that transfers need of any device.
+    """The CPU. This class is also the interface of any device for transfers.
 
     Attributes:
         torch_device: The PyTorch device.
         pins_memory: Whether system calls cannot access the device's memory. Bytes are then copied through
             pinned :meth:`host_memory`, whose allocation blocks the device.
-        runs_behind: Whether the device runs asynchronously: work may not be finished when its call returns.
+        runs_behind: Whether the device runs asynchronously. Work may then run after its call returns.
     """
 
     torch_device = torch.device("cpu")
@@ -70,11 +78,14 @@ class Device:
         """Return the calling thread's current stream; ``None`` if the device has no streams."""
 
     def event(self, stream: Any = None) -> Event:  # noqa: ARG002 - a CPU has no streams
-        """Record an event after all work submitted to a stream, by default the calling thread's."""
+        """Record an event after all work submitted to a stream.
+
+        The default is the calling thread's current stream.
+        """
         return READY
 
     def mark(self) -> Mark:
-        """Mark the point after all work that the calling thread's stream has got. Nothing waits for it.
+        """Mark the point after all work submitted to the calling thread's stream. Nothing waits for the mark.
 
         On CUDA, a mark costs one or two microseconds and a place in the device's queue. A few marks for each
         layer are cheap. A mark for each activation is not.
@@ -100,20 +111,21 @@ class Device:
         """
 
     def bind_thread(self) -> None:
-        """Make this the current device of the calling thread. Every I/O thread calls it."""
+        """Make this the current device of the calling thread. Every I/O thread calls this method."""
 
     def on_side_stream(self) -> AbstractContextManager[None]:
         """Give the calling I/O thread its own stream within a block. Wait for that stream at the end."""
         return nullcontext()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
-        """Copy bytes, and return when the copy is complete. This is meant for I/O threads.
+        """Copy bytes, and return when the copy is complete. I/O threads call this method.
 
-        On the host, ``memmove`` copies. It does not hold the GIL and does not wake PyTorch's thread pool.
+        On the host, this calls ``memmove``, which does not hold the GIL and does not wake PyTorch's thread
+        pool.
 
         Args:
             target: 1-D uint8 tensor on the host or on this device.
-            source: 1-D uint8 tensor of as many bytes, on the host or on this device.
+            source: 1-D uint8 tensor of the same size, on the host or on this device.
             after: The copy starts when this point is reached.
 
         Raises:
@@ -140,7 +152,7 @@ class Device:
 
 
 class Accelerator(Device):
-    """A GPU of CUDA or ROCm (which PyTorch also calls CUDA), or a device with the same functions.
+    """A GPU of CUDA or ROCm (PyTorch also calls ROCm "cuda"), or a device with the same functions.
 
     Args:
         device: The device. Without an index, it is the current device of its type.
@@ -156,7 +168,8 @@ class Accelerator(Device):
         wanted = torch.device(device)
         self._module: Any = getattr(torch, wanted.type, None)
         make_event = getattr(self._module, "Event", object).__new__
-        # Without blocking events, CUDA threads wait in a busy loop: one core at 100 % for each I/O thread.
+        # Without blocking events, a thread that waits for CUDA runs a busy loop, which takes one core for
+        # each I/O thread.
         if "blocking" not in inspect.signature(make_event).parameters:
             raise UnsupportedError(
                 f"activations on a {wanted.type!r} device cannot be offloaded: PyTorch has no events for it "
@@ -171,7 +184,7 @@ class Accelerator(Device):
         return self._module.current_stream(self.torch_device)
 
     def event(self, stream: Any = None) -> Event:
-        """Record an event on a stream, by default the calling thread's. Threads that wait for it sleep."""
+        """Record an event on a stream. Threads that wait for the event sleep."""
         event: Event = self._module.Event(blocking=True)
         event.record(self.stream() if stream is None else stream)  # type: ignore[attr-defined]
         return event
@@ -184,7 +197,7 @@ class Accelerator(Device):
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """Return the seconds from the first event to each event, precise to about a microsecond."""
-        for mark in marks:  # marks may be on several streams; a reached mark costs almost nothing
+        for mark in marks:  # marks may be on several streams; waiting for a reached mark takes almost no time
             mark.synchronize()
         return [0.0, *(marks[0].elapsed_time(mark) / 1000 for mark in marks[1:])] if marks else []
 
@@ -213,7 +226,7 @@ class Accelerator(Device):
         if target.is_cpu and source.is_cpu:
             super().copy(target, source, after)
             return
-        # Waiting on the host orders the copy after any kind of event. The thread has nothing else to do.
+        # A wait on the host works for any kind of event. The thread has no other work.
         after.synchronize()
         with self.on_side_stream():
             target.copy_(source, non_blocking=True)
@@ -244,7 +257,7 @@ def device_of(device: torch.device | str) -> Device:
 
 
 def device_of_model(modules: Iterable[torch.nn.Module]) -> Device:
-    """Return the device of the first parameter; the CPU if there is none.
+    """Return the device of the first parameter; the CPU if the model has no parameters.
 
     Raises:
         UnsupportedError: See :func:`device_of`.
@@ -259,20 +272,20 @@ def is_device_failure(error: BaseException) -> bool:
 
 
 def check_not_captured(device: Device) -> None:
-    """Check that bytes to be offloaded exist, or will exist.
+    """Check that no CUDA graph is captured, because the bytes of its tensors may never be computed.
 
     Raises:
         UnsupportedError: A CUDA graph is captured, so the bytes are not computed.
     """
     if device.is_capturing():
         raise UnsupportedError(
-            "activations cannot be offloaded while a CUDA graph is captured: a graph fixes their addresses. "
-            "Capture no graph in attached layers, or place them keep"
+            "activations cannot be offloaded while a CUDA graph is captured: a graph needs fixed addresses. "
+            "Capture no graph in attached layers, or set the placement of these layers to 'keep'"
         )
 
 
 def has_peers() -> bool:
-    """Return True if other ranks may run the same layer with its collective operations."""
+    """Return True if other ranks may run the same layer, which may have collective operations."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -282,8 +295,8 @@ def has_peers() -> bool:
 class ByteRange:
     """Bytes of a storage. The range keeps the storage alive.
 
-    A transfer needs an address and a length. Creating a tensor costs two calls into PyTorch. The training
-    thread avoids this cost: threads that need a tensor create it.
+    A transfer needs an address and a length. Creating a tensor takes two calls into PyTorch, so the training
+    thread creates no tensor. An I/O thread creates a tensor if it needs one.
 
     Attributes:
         storage: The storage.
@@ -312,7 +325,7 @@ class ByteRange:
         return cls(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes)
 
     def part(self, start: int, nbytes: int) -> ByteRange:
-        """Return ``nbytes`` bytes of this range, from its byte ``start`` on.
+        """Return ``nbytes`` bytes of this range, beginning at its byte ``start``.
 
         Raises:
             ValueError: The range is shorter.
@@ -341,9 +354,9 @@ def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
 def aligned_range(nbytes: int, address: int, alignment: int, device: Device) -> ByteRange:
     """Allocate bytes at an address that equals ``address`` modulo the alignment.
 
-    The alignment has two purposes. Direct I/O can fill the memory without a copy, because the store kept the
-    bytes at the same lead. A kernel that chooses its code path by alignment chooses the same path for
-    restored data, so that results are equal bit for bit.
+    The alignment has two purposes. First, direct I/O can fill the memory without a copy, because the bytes
+    have the same lead in the store. Second, a kernel that chooses its code path by alignment chooses the same
+    path for restored data. Its results are then equal bit for bit.
 
     Args:
         nbytes: Payload in bytes.
@@ -352,7 +365,7 @@ def aligned_range(nbytes: int, address: int, alignment: int, device: Device) -> 
         device: The device to allocate on.
 
     Returns:
-        Uninitialized bytes. Their storage extends to the alignment boundary on both sides.
+        Uninitialized bytes. Their storage extends to an alignment boundary on both sides.
     """
     alignment = max(alignment, CACHE_LINE)
     lead = address % alignment

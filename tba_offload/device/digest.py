@@ -1,4 +1,4 @@
-"""A checksum that is mostly computed on the device of the bytes, so that few bytes are copied to the host."""
+"""A checksum. Most of it is computed on the device of the bytes, so that few bytes are copied to the host."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import ctypes
 import torch
 
 _WORD, _ROW = 8, 4096
-"""Bytes of a word, and of a row of the table. One byte in 512 is copied to the host."""
+"""Size of a word and of a row of the table, in bytes. One byte in 512 is copied to the host."""
 
 
 def sums(data: torch.Tensor) -> bytes:
-    """Sum the rows and columns of the data, as a table of 64-bit words; return the sums and the rest.
+    """Return the sums of rows and columns of the data as a table of 64-bit words, and the remaining bytes.
 
-    A change of one word changes two sums. Two words that are exchanged also change two sums, unless they are
-    in the same row and column.
+    If one word changes, two sums change. If two words are exchanged, at least two sums change too.
 
     Args:
         data: 1-D uint8 tensor on any device.

@@ -1,8 +1,8 @@
 """Host memory: pinned pages, and malloc's use of freed memory.
 
 PyTorch rounds pinned memory up to a power of two and keeps it until the process ends. With
-``pinned_use_cuda_host_register`` in ``PYTORCH_CUDA_ALLOC_CONF``, the memory has malloc's alignment, which
-direct I/O refuses. This module therefore maps and pins pages itself.
+``pinned_use_cuda_host_register`` in ``PYTORCH_CUDA_ALLOC_CONF``, the memory has malloc's alignment, and
+direct I/O refuses such addresses. This module therefore maps and pins pages itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PORTABLE = 1
 
 
 class _Pinned(mmap.mmap):
-    """Anonymous pages that CUDA may have pinned. They are unpinned and freed with their last tensor."""
+    """Anonymous pages, which may be pinned by CUDA. They are unpinned and freed with their last tensor."""
 
     unpin: Callable[[], Any] | None = None
 
@@ -32,7 +32,9 @@ class _Pinned(mmap.mmap):
 
 
 def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
-    """Map whole pages outside malloc. On a CPU, malloc's count of live bytes stands for device memory.
+    """Map whole pages outside malloc.
+
+    Malloc's count of live bytes is the device memory of a CPU, so it must not include them.
 
     Args:
         nbytes: Size in bytes.
@@ -49,7 +51,7 @@ def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
         address, runtime = memory.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        # A forked child does not need the pages, and would keep them after the parent has freed them.
+        # A forked child does not get the pages. Otherwise it would keep them after the parent has freed them.
         pages.madvise(mmap.MADV_DONTFORK)
         status = runtime.cudaHostRegister(address, nbytes, PORTABLE)
         if int(status):
@@ -74,21 +76,23 @@ def never_freed(memory: Iterable[torch.Tensor]) -> None:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _NEVER = 2**31 - 1
 _THRESHOLD = 128 * 1024  # the initial value of glibc
-_MOST_MAPPINGS = 32768  # half of Linux's limit for a process, because other code needs mappings too
+_MOST_MAPPINGS = 32768  # half of Linux's limit for one process, because other code needs mappings too
 _SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "glibc.malloc.mmap_threshold")
 
 _environment = " ".join(os.environ) + os.environ.get("GLIBC_TUNABLES", "")
 _is_decided = any(name in _environment for name in _SETTINGS)
-"""Whether malloc's use of freed memory is decided: by the user, by the program, or after a wasteful step."""
+"""Whether malloc's use of freed memory is already set: by the user, by the program, or after a step in which
+malloc held too much freed memory."""
 
 
 def keep_freed_pages() -> bool:
-    """Make malloc keep freed memory mapped, so that the next step has no page faults for it.
+    """Make malloc keep freed memory mapped. The next step then has no page faults for this memory.
 
     By default, glibc serves large allocations by ``mmap`` and returns them when they are freed. Every step
     then has a page fault for each 4 KiB of every activation, with or without offloading. This takes several
     milliseconds for 8 MiB. With this setting, the process keeps its largest footprint. The setting is useful
-    only for training on a CPU. It affects the whole process, so the caller decides.
+    only for training on a CPU. It affects the whole process, so the package does not set it without a call of
+    this function.
 
     Returns:
         Whether the C library accepted the setting.
@@ -97,12 +101,12 @@ def keep_freed_pages() -> bool:
 
 
 def return_freed_pages() -> None:
-    """Make malloc return large blocks when they are freed, unless its use of freed memory is decided.
+    """Make malloc return large blocks when they are freed, unless its use of freed memory is already set.
 
-    glibc maps large blocks. It raises the minimum size of these blocks to the size of the largest freed
-    block, so that later tensors are on its heap. Before glibc 2.38, ``posix_memalign`` fits no block into a
-    hole of the same size. A heap with small live blocks between large freed ones then grows to several times
-    the live bytes.
+    glibc maps large blocks. The minimum size of a mapped block rises to the size of the largest freed block,
+    so later tensors are allocated on the heap. Before glibc 2.38, ``posix_memalign`` cannot reuse a free
+    block of the same size. If there are small live blocks between large freed blocks, the heap grows to
+    several times the live bytes.
 
     Nothing changes if the process called :func:`keep_freed_pages` or set a threshold in its environment.
     """
@@ -112,7 +116,10 @@ def return_freed_pages() -> None:
 
 
 def _set_thresholds(nbytes: int) -> bool:
-    """Make malloc map blocks from this size on, and keep as much freed memory. Only glibc accepts this."""
+    """Make malloc map blocks of at least this size, and keep up to this number of freed bytes.
+
+    Only glibc supports this.
+    """
     global _is_decided  # noqa: PLW0603 - a process has only one malloc
     _is_decided = True
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda _setting, _value: 0)

@@ -1,8 +1,8 @@
 """Meters of a device's memory: live bytes, their peak, and the bytes that a process may still allocate.
 
 A meter measures the activation peak of a step. On an accelerator, the peak comes from the statistics of the
-caching allocator. On a CPU, a meter samples glibc's own count of live bytes, because malloc keeps no peak.
-Neither uses the offloader's own counts.
+caching allocator. On a CPU, a meter samples glibc's count of live bytes, because malloc does not record a
+peak. No meter uses the counts of the offloader.
 
 Gradients and optimizer states that are allocated in the middle of a step are not activations.
 :class:`LiveBytes` counts them when they are created, and the meters leave them out.
@@ -35,18 +35,21 @@ class MemoryMeter:
     """The peak of live bytes on an accelerator, by the statistics of PyTorch's caching allocator.
 
     The allocator reports the peak of a period, but not its time. A period therefore ends when bytes are
-    allocated that do not count. If such bytes are freed within a period, its peak is an upper bound.
+    allocated that are left out of the peak. If such bytes are freed within a period, the peak of the period
+    is an upper bound.
 
     Args:
         device: The accelerator.
-        static: Returns the live bytes that do not count at the moment.
+        static: Returns the live bytes that are left out of the peak now.
 
     Attributes:
         source: Source of the figure, for the run log.
-        samples: Whether the meter knows only the moments of its samples.
-        seen: Called on any thread with two numbers: live bytes that count, and live bytes that do not.
-        whole_peak: The peak of all live bytes, whether they count or not.
-        reserved: Most bytes that the allocator held; None if the allocator does not report them.
+        samples: Whether the meter takes samples, and so knows the live bytes only at some moments.
+        seen: Called on any thread with two numbers: live bytes that count in the peak, and live bytes that
+            are left out.
+        whole_peak: The peak of all live bytes, including the bytes that are left out of :meth:`peak`.
+        reserved: Largest number of bytes that the allocator held; None if the allocator does not report this
+            number.
         samples_taken: Number of samples of the peak; None if the peak is exact.
         is_thin: Whether the samples may have missed the peak. It is valid after :meth:`peak`.
     """
@@ -54,9 +57,9 @@ class MemoryMeter:
     samples = False
 
     _COARSE = 1 / 64
-    """Bytes that do not count may grow by this share of the peak within one period.
+    """Share of the peak. The bytes that are left out of the peak may grow by this share within one period.
 
-    Reading the statistics takes the host about 100 us, which is too long for every single parameter.
+    Reading the statistics takes about 100 us on the host. This is too long to do it for each parameter.
     """
 
     def __init__(self, device: torch.device, static: Callable[[], int] = lambda: 0) -> None:
@@ -70,11 +73,11 @@ class MemoryMeter:
         self._module = torch.get_device_module(device)
 
     def live(self) -> int:
-        """Return the live bytes that count."""
+        """Return the live bytes that count in the peak."""
         return int(self._module.memory_allocated(self._device)) - self._static()
 
-    def reset(self, *, closely: bool = False) -> None:  # noqa: ARG002 - this meter misses nothing
-        """Forget the peak and start to measure.
+    def reset(self, *, closely: bool = False) -> None:  # noqa: ARG002 - the statistics include every moment
+        """Set the peak to zero and start to measure.
 
         Args:
             closely: Whether a meter that samples takes more samples, to learn where in a step the peak is.
@@ -84,23 +87,26 @@ class MemoryMeter:
         self._begin_stretch()
 
     def sample(self, grows_by: int = 0) -> None:
-        """Measure now: memory may be high, or ``grows_by`` bytes that do not count are about to be added."""
+        """Measure now.
+
+        Memory may be high, or ``grows_by`` bytes that are left out of the peak will be added next.
+        """
         born = self._static() + grows_by - self._static_before
         if not self._is_paused and born > self._COARSE * self._peak:
             self._end_stretch()
             self._begin_stretch(grows_by)
 
     def cut(self) -> int:
-        """Begin a new section of the peak, and return the live bytes.
+        """Begin a new section of the step with its own peak, and return the live bytes.
 
-        Earlier moments do not count for the new section.
+        Earlier moments do not count in the peak of the new section.
         """
         self._end_stretch()
         self._begin_stretch()
         return self.live()
 
     def pause(self) -> None:
-        """Leave live bytes out of the peak until :meth:`resume`. ``seen`` is still called."""
+        """Leave all live bytes out of the peak until :meth:`resume`. ``seen`` is still called."""
         self.cut()
         self._is_paused = True
 
@@ -135,29 +141,36 @@ class MemoryMeter:
 
 
 REST, REST_CLOSELY = 49, 9
-"""Pause after a sample, as a multiple of its time. Samples take at most a fiftieth of a core.
+"""Length of the pause after a sample, as a multiple of the sample's time. Sampling takes at most a fiftieth
+of a core.
 
-In steps that are measured closely, the sampling thread takes a tenth. Only the processor time of a sample
-counts. Its time by the clock includes waits for the GIL, which is released while the count is read.
+In steps that are measured closely, the sampling thread takes at most a tenth of a core. The time of a sample
+is its processor time. Its time by the clock would include waits for the GIL, because reading the count
+releases the GIL.
 """
 
 HIGHEST = 16
-"""Number of the highest samples of a closely measured step. Later steps skip none of them."""
+"""Number of the highest samples of a closely measured step. Later steps always take a sample at these
+moments."""
 
 THIN = 0.25, 0.02
-"""Samples are thin if there was none for this share of the time, and for this many seconds."""
+"""Longest time without a sample, as a share of the step and in seconds. If a time without a sample is longer
+than both limits, the samples are thin."""
 
 WASTED = 1.1, 4 * 2**20
-"""malloc has to return freed memory if its memory exceeds live bytes by this factor and these bytes."""
+"""Limits of the memory that malloc holds: a multiple of the live bytes, and a number of bytes above the live
+bytes. If malloc exceeds both limits, it is set to return freed memory."""
 
 
 class MallocMeter(MemoryMeter):
-    """The peak of malloc's live bytes. A thread samples it, and the training thread when memory changes.
+    """The peak of malloc's live bytes.
+
+    A thread takes samples. The training thread takes samples when memory changes.
 
     A sample takes 4 us in a small process. It takes 100 to 700 us if the heap has a thousand free blocks,
-    because glibc walks all of them. All threads together therefore pause after each sample. Samples within
-    the pause are skipped, except those of :meth:`cut`. On a busy machine, the sampling thread runs rarely.
-    The training thread samples at the same moments in each step, so the meter learns at which of them memory
+    because glibc visits all of them. After each sample there is therefore a pause for all threads. In this
+    pause only :meth:`cut` takes samples. On a busy machine, the sampling thread runs rarely. The training
+    thread can sample at the same moments in each step, so the meter learns at which of these moments memory
     is highest.
 
     Args:
@@ -181,17 +194,17 @@ class MallocMeter(MemoryMeter):
         self._is_close, self._has_changed = False, True
         self._looks, self._expected = 0, -1  # moments to sample in this step, and in the last one
         self._heights: list[tuple[int, int]] = []  # live bytes and moment, in a step measured closely
-        self._highest: set[int] = set()  # moments that no step skips
+        self._highest: set[int] = set()  # moments at which every step takes a sample
         self._watching, self._closed = threading.Event(), threading.Event()
         watched = weakref.ref(self), self._watching, self._closed
         self._thread = threading.Thread(target=_watch, args=watched, name="tba-memory", daemon=True)
 
     def live(self) -> int:
-        """Return the bytes that malloc has allocated and that count."""
+        """Return the live bytes of malloc that count in the peak."""
         return self.cut()
 
     def reset(self, *, closely: bool = False) -> None:
-        """Take a first sample. The thread and :meth:`sample` take the others."""
+        """Take a first sample. The thread and :meth:`sample` take the later samples."""
         with self._lock:
             self._is_paused, self._is_close = False, closely or self._has_changed
             self._peak = self.whole_peak = self.samples_taken = self._looks = 0
@@ -203,8 +216,8 @@ class MallocMeter(MemoryMeter):
         if self._thread.ident is None:
             self._thread.start()
 
-    def sample(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample shows one moment
-        """Take a sample if it is due, or if this moment was among the highest of an earlier step."""
+    def sample(self, grows_by: int = 0) -> None:  # noqa: ARG002 - a sample has only the bytes of one moment
+        """Take a sample if the pause is over, or if this moment was among the highest of an earlier step."""
         self._looks += 1
         if self._is_close:
             self._heights.append((self.cut(), self._looks))
@@ -212,7 +225,7 @@ class MallocMeter(MemoryMeter):
             self.cut()
 
     def sample_or_rest(self) -> float:
-        """Take a sample if it is due; return the seconds until the thread may take the next one."""
+        """Take a sample if the pause is over; return the seconds until the next sample of the thread."""
         if self._rests_until <= time.perf_counter():
             self.cut()
         return max(self._period, self._rests_until - time.perf_counter())
@@ -220,10 +233,10 @@ class MallocMeter(MemoryMeter):
     def cut(self) -> int:
         """Take a sample and return it.
 
-        Reading the count releases the GIL. A gradient that is created or freed during that time is left out.
-        For a maximum, one sample that is too low is harmless, but one that is too high is not.
+        Reading the count releases the GIL. A gradient that is created or freed during this time is left out.
+        One sample that is too low does not change a maximum much, but one sample that is too high does.
         """
-        with self._lock:  # else a sample from before a reset could be added after it
+        with self._lock:  # otherwise a sample from before a reset could be added after the reset
             static, began = self._static(), time.thread_time()
             whole, held = self._count()
             live = whole - max(static, self._static())
@@ -243,10 +256,10 @@ class MallocMeter(MemoryMeter):
             return live
 
     def peak(self) -> int:
-        """Return the largest sample. Take a last sample first, unless the meter is paused.
+        """Take a last sample, unless the meter is paused, and return the largest sample.
 
-        The peak is thin if this step had other moments than the learned ones, or a long time without a
-        sample.
+        The peak is thin if the moments of this step differ from the learned moments, or if there was a long
+        time without a sample.
         """
         peak = super().peak()
         self._watching.clear()
@@ -267,7 +280,7 @@ class MallocMeter(MemoryMeter):
 
 
 def _watch(meter: weakref.ref[MallocMeter], watching: threading.Event, closed: threading.Event) -> None:
-    """Sample for a meter until it is closed. If the meter was freed, end within a second."""
+    """Take samples for a meter until it is closed. If the meter was freed, end within a second."""
     rest = 0.0
     while not closed.wait(rest):
         watching.wait(1.0)
@@ -286,14 +299,14 @@ class _MallInfo2(ctypes.Structure):
 
 
 def malloc_count() -> Callable[[], tuple[int, int]]:
-    """Return a function that counts this process's live bytes, and the bytes that malloc holds for them.
+    """Return a function that returns the live bytes of this process, and the bytes that malloc holds.
 
-    A process has glibc's functions even if another allocator was preloaded. They then count almost nothing.
-    The count is therefore tested: it must follow an allocation of PyTorch's to within a sixteenth. Other
-    threads may allocate during the test.
+    A process has glibc's functions even if another allocator was preloaded. In this case glibc counts almost
+    no bytes. The count is therefore tested: after an allocation of PyTorch, it must grow by the same number
+    of bytes, with a tolerance of a sixteenth. Other threads may allocate during the test.
 
     Raises:
-        UnsupportedError: The count does not follow. Reasons are musl, glibc before 2.33, or another
+        UnsupportedError: The count does not grow. The reason is musl, glibc before 2.33, or another
             allocator.
     """
     function = getattr(ctypes.CDLL(None), "mallinfo2", None)
@@ -310,7 +323,7 @@ def malloc_count() -> Callable[[], tuple[int, int]]:
             return count
     raise UnsupportedError(
         "the activation peak on a CPU cannot be measured: mallinfo2 of glibc (2.33 or later) does not count "
-        "PyTorch's allocations here. Preload no other allocator, or set measure_memory=False"
+        "PyTorch's allocations here. Do not preload another allocator, or set measure_memory=False"
     )
 
 
@@ -332,7 +345,10 @@ class ResidentPeak:
     """The operating system's peak of this process's resident memory, which can be reset (Linux)."""
 
     def reset(self) -> None:
-        """Set VmHWM to the present resident size. If this is not allowed, the peak covers the whole run."""
+        """Set VmHWM to the current resident size.
+
+        If this is not allowed, the peak is the peak of the whole run.
+        """
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
@@ -346,10 +362,12 @@ class ResidentPeak:
 
 
 class LiveBytes:
-    """Bytes of storages that autograd or an optimizer owns, each counted once, from :meth:`add` until freed.
+    """Bytes of storages that autograd or an optimizer owns.
 
-    A gradient counts from the moment at which autograd stores it in its parameter. While backward computes
-    it, it is a temporary tensor like others. Gradients that are added to an existing one are temporary too.
+    Each storage is counted once, from :meth:`add` until it is freed.
+
+    A gradient counts as soon as autograd stores it in its parameter. While backward computes the gradient, it
+    is a temporary tensor. A gradient that is added to an existing gradient is also a temporary tensor.
 
     Args:
         device: The device. Storages on other devices do not count.
@@ -359,7 +377,8 @@ class LiveBytes:
         self._device, self._lock = device, threading.Lock()
         self._known = weakref.WeakSet[torch.UntypedStorage]()
         self._nbytes = self._shifted = self._added = self._most = 0
-        # Bytes of freed storages. A finalizer may run inside any lock, so it only appends here.
+        # Sizes of freed storages. A finalizer may run while any lock is held, so it only appends to this
+        # list.
         self._freed: SimpleQueue[int] = SimpleQueue()
 
     @property
@@ -369,13 +388,16 @@ class LiveBytes:
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Bytes of storages, and bytes of :meth:`shift`, at the same moment."""
+        """Bytes of storages, and bytes counted by :meth:`shift`, at the same moment."""
         with self._lock:
             self._take_freed()
             return self._nbytes - self._shifted, self._shifted
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor. For a sparse or distributed tensor, count those of its parts."""
+        """Count the storage of a tensor.
+
+        For a sparse or distributed tensor, count the storages of its parts.
+        """
         for plain in _plain_tensors(tensor):
             self.add_storage(plain.untyped_storage())
 
@@ -391,14 +413,20 @@ class LiveBytes:
                 self._grow(nbytes)
 
     def shift(self, nbytes: int) -> None:
-        """Count bytes that change without their storage, as those of weights do; negative when freed."""
+        """Count a change of bytes without a storage object, such as bytes of weights.
+
+        The change is negative if bytes are freed.
+        """
         with self._lock:
             self._take_freed()
             self._shifted += nbytes
             self._grow(nbytes)
 
     def take(self) -> tuple[int, int]:
-        """Return the bytes added since the last call, including freed ones, and the most at one time."""
+        """Return the bytes added since the last call, and the largest number of bytes at one time.
+
+        Bytes that were added and freed again count in both numbers.
+        """
         with self._lock:
             self._take_freed()
             taken = self._added, self._most
@@ -419,7 +447,7 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if hasattr(tensor, "__tensor_flatten__"):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a device mesh may be one
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # it may be a device mesh
         return [plain for part in parts if isinstance(part, torch.Tensor) for plain in _plain_tensors(part)]
     return [tensor] if tensor.layout is torch.strided else []
 
@@ -436,11 +464,11 @@ def plain_storage(tensor: object) -> torch.UntypedStorage | None:
 # Available memory
 
 FITTING = 0.9
-"""Share of a device that layers placed ``auto`` may fill if there is no budget."""
+"""Share of the device memory that a plan for layers placed ``auto`` may fill if there is no budget."""
 
 
 def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
-    """Return the memory of a device that is free or can be freed at once.
+    """Return the bytes of device memory that are free or that the system can free at once.
 
     Args:
         device: An accelerator or the CPU. For the CPU, this is the memory of the host within the limits of
@@ -452,7 +480,7 @@ def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
     """
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[0])
-    host = _statistic(root / "proc/meminfo", "MemAvailable:")  # the page cache counts as free
+    host = _statistic(root / "proc/meminfo", "MemAvailable:")  # the page cache is counted as free
     if host is None:
         raise UnsupportedError("/proc/meminfo has no MemAvailable, which Linux reports since 3.14")
     return min([1024 * host, *_group_bytes(root)])
@@ -461,8 +489,8 @@ def available_bytes(device: torch.device, *, root: Path = Path("/")) -> int:
 def fitting_bytes(device: torch.device) -> int:
     """Return nine tenths of the bytes that this process may use on a device.
 
-    For an accelerator, this is its size less the bytes of other processes. For a CPU, these are the live
-    bytes of malloc, which budgets count, and the memory that this process may still allocate.
+    For an accelerator, this is the size of its memory minus the bytes of other processes. For a CPU, this is
+    the sum of malloc's live bytes, which budgets count, and the memory that this process may still allocate.
 
     Raises:
         UnsupportedError: The kernel does not report the memory.
@@ -478,14 +506,15 @@ _GROUPS = {
     "": ("", "memory.max", "memory.current", "inactive_file"),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Mount of the control groups of versions 2 and 1, and their files of the limit, the usage and the cache."""
+"""Mounts of control groups of versions 2 and 1. For each version: the files with the limit, the usage and the
+cache."""
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """Yield the bytes that each control group of this process, and each group above it, has left.
+    """Yield the free bytes of each control group of this process, and of each group above it.
 
-    Inside a container, the path may be that of the host, which does not exist in the container. The mount is
-    then the container's own group.
+    Inside a container, the path of a group may be a path of the host that does not exist in the container.
+    The mount is then the group of the container.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controller, path = line.split(":", 2)
@@ -495,7 +524,7 @@ def _group_bytes(root: Path) -> Iterator[int]:
         for folder in (group, *group.parents):
             figures = [_read(folder / name).strip() for name in files]
             if folder.is_relative_to(mount) and figures and all(map(str.isdecimal, figures)):
-                # The kernel gives up page cache first when the group reaches its limit.
+                # When the group reaches its limit, the kernel frees page cache first.
                 yield int(figures[0]) - int(figures[1]) + (_statistic(folder / "memory.stat", cache) or 0)
 
 
@@ -506,7 +535,7 @@ def _statistic(file: Path, name: str) -> int | None:
 
 
 def _read(file: Path) -> str:
-    """Return a file of the kernel; an empty string if it does not exist."""
+    """Return the text of a file of the kernel; an empty string if the file does not exist."""
     try:
         return file.read_text()
     except OSError:

@@ -2,14 +2,14 @@
 
 Direct I/O needs addresses, offsets and lengths that are multiples of the drive's block. PyTorch aligns memory
 on the CPU to 64 bytes only. A block is no larger than a page. The first and last blocks of a storage are
-therefore in pages with bytes of that storage, and these pages are mapped. A write without a copy starts at
-the address rounded down to a block, and ends at the end rounded up. ``lead`` of the extent is the distance
-from this start to the payload. A read does the same in reverse if its target has the same lead and owns both
-blocks.
+therefore in pages that have bytes of that storage, so these pages are mapped. A write without a copy starts
+at the address rounded down to a block. It ends at the end address rounded up to a block. ``lead`` of the
+extent is the distance from this start to the payload. A read without a copy is possible if its target has the
+same lead and owns the first and last block.
 
 All other bytes are copied through a staging slab: bytes on a GPU, targets with another lead, and sources
-whose blocks are checksummed. In the last case, the bytes next to the payload must not change during the
-write.
+whose blocks are checksummed. Such sources are copied because the bytes next to the payload must not change
+during the write.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 20, 1 << 30  # a twentieth of the file syst
 _GROWTH = 64 << 20  # a file grows by this many bytes more than needed
 _MOST_LINKS = 40
 # Small blocks save memory, because a buffer for a read is padded to blocks. Other file systems may accept
-# less than their own block, and silently use the page cache for it.
+# transfers smaller than their own block, and use the page cache for these transfers without an error.
 _SMALL_BLOCKS, _KEEPS_DIRECT = (512, BLOCK), ("ext4", "xfs")
 
 
@@ -63,19 +63,18 @@ class FileStore(Store):
     Args:
         directory: An existing directory in which to create the file.
         device: The device with the activations.
-        capacity: Most bytes that the file grows to. By default, this is all free space except a reserve for
-            other files, such as checkpoints. The reserve is a twentieth of the file system, and at least 1
-            GiB.
+        capacity: Largest size of the file in bytes. The default is all free space except a reserve for other
+            files, such as checkpoints. The reserve is a twentieth of the file system, and at least 1 GiB.
         checksum: Whether to compute checksums.
-        slabs: Number of staging slabs to pin at once for a GPU, one for each I/O thread. Pinning memory
-            inside a step would block the device.
+        slabs: Number of staging slabs, one for each I/O thread. For a GPU, they are pinned when the store is
+            opened, because pinning memory inside a step would block the device.
 
     Attributes:
         fd: The file descriptor.
         size: Size of the file in bytes.
         mount: The mount of its file system.
         block: Addresses and lengths of transfers are multiples of this number of bytes.
-        path: The I/O path. ``reason`` says why it is not a better path.
+        path: The I/O path. ``reason`` is a text with the reason if a better path exists.
 
     Raises:
         StoreError: The directory cannot be used, or other users could tamper with its path.
@@ -189,7 +188,9 @@ class FileStore(Store):
             raise ShortTransferError(errno.EIO, f"{what}; {why}: check the system log", self.name)
 
     def grow(self, end: int) -> None:
-        """Make the file at least ``end`` bytes long. Allocate its blocks if the file system can do so.
+        """Make the file at least ``end`` bytes long.
+
+        Allocate the blocks of the file if the file system supports it.
 
         Raises:
             StoreFullError: There is no room. The file is as long as before.
@@ -204,16 +205,16 @@ class FileStore(Store):
             limit = self.size + max(free - spared, 0)
         else:
             limit = min(self.size + free, self.capacity)
-        room = f"{free} bytes are free, and without store.capacity {spared} of them stay free for other files"
+        room = f"{free} bytes are free; without store.capacity, {spared} of them are reserved for other files"
         what = f"the file cannot grow from {self.size} to {end} bytes: {room}"
         if end > limit:
             raise store_error(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.name)
-        for size in (min(end + _GROWTH, limit), end):  # statvfs ignores the quota of a user
+        for size in (min(end + _GROWTH, limit), end):  # statvfs does not know the quota of a user
             try:
                 posix.fallocate(self.fd, self.size, size - self.size)
             except OSError as error:
                 if error.errno not in _NO_FALLOCATE:
-                    os.ftruncate(self.fd, self.size)  # frees the blocks that the failed attempt got
+                    os.ftruncate(self.fd, self.size)  # frees the blocks that the failed call has allocated
                     if size > end:
                         continue
                     raise store_error(what, error, self.name) from error
@@ -222,7 +223,10 @@ class FileStore(Store):
             return
 
     def shrink(self, end: int) -> None:
-        """Free the blocks beyond ``end``, a multiple of 4096. The next write notices a failing drive."""
+        """Free the blocks beyond ``end``, a multiple of 4096.
+
+        Ignore errors, because the next write fails if the drive fails.
+        """
         if end < self.size:
             with suppress(OSError):
                 os.ftruncate(self.fd, end)
@@ -236,18 +240,19 @@ class FileStore(Store):
         with suppress(OSError):
             os.close(self.fd)
         with suppress(OSError):
-            self._run.rmdir()  # it still exists if the file system kept the file's name
+            self._run.rmdir()  # the directory still exists if the file system kept the name of the file
         self._slabs.clear()
 
     def abandon(self) -> None:
         """Close each descriptor of the file in a forked child. An open one would keep the disk space.
 
-        A library may have opened the file again. The slabs stay, because freeing them would call the driver.
+        A library may have opened the file a second time. The slabs are not freed, because freeing them would
+        call the driver.
         """
         never_freed(self._slabs)
         own = os.fstat(self.fd)
         for path in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # the listing's own descriptor
+            with suppress(OSError):  # the descriptor of the directory listing
                 if os.path.samestat(path.stat(), own):
                     os.close(int(path.name))
 
@@ -293,7 +298,7 @@ class FileStore(Store):
     def start(self) -> None:
         """Use direct I/O with the smallest block that the file system can write and read.
 
-        This is called once, while the file still has its name.
+        This method is called once, while the file still has its name.
         """
         self._stable_pages = posix.needs_stable_pages(self.fd)
         flags, memory = fcntl.fcntl(self.fd, fcntl.F_GETFL), memoryview(mmap.mmap(-1, BLOCK))
@@ -334,9 +339,9 @@ def check_directory(path: str) -> None:
 def opened_directory(path: str) -> Iterator[int]:
     """Open a directory, for use as ``dir_fd``.
 
-    Symbolic links are followed, except a link of another user in a directory that everybody may write to. A
-    missing directory is not created. Its path is probably mistyped, or on a drive that is not mounted. Files
-    would then fill the system's disk.
+    Symbolic links are followed. The exception is a link of another user in a directory that everybody may
+    write to. A missing directory is not created: its path may have a typing error, or its drive may not be
+    mounted. In the second case, the files would fill the system's disk.
 
     Raises:
         StoreError: The directory cannot be used, or the block raised an ``OSError``.

@@ -1,9 +1,10 @@
 """A store in one unlinked file that GPUDirect Storage writes and reads.
 
-This is the only module that names kvikio. The path of a transfer depends on the machine. With the nvidia-fs
+This is the only module that uses kvikio. The path of a transfer depends on the machine. With the nvidia-fs
 driver, or with PCIe peer-to-peer, the bytes never touch the host. Otherwise they pass through host memory.
-:attr:`GdsStore.path` names the path. If cuFile does not accept a file at all, opening the store raises an
-error: :class:`tba_offload.store.file.FileStore` moves bytes through the host better than kvikio does.
+:attr:`GdsStore.path` is the name of this path. If cuFile does not accept a file at all, opening the store
+raises an error: :class:`tba_offload.store.file.FileStore` moves bytes through the host better than kvikio
+does.
 
 Transfers use cuFile's own calls, which wait for no CUDA stream. The I/O thread has already waited for the
 producer of the bytes. kvikio's ``pread``, ``pwrite``, ``raw_read`` and ``raw_write`` wait for all work on
@@ -12,8 +13,8 @@ stream, but also wait for the default stream unless cuFile has a configuration f
 kernels, which take multiprocessors from training. kvikio is used to find the cuFile library and its driver,
 and to check whether the machine has what cuFile needs.
 
-No memory is registered with cuFile. Registration pays off only for a buffer that one owner uses
-many times. Tensors come from PyTorch's caching allocator and return to it.
+No memory is registered with cuFile. Registration makes transfers faster only if the same buffer is used many
+times. Tensors come from PyTorch's caching allocator and return to it.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ UDEV = Path("/run/udev")
 class GdsStore(FileStore):
     """A store in one unlinked file that cuFile writes and reads.
 
-    One block is written and read back first. cuFile may accept a file but refuse its transfers. Its first
-    transfer also allocates memory, which must not happen inside a step. Checksums are computed on the device.
+    When the store is opened, one block is written and read back, because cuFile may accept a file but refuse
+    its transfers. Its first transfer also allocates memory, which must not happen inside a step. Checksums
+    are computed on the device.
 
     Args:
-        directory: Where to create the file.
+        directory: The directory in which to create the file.
         device: The device with the activations.
-        capacity: Most bytes that the file grows to.
+        capacity: Largest size of the file in bytes.
         checksum: Whether to compute checksums.
 
     Raises:
@@ -69,7 +71,7 @@ class GdsStore(FileStore):
         super().__init__(directory, **settings)
 
     def start(self) -> None:
-        """Register the file with cuFile, which opens it by name, and write and read back one block of it."""
+        """Register the file with cuFile, which opens it by name. Write one block and read it back."""
         if self._kvikio.defaults.is_compat_mode_preferred():
             why = f"KVIKIO_COMPAT_MODE is ON, libcufile is not found, or the container has no {UDEV}"
             raise self._refused(f"kvikio is in compatibility mode: {why}, where cuFile looks for drives")
@@ -142,7 +144,7 @@ def driver_versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"kvikio": None, "cufile": None, "nvidia_fs": None}
     with suppress(OSError):
         found["nvidia_fs"] = NVIDIA_FS.with_name("version").read_text().strip().removeprefix("version: ")
-    with suppress(MissingDependencyError, RuntimeError, AttributeError):  # some versions of kvikio lack this
+    with suppress(MissingDependencyError, RuntimeError, AttributeError):  # absent in some versions of kvikio
         kvikio = import_kvikio()
         found["kvikio"] = str(kvikio.__version__)
         found["cufile"] = ".".join(map(str, kvikio.cufile_driver.libcufile_version()))
@@ -166,7 +168,7 @@ class _Status(ctypes.Structure):
 
 
 class _Description(ctypes.Structure):
-    # The second field is a union of a descriptor and a pointer. All processors with GPUs are little-endian.
+    # The second field is a union of a descriptor and a pointer. All machines with GPUs are little-endian.
     _fields_ = (("type", ctypes.c_int), ("file", ctypes.c_int64), ("operations", ctypes.c_void_p))
 
 
@@ -233,5 +235,5 @@ def _moved(result: int) -> int:
 
 def _failure(number: int) -> OSError:
     if number > 5000:  # CUFILEOP_BASE_ERR: larger numbers are cuFile's errors, smaller ones the system's
-        return OSError(errno.EIO, f"error {number} of cuFile, which cufile.h explains")
+        return OSError(errno.EIO, f"error {number} of cuFile (see cufile.h)")
     return OSError(number, os.strerror(number))

@@ -1,6 +1,7 @@
 """Extents in host memory. The memory is pinned if the device is an accelerator.
 
-They have no checksums, because checksums protect against errors of drives, drivers and file systems.
+Extents in host memory have no checksums, because checksums protect against errors of drives, drivers and file
+systems.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ SLAB_BYTES = 64 << 20
 class HostStore(Store):
     """Host memory in slabs that together form one range of bytes.
 
-    Slabs are large, so that there are few of them: pinning one blocks the device. If memory is pinned and the
-    capacity is limited, all slabs are pinned at once.
+    Slabs are large, because pinning each slab blocks the device. If memory is pinned and the capacity is
+    limited, all slabs are pinned at once.
 
     Args:
         device: The device with the activations.
-        capacity: Most bytes that extents may take; ``None`` if only the memory itself is a limit.
+        capacity: Largest number of bytes that extents may take; ``None`` if only the memory of the host
+            limits them.
         slab_bytes: Bytes by which the store grows; a multiple of 4096.
 
     Raises:
@@ -45,8 +47,8 @@ class HostStore(Store):
         self.device = device
         self.capacity = None if capacity is None else capacity // BLOCK * BLOCK
         self.checksum = Checksum(on=False)
-        # One copy within host memory takes all its bandwidth. On a link to a device, the next copy must be
-        # ready when one ends.
+        # One copy within host memory uses its full bandwidth. On a link to a device, the next copy must be
+        # ready when a copy ends.
         self.threads = 2 if device.pins_memory else 1
         self._slab_bytes = slab_bytes
         self._slabs: list[torch.Tensor] = []
@@ -88,7 +90,7 @@ class HostStore(Store):
             at += nbytes
 
     def grow(self, end: int) -> None:
-        """Add slabs until there are ``end`` bytes.
+        """Add slabs until the store has ``end`` bytes.
 
         Raises:
             StoreFullError: There is not enough memory.
@@ -104,7 +106,10 @@ class HostStore(Store):
                 raise StoreFullError(errno.ENOMEM, f"{what}; {remedy}", self.name) from error
 
     def shrink(self, end: int) -> None:
-        """Free slabs beyond ``end``. Pinned slabs stay, because pinning them again would block the device."""
+        """Free slabs beyond ``end``.
+
+        Pinned slabs are not freed, because pinning them again would block the device.
+        """
         if not self.device.pins_memory:
             del self._slabs[-(-end // self._slab_bytes) :]
 
@@ -113,5 +118,5 @@ class HostStore(Store):
         self._slabs.clear()
 
     def abandon(self) -> None:
-        """Keep the slabs of a forked child for ever, because freeing pinned memory would call the driver."""
+        """Never free the slabs in a forked child, because freeing pinned memory would call the driver."""
         never_freed(self._slabs)

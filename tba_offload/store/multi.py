@@ -1,4 +1,4 @@
-"""One store over several places: drives, and host memory beside them.
+"""One store over several places: drives, and host memory that is used together with drives.
 
 :meth:`MultiStore.write` and :meth:`MultiStore.read` queue transfers. ``_run`` runs one transfer on an I/O
 thread.
@@ -44,32 +44,35 @@ if TYPE_CHECKING:
     from tba_offload.store.pool import Transfer
 
 WARN_AFTER = 0.1
-"""Share of the time limit after which a warning names the place that a transfer waits for."""
+"""Share of the time limit. If a transfer waits longer than this share, a warning names the place."""
 
 
 class MultiStore:
     """One store over several places. Each place has its own threads, extents, load and health.
 
-    A write goes to one place that is in service and has room. Host memory beside drives is used while the
-    drives have more than ``spill_bytes`` left to write (the rule of TERAIO), or have no room. Among several
-    drives, the write goes to the one with the shortest estimated time. The estimate counts the bytes that the
-    drive holds and the bytes that it has yet to write. A place that failed a write is left alone. After a
-    pause, which doubles each time, one write tries the place again. Queued writes to a failed place end with
-    its error. Writes to a full place fail when the place has to grow.
+    A write goes to one place that is in service and has room. If there are drives and host memory, a write
+    goes to host memory in two cases: the drives have more than ``spill_bytes`` left to write (the rule of
+    TERAIO), or the drives have no room. Among several drives, the write goes to the drive with the shortest
+    estimated time. The estimate counts the bytes that the drive holds and the bytes that are queued for it.
+    If a write fails, its place takes no writes for a pause. Then one write tries the place again. Each
+    failure doubles the pause. Queued writes to a failed place end with the error of the place. A write to a
+    full place fails when the place has to grow.
 
     Args:
-        stores: At least one place. They are closed with this store.
-        readers: Threads that read, for each place that does not set its own number.
-        writers: Threads that write, for each place that does not set its own number.
-        stall_seconds: Seconds after which a place that does not answer is an error; ``None`` for never.
+        stores: At least one place. Closing this store closes them.
+        readers: Number of threads that read, for each place that does not set its own number.
+        writers: Number of threads that write, for each place that does not set its own number.
+        stall_seconds: Time limit in seconds. A place that does not answer within this time causes an error;
+            ``None`` for no limit.
 
     Attributes:
         completed: Gets each ended transfer, on its I/O thread; ``None`` if unused.
-        stall_seconds: As given; infinite for never.
-        spill_bytes: See above. It may be set at any time.
-        alignment: The largest alignment of the places, which suits all of them.
+        stall_seconds: As given; infinite if there is no limit.
+        spill_bytes: Bytes that drives may have left to write before writes go to host memory. It may be set
+            at any time.
+        alignment: The largest alignment of the places. It is valid for all places.
         kind: Kinds of the places.
-        beside: Index of the host memory that is used beside drives; ``None`` if there is none.
+        beside: Index of the host memory that is used together with drives; ``None`` if there is none.
 
     Raises:
         RuntimeError: The process cannot start more threads.
@@ -91,7 +94,7 @@ class MultiStore:
         self._lock = threading.Lock()
         self._transfers: set[Transfer] = set()  # queued or running
         self._seen: Callable[[Moved], object] | None = None
-        self._unusable = ""  # the reason, if any
+        self._unusable = ""  # why the store is unusable, if it is
         self._outages: list[tuple[str, str]] = []
         self._places = [
             Place(index, store, self._run, writers, readers) for index, store in enumerate(stores)
@@ -164,18 +167,18 @@ class MultiStore:
                 if not writes or end <= place.grown:
                     began = meter.note(1)
             if not began:
-                place.grow(end)  # rare, and not part of the measured rate
+                place.grow(end)  # growing is rare, and is not part of the measured rate
                 with self._lock:
                     began = meter.note(1)
             move(place, extent, memory)
-            nbytes = transfer.nbytes  # a failed transfer, which may end at once, does not count in the rate
+            nbytes = transfer.nbytes  # a failed transfer may end at once, so it does not count in the rate
         except BaseException as failure:  # noqa: BLE001 - the waiting thread must get every error
             verb = "write" if writes else "read"
             error = _store_error(failure, f"{verb} {transfer.nbytes} bytes of {place.store.name}")
-        del memory  # a waiting thread may rely on its release
+        del memory  # a waiting thread may expect that the memory is released
         with self._lock:
             ended = meter.note(-1 if began else 0, nbytes)
-            if transfer in self._transfers:  # else its step was discarded
+            if transfer in self._transfers:  # otherwise the step of the transfer was discarded
                 self._end(transfer, place, error, is_new=is_new)
         if nbytes and (seen := self._seen) is not None:
             seen(Moved(place.index, place.store.name, writes, threading.get_ident(), began, ended, nbytes))
@@ -194,7 +197,7 @@ class MultiStore:
         """Cancel a transfer if it has not started.
 
         Returns:
-            True if the transfer has not run and never will. Its memory is then released. False if the
+            True if the transfer has not started and will not run. Its memory is then released. False if the
             transfer is running or has ended.
         """
         if transfer.claim():
@@ -212,10 +215,10 @@ class MultiStore:
         Raises:
             StoreError: The transfer failed, or was cancelled (``errno.ECANCELED``). Each call raises a new
                 object.
-            HangingError: The place has not answered for ``stall_seconds``, and is left alone from now on.
+            HangingError: The place has not answered for ``stall_seconds``. It takes no more transfers.
         """
         limit = self.stall_seconds
-        with suppress(RuntimeError):  # an error of the device: the transfer will end with it
+        with suppress(RuntimeError):  # the device failed, and the transfer will end with this error
             while not (transfer.is_done or transfer.after.query()):  # no drive causes this wait
                 transfer.wait(TICK)
         if not transfer.wait(limit * WARN_AFTER):
@@ -230,7 +233,7 @@ class MultiStore:
         if transfer.is_cancelled:
             raise StoreError(errno.ECANCELED, "the transfer was cancelled before it started")
         if transfer.error is not None:
-            # Raise a copy: a raised error refers to the frames of all callers, and to their memory.
+            # Raise a copy, because a raised error refers to the frames of all callers and so to their memory.
             error = copy.copy(transfer.error)
             error.__cause__ = transfer.error.__cause__
             raise error
@@ -246,10 +249,10 @@ class MultiStore:
             is_late = sum(place.pending for place in self._places if place.is_drive) > self.spill_bytes
             able = [place for place in able if place.is_drive is not is_late] or able
             # The bytes that each place holds count too. Otherwise the fastest place would get all writes
-            # while others are idle, and the others would not help to read the bytes back.
+            # while the other places are idle. The other places would then have nothing to read back.
             able.sort(key=lambda place: (place.extents.used + place.unreserved + nbytes) / place.writes.rate)
         if able[0].cause is not None:
-            able[0].pause()  # this write tries the place, and other writes wait for the result
+            able[0].pause()  # other writes use the place only if this write succeeds
         return able[0]
 
     def _refusal(self, nbytes: int) -> StoreError:
@@ -295,7 +298,7 @@ class MultiStore:
             transfer.extent = None
 
     def _leave_alone(self, place: Place, error: BaseException) -> None:
-        """Take a failed place out of service, and end its queued writes: each of them would time out."""
+        """Take a failed place out of service. End its queued writes, because each of them would time out."""
         cause = str(error)  # the error object may refer to frames and their memory
         if place.cause is None:
             self._outages.append((place.store.name, cause))
@@ -322,8 +325,8 @@ class MultiStore:
     def reset(self) -> None:
         """Discard all transfers and extents, for example of an interrupted step.
 
-        Queued transfers are cancelled, and running ones are waited for. A place that does not answer within
-        ``stall_seconds`` takes no more writes, because a hanging transfer may still write into its extents.
+        Queued transfers are cancelled. Running transfers are waited for. A place that does not answer within
+        ``stall_seconds`` takes no more writes, because a hanging transfer may still write to the place.
         """
         self._settle()
         with self._lock:
@@ -333,7 +336,7 @@ class MultiStore:
                 place.pending = place.unreserved = 0
 
     def trim(self) -> None:
-        """Give back room that was not needed in the last steps. Call this at the end of a step."""
+        """Free room that was not needed in the last steps. Call this at the end of a step."""
         for place in self._places:
             place.trim(self._lock)
 
@@ -343,7 +346,7 @@ class MultiStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that extents take now, including padding."""
+        """Bytes that extents occupy now, including padding."""
         return sum(place.extents.used for place in self._places)
 
     @property
@@ -359,7 +362,7 @@ class MultiStore:
     # ---- drives: load and health -----------------------------------------------------------------
 
     def place(self, extent: Extent) -> str:
-        """Return the name of an extent's place: its directory, or the name of another kind of place."""
+        """Return the name of an extent's place. For a drive, this is its directory."""
         return self._places[extent.drive].store.name
 
     def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
@@ -376,7 +379,7 @@ class MultiStore:
             return [place.take_load(is_beside=self.beside is not None) for place in self._places]
 
     def take_outages(self) -> list[tuple[str, str]]:
-        """Return the names of the places that went out of service since the last call, with the causes."""
+        """Return the places that went out of service since the last call: the name and the cause for each."""
         outages, self._outages = self._outages, []
         return outages
 
@@ -394,7 +397,9 @@ class MultiStore:
     # ---- closing ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Cancel queued transfers, wait for running ones, end the threads and free everything. Idempotent.
+        """Cancel queued transfers, wait for running transfers, end the threads and free everything.
+
+        Idempotent.
 
         Raises:
             HangingError: A place does not answer. Its thread, memory and file stay until the process ends.
@@ -419,7 +424,7 @@ class MultiStore:
             place.store.abandon()
 
     def _settle(self) -> str:
-        """Cancel queued transfers, wait for running ones, and return the names of places that hang."""
+        """Cancel queued transfers, wait for running transfers, and return the names of places that hang."""
         until = time.monotonic() + self.stall_seconds
         with self._lock:
             transfers = list(self._transfers)
@@ -443,13 +448,14 @@ def _check_still_there(memory: ByteRange) -> None:
     """Check that memory was neither freed nor moved since its transfer was queued.
 
     Raises:
-        StoreError: The memory was freed or moved, so its bytes are not the saved ones.
+        StoreError: The memory was freed or moved, so it no longer has the saved bytes.
     """
     storage = memory.storage
     if storage.nbytes() < memory.start + memory.nbytes or storage.data_ptr() + memory.start != memory.address:
         raise StoreError(
             f"the memory of {memory.nbytes} bytes was freed or moved before they were written or read: the "
-            "program resized the storage of a saved tensor. Place that layer keep, or resize it later"
+            "program resized the storage of a saved tensor. Resize it after backward has used it, or set the "
+            "placement of the layer to 'keep'"
         )
 
 
@@ -473,7 +479,7 @@ def _read(place: Place, extent: Extent, memory: ByteRange) -> None:
 
 
 def _hanging(what: str) -> HangingError:
-    remedy = "Check the drive and the system log; store.stall_seconds sets the limit"
+    remedy = "Check the drive and the system log. store.stall_seconds sets the time limit"
     return HangingError(errno.ETIMEDOUT, f"{what}. {remedy}")
 
 

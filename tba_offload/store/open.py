@@ -1,4 +1,4 @@
-"""Open the store of a policy: a place of its kind on each drive, with host memory beside them."""
+"""Functions that open the store of a policy: a place on each drive, and host memory if requested."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
     Args:
         config: The store to open.
         device: The device with the activations.
-        settings: Without a config, the settings of a :class:`tba_offload.StoreConfig`: ``kind``,
-            ``directories``, ``capacity`` and so on.
+        settings: Settings of a :class:`tba_offload.StoreConfig`, such as ``kind``, ``directories`` and
+            ``capacity``. They are used if there is no ``config``.
 
     Raises:
         ConfigError: A setting is wrong, or two directories are the same place.
@@ -52,7 +52,7 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
     config = replace(config, readers=readers, writers=writers)
     if not config.directories and config.kind != "host":
         config = replace(config, directories=(Path(temporary_directory()),))
-    with ExitStack() as stack:  # if a place cannot be opened, those before it are closed again
+    with ExitStack() as stack:  # if a place cannot be opened, the places before it are closed again
         places = [stack.enter_context(closing(place)) for place in _places(config, device)]
         store = MultiStore(places, readers=readers, writers=writers, stall_seconds=config.stall_seconds)
         stack.pop_all()
@@ -79,7 +79,7 @@ def _open_drive(directory: str, config: StoreConfig, device: Device) -> Store:
     """Return the store on one drive. ``auto`` means ``file`` if cuFile does not accept files there."""
     share = None if config.capacity is None else config.capacity // len(config.directories)
     settings: dict[str, Any] = {"device": device, "capacity": share, "checksum": config.checksum}
-    why = None  # a file may be the best path already
+    why = None  # a file may already be the best path
     if config.kind == "gds":
         return GdsStore(directory, **settings)
     if config.kind == "auto" and device.pins_memory:
@@ -95,23 +95,24 @@ def _open_drive(directory: str, config: StoreConfig, device: Device) -> Store:
 
 
 def _check_drives(config: StoreConfig) -> None:
-    """Check that each directory is a place of its own, after links, and has room for an extent.
+    """Check that all directories, with links resolved, are different and have room for an extent.
 
     Raises:
         ConfigError: Two directories are the same place, or the capacity is too small for all of them.
     """
     real = [os.path.realpath(path) for path in config.directories]
     if twice := next((path for path in real if real.count(path) > 1), None):
-        raise ConfigError(f"two directories are the same place, {twice!r}; give each drive one directory")
+        raise ConfigError(f"two directories are the same place: {twice!r}. Name one directory for each drive")
     if config.capacity is not None and config.capacity // len(real) < BLOCK:
-        least = f"the least is {BLOCK} bytes a drive"
-        raise ConfigError(f"a capacity of {config.capacity} bytes holds no extent; {least}")
+        least = f"Set store.capacity to at least {BLOCK} bytes for each drive"
+        raise ConfigError(f"a capacity of {config.capacity} bytes holds no extent. {least}")
 
 
 def threads_per_direction() -> int:
-    """Return the number of threads that read, and of threads that write, on each drive.
+    """Return the number of threads that read from each drive. The same number of threads write to it.
 
-    Two threads saturate the link of an H200 to host memory. With two cores or fewer, one thread is as fast.
+    Two threads use the full bandwidth between an H200 and host memory. On a machine with two cores or fewer,
+    one thread is as fast.
     """
     return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 2
 
@@ -131,10 +132,10 @@ def temporary_directory() -> str:
 
 
 def saves_nothing(config: StoreConfig) -> str | None:
-    """Return why offloading frees no memory of a model on the CPU; ``None`` if it does."""
+    """Return why offloading frees no memory of a model on the CPU; ``None`` if it frees memory."""
     remedy = "name a directory on a drive"
     if config.kind == "host":
-        return f"kind: host moves activations from host memory to host memory; {remedy}, with kind: file"
+        return f"kind: host copies activations from host memory to host memory; {remedy}, with kind: file"
     for directory in config.directories or (tempfile.gettempdir(),):
         if posix.mount_of(str(Path(directory).expanduser())).place == posix.MEMORY:
             return f"{directory} is in host memory; {remedy}"
@@ -151,20 +152,21 @@ def register_kind(kind: str, opener: Opener) -> None:
 
     Args:
         kind: The name.
-        opener: Takes the :class:`tba_offload.StoreConfig`, with directories and numbers of threads filled in,
-            and ``device=``, the :class:`tba_offload.device.Device` of the activations. Returns a new
+        opener: A function with two arguments. The first is the :class:`tba_offload.StoreConfig`, in which
+            directories and numbers of threads are set. The second is ``device=``, the
+            :class:`tba_offload.device.Device` of the activations. It returns a new
             :class:`tba_offload.store.base.Store`, which the session closes.
 
     Raises:
         ValueError: The name is already taken.
     """
     if kind in KINDS:
-        raise ValueError(f"a kind of store named {kind!r} is known already")
+        raise ValueError(f"a kind of store named {kind!r} is already registered")
     KINDS.append(kind)
     _openers[kind] = opener
 
 
 def unregister_kind(kind: str) -> None:
-    """Undo :func:`register_kind`. The kinds of the package stay."""
+    """Undo :func:`register_kind`. The kinds of the package itself are not removed."""
     if _openers.pop(kind, None) is not None:
         KINDS.remove(kind)

@@ -21,20 +21,22 @@ if TYPE_CHECKING:
     from tba_offload.store.pool import Transfer
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 600.0
-"""Seconds that a place is left alone after its first failure, and at most.
+"""Length in seconds of the pause after the first failure of a place, and of the longest pause.
 
-The pause is a time, not a number of steps. A path to a drive returns after seconds or minutes, while a step
+The pause is a time and not a number of steps. A drive may work again after seconds or minutes, while a step
 takes from milliseconds to minutes.
 """
 
 STEPS_KEPT = 3
-"""Number of recent steps. The largest room that they needed is kept at the end of a step."""
+"""Number of recent steps. At the end of a step, the store keeps the largest room that one of these steps
+needed."""
 
 FIRST_RATE = 1e9
-"""Assumed rate of writes to a place before it is measured, in bytes a second."""
+"""Assumed rate of writes to a place before the rate is measured, in bytes a second."""
 
 FIRST_BYTES, RECENT_BYTES = 8 << 20, 64 << 20
-"""Bytes that count at :data:`FIRST_RATE` at first, and bytes after which older measurements are halved.
+"""Weights of measurements, in bytes. The assumed :data:`FIRST_RATE` counts like a transfer of
+``FIRST_BYTES``. After each ``RECENT_BYTES``, the weight of older measurements is halved.
 
 A single small transfer does not measure a drive: its thread may have waited for the processor.
 """
@@ -54,11 +56,11 @@ class Place:
         readers: Number of threads that read, if the store does not set it.
 
     Attributes:
-        is_drive: False for host memory that is used beside drives.
+        is_drive: False for host memory that is used together with drives.
         pending: Bytes of queued or running writes.
-        unreserved: The part of these bytes that has no extent yet.
-        grown: Bytes that the store has room for.
-        cause: Why the place is left alone; ``None`` while it is in service.
+        unreserved: The part of ``pending`` that has no extent yet.
+        grown: Size of the store in bytes.
+        cause: Why the place is out of service; ``None`` while it is in service.
         disabled_until: Time of the next try, by :func:`time.monotonic`.
     """
 
@@ -82,11 +84,11 @@ class Place:
 
     @property
     def limit(self) -> int | None:
-        """Most bytes that extents may take, if known; ``None`` for no known limit."""
+        """Largest number of bytes that extents may take; ``None`` if no limit is known."""
         return self.grown if time.monotonic() < self._full_until else self.extents.capacity
 
     def takes(self, nbytes: int) -> bool:
-        """Return True if a write is worth trying. An I/O thread may still find that there is no room."""
+        """Return True if a write may succeed. An I/O thread may still find that there is no room."""
         is_left_alone = self.cause is not None and time.monotonic() < self.disabled_until
         limit, taken = self.limit, self.extents.used + self.unreserved
         return not is_left_alone and (limit is None or taken + nbytes <= limit)
@@ -104,16 +106,16 @@ class Place:
         return extent
 
     def found_full(self, extent: Extent) -> None:
-        """Record that there was no room for an extent, and do not grow for a while."""
+        """Record that there was no room for an extent. The store does not grow for a while."""
         self._full_until = time.monotonic() + FIRST_PAUSE
-        if extent.offset + extent.length <= self.grown:  # the file system allocates only at a write
+        if extent.offset + extent.length <= self.grown:  # the file system allocates blocks only at a write
             self.grown = extent.offset
 
     def grow(self, end: int) -> None:
         """Make room up to ``end`` bytes.
 
         Raises:
-            StoreFullError: There is no room, or there was none a moment ago.
+            StoreFullError: There is no room, or an attempt a moment ago found no room.
         """
         with self._growing:
             if end > self.grown:
@@ -123,15 +125,15 @@ class Place:
                 self.grown = end
 
     def trim(self, lock: Lock) -> None:
-        """Give back room that was not needed in the last steps."""
-        if not self._growing.acquire(blocking=False):  # busy: the next step tries again
+        """Free room that was not needed in the last steps."""
+        if not self._growing.acquire(blocking=False):  # the lock is taken: the next step tries again
             return
-        try:  # if an extent beyond this room is reserved now, the store grows again
+        try:  # if an extent beyond this size is reserved now, the store grows again
             with lock:
                 self._needs.append(self.extents.take_high_water())
                 keep = max(self._needs)
                 self.grown = min(self.grown, keep)
-            self.store.shrink(keep)  # the store may have grown by more than needed
+            self.store.shrink(keep)  # the store may have grown more than needed
         finally:
             self._growing.release()
 
@@ -161,7 +163,7 @@ class Place:
         self.disabled_until = math.inf
 
     def resume(self) -> None:
-        """Put the place back in service, if it answers."""
+        """Put the place back in service, unless it was disabled because it does not answer."""
         if self.disabled_until < math.inf:
             self.cause, self._full_until = None, 0.0
 
@@ -171,7 +173,7 @@ class Place:
         """Return the load since the last call.
 
         Args:
-            is_beside: Whether host memory is used beside drives, and is therefore a tier of its own.
+            is_beside: Whether host memory is used together with drives, and is therefore a separate tier.
         """
         seconds, before = self.store.checksum.seconds, self._checksum_seconds
         self._checksum_seconds = seconds
@@ -195,7 +197,7 @@ class Meter:
 
     @property
     def rate(self) -> float:
-        """Recent rate in bytes a second."""
+        """Rate of the recent transfers, in bytes a second."""
         return self._recent_bytes / self._recent_seconds
 
     def note(self, change: int, nbytes: int = 0) -> float:

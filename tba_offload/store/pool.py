@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from tba_offload.store.base import Extent
 
 TICK = 1.0
-"""Longest time in seconds that one reading of the clock adds to a wait.
+"""Upper limit, in seconds, of the time that one reading of the clock adds to a wait.
 
 A clock continues while a process is stopped, for example by a batch system that suspends the job. The drive
-does not cause this wait, so each stop counts with this time at most.
+does not cause this wait, so each stop adds at most this time.
 """
 
 
@@ -25,12 +25,12 @@ class Transfer:
     """One write or read, and its result.
 
     The I/O thread that claims a transfer owns it until the transfer is finished. The training thread creates
-    one object for each transfer, so the object is light: two raw locks and no condition variable.
+    one object for each transfer. To keep this fast, the object has two raw locks and no condition variable.
 
     Args:
         memory: The bytes to write, or the memory to fill. The caller must not use it before the transfer has
             ended.
-        after: The transfer starts when the device's work has reached this point.
+        after: A point in the work of the device. The transfer starts when the device has reached this point.
         extent: The extent to read or write; ``None`` for a write to a new extent.
 
     Attributes:
@@ -57,8 +57,8 @@ class Transfer:
         self.drive = 0
         self.error: BaseException | None = None
         self.is_write = self.is_done = self.is_cancelled = False
-        self._claim = allocate_lock()  # taken once, by the thread that decides whether the transfer runs
-        self._done = allocate_lock()  # held until the outcome is known
+        self._claim = allocate_lock()  # acquired once, by the thread that runs or cancels the transfer
+        self._done = allocate_lock()  # held until the result is known
         self._done.acquire()
 
     def claim(self) -> bool:
@@ -74,7 +74,7 @@ class Transfer:
         """Wait until the transfer has ended. Its error is not raised.
 
         Args:
-            seconds: Longest time to wait; may be infinite.
+            seconds: Longest time to wait. It may be infinite.
 
         Returns:
             Whether the transfer has ended.
@@ -82,7 +82,7 @@ class Transfer:
         left = seconds
         while not self.is_done:
             if self._done.acquire(timeout=min(max(left, 0.0), TICK)):
-                self._done.release()  # for the next thread that waits
+                self._done.release()  # release the lock for the next thread that waits
                 break
             left -= TICK
             if left <= 0:
@@ -130,7 +130,7 @@ class WorkerPool:
             raise
 
     def submit(self, transfers: list[Transfer], *, writes: bool) -> None:
-        """Queue transfers, a share for each thread. Each ``put`` wakes a thread, which costs time."""
+        """Queue transfers in one batch for each thread, because each ``put`` takes time to wake a thread."""
         queue, threads = (self._writes, self._writers) if writes else (self._reads, self._readers)
         width = min(threads, len(transfers))
         for first in range(width):
@@ -142,12 +142,12 @@ class WorkerPool:
         while (batch := queue.get()) is not None:
             while batch:
                 transfer = batch.pop(0)
-                if transfer.claim():  # else it was cancelled
+                if transfer.claim():  # otherwise the transfer was cancelled
                     self._do(transfer)
-                del transfer  # else its memory would live until the next transfer comes
+                del transfer  # otherwise the memory would not be freed until the next transfer comes
 
     def stop(self) -> None:
-        """Make the threads end after the transfers that are queued now. Take no lock, and do not wait."""
+        """Make the threads end after the transfers that are queued now. Do not wait, and acquire no lock."""
         for queue, threads in ((self._writes, self._writers), (self._reads, self._readers)):
             for _ in range(threads):
                 queue.put(None)

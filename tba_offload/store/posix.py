@@ -1,7 +1,7 @@
 """System calls on files with raw addresses, and the kinds of file systems.
 
-Python's own ``os.pwrite`` takes buffers, not addresses, and there is no ``os.fallocate``. The GIL is released
-during a call.
+Python's own ``os.pwrite`` takes buffers, not addresses, and there is no ``os.fallocate``. Each call releases
+the GIL.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 Call = Callable[[int, int, int, int], int]
-"""Type of :func:`pwrite` and :func:`pread`: takes descriptor, address, bytes and offset; returns bytes
-moved."""
+"""Type of :func:`pwrite` and :func:`pread`. They take a descriptor, an address, a number of bytes and an
+offset. They return the number of bytes moved."""
 
 _GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602  # FS_IOC_GETFLAGS and FS_IOC_SETFLAGS of most architectures
 _NO_COPY_ON_WRITE = 0x00800000  # FS_NOCOW_FL
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-# This takes an address. A ctypes array would create a type for each length, which ctypes never frees.
+# This function takes an address. A ctypes array would create a type for each length, and ctypes never frees
+# types.
 _memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory.restype = ctypes.py_object
 _memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
@@ -52,7 +53,9 @@ def pread(fd: int, address: int, nbytes: int, offset: int) -> int:
 
 
 def fallocate(fd: int, offset: int, nbytes: int) -> None:
-    """Allocate blocks of a file. The file grows if the range ends after its end. Data does not change.
+    """Allocate blocks of a file.
+
+    If the range ends after the end of the file, the file grows. Data does not change.
 
     ``os.posix_fallocate`` would write zeros if the file system has no such call.
 
@@ -74,21 +77,21 @@ def needs_stable_pages(fd: int) -> bool:
     """Return True if memory must not change while it is written to the file.
 
     A drive that checksums blocks reports this to the kernel. If no drive is found, the file system may
-    checksum data, so the answer is True.
+    checksum data, so the function returns True.
     """
     device = os.fstat(fd).st_dev
     node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    for queue in (node / "queue", node / ".." / "queue"):  # a partition has its disk's queue
+    for queue in (node / "queue", node / ".." / "queue"):  # a partition uses the queue of its disk
         with suppress(OSError):
             return (queue / "stable_writes").read_text().strip() != "0"
     return True
 
 
 def overwrite_in_place(fd: int) -> None:
-    """Make Btrfs overwrite an empty file in place. By default, Btrfs writes each block to a new place.
+    """Set Btrfs to overwrite an empty file in place. By default, Btrfs writes each block to a new place.
 
-    The default takes up to twice the room, and uses allocated blocks only once. After this call, the file
-    system keeps no checksums of the file.
+    The default takes up to twice the room, because it uses allocated blocks only once. After this call, the
+    file system keeps no checksums of the file.
     """
     flags = array("i", [0])
     with suppress(OSError):
@@ -118,8 +121,8 @@ class Mount(NamedTuple):
             the kernel does not say.
         source: The mounted device or export, such as ``"/dev/nvme0n1p1"``; empty if unknown.
         place: The place of the bytes: ``"memory"``, ``"network"``, ``"layers"`` or ``"drive"``. File systems
-            in user space count as ``"network"``. ``"layers"`` is an overlay whose upper layer is not known to
-            be in memory. All others are ``"drive"``.
+            in user space count as ``"network"``. ``"layers"`` is an overlay, unless its upper layer is known
+            to be in memory. All other file systems are ``"drive"``.
     """
 
     kind: str = "unknown"

@@ -111,7 +111,7 @@ def test_a_fault_of_the_program_is_no_fault_of_a_drive(opened: list[Shelf]) -> N
 
 def test_a_name_is_given_once_and_forgotten_names_are_unknown(opened: list[Shelf]) -> None:
     for name in ("file", "shelf"):
-        with pytest.raises(ValueError, match=f"'{name}' is known already"):
+        with pytest.raises(ValueError, match=f"'{name}' is already registered"):
             register_kind(name, lambda _, *, device: Shelf(device))
     unregister_kind("shelf")
     unregister_kind("file")  # stays
