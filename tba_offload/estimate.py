@@ -21,7 +21,6 @@ from unittest import mock
 import click
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import flop_registry
 
 from tba_offload.capture.hooks import SPARSE
@@ -49,7 +48,7 @@ from tba_offload.planner.solve import Case, solve
 from tba_offload.report import text
 from tba_offload.report.log import StepRecord
 from tba_offload.report.text import Table
-from tba_offload.torch_private import TorchDispatchMode, tree_leaves
+from tba_offload.torch_private import TorchDispatchMode, tensors_without_data, tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -163,7 +162,7 @@ def dry_run(make: Make, *, flops: float, min_tensor_bytes: int) -> tuple[StepPro
 
     def run(way: Placement, before: StepProfile | None) -> tuple[StepProfile, DryStep]:
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with tensors_without_data():
                 step = DryStep(way, *make(), flops, min_tensor_bytes)
         except TbaError:
             raise

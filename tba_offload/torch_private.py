@@ -119,6 +119,14 @@ def users_of(storage: torch.UntypedStorage) -> int:
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 tree_leaves = _pytree.tree_leaves
 
+
+def tensors_without_data() -> Any:
+    """Return a context manager that creates tensors with a shape and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # the import takes half a second
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 # ---- dispatcher ------------------------------------------------------------------------------------
 
 KeySet = _C.DispatchKeySet
