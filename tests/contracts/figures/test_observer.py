@@ -71,7 +71,7 @@ def test_the_loop_of_the_readme_reports_the_peak_that_an_observer_sees(
     observed: Warm, tmp_path: Path, kind: str, load: int
 ) -> None:
     peaks = {}
-    for placement, window, steps in (("keep", "", 1), ("offload", "budget: {in_flight_bytes: 16MiB}\n", 4)):
+    for placement, window, steps in (("keep", "", 1), ("offload", "budget: {in_flight_bytes: 16MiB}\n", 3)):
         with busy(load):
             found = run(observed, kind, f"default: {placement}\n{window}", tmp_path, steps=steps)
         reported, seen = found["reported"], found["observed"]

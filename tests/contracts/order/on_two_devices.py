@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LAYERS, WIDTH, STEPS = 6, 128, 4
 DEVICES = tuple(torch.device(LAG, number) for number in range(lagging.DEVICES))
-LATE = 0.002
+LATE = 0.001
 """Seconds that an operation, or a copy, takes longer: what nothing orders comes before it."""
 
 pytestmark = pytest.mark.filterwarnings("ignore::tba_offload.errors.NoEffectWarning")

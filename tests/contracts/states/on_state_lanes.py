@@ -156,7 +156,7 @@ def test_gradients_that_do_not_lie_in_memory_like_parameters_are_left_to_the_dev
 def test_on_a_stream_of_the_program(tmp_path: Path) -> None:
     """ASGD keeps numbers on the device, which slices get copies of."""
     found, expected = pair("asgd")
-    with lagging.late(operations=0.002, copies=0.002):
+    with lagging.late(operations=0.001, copies=0.001):
         torch.accelerator.synchronize()
         with torch.get_device_module(lagging.LAG).stream(torch.Stream(lagging.LAG)):
             with tba.offload_optimizer(found.optimizer, lanes(tmp_path, "host")):
