@@ -158,8 +158,8 @@ THIN = 0.25, 0.02
 than both limits, the samples are thin."""
 
 WASTED = 1.1, 4 * 2**20
-"""Limits of the memory that malloc holds: a multiple of the live bytes, and a number of bytes above the live
-bytes. If malloc exceeds both limits, it is set to return freed memory."""
+"""Limit for the growth of malloc's memory: the growth of the live bytes times this factor, plus this number
+of bytes. If malloc exceeds the limit, it is set to return freed memory."""
 
 
 class MallocMeter(MemoryMeter):

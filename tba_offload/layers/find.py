@@ -1,6 +1,7 @@
 """Find the layers of a model: blocks that run one after the other.
 
-:func:`find_layers` searches for them. :func:`explicit_layers` takes the modules that the caller names.
+:func:`find_layers` searches for these blocks. :func:`explicit_layers` takes the modules that the caller
+passes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ Blocks = dict[str, nn.Module]
 """The blocks of a list, by position."""
 
 State = tuple[Callable[[], Any], Callable[[Any], object]]
-"""A function that reads a state, and one that sets it. Second runs of a layer restore this state."""
+"""A function that reads a state, and a function that sets it. Second runs of a layer restore this state."""
 
 LEAST_LEFT_OUT = 0.1
-"""Other lists of blocks are reported if they have this share of the parameters of the layers."""
+"""Share of the parameters of the layers. Other lists of blocks are reported if they have at least this
+share."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class LayerStack:
 
 
 def chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the chunks of a model. A model without chunks counts as one chunk."""
+    """Return the chunks of a model. A model without chunks is one chunk."""
     return list(model) if isinstance(model, Sequence) else [model]
 
 
@@ -104,15 +106,15 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     contains stages, as in Swin and ConvNeXt, the layers are the blocks of the stages.
 
     The blocks of a ``ModuleList`` may be of several classes, as in hybrids of attention and Mamba. An encoder
-    may have other blocks than its decoder, as in Whisper. Each of the two then counts its layers from 0. A
-    list of one block is used only if no list is longer, and if the block has most of the parameters, as in
-    ALBERT.
+    may have other blocks than its decoder, as in Whisper. The layers of the encoder and of the decoder are
+    then numbered separately from 0. A list of one block is used only if no list is longer and if the block
+    has most of the parameters, as in ALBERT.
 
     Args:
         model: A module, or the chunks of an interleaved pipeline.
 
     Raises:
-        UnsupportedError: The model has no list of blocks. The caller has to name the layers.
+        UnsupportedError: The model has no list of blocks. The caller has to pass the layers.
     """
     chunks = chunks_of(model)
     if not chunks:
@@ -147,13 +149,14 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
 
 
 def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn.Module]) -> LayerStack:
-    """Return the layers that the caller names, numbered in the given order.
+    """Return the layers that the caller passes, numbered in the given order.
 
     A module that is listed several times, because its weights are shared, is one layer that runs several
     times.
 
     Raises:
-        UnsupportedError: A module is not part of the model, is never called, or is inside another one.
+        UnsupportedError: A module is not part of the model, is never called, or is inside another of the
+            modules.
     """
     chunks = chunks_of(model)
     names = {
@@ -166,7 +169,7 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _is_called(module):
             raise UnsupportedError(
                 f"layer {number} ({names[module][1]}) is a {type(module).__name__}, which is never called. "
-                "Name the modules inside it"
+                "Pass the modules inside it"
             )
         chunk, name = names[module]
         layers.append(Layer(LayerId(number, name or type(module).__name__), module, chunk))
@@ -176,7 +179,7 @@ def explicit_layers(model: nn.Module | Sequence[nn.Module], modules: Sequence[nn
 
 
 def check_disjoint(layers: Sequence[Layer]) -> None:
-    """Check that no layer is listed twice, and that none is inside another.
+    """Check that no layer is listed twice, and that no layer is inside another layer.
 
     Raises:
         UnsupportedError: Two layers overlap. The message names them.
@@ -250,7 +253,9 @@ def _members(module: nn.Module) -> Blocks:
 
 
 def _rows(members: Blocks) -> Blocks:
-    """Return the blocks inside a list of rows, which the model calls one by one; other members as they are.
+    """Return the blocks inside a list of rows; return other members unchanged.
+
+    The model calls the blocks of a row one after the other.
 
     Models of lucidrains have a list of rows. Each row has an attention block and a feed-forward block, and no
     module is a whole layer.
@@ -268,10 +273,10 @@ def _rows(members: Blocks) -> Blocks:
 def _in_stages(stages: Blocks) -> Blocks:
     """Return the blocks inside the stages of a model; an empty dict if the modules are layers.
 
-    Stages, as in Swin, have most of their parameters in lists of blocks. They differ in width or depth, or
-    are lists of equal blocks, as OLMo's block groups are. Layers may contain lists too, but all layers have
-    the same shapes. Experts are not layers, because only some of them run. A block of a stage outside its
-    lists, such as downsampling, is a layer too.
+    Stages, as in Swin, have most of their parameters in lists of blocks. Stages differ in width or depth, or
+    are lists of equal blocks, such as the block groups of OLMo. Layers may contain lists too, but all layers
+    have the same shapes. Experts are not layers, because only some experts run. A block of a stage that is
+    outside its lists, such as downsampling, is also a layer.
     """
     found: Blocks = {}
     listed: list[nn.Module] = []
@@ -297,7 +302,7 @@ def _in_stages(stages: Blocks) -> Blocks:
 
 
 def _are_alike(blocks: Blocks, *, may_differ: bool) -> bool:
-    """Return True if blocks can be layers: all are of one class, or at least one of the classes repeats."""
+    """Return True if blocks can be layers: all blocks, or at least two of them, have the same class."""
     firsts = {type(block): block for block in reversed(blocks.values())}
     if not all(map(_is_block, firsts.values())):
         return False
@@ -316,8 +321,8 @@ def _are_alike(blocks: Blocks, *, may_differ: bool) -> bool:
 def _is_block(module: nn.Module) -> bool:
     """Return True if a module is called, and has submodules and parameters.
 
-    Lists of modules are never called. Some models also use a bare ``nn.Module``, which has no forward, to
-    group the parts of a stage. The autoencoders of latent diffusion are an example.
+    Lists of modules are never called. Some models, such as the autoencoders of latent diffusion, group the
+    parts of a stage in a bare ``nn.Module``. This module has no forward.
     """
     has_parts = next(module.children(), None) is not None and next(module.parameters(), None) is not None
     return has_parts and _is_called(module)
@@ -325,7 +330,7 @@ def _is_block(module: nn.Module) -> bool:
 
 def _is_called(module: nn.Module) -> bool:
     """Return True if a module has its own forward."""
-    forward = getattr(module, "forward", None)  # TorchScript may leave it out
+    forward = getattr(module, "forward", None)  # absent from some TorchScript modules
     return forward is not None and getattr(forward, "__func__", None) is not nn.Module.forward
 
 

@@ -32,8 +32,8 @@ def first_differentiable(output: object) -> torch.Tensor | None:
 def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
     """Return the first nodes of an autograd graph, breadth first from its root.
 
-    Nodes that accumulate gradients are left out, because they belong to parameters. If a loop keeps its loss
-    until the next step, these nodes are part of the next graph too.
+    Nodes that accumulate gradients are left out, because they belong to parameters. If the training loop
+    keeps a loss until the next step, the next graph contains the same nodes.
 
     Args:
         root: The first node.

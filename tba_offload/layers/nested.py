@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 MOST = 1_000
-"""Most objects that are searched in one value, so that a huge structure does not delay a step."""
+"""Largest number of objects that are searched in one value, so that a huge structure does not delay a
+step."""
 
 DEPTH = 6
-"""Levels of nested objects that are searched. A cache with a list of layers of tensor lists has four."""
+"""Number of levels of nested objects that are searched. For example, a cache that holds a list of layers,
+each with lists of tensors, has four levels."""
 
 LEAVES = (
     *(str, bytes, int, float, complex, bool, type, types.ModuleType, types.FunctionType, types.MethodType),
@@ -30,9 +32,9 @@ class TooManyError(Exception):
 
 
 def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a module and all modules in it, each once, in a reproducible order.
+    """Return a module and all modules in it, without duplicates and in a reproducible order.
 
-    This takes less than half the time of ``modules()``. It is called for each run of a layer.
+    This function takes less than half the time of ``modules()``. It is called for each run of a layer.
     """
     found = {layer: None}
     waiting = [layer]
@@ -45,10 +47,10 @@ def modules_in(layer: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return the parameters of modules and of all modules inside them, each once.
+    """Return the parameters of modules and of all modules inside them, without duplicates.
 
-    This is much faster than ``parameters()``. A step needs the list several times, and adapters add thousands
-    of small modules to a model. A module's own ``named_parameters`` method is not called.
+    This function is much faster than ``parameters()``. A step needs the list several times, and adapters add
+    thousands of small modules to a model. The modules' own ``named_parameters`` methods are not called.
     """
     inner = (each for module in modules for each in modules_in(module))
     held = (parameter for each in inner for parameter in each._parameters.values() if parameter is not None)
@@ -65,7 +67,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     seen: set[int] = set()
     while waiting:
         found, depth = waiting.pop()
-        kind = type(found)  # unlike isinstance(), this runs no code of the object
+        kind = type(found)  # unlike isinstance(), type() runs no code of the object
         if issubclass(kind, torch.Tensor):
             yield found  # type: ignore[misc]
         elif found is not None and depth < DEPTH and not issubclass(kind, LEAVES) and id(found) not in seen:

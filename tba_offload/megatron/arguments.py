@@ -1,7 +1,8 @@
 """Flags for Megatron-LM's training scripts, in one argparse group.
 
-All flags begin with ``--tba-`` and override the policy file. Any of them switches offloading on. Settings of
-Megatron that are incompatible with offloading are errors of the command line, before a process group exists.
+All flags begin with ``--tba-`` and override the policy file. Any of these flags switches offloading on. If a
+setting of Megatron is incompatible with offloading, the command line is refused before a process group
+exists.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ _FLAGS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("placement", "default", {"metavar": "WORD"}, "fit, or the placement of layers without a rule."),
     ("directory", "store.directories", _DIRECTORIES, "One directory for each drive, shared by the ranks."),
     ("activation-bytes", "budget.activation_bytes", _SIZE, "Largest activation peak, such as 12GiB."),
-    ("device-bytes", "budget.device_bytes", _SIZE, "Most bytes on each rank's device, with weights."),
+    ("device-bytes", "budget.device_bytes", _SIZE, "Memory limit of each rank's device, with weights."),
     ("in-flight-bytes", "budget.in_flight_bytes", _SIZE, "Size of the in-flight window, such as 1GiB."),
     ("objective", "budget.objective", {"metavar": "GOAL"}, "Goal of the planner: time or memory."),
     ("store", "store.kind", {"metavar": "KIND"}, "Kind of store: auto, gds, file or host."),
     ("host-capacity", "store.host_capacity", _SIZE, "Host memory for writes while the drives are busy."),
-    ("checksum", "store.checksum", _SWITCH, "Compare each read with its write (default)."),
+    ("checksum", "store.checksum", _SWITCH, "Compare the checksums of reads and writes (default)."),
     ("optimizer-states", "states", _STATES, "Whether optimizer states are offloaded between updates."),
     ("run-log", "", _FILE, "Run log. Each rank has its own: run.rank0.jsonl and so on."),
-    ("trace-steps", "", _STEPS, "Steps, from 1, to record over time for tba-offload timeline."),
+    ("trace-steps", "", _STEPS, "Numbers of steps, from 1, with a timeline."),
 )
-"""Name of a flag, the setting that it overrides, its options for argparse, and its help."""
+"""The flags. Each has a name, the setting that it overrides, its options for argparse, and its help."""
 
 
 class Conflict(NamedTuple):
     """A setting of Megatron that is incompatible with offloading.
 
     Attributes:
-        flag: The flag, with its value if only that value is incompatible.
+        flag: The flag. If only one value is incompatible, this includes the value.
         why: The reason.
         allowed: Values that are compatible.
-        instead: Another remedy, beside removing the flag.
+        instead: Another remedy than removing the flag.
     """
 
     flag: str
@@ -58,7 +59,7 @@ class Conflict(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Attribute of Megatron's arguments. A release without the setting lacks it."""
+        """Attribute of Megatron's arguments. It is missing in releases without the setting."""
         return self.flag.partition(" ")[0].removeprefix("--").replace("-", "_")
 
     def is_in_the_way(self, arguments: argparse.Namespace) -> bool:
@@ -71,12 +72,12 @@ _SAME_ACTIVATIONS, _SAME_STATES = "it moves the same activations", "it moves the
 _GRAPH = "a graph fixes the addresses of activations"
 _OUTSIDE = "it uses activations outside of backward"
 _FSDP = "it is not supported yet"
-_KEEP_MASTERS = "set states.masters to keep in the policy"
+_KEEP_MASTERS = "set states.masters to 'keep' in the policy"
 
 CONFLICTS = (
     Conflict(
         "--recompute-granularity full",
-        "it recomputes whole layers on its own; place layers recompute in the policy instead",
+        "it recomputes whole layers on its own; set placements to 'recompute' in the policy instead",
         ("selective",),
     ),
     Conflict("--cpu-offloading", _SAME_ACTIVATIONS),
@@ -92,24 +93,24 @@ CONFLICTS = (
     ),
     Conflict("--overlap-dispatch-backward-with-experts-wgrad", _OUTSIDE),
     Conflict("--delay-wgrad-compute", _OUTSIDE),
-    Conflict("--yaml-cfg", "it makes Megatron ignore the command line, these flags included"),
+    Conflict("--yaml-cfg", "it makes Megatron ignore the command line, including the flags of tba-offload"),
     Conflict("--use-megatron-fsdp", _FSDP),
     Conflict("--use-custom-fsdp", _FSDP),
     Conflict("--use-torch-fsdp2", _FSDP),
 )
 
 STATES_CONFLICTS = (
-    Conflict("--use-precision-aware-optimizer", "it keeps states in a form of its own"),
+    Conflict("--use-precision-aware-optimizer", "it keeps states in its own format"),
     Conflict("--optimizer-cpu-offload", _SAME_STATES),
     Conflict("--offload-optimizer-states", _SAME_STATES),
     Conflict("--rl-offload-optimizer-during-inference", _SAME_STATES),
     Conflict("--optimizer-cuda-graph", "a graph fixes the addresses of states"),
-    Conflict("--optimizer", "states of adam and sgd alone are offloaded", ("adam", "sgd")),
+    Conflict("--optimizer", "only states of adam and sgd can be offloaded", ("adam", "sgd")),
 )
 """Settings that are incompatible with offloaded optimizer states."""
 
 MASTERS_CONFLICTS = (
-    Conflict("--log-params-norm", "it computes with all masters at once", instead=_KEEP_MASTERS),
+    Conflict("--log-params-norm", "it computes with all masters at the same time", instead=_KEEP_MASTERS),
     Conflict("--qk-clip", "it changes masters after the update", instead=_KEEP_MASTERS),
 )
 """Settings that are incompatible with offloaded masters."""
@@ -118,7 +119,7 @@ MASTERS_CONFLICTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags to Megatron's parser, and a check for incompatible settings.
 
-    A parser that has the flags already is not changed.
+    If a parser already has the flags, it is not changed.
     """
     if "--tba-policy" in parser._option_string_actions:
         return parser
@@ -137,11 +138,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             if is_on(arguments):
                 _check(arguments, config_of(arguments))
         except (ConfigError, StoreError) as error:
-            # error() would print a usage of thousands of lines first.
+            # error() would first print a usage text of thousands of lines.
             parser.exit(2, f"{parser.prog}: error: {error}\n")
         return arguments, rest
 
-    # All methods that parse the command line call this one.
+    # All methods that parse the command line call this method.
     parser.parse_known_args = parse_and_check  # type: ignore[method-assign,assignment]
     return parser
 
@@ -180,7 +181,7 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
 
 
 def _placed(config: OffloadConfig, default: str) -> OffloadConfig:
-    """Return the configuration with another default. Without ``auto`` layers the objective is dropped."""
+    """Return the configuration with another default. If no layer is ``auto``, drop the objective."""
     config = replace(config, default="auto" if default == FIT else default)  # type: ignore[arg-type]
     if Placement.AUTO in {config.default, *(rule.placement for rule in config.layers)}:
         return config
@@ -215,13 +216,16 @@ def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> No
     for conflict in conflicts:
         if conflict.is_in_the_way(arguments):
             raise ConfigError(
-                f"activation offloading does not go together with {conflict.flag}: {conflict.why}. Remove "
+                f"activation offloading cannot be combined with {conflict.flag}: {conflict.why}. Remove "
                 f"{conflict.flag.partition(' ')[0]}, or {conflict.instead}"
             )
 
 
 def _make_help_printable(parser: argparse.ArgumentParser) -> None:
-    """Escape per cent signs. Megatron-LM 0.19 has a bare one in a help text, and argparse fails on it."""
+    """Escape per cent signs.
+
+    A help text of Megatron-LM 0.19 has an unescaped sign, on which argparse fails.
+    """
     formatter = parser._get_formatter()
     for action in parser._actions:
         if action.help:

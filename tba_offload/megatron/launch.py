@@ -1,4 +1,4 @@
-"""Runs an unmodified Megatron-LM training script with offloading.
+"""A launcher that runs an unmodified Megatron-LM training script with offloading.
 
 ::
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CPU = "--cpu"
-"""First argument to train on the CPU with gloo, for tests."""
+"""Option for tests: train on the CPU with gloo. It must be the first argument."""
 
 _REMEDIES = dict.fromkeys(("psutil", "regex", "six", "tensorboard"), "'tba-offload[scripts]'") | {
     "triton": "triton"
@@ -82,26 +82,26 @@ def enter(arguments: Sequence[str]) -> Path:
     script, *rest = arguments or [""]
     path = Path(script)
     if not path.is_file():
-        raise ConfigError(f"no script {script!r}. Give pretrain_gpt.py of a Megatron-LM checkout")
+        raise ConfigError(f"no script {script!r}. Pass the path of pretrain_gpt.py in a Megatron-LM checkout")
     sys.argv = [str(path), *rest]
     sys.path.insert(0, str(path.resolve().parent))
     return path
 
 
 def run(script: Path) -> None:
-    """Run a script as ``__main__``. :func:`enter` has prepared it."""
+    """Run a script as ``__main__``. Call :func:`enter` first."""
     runpy.run_path(str(script), run_name="__main__")
 
 
 def _why_missing(module: str, script: Path) -> TbaError | None:
-    """Return an error that explains a missing module. ``None`` for modules of Megatron or this package."""
+    """Return an error that explains a missing module; ``None`` for modules of Megatron or this package."""
     package = module.partition(".")[0]
     if module in {"megatron", "megatron.core"}:
         return MissingDependencyError("megatron-core", f"{script.name}: megatron.training", extra="megatron")
     if module == "megatron.training":
         return UnsupportedError(
-            f"{script}: there is no megatron.training beside it, nor in the installed megatron-core. "
-            "Give a script at the root of a Megatron-LM checkout, such as pretrain_gpt.py, or add the "
+            f"{script}: megatron.training is neither in its directory nor in the installed megatron-core. "
+            "Pass a script at the root of a Megatron-LM checkout, such as pretrain_gpt.py, or add the "
             "checkout to PYTHONPATH"
         )
     if package in {"", "megatron", "tba_offload", "tba_lab"}:
@@ -113,7 +113,7 @@ def _why_missing(module: str, script: Path) -> TbaError | None:
 
 
 def main() -> None:
-    """Launch the script on the command line. Print an error in one line if it cannot start."""
+    """Run the script that the command line names. If it cannot start, print an error in one line."""
     try:
         script = prepare(sys.argv[1:])
     except TbaError as error:

@@ -1,4 +1,4 @@
-"""Finds the transformer layers of a Megatron model, and other state that a recomputation must restore."""
+"""Search for the transformer layers of a Megatron model and for states that recomputation restores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
 def is_megatron(model: nn.Module | Sequence[nn.Module]) -> bool:
     """Return True if a model, or a list of model chunks, contains a transformer layer of megatron-core.
 
-    This does not import megatron-core. If the program has not imported it, no layer is Megatron's.
+    This function does not import megatron-core. If the program has not imported it, the result is False.
     """
     layer_types = _layer_types()
     return any(isinstance(module, layer_types) for chunk in chunks_of(model) for module in chunk.modules())
@@ -37,7 +37,8 @@ def find_stack(
 
     Args:
         model: The model, or the list of its chunks on this rank, with or without wrappers.
-        gather: Returns the layers of all ranks for those of this rank. By default there are no other ranks.
+        gather: Takes the layers of this rank, and returns the layers of all ranks. By default, there are no
+            other ranks.
 
     Raises:
         UnsupportedError: A layer has no number.
@@ -63,7 +64,7 @@ def _states() -> Sequence[State]:
     from megatron.core import tensor_parallel
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    # The tracker continues to use the same dict, so pass a copy.
+    # The tracker continues to use its dict, so pass a copy.
     generators = (tracker.get_states, lambda found: tracker.set_states(dict(found)))
     return generators, (lambda: {name: each.clone() for name, each in _logged().items()}, _put_logged)
 
@@ -85,17 +86,17 @@ def _put_logged(values: Mapping[str, Tensor]) -> None:
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
     """Find the transformer and Mamba layers of a model on this rank.
 
-    Numbers start from 0 and count over all pipeline stages and model chunks. Names are those of the model
-    without wrappers such as ``Float16Module``, with the global number of the layer (``decoder.layers.7``).
-    The stack (``encoder``) is part of the id only if numbers alone are ambiguous. A layer inside another
-    layer is part of the outer layer.
+    Numbers start from 0 and continue over all pipeline stages and model chunks. Names are the module names of
+    the model without wrappers such as ``Float16Module``. They have the global number of the layer
+    (``decoder.layers.7``). An id includes the stack (``encoder``) only if numbers alone are ambiguous. A
+    layer inside another layer is not listed, because it is part of the outer layer.
 
     Args:
         model: The model, or the list of its chunks on this rank, with or without wrappers.
 
     Returns:
-        The layers in order of chunks, and within a chunk in order of registration. Empty if the model is not
-        Megatron's.
+        The layers in order of chunks, and within a chunk in order of registration. The list is empty if the
+        model is not a Megatron model.
 
     Raises:
         UnsupportedError: A layer has no number.
@@ -104,7 +105,9 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
 
 
 def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[LayerId]:
-    """Remove the stack from layer ids if numbers are unique, and add the number of layers per stack.
+    """Return the layers with the number of layers per stack.
+
+    If numbers are unique, remove the stack from ids.
 
     The layers of multi-token prediction continue the numbers of the decoder. Both stacks of T5 start from 0.
 
@@ -121,10 +124,10 @@ def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[La
 
 
 def current_microbatch(layer: nn.Module) -> int | None:
-    """Return the micro-batch number that Megatron's schedule has set, from 0. None outside of a schedule.
+    """Return the micro-batch number that Megatron's schedule has set, from 0; None outside of a schedule.
 
-    A schedule sets the number before each forward and does not reset it. So it is valid only during a layer's
-    first forward, and never in backward.
+    A schedule sets the number before each forward and does not reset it. The number is therefore valid only
+    during the first forward of a layer, and never in backward.
     """
     number: int | None = getattr(layer, "current_microbatch", None)
     return number
@@ -152,7 +155,7 @@ def _outermost(chunk: nn.Module, layer_types: tuple[type[nn.Module], ...]) -> It
 
 
 def _identify(name: str, layer: nn.Module) -> LayerId:
-    """Return a layer's id with its global number. Its stack is the part of the name before ``.layers``."""
+    """Return a layer's id with its global number. The stack is the part of the name before ``.layers``."""
     number = getattr(layer, "layer_number", None)
     if not isinstance(number, int):
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Handles Megatron's optimizers: the inner ``torch`` optimizers, their masters and their checkpoints."""
+"""Support for Megatron's optimizers: the inner ``torch`` optimizers, their masters and their checkpoints."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ _GROUPS = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
     ("float16_groups", "fp32_from_float16_groups"),
 )
-"""Attributes with 16-bit parameters and their masters: of a distributed optimizer, and of the other class."""
+"""Names of the attributes with 16-bit parameters and their masters. A distributed optimizer has the first
+pair of names, and the other class has the second pair."""
 
 _SAVED = ("fp32_from_fp16_params", "fp32_from_fp16")
-"""Keys of the masters in checkpoints of optimizers that are not distributed. Old ones use the second."""
+"""Keys of the masters in checkpoints of optimizers that are not distributed. Old checkpoints use the second
+key."""
 
 
 def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
@@ -42,8 +44,8 @@ def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
     """
     if config.when == "backward":
         raise UnsupportedError(
-            "states.when: backward is not possible under Megatron, which reduces gradients after backward "
-            "and updates copies of parameters. Set it to step"
+            "states.when 'backward' is not possible under Megatron, which reduces gradients after backward "
+            "and updates copies of parameters. Set it to 'step'"
         )
     children = _children(optimizer)
     for child in children:
@@ -68,7 +70,7 @@ def inner_of(optimizer: Any) -> list[torch.optim.Optimizer]:
 def _children(optimizer: Any) -> list[Any]:
     found = []
     for child in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(child, "optimizer", None)  # None on a rank without parameters of an expert group
+        inner = getattr(child, "optimizer", None)  # None on a rank that has no parameters of an expert group
         if inner is not None and any(group["params"] for group in inner.param_groups):
             found.append(child)
     return found
@@ -77,7 +79,7 @@ def _children(optimizer: Any) -> list[Any]:
 def masters_of(children: Sequence[Any]) -> dict[torch.Tensor, torch.Tensor]:
     """Return the masters of Megatron's optimizers, mapped to the parameters or local shards that they copy.
 
-    Masters of FP8 and FP4 parameters are excluded, because those parameters are quantized together.
+    Masters of FP8 and FP4 parameters are left out, because these parameters are quantized together.
     """
     return {
         main: part
@@ -97,7 +99,7 @@ def _pairs(child: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
 
 
 def _groups_of(child: Any) -> tuple[str, str] | None:
-    """Return the names of an optimizer's groups, or ``None`` if it has no masters."""
+    """Return the names of an optimizer's groups; ``None`` if the optimizer has no masters."""
     return next((names for names in _GROUPS if all(hasattr(child, name) for name in names)), None)
 
 
@@ -119,7 +121,7 @@ def follow(child: Any, states: OptimizerStates) -> None:
         child: An optimizer of Megatron.
         states: The states of its inner optimizer.
     """
-    if child.init_state_fn is not None:  # SGD has none
+    if child.init_state_fn is not None:  # SGD has no such method
         _make_states_one_by_one(child, states)
     if hasattr(child, "_get_main_param_and_optimizer_states"):
         _follow_distributed_checkpoints(child, states)
@@ -130,7 +132,7 @@ def follow(child: Any, states: OptimizerStates) -> None:
 
 
 def _make_states_one_by_one(child: Any, states: OptimizerStates) -> None:
-    """Offload each state right after it is created for loading, because memory may not hold all states."""
+    """Offload each state as soon as it is created for loading: memory may be too small for all states."""
     make_plain = child.init_state_fn
 
     def make(inner: Any, *settings: Any) -> None:
@@ -145,7 +147,9 @@ def _make_states_one_by_one(child: Any, states: OptimizerStates) -> None:
 
 
 def _follow_distributed_checkpoints(child: Any, states: OptimizerStates) -> None:
-    """Save and load the states of a distributed optimizer. All its checkpoint formats go by parameter.
+    """Save and load the states of a distributed optimizer.
+
+    All its checkpoint formats save states by parameter.
 
     Saved tensors are copies in host memory, so training can continue while a checkpoint is written.
     """
@@ -162,7 +166,7 @@ def _follow_distributed_checkpoints(child: Any, states: OptimizerStates) -> None
         return {"param": found.pop(MASTER, main), **found}
 
     def set_(model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        # Megatron copies into new memory, which is offloaded at the end of the block.
+        # Megatron copies states into new memory. At the end of the block, the states are offloaded.
         with states.setting(main_of(model_param)):
             set_plain(model_param, tensors)
 
@@ -202,7 +206,7 @@ def _follow_checkpoints_of_masters(child: Any, states: OptimizerStates) -> None:
 
 
 def _follow_copies(child: Any, states: OptimizerStates) -> None:
-    """Let Megatron copy only masters in memory, because an update copies each offloaded master itself."""
+    """Let Megatron copy only masters in memory, because an update already copies each offloaded master."""
     to_model, to_masters = child._copy_main_params_to_model_params, child._copy_model_params_to_main_params
 
     def copy_to_model() -> None:

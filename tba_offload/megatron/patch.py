@@ -1,7 +1,7 @@
-"""Patches a Megatron-LM checkout, so that its scripts have the offloading flags without a launcher.
+"""Patches for Megatron-LM checkouts. A patched checkout has the offloading flags without a launcher.
 
-There is one patch for each known release. ``git apply`` applies it to all files or to none. The checkout does
-not need to be a git repository.
+There is one patch for each known release. ``git apply`` changes all files of the patch, or no file. The
+checkout does not need to be a git repository.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Checkout:
             True if the patch was not applied before.
 
         Raises:
-            PatchError: The files differ from those of the release.
+            PatchError: The files differ from the files of the release.
         """
         if not self._fault("--check", "--reverse"):
             return False
@@ -113,7 +113,7 @@ class Checkout:
         return done.stderr.strip() or "unknown error" if done.returncode else ""
 
     def _own_changes(self) -> list[str]:
-        """Return the files of the patch with uncommitted changes. Empty if there is no repository."""
+        """Return the files of the patch that have uncommitted changes; an empty list without a repository."""
         targets = _TARGET.findall(self._patch.read_text(encoding="utf-8"))
         status = self._git("status", "--porcelain", "--untracked-files=no", "--", *targets)
         return [line[3:] for line in status.stdout.splitlines()] if status.returncode == 0 else []

@@ -1,10 +1,10 @@
-"""Attaches a session to Megatron-LM's training loop, without changes to Megatron-LM.
+"""The session in Megatron-LM's training loop, without changes to Megatron-LM.
 
-It uses three functions of ``megatron.training``. The first adds arguments, and gets the flags. The second
-builds model and optimizer, and the session attaches after it. The third returns the schedule, and each
-schedule call with a backward is a step. For the launcher, :func:`install` wraps these functions. A patched
-checkout calls :func:`add_arguments`, :func:`attach_model` and :func:`stepping` itself. Both together are
-allowed.
+This module uses three functions of ``megatron.training``. The first function adds arguments, and also adds
+the flags. The second function builds model and optimizer, and the session attaches after it. The third
+function returns the schedule, and each schedule call with a backward is a step. For the launcher,
+:func:`install` wraps these functions. A patched checkout calls :func:`add_arguments`, :func:`attach_model`
+and :func:`stepping` itself. A patched checkout may also run under the launcher.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _chunks: list[nn.Module] = []
 
 
 def install() -> None:
-    """Wrap functions of ``megatron.training``. Call it before the training script imports them.
+    """Wrap functions of ``megatron.training``. Call this before the training script imports these functions.
 
     Raises:
-        ModuleNotFoundError: There is no ``megatron.training``. It is part of a Megatron-LM checkout, and of
-            the megatron-core package since 0.19.
+        ModuleNotFoundError: There is no ``megatron.training``. A Megatron-LM checkout has this package, and
+            so does megatron-core since 0.19.
     """
     from megatron.training import arguments, training
 
@@ -86,7 +86,7 @@ def _attaching(setup: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Offload states and masters before a checkpoint is loaded, because memory may not hold all of them.
+    """Offload states and masters before a checkpoint is loaded: memory may be too small for all of them.
 
     Args:
         load: Megatron's ``load_checkpoint``.
@@ -107,15 +107,15 @@ def attaching_first(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> None:
-    """Attach the session of this process if a flag asks for it. Has no effect on an attached model.
+    """Attach the session of this process if a flag asks for it. If the model is attached, do nothing.
 
     Args:
         model: The chunks of this rank, as returned by ``setup_model_and_optimizer``.
-        optimizer: The optimizer, as returned by it. Its states are offloaded if a flag or the policy asks for
-            it.
+        optimizer: The optimizer, as returned by ``setup_model_and_optimizer``. Its states are offloaded if a
+            flag or the policy asks for it.
 
     Raises:
-        SystemExit: This rank or another one cannot attach. The process ends with the message and no
+        SystemExit: This rank or another rank cannot attach. The process ends with the message and no
             traceback.
     """
     from megatron.training.global_vars import get_args
@@ -124,7 +124,7 @@ def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) 
     arguments, chunks = get_args(), chunks_of(model)
     if not is_on(arguments) or (_session is not None and _chunks == chunks):
         return
-    if _session is not None:  # training started again in this process
+    if _session is not None:  # training was started again in this process
         atexit.unregister(_close_at_exit)
         _session.close()
     try:
@@ -137,13 +137,13 @@ def attach_model(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) 
 def _close_at_exit() -> None:
     if _session is not None:
         for states in _session.states:
-            # The states are no longer needed, and memory may not have room for them.
+            # The states are no longer needed, and memory may be too small for them.
             states.close(bring_back=False)
         _session.close()
 
 
 def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Make every call of a schedule with a backward a step of the session.
+    """Wrap a schedule, so that each of its calls with a backward is a step of the session.
 
     Args:
         schedule: The schedule from ``get_forward_backward_func``. A schedule that is already wrapped is
@@ -170,7 +170,7 @@ def stepping(schedule: Callable[..., Any]) -> Callable[..., Any]:
 def open_session(
     model: nn.Module | Sequence[nn.Module], arguments: argparse.Namespace, optimizer: Any = None
 ) -> Session:
-    """Attach to the model chunks of this rank according to the flags. All ranks must call this, or none.
+    """Attach to the model chunks of this rank according to the flags. Either all ranks call this, or no rank.
 
     Args:
         model: The model that Megatron built on this rank.
@@ -248,16 +248,16 @@ def _of_all_ranks(own: list[_Item]) -> list[_Item]:
 
 
 def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
-    """Return the layers of all ranks, after a check that all ranks have the same placements.
+    """Check that all ranks have the same placements, and return the layers of all ranks.
 
-    Directories and budgets may differ between nodes. Placements may not differ, because ranks that share a
+    Directories and budgets may differ between nodes. Placements must be equal, because ranks that share a
     layer must recompute it together.
     """
     placements = OffloadConfig(default=config.default, layers=config.layers).to_yaml()
     for rank, others in enumerate(_of_all_ranks([placements])):
         if others != placements:
             raise ConfigError(
-                f"rank {rank} has another policy than rank {_rank()}, but all ranks of a model need the same "
+                f"rank {rank} has a different policy from rank {_rank()}, but all ranks of a model need one "
                 "policy. Use the same policy file on every node"
             )
     layers = _of_all_ranks(own)
@@ -274,11 +274,11 @@ def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
 def _agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[str, Placement]:
     """Return for each layer the proposal of the rank that has this layer and the greatest need.
 
-    All ranks of the job take part. So tensor, expert, context and data parallel ranks use the same placements
-    (experts may be spread over data parallel ranks). Pipeline stages share no layers.
+    All ranks of the job take part. Tensor, expert, context and data parallel ranks therefore use the same
+    placements. Experts may be spread over data parallel ranks. Pipeline stages share no layers.
     """
     agreed: dict[str, Placement] = {}
-    proposals = reversed(_of_all_ranks([(need, proposed)]))  # the lowest rank wins among equal needs
+    proposals = reversed(_of_all_ranks([(need, proposed)]))  # if needs are equal, the lowest rank wins
     for _, proposal in sorted(proposals, key=lambda each: each[0]):
         agreed.update(proposal)
     return agreed
@@ -286,7 +286,7 @@ def _agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[st
 
 @contextlib.contextmanager
 def _failing_together() -> Iterator[None]:
-    """Make all ranks fail if one rank fails in the block. Otherwise the others would wait forever.
+    """Make all ranks fail if one rank fails in the block. Otherwise the other ranks would wait forever.
 
     Raises:
         TbaError: Another rank failed.
@@ -305,7 +305,7 @@ def _failing_together() -> Iterator[None]:
 
 
 def _with_own_drives(config: OffloadConfig) -> OffloadConfig:
-    """Return the config with this rank's share of the node's drives, at least one drive."""
+    """Return the config with this rank's share of the node's drives. The share has at least one drive."""
     hosts = _of_all_ranks([socket.gethostname()])
     neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[_rank()]]
     place, directories = neighbours.index(_rank()), config.store.directories
@@ -341,13 +341,13 @@ def _work_of_a_step() -> dict[str, Any]:
 
 
 def report_loss(step: Step, losses: Any) -> None:
-    """Put this rank's loss into the record of a step, without waiting for the device.
+    """Add this rank's loss to the record of a step, without waiting for the device.
 
     Args:
         step: The step.
-        losses: The schedule's result: the reports of the loss function for each micro-batch. A report is a
-            mean, or a sum and its number of tokens. With 0 tokens the loss is NaN. Stages without a loss
-            report nothing.
+        losses: The result of the schedule: the reports of the loss function for each micro-batch. A report is
+            a mean, or a sum with its number of tokens. With 0 tokens, the loss is NaN. For stages without a
+            loss, there are no reports.
     """
     first = [next(iter(each.values())) for each in losses if each] if isinstance(losses, list) else []
     parts = [value if isinstance(value, tuple | list) else [value] for value in first]
@@ -371,7 +371,10 @@ def _model_info(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
-    """Print the placement of each layer and its reason. Equal consecutive layers share a row."""
+    """Print the placement of each layer and the reason for it.
+
+    Consecutive layers with the same placement share a row.
+    """
     explained = [policy.explain(layer) for layer in layers]
     groups = grouped([layer.name for layer in layers], explained)
     table = Table("Layers", "Name", "Placement", "Why", title="tba-offload")
@@ -384,7 +387,7 @@ def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
 def draw_curves(record: StepRecord) -> None:
     """Pass the main figures of a step to Megatron's TensorBoard and W&B writers, if this rank has them.
 
-    They use the iteration under which Megatron logs the loss, and the same interval.
+    Figures have the same iteration and the same interval as the loss in Megatron's log.
     """
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 

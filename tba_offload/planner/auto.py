@@ -1,21 +1,23 @@
-"""Chooses placements of ``auto`` layers between steps, in three states: LEARN, TRY and HOLD.
+"""The controller, which chooses placements of ``auto`` layers between steps.
+
+It has three states: LEARN, TRY and HOLD.
 
 LEARN takes three steps. The first step offloads all layers, so that a budget holds from the start. In the
 other two steps the controller keeps, recomputes or partly rebuilds every fourth layer of a kind, as far as
 the budget allows.
 
-TRY runs the best plan and the best uniform plan in turn. The plan with the faster measured steps wins. If the
-measured times show that a third plan is better, that plan races once against the winner.
+TRY alternates between the best plan and the best uniform plan. The plan with the faster measured steps wins.
+If the measured times show that a third plan is better, this plan races once against the winner.
 
-HOLD keeps the plan. The controller solves again if three steps in a row are off by 10 %, or if a rate of the
-store is off by a third.
+HOLD keeps the plan. The controller makes a new plan if the times of three steps in a row have changed by 10%,
+or if a rate of the store has changed by a third.
 
-In every state, a step that is larger than all earlier steps returns the controller to LEARN, in the middle of
+In every state, if a step is larger than all earlier steps, the controller returns to LEARN in the middle of
 the step. After a step over the budget, the controller subtracts the excess from the budget and makes a new
 plan at once.
 
-If no limit is set, the budget is the room that the device has. Then plans grow in steps: each plan may peak
-at most at twice the highest peak that has fitted so far.
+If no limit is set, the budget is the free memory of the device. In this case plans grow gradually: the peak
+of each plan may be at most twice the highest peak that has fitted so far.
 """
 
 from __future__ import annotations
@@ -49,27 +51,32 @@ LEARNING = 3
 """Number of steps before the first plan."""
 
 WARM_UP = 1
-"""Number of first steps whose times do not predict later steps."""
+"""Number of first steps whose times are not used, because they differ from the times of later steps."""
 
 FIRST_WINDOW = 16
-"""In the first steps the in-flight window is the budget divided by this. Other memory is not known yet."""
+"""Divisor of the budget. In the first steps, the in-flight window is the budget divided by this number,
+because other memory is not known yet."""
 
 ROUNDS, ROUNDS_ON_HOST = 2, 3
-"""Steps of each plan in a race. The fastest step counts. Host clocks are noisier and need more steps."""
+"""Number of steps of each plan in a race. The fastest step counts. Times of the host vary more than times of
+a device, so they need more steps."""
 
 OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
-"""Limits above which to solve again: change of step times, steps in a row, change of a store rate."""
+"""Limits for a new plan: the change of step times, the number of steps in a row, and the change of a store
+rate."""
 
 ROOM_CHANGED = "the memory available for activations has changed"
 
 WORTH_IT = 0.02
-"""Relative gain that a new plan needs to replace the current one. Shorter waits for I/O count as none."""
+"""Smallest relative gain of a new plan that replaces the current plan. I/O waits below this share of a step
+are ignored."""
 
 GROWTH, GROWTH_TO_PLAN = 2, 4 / 3
-"""Limits of plans when no limit is set, relative to the highest activation peak that has fitted so far.
+"""Limits of plans if the user set no limit, relative to the highest activation peak that has fitted so far.
 
-A plan may peak at most at ``GROWTH`` times that peak. A new plan is made when the allowed peak has grown by
-``GROWTH_TO_PLAN``. The device fills up in a few steps, and each step checks the previous prediction.
+The peak of a plan may be at most ``GROWTH`` times that peak. A new plan is made when the allowed peak has
+grown by the factor ``GROWTH_TO_PLAN``. The device fills up in a few steps, and each step checks the previous
+prediction.
 """
 
 AGREE_EVERY = 8
@@ -77,7 +84,8 @@ AGREE_EVERY = 8
 
 
 Agree = Callable[[dict[str, Placement], tuple[float, float]], dict[str, Placement]]
-"""Takes this rank's proposal (layer name to placement) and its need. Returns the placements agreed on."""
+"""A function that takes this rank's proposal (a placement for each layer name) and its need. It returns the
+placements that all ranks agreed on."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +97,8 @@ class Task:
         layers: Model chunk and module name of each layer.
         limits: Limits that plans must keep.
         objective: Shortest step, or lowest peak without a longer step.
-        agree: Asks the other ranks that have these layers, so that all ranks recompute the same layers.
-            ``None`` if no other rank has them.
+        agree: Agrees with the other ranks that have these layers, so that all ranks recompute the same
+            layers. ``None`` if no other rank has these layers.
     """
 
     policy: tuple[Placement, ...]
@@ -111,7 +119,7 @@ class Task:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every layer is kept, so that nothing shows how fast drives are."""
+        """Whether every layer is kept, so that no transfer shows the rates of drives."""
         return set(self.policy) == {Placement.KEEP}
 
     @property
@@ -121,7 +129,7 @@ class Task:
 
     @property
     def has_budget(self) -> bool:
-        """Whether plans must keep to a budget."""
+        """Whether a budget limits the plans."""
         return self.limits.budget is not None and self.decides
 
     def first(self) -> Plan:
@@ -150,7 +158,7 @@ class Controller:
         task: Settings from which it makes plans.
         state: Purpose of the next step.
         steps: Number of steps so far.
-        profile: Measured step that plans are made from. ``None`` until a step could be measured.
+        profile: Measured step from which plans are made; ``None`` until a step is measured.
         rates: Measured rates of the store.
         sizes: Sizes of the layers' inputs.
     """
@@ -171,14 +179,14 @@ class Controller:
         self._excess = 0  # bytes over the budget, which reduce later budgets
         self._most_seen = 0  # highest activation peak of a step within the budget
         self._headrooms: dict[Plan, int] = {}  # measured headroom of each plan
-        self._race: dict[Plan, list[float]] = {}  # plans that run in turn, and their step times
+        self._race: dict[Plan, list[float]] = {}  # plans that alternate, and their step times
         self._races = 0  # races since the last new plan, without the current race
         self._measured = False  # whether the current plan's peak was measured in HOLD
         self._off = 0
         self._limits_changed = False  # whether the limits changed after the current plan was made
         self._usual: list[float] = []  # seconds of the first steps under the current plan
-        self._bandwidth: Bandwidth | None = None  # bandwidth that the current plan was made for
-        self._highest = math.inf  # `Case.highest` that the current plan was made for
+        self._bandwidth: Bandwidth | None = None  # bandwidth for which the current plan was made
+        self._highest = math.inf  # `Case.highest` for which the current plan was made
         self._why = ""
 
     # ---- for the session -------------------------------------------------------------------------
@@ -190,9 +198,9 @@ class Controller:
 
     @property
     def keep(self) -> Prediction | None:
-        """Predicted figures of a step that keeps all layers; ``None`` before a step was measured."""
+        """Predicted figures of a step that keeps all layers; ``None`` until a step is measured."""
         plan = Plan((Placement.KEEP,) * len(self.task.layers))
-        return None if self.profile is None else play(self.profile, plan, Bandwidth(1, 1))  # moves nothing
+        return None if self.profile is None else play(self.profile, plan, Bandwidth(1, 1))  # no transfers
 
     @property
     def is_done(self) -> bool:
@@ -201,7 +209,7 @@ class Controller:
 
     @property
     def wants_saved(self) -> bool:
-        """Whether kept layers run with hooks in the next step, so that the log tells what they save."""
+        """Whether kept layers run with hooks in the next step, so that the log has their saved tensors."""
         return self.steps == WARM_UP and self.task.keeps_all
 
     @property
@@ -210,9 +218,9 @@ class Controller:
         return self.task.has_budget and (self.state is not State.HOLD or not self._measured)
 
     def least(self, plan: Plan) -> Plan:
-        """Return a safe plan for the rest of a step that is larger than ``plan`` was made for.
+        """Return a safe plan for the rest of a step that is larger than ``plan`` allows.
 
-        Layers that ranks agreed to recompute are still recomputed.
+        Layers are still recomputed if the ranks have agreed to recompute them.
         """
         first = self.task.first()
         if self.task.agree is None:
@@ -251,7 +259,7 @@ class Controller:
             return self._after_step(seen)
         except Exception as error:  # noqa: BLE001 - training can continue without a new plan
             what = f"no plan could be made after step {self.steps}: {error!r}"
-            self._warn("failed", f"{what}. Training continues with the old plan; please report this")
+            self._warn("failed", f"{what}. Training continues with the old plan. Please report this")
             return seen.plan
 
     def _after_step(self, seen: StepObservation) -> Plan:
@@ -287,7 +295,10 @@ class Controller:
         return self._after_try(seen) if self.state is State.TRY else self._after_hold(seen)
 
     def _forget_warm_up(self) -> None:
-        """Discard times of the first step, when files grew, caches were cold and gradients arrived late."""
+        """Discard times of the first step.
+
+        In this step files grow, caches are cold and gradients appear late.
+        """
         self.rates.forget()
         self._headrooms = {}
         if self.profile is not None:
@@ -295,7 +306,7 @@ class Controller:
             self.profile = replace(profile, timings=({},) * len(profile.kinds))
 
     def _update_profile(self, seen: StepObservation, taken: int | None) -> None:
-        """Update the profile and the headroom, if this step adds information."""
+        """Update the profile and the headroom if this step has new information."""
         is_due = self._limits_changed or self._off >= OFF_STEPS - 1 or self.steps % AGREE_EVERY == 0
         if self.state is State.HOLD and not is_due:
             return
@@ -311,7 +322,7 @@ class Controller:
             found = play(replace(profile, headroom=0), plan, bandwidth)
             headroom = max(activations - found.activation_peak, taken - found.peak_bytes)
             self._headrooms[plan] = headroom
-            if self.state is State.LEARN:  # other plans have their peaks at other times
+            if self.state is State.LEARN:  # the peaks of other plans are at other times
                 headroom = max(self._headrooms.values())
             profile = replace(profile, headroom=headroom)
         self.profile = profile
@@ -343,7 +354,7 @@ class Controller:
     # ---- solve -----------------------------------------------------------------------------------
 
     def _case(self, spare: float = 0.0) -> Case:
-        """Return the input of the solver. ``spare`` is the fraction of the budget to leave free."""
+        """Return the input of the solver. ``spare`` is the fraction of the budget that stays free."""
         profile, bandwidth, limits = self.profile, self.rates.bandwidth(), self.task.limits
         if profile is None or bandwidth is None:
             raise RuntimeError("no plan can be made before a step is measured")
@@ -361,18 +372,21 @@ class Controller:
         )
 
     def _solve(self) -> Plan:
-        """Return the best plan that leaves a part of the budget free, or else the best plan."""
+        """Return the best plan that leaves a part of the budget free.
+
+        If there is no such plan, return the best plan.
+        """
         case = self._case(UNMEASURED)
         plan = solve(case)
         if not case.fits(plan):
             plan = solve(case := self._case())
-        if self.steps > WARM_UP:  # one-time allocations of the first step are no reason to warn
+        if self.steps > WARM_UP:  # do not warn because of one-time allocations of the first step
             self._warn_of(case, plan)
         self._bandwidth, self._highest, self._measured = case.bandwidth, case.highest, False
         return plan
 
     def _warn_of(self, case: Case, plan: Plan) -> None:
-        """Warn about a limit that the plan exceeds. The session warns about a full device."""
+        """Warn about a limit that the plan exceeds. If the device is full, the session warns."""
         limits, found = self.task.limits, case.played(plan)
         if found.sent_bytes > case.limits.planned_in(found.seconds):
             self._warn("writes", over_writes(case, plan))
@@ -380,7 +394,7 @@ class Controller:
             self._warn("budget", over_budget(limits, plan, case))
 
     def _start_race(self, why: str, *plans: Plan) -> Plan:
-        """Start to measure the best plan, or several plans in turn."""
+        """Start to measure the best plan, or start a race of several plans."""
         plan, *others = plans or (self._solve(),)
         self.state, self._off, self._usual, self._why = State.TRY, 0, [], why
         self._race, self._races, self._reported = {each: [] for each in (plan, *others)}, 0, None
@@ -393,10 +407,10 @@ class Controller:
         # The first step has one-time allocations.
         if self.steps == WARM_UP and not seen.record.fallback_kept_bytes:
             return self._next_lesson()
-        if self.state is State.LEARN:  # no plan with a lower peak than the first steps is known
+        if self.state is State.LEARN:  # no plan is known whose peak is lower than in the first steps
             return self._start_race(self._why)
         if seen.plan.prediction is None or seen.plan.prediction.peak_bytes <= self.task.limits.planned:
-            self._excess += over  # else no plan is known to fit, and a smaller budget would not help
+            self._excess += over  # otherwise no plan is known to fit, and a smaller budget would not help
         self.state, self._off, self._usual = State.HOLD, 0, []
         return self._solve()
 
@@ -404,7 +418,7 @@ class Controller:
 
     def _after_try(self, seen: StepObservation) -> Plan:
         """Add a measured step to the race. Return the plan of the next step, or the winner."""
-        if self._limits_changed:  # the racing plans were made for another budget
+        if self._limits_changed:  # the racing plans were made for a different budget
             self._limits_changed = False
             return self._start_race(ROOM_CHANGED)
         plan, first = seen.plan, next(iter(self._race))
@@ -432,10 +446,10 @@ class Controller:
         return self._improved(case, winner)
 
     def _second_plan(self, seen: StepObservation) -> Plan | None:
-        """Return a plan to race against the first one, or ``None`` if the first one will be replaced anyway.
+        """Return a plan to race against the first plan; ``None`` if the first plan will be replaced anyway.
 
-        Whether training waits for the drive depends on the measured rates, which are uncertain. So a plan
-        that waits for I/O races against a plan that recomputes.
+        Whether training waits for the drive depends on the measured rates, and these rates are uncertain.
+        Therefore a plan that waits for I/O races against a plan that recomputes.
         """
         plan, record, case = seen.plan, seen.record, self._case(UNMEASURED)
         grows = self._highest < min(case.limits.planned, case.keep.activation_peak)
@@ -446,10 +460,10 @@ class Controller:
         return best_plain(case, plan, recomputes=waits)
 
     def _improved(self, case: Case, winner: Plan) -> Plan:
-        """Return the winner of a race, or, at most once, a better plan found with the measured times.
+        """Return the winner of a race, or a better plan that was found with the measured times.
 
-        With measured times, a plan can turn out to write more per day than the limit allows. That plan never
-        wins.
+        A better plan is returned at most once. Measured times may show that a plan writes more per day than
+        the limit allows. Such a plan never wins.
         """
         # Assume the highest headroom of all racing plans.
         most = max(self._headrooms.values(), default=case.profile.headroom)
@@ -469,9 +483,9 @@ class Controller:
     # ---- HOLD ------------------------------------------------------------------------------------
 
     def _after_hold(self, seen: StepObservation) -> Plan:
-        """Return the current plan, unless step times or the store have changed."""
+        """Return the current plan. If step times or the store have changed, return a new plan."""
         case, was, seconds = self._case(), self._bandwidth, _seconds(seen)
-        # Compare with measured times, since the prediction may have a constant error.
+        # Compare with measured times, because the prediction may have a constant error.
         if len(self._usual) < OFF_STEPS:
             self._usual.append(seconds)
         expected = statistics.median(self._usual)
@@ -487,13 +501,13 @@ class Controller:
         if not case.fits(now):
             return self._start_race(why, better)
         if not _is_worth_it(better, now):
-            return now  # the same plan, with a new prediction
+            return now  # the plan is the same, but has a new prediction
         return self._start_race(why, better, now)
 
     # ---- agreement of ranks ----------------------------------------------------------------------
 
     def need_of(self, proposed: Plan) -> tuple[float, float]:
-        """Return the bytes over the budget and the seconds of this rank's step without any recomputation."""
+        """Return the bytes over the budget and the seconds of this rank's step if no layer is recomputed."""
         if self.state is State.LEARN or self.profile is None:
             return 0.0, 0.0
         case = self._case()
@@ -520,18 +534,18 @@ class Controller:
     # ---- warnings and logs -----------------------------------------------------------------------
 
     def _warn(self, key: str, text: str) -> None:
-        """Warn once per cause, so that one warning does not hide another."""
+        """Warn once per cause, so that a warning does not suppress warnings with other causes."""
         if key not in self._warned:
             self._warned.add(key)
             warn(text, RuntimeWarning)
 
     def news(self, plan: Plan) -> dict[str, object] | None:
-        """Return a new plan and its inputs for the run log, or ``None`` if the plan is not new."""
+        """Return a new plan and its inputs for the run log; ``None`` if the plan is not new."""
         if self.state is State.LEARN or self.profile is None or plan.prediction is None:
             return None
-        is_last = not self.task.decides and self.steps == 2 * LEARNING  # memory is measured by then
+        is_last = not self.task.decides and self.steps == 2 * LEARNING  # memory is measured
         if self._reported is not None and not is_last and (plan == self._reported or self.state is State.TRY):
-            return None  # racing plans are reported after the race
+            return None  # the log gets the plans of a race after the race
         case = self._case()
         self._reported = plan
         return {
@@ -546,11 +560,11 @@ class Controller:
 
 
 def bytes_taken(record: StepRecord, limits: Limits) -> int | None:
-    """Return how many bytes of the budget a step used, or ``None`` if they were not measured."""
+    """Return the number of budget bytes that a step used; ``None`` if it was not measured."""
     peak, base = record.device_peak_bytes, record.base_bytes
     if not limits.nets_gradients or record.activation_peak_bytes is None or peak is None or base is None:
         return record.activation_peak_bytes
-    # States that an optimizer makes after backward exist at the same time as all gradients.
+    # An optimizer may create states after backward, when all gradients still exist.
     return max(peak - base - (record.gradient_peak_bytes or 0) - (record.state_bytes or 0), 0)
 
 

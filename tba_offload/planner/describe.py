@@ -1,4 +1,4 @@
-"""Describes plans in words: the placements, the prediction, the reasons and the warnings."""
+"""Text about plans: the placements, the prediction, the reasons and the warnings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def reason(case: Case) -> str:
 
 
 def _store(case: Case) -> str:
-    """Return the rate of the store, and the rate needed to offload everything without waits."""
+    """Return a text with two rates: the store's, and the rate to offload all layers without waits."""
     profile, given = case.profile, readable_rate(case.bandwidth.write)
     slots = [slot for slot in profile.slots if not slot.backward]
     seconds = sum(profile.timing(slot.layer, Placement.KEEP).forward + slot.gap for slot in slots)
@@ -75,14 +75,14 @@ def written_a_day(case: Case, plan: Plan) -> str | None:
 
 
 def over_writes(case: Case, plan: Plan) -> str:
-    """Return the warning that no plan keeps to the limit of written bytes."""
+    """Return the warning that every plan exceeds the limit of written bytes."""
     allowed, written = readable_size(case.limits.written_per_day or 0), written_a_day(case, plan)
     what = f"store.write_bytes_per_day of {allowed} cannot be met: the best plan found {written}"
     return f"{what}. Raise the limit, or offload fewer layers"
 
 
 def over_budget(limits: Limits, plan: Plan, case: Case) -> str:
-    """Return the warning that no plan keeps to the budget, with the parts of the lowest peak."""
+    """Return the warning that every plan exceeds the budget, with the parts of the lowest peak."""
     profile, found = case.profile, case.played(plan)
     left, setting = "", "budget.activation_bytes"
     if limits.device is not None:

@@ -1,8 +1,7 @@
-"""Measures the profile of a step from its trace.
+"""Computation of the profile of a step from its trace.
 
-Compute times come from the clock that ran the work, which is the device's clock for an asynchronous device.
-The time at which an activation is saved or used is stored as a fraction of its layer's host time, because
-only the order of activations matters there.
+Compute times come from the clock of the device that ran the work. The time at which an activation is saved or
+used is stored as a fraction of its layer's host time, because only the order of activations matters there.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ LayerKey = tuple[int, str]
 """Model chunk and module name of a layer."""
 
 ALIKE = 0.25
-"""Largest relative difference in bytes between layers of one kind. Their activation counts are equal."""
+"""Largest relative difference in bytes between layers of one kind. These layers have equal numbers of
+activations."""
 
 OFFLOADED, REBUILT, LEARNED_KEEP = "offloaded", "rebuilt", "learned keep"
 """Values of ``treatment`` in an activation trace."""
@@ -51,15 +51,17 @@ UNKNOWN = LayerKind((), small_bytes=0, input_bytes=0)
 """Kind of a layer that was never measured."""
 
 REMEMBERED = 3
-"""Number of steps whose median is the layer time, so that a single slow step has no effect."""
+"""Number of steps. The time of a layer is its median over these steps, so that a single slow step has no
+effect."""
 
 
 EVIDENCE = 32 << 20
-"""Bytes transferred in one direction before measured rates replace the result of the probe."""
+"""Number of bytes in one direction. After this many bytes, measured rates replace the result of the probe."""
 
 
 _Size = tuple[int, int]
-"""Number of activations that a layer saves, and their bytes. Layers of one kind are similar in both."""
+"""Number of activations that a layer saves, and their bytes. Both figures are similar for layers of one
+kind."""
 
 RunSize = tuple[int, ...]
 """Size of a run: the number of the layer's runs that wait for backward, then all tensor dimensions."""
@@ -117,7 +119,10 @@ class _Run(NamedTuple):
 
     @property
     def is_captured(self) -> bool:
-        """Whether hooks recorded what it saves: a kept layer has some in one step of a run log."""
+        """Whether hooks recorded the tensors that the run saves.
+
+        If there is a run log, kept layers run with hooks in one step.
+        """
         return self.way.is_offloaded or (self.way is Placement.KEEP and bool(self.saved))
 
 
@@ -130,10 +135,10 @@ def profile_of(
         seen: The measured step.
         layers: Model chunk and name of each layer of this process.
         before: Profile from earlier steps of the same size, to be updated with this step.
-        nets: Whether the time at which gradients appear matters.
+        nets: Whether the profile needs the times at which gradients appear.
 
     Returns:
-        The profile, or ``None`` if no layer has run with hooks, or there was no backward.
+        The profile; ``None`` if no layer has run with hooks, or if there was no backward.
     """
     trace, ended = seen.trace, seen.began + seen.record.seconds
     on_host = trace.host_times(seen.stalls, began=seen.began, ended=ended)
@@ -183,7 +188,10 @@ def _clock(stalls: Sequence[tuple[float, float]]) -> Callable[[float], float]:
 
 
 def _intervals(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """Return when each scope computed, as (forward, backward). Backward lasts until the next event."""
+    """Return the compute intervals of each scope: forward and backward.
+
+    Backward lasts until the next event.
+    """
     clock = _clock(times.stalls)
     begins = [began for scope in times.scopes for began in (scope.forward_began, scope.backward_began)]
     borders = sorted([*begins, *times.backward_ends])
@@ -199,9 +207,9 @@ def _intervals(times: StepTimes) -> list[tuple[tuple[float, float], tuple[float,
 def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tuple[tuple[Slot, ...], float]:
     """Return the slots of a step in order, and the end of the last slot.
 
-    Gradients appear during a backward, and a program may free the old ones before it. So a slot gets the
-    larger of two counts: at its start and at the start of the next slot. A slot gets 0 if gradients were not
-    counted.
+    Gradients appear during a backward, and a program may free the old gradients before it. A slot therefore
+    gets the larger of two counts: the count at its start and the count at the start of the next slot. If
+    gradients were not counted, a slot gets 0.
     """
     intervals = [(run.forward, run, False) for run in runs] + [(run.backward, run, True) for run in runs]
     intervals.sort(key=lambda interval: interval[0][0])
@@ -228,7 +236,10 @@ def _with_gradients(slots: tuple[Slot, ...], before: Sequence[Slot]) -> tuple[Sl
 
 
 def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:
-    """Return the slots with added runs of the layers that this step skipped, next to their neighbours."""
+    """Return the slots, with added runs of the layers that this step skipped.
+
+    Added runs are next to neighbouring layers.
+    """
     found = list(slots)
     for missing in sorted(layers - {slot.layer for slot in slots}):
         for micro_batch, backward in sorted({slot[1:3] for slot in slots}):
@@ -250,7 +261,7 @@ def _timings(
         found[layers[run.layer], computed_as(run.way)].append(timing)
     renewed: list[Timings] = [{} for _ in range(count)]
     if before is not None:
-        for layer, kind in reversed(list(enumerate(layers))):  # the first layer of a kind wins
+        for layer, kind in reversed(list(enumerate(layers))):  # the first layer of a kind sets the figures
             renewed[kind] = dict(before.timings[before.layers[layer]])
     for (kind, way), timings in found.items():
         renewed[kind][way] = (*renewed[kind].get(way, ()), median_of(tuple(timings)))[-REMEMBERED:]
@@ -268,7 +279,9 @@ def _kinds(
     count: int,
     before: StepProfile | None,
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
-    """Return the layer kinds, and the kind of each layer. Both are empty if no layer was ever captured.
+    """Return the layer kinds, and the kind of each layer.
+
+    Both are empty if no layer was captured in any step.
 
     A layer without hooks in this step gets its earlier kind, or the most frequent kind.
     """
@@ -303,7 +316,7 @@ def _by_scope(activations: Sequence[ActivationTrace]) -> defaultdict[object, lis
 
 
 def _alike(size: _Size, sizes: Iterable[_Size]) -> _Size:
-    """Return the first of ``sizes`` that is similar to ``size``, or ``size`` itself."""
+    """Return the first of ``sizes`` that is similar to ``size``; ``size`` itself if there is none."""
     for other in sizes:
         if other[0] == size[0] and abs(other[1] - size[1]) <= ALIKE * max(other[1], size[1]):
             return other
@@ -339,7 +352,7 @@ def _saved(
     """Return one activation of similar layers. Values that this step did not measure come from ``known``."""
     pairs = list(zip(runs, column, strict=True))
     saved_at = statistics.median(_fraction(clock(each.packed_at), run.host_forward) for run, each in pairs)
-    # If an activation is a source for rebuilding others, it may be needed before its own use.
+    # If other activations are rebuilt from an activation, it may be needed before its own use.
     until = [
         _fraction(clock(each.unpacked_at), run.host_backward)
         for run, each in pairs
@@ -360,8 +373,8 @@ def _fraction(when: float, interval: tuple[float, float]) -> float:
 def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Placement]) -> StepProfile:
     """Return the profile with the largest memory beside activations that was measured for each kind.
 
-    The meter cannot know what a running layer itself keeps or recomputes. The simulator counts those bytes as
-    part of the layer, so they are subtracted here.
+    The meter's figure includes the bytes that a running layer itself keeps or recomputes. The simulator
+    counts these bytes as part of the layer, so they are subtracted here.
     """
     found: dict[int, Beside] = {}
     for layer, (way, beside) in enumerate(zip(placements, seen.layers, strict=True)):
@@ -370,7 +383,7 @@ def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Pla
             own = layer_under(profile, number, way)
             again = own.again or max((saved.nbytes for saved in own.rebuilt), default=0)
             look = Beside(*(max(a - b, 0) for a, b in zip(beside, (own.left, again, again), strict=True)))
-            # With all activations in memory at once, other memory is smaller.
+            # If all activations are in memory at the same time, other memory is smaller.
             if computed_as(way).is_offloaded:
                 look = look._replace(whole=min(look.whole, look.backward))
             found[number] = look.at_least(found.get(number, Beside()))
@@ -392,7 +405,7 @@ class Rates:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the measurements of the first step, when files grew and caches were cold."""
+        """Discard the measurements of the first step. In this step files grow and caches are cold."""
         self._steps: tuple[deque[tuple[float, float]], ...] = deque(maxlen=3), deque(maxlen=3)
         self._moved = [0, 0]
         self._room: int | None = None
@@ -403,7 +416,10 @@ class Rates:
         self._floor = write, read
 
     def note(self, loads: Sequence[DriveLoad], *, fell_back: bool) -> None:
-        """Add the transfers of a step. ``fell_back`` is True if activations stayed in memory (full store)."""
+        """Add the transfers of a step.
+
+        ``fell_back`` is True if activations stayed in memory because the store was full.
+        """
         self._fell_back |= fell_back
         serving = [load for load in loads if load.in_service]
         rooms = [load.room for load in serving]
@@ -417,7 +433,7 @@ class Rates:
                 self._moved[number] += nbytes
 
     def bandwidth(self) -> Bandwidth | None:
-        """Return the median of the last three steps, or ``None`` if nothing was transferred or probed."""
+        """Return the median of the last three steps; ``None`` if there were no transfers and no probe."""
         found: list[float | None] = []
         for number, steps in enumerate(self._steps):
             rate = statistics.median(rate for rate, _ in steps) if steps else None
@@ -431,10 +447,11 @@ class Rates:
 
 
 class Sizes:
-    """Tracks the sizes of a session's steps. Plans must hold for the largest size.
+    """The sizes of a session's steps. Plans are made for the largest size.
 
-    A run is no larger than another if none of its dimensions is larger and no more runs wait for backward. A
-    step is also larger if more layers run in it. If a program skips layers, the largest number counts.
+    A run is larger than another run if one of its dimensions is larger, or if more runs wait for backward. A
+    step is also larger if more layers run in it. If a program skips layers, the largest number of layers
+    counts.
 
     Attributes:
         is_largest: Whether the last step was as large as the size that plans are made for.
@@ -447,7 +464,7 @@ class Sizes:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the runs of the last step."""
+        """Clear the runs of the last step."""
         self._seen: defaultdict[int, set[RunSize]] = defaultdict(set)
         self._runs = 0
         self._has_grown = False

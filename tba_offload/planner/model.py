@@ -1,4 +1,4 @@
-"""Data model of the planner: step profiles, rates, limits, plans and predictions.
+"""Data classes of the planner: step profiles, rates, limits, plans and predictions.
 
 A profile holds no tensors. It is measured from the trace of a step (:mod:`tba_offload.planner.measure`) and
 written to the run log as JSON. It is the only description of a step that the simulator needs.
@@ -27,13 +27,15 @@ MARGIN = 0.02
 """Fraction of the budget that plans leave free, because predictions are not exact."""
 
 SPARE = 1 / 64
-"""Fraction of the device's free memory that plans leave unused, in case the base grows slightly."""
+"""Fraction of the device's free memory that plans leave unused, because the memory in use before a step may
+grow slightly."""
 
 LEAST_RECOMPUTED = 0.5
-"""Smallest second forward relative to the first. A smaller measurement is treated as noise."""
+"""Smallest accepted time of a second forward, relative to the first forward. A smaller measurement is treated
+as noise."""
 
 HOOK_SECONDS = 10e-6
-"""Shortest time that offloading one activation takes on the training thread, in either direction."""
+"""Shortest time on the training thread for offloading one activation, in each direction."""
 
 
 # ---- the profile of a step ------------------------------------------------------------------------
@@ -46,7 +48,8 @@ class Saved(NamedTuple):
         nbytes: Its size.
         at: When it is saved, as a fraction of the layer's forward time.
         until: When backward first uses it, as a fraction of the layer's backward time.
-        rebuilt: Whether ``offload-remat`` rebuilds it instead of offloading it. ``None`` if unknown.
+        rebuilt: Whether ``offload-remat`` rebuilds the activation instead of offloading it. ``None`` if
+            unknown.
     """
 
     nbytes: int
@@ -58,13 +61,13 @@ class Saved(NamedTuple):
 class Beside(NamedTuple):
     """Largest memory while a layer runs, without the saved activations of layers.
 
-    It consists of temporaries, gradients of activations, and other memory in use.
+    This memory consists of temporaries, gradients of activations, and other memory in use.
 
     Attributes:
         forward: From the start of this layer's forward to the start of the next layer's forward.
         backward: The same for backward, if the saved activations are read back one after another.
         whole: The same for backward, if all saved activations are in memory from the start. Backward frees
-            some of them before it reaches its own peak.
+            some of these activations before it reaches its own peak.
     """
 
     forward: int = 0
@@ -84,9 +87,9 @@ class LayerKind:
         activations: The activations that one run saves, in order.
         small_bytes: Bytes of tensors that are too small to offload.
         input_bytes: Bytes of the layer's input, which stay in memory if the layer is recomputed.
-        attention_bytes: Bytes of the output of its fused attention. ``None`` if unknown.
+        attention_bytes: Bytes of the output of the layer's fused attention. ``None`` if unknown.
         beside: Memory beside activations. ``None`` if memory was never measured.
-        sources: Activations that ``offload-remat`` offloads only to rebuild others from them.
+        sources: Activations that ``offload-remat`` offloads only to rebuild other activations from them.
     """
 
     activations: tuple[Saved, ...]
@@ -107,17 +110,17 @@ class LayerKind:
         return self.nbytes + self.small_bytes
 
     def staying(self, percent: int) -> frozenset[int]:
-        """Return the indices of the activations that stay if ``percent`` of the bytes are offloaded."""
+        """Return indices of the activations that stay in memory if ``percent`` of the bytes are offloaded."""
         return staying((saved.nbytes for saved in self.activations), percent)
 
     @property
     def rebuilt_bytes(self) -> int:
-        """Bytes that ``offload-remat`` rebuilds. 0 if unknown."""
+        """Bytes that ``offload-remat`` rebuilds. The value is 0 if unknown."""
         return sum(saved.nbytes for saved in self.activations if saved.rebuilt)
 
     @property
     def spared_bytes(self) -> int:
-        """Bytes by which ``offload-remat`` offloads less than ``offload``. 0 if unknown."""
+        """Bytes that ``offload`` offloads and ``offload-remat`` does not. The value is 0 if unknown."""
         return self.rebuilt_bytes - sum(saved.nbytes for saved in self.sources)
 
     @property
@@ -144,7 +147,7 @@ def median_of(timings: tuple[Timing, ...]) -> Timing:
 
 
 def computed_as(placement: Placement) -> Placement:
-    """Return the measured placement that computes the same as ``placement``."""
+    """Return the measured placement that does the same computation as ``placement``."""
     way = placement.as_run
     if way.percent < 100:
         return Placement.OFFLOAD
@@ -159,7 +162,7 @@ class Slot(NamedTuple):
         micro_batch: Number of the forward pass.
         backward: Whether the run is a backward.
         gap: Seconds of other compute before the run.
-        gradients: Largest number of gradient bytes during the run. 0 if gradients do not matter.
+        gradients: Largest number of gradient bytes during the run; 0 if gradients are not included.
     """
 
     layer: int
@@ -202,7 +205,7 @@ class StepProfile:
 
     @property
     def gradient_bytes(self) -> int:
-        """Largest number of gradient bytes at one time. 0 if gradients do not matter."""
+        """Largest number of gradient bytes at one time; 0 if gradients are not included."""
         return max((slot.gradients for slot in self.slots), default=0)
 
     def without_gradients(self) -> StepProfile:
@@ -211,10 +214,10 @@ class StepProfile:
         return replace(self, slots=slots)
 
     def timing(self, layer: int, placement: Placement) -> Timing:
-        """Return the seconds of a layer under a placement. Estimate them if they were not measured.
+        """Return the seconds of a layer under a placement. If they were not measured, return an estimate.
 
-        Two facts correct noisy measurements. Keeping takes no longer than offloading. Recomputing takes
-        longer by one forward.
+        Two rules correct noisy measurements. First, keeping takes no longer than offloading. Second,
+        recomputing takes longer by one forward.
         """
         number, kind, way = self.layers[layer], self.kind_of(layer), computed_as(placement)
         offloaded, kept = self._measured(number, Placement.OFFLOAD), self._measured(number, Placement.KEEP)
@@ -240,7 +243,7 @@ class StepProfile:
         return Timing(*(min(max(a, b), c) for a, b, c in zip(measured, keep, whole, strict=True)))
 
     def is_measured(self, placement: Placement) -> bool:
-        """Return True if the times of all layers under a placement were measured, at least for one kind."""
+        """Return True if the times of at least one kind of layer were measured under this placement."""
         kinds = range(len(self.kinds))
         return all(self._measured(kind, computed_as(placement)) is not None for kind in kinds)
 
@@ -280,11 +283,11 @@ class Bandwidth:
             raise ValueError(f"rates must be positive, and the capacity not negative: {self}")
 
     def scaled(self, factor: float) -> Bandwidth:
-        """Return the rates of a store that is ``factor`` times as fast."""
+        """Return the rates multiplied by ``factor``."""
         return replace(self, write=self.write * factor, read=self.read * factor)
 
     def differs_from(self, other: Bandwidth, share: float) -> bool:
-        """Return True if a rate or the capacity differs from that of ``other`` by more than ``share``."""
+        """Return True if a rate or the capacity differs from that in ``other`` by more than ``share``."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         figures = ([math.inf if figure is None else figure for figure in pair] for pair in pairs)
         return any(not (1 - share) * old <= new <= (1 + share) * old for new, old in figures)
@@ -300,8 +303,8 @@ class DeviceShare:
     Attributes:
         device_bytes: Largest number of bytes that may be allocated on the device.
         base_bytes: Bytes in use before the forward of a step, without gradients.
-        gradient_bytes: Largest number of bytes at one time in gradients and in frozen weights read for a
-            layer.
+        gradient_bytes: Largest number of bytes at one time of gradients and of frozen weights that are read
+            for a layer.
     """
 
     device_bytes: int
@@ -310,7 +313,10 @@ class DeviceShare:
 
     @property
     def left(self) -> int:
-        """Bytes left for activations. Negative if the device is too small even without activations."""
+        """Bytes left for activations.
+
+        The number is negative if the device is too small even without activations.
+        """
         return self.device_bytes - self.base_bytes - self.gradient_bytes
 
     @property
@@ -319,7 +325,7 @@ class DeviceShare:
         return max(int((1 - SPARE) * self.left), 0)
 
     def holds_for(self, other: DeviceShare) -> bool:
-        """Return True if the budget from this share still fits ``other`` and leaves little of it unused."""
+        """Return True if the budget of this share fits ``other`` and leaves little of its memory unused."""
         left = max(other.left, 0)
         return (1 - 2 * SPARE) * left <= self.budget <= left
 
@@ -337,9 +343,9 @@ class Limits:
         budget: Largest activation peak in bytes.
         window: Largest number of bytes in flight.
         written_per_day: Largest number of bytes written to the drives per day.
-        device: Device memory from which the budget was derived, if it was.
+        device: Device memory from which the budget was derived; ``None`` if it was not derived from a device.
         nets_gradients: Whether activations may use memory that gradients need later. A budget derived from a
-            device leaves room for all gradients. Most of them appear after activations are freed.
+            device leaves room for all gradients. Most gradients appear after activations are freed.
         is_fit: Whether the user set no limit, so that the planner fits the device.
     """
 
@@ -352,7 +358,8 @@ class Limits:
 
     def on_device(self, device: DeviceShare) -> Limits:
         """Return these limits, reduced to the memory that ``device`` leaves."""
-        # A budget of the user limits activations alone. Else they may use the room of later gradients.
+        # If the user set a budget, it limits activations alone. Otherwise activations may use the room of
+        # later gradients.
         nets = self.nets_gradients or self.budget is None
         budget, window = (
             device.budget if limit is None else min(limit, device.budget)
@@ -366,7 +373,7 @@ class Limits:
         return float("inf") if self.budget is None else self.budget * (1 - MARGIN)
 
     def planned_in(self, seconds: float) -> float:
-        """Return the bytes that a step of ``seconds`` may write."""
+        """Return the number of bytes that a step with this duration may write."""
         if self.written_per_day is None:
             return float("inf")
         return self.written_per_day * seconds / DAY * (1 - MARGIN)
@@ -379,8 +386,8 @@ class Prediction:
     Attributes:
         seconds: Duration of the step.
         stall_seconds: Seconds in which compute waits for I/O.
-        peak_bytes: Largest number of budget bytes in use, with memory beside activations and the headroom. It
-            is the activation peak minus the room that later gradients leave unused until then.
+        peak_bytes: Largest number of budget bytes in use, including memory beside activations and the
+            headroom. It is the activation peak minus the room of gradients that do not exist yet.
         written_bytes: Bytes written to the store.
         activation_peak: Activation peak in bytes.
         held_bytes: Largest part of ``peak_bytes`` that is not in flight.
@@ -401,7 +408,10 @@ class Prediction:
 
     @property
     def sent_bytes(self) -> int:
-        """Largest number of bytes that the step may write, if backward finds none of them in memory."""
+        """Largest number of bytes that the step may write.
+
+        It writes this number if backward finds none of the bytes in memory.
+        """
         return self.written_bytes + self.forwarded_bytes
 
 
@@ -410,7 +420,7 @@ class PlannedStep(Prediction):
     """Expected figures of a step under the plan for a budget.
 
     Attributes:
-        budget_bytes: Activation peak that the plan was made for. ``None`` for no limit.
+        budget_bytes: Largest activation peak that the plan allows. ``None`` for no limit.
         fits: Whether the plan keeps to the budget.
         layers: Number of layers per placement, for example ``"4 keep, 8 offload"``.
         window_bytes: Largest number of bytes in flight. ``None`` for no limit.
@@ -450,7 +460,7 @@ class Plan:
         Args:
             policy: The rules.
             layers: The layers of this process.
-            everywhere: The layers of all processes, against which the rules are checked.
+            everywhere: The layers of all processes. Each rule must match one of these layers.
             window: Largest number of bytes in flight. ``None`` for no limit.
 
         Raises:

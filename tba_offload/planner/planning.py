@@ -1,4 +1,4 @@
-"""Puts plans in force, and replaces a plan during a step that is too large for it."""
+"""Classes that put plans in force, and replace a plan if a step is too large for it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class Planning:
-    """Puts plans in force.
+    """The plan in force, and the code that replaces it.
 
     Args:
         plan: The plan of the policy.
-        layers: For each layer, the number that names it in activation keys.
+        layers: For each layer, its number in activation keys.
         capture: Reports the saved tensors of layers, and forgets learned values of layers with a new
             placement.
         offloader: Applies the in-flight window.
@@ -68,13 +68,13 @@ class Planning:
         self.plan = plan if controller is None else controller.task.first()
         policy = () if controller is None else controller.task.policy
         self.chosen = frozenset(index for index, wanted in enumerate(policy) if wanted is Placement.AUTO)
-        self._outgrown: Plan | None = None  # plan at the start of this step, if the step was too large for it
+        self._outgrown: Plan | None = None  # plan at the start of this step, if the step outgrew it
         self._made_for = self._budget  # budget for which the current plan was made
         self._offloader.resize_window(self.plan.window)
 
     @property
     def has_budget(self) -> bool:
-        """Whether plans must keep to a budget, so that the controller measures the size of each step."""
+        """Whether a budget limits the plans. The controller then measures the size of each step."""
         return self.controller is not None and self.controller.task.has_budget
 
     @property
@@ -92,7 +92,10 @@ class Planning:
         return self.controller is not None and self.controller.wants_memory
 
     def begin_step(self) -> None:
-        """Begin a step. If the last step left its plan and then failed, put that plan in force again."""
+        """Begin a step.
+
+        If the last step replaced its plan and then failed, put the replaced plan in force again.
+        """
         if self.controller is not None:
             self.controller.sizes.begin_step()
         if self._outgrown is not None:
@@ -108,7 +111,7 @@ class Planning:
             self._put_in_force(replace(self.plan, window=limits.window))
 
     def leave_if_over_limits(self) -> None:
-        """Replace the plan for the rest of this step if less memory is available than the plan needs."""
+        """Replace the plan for the rest of this step if the plan needs more memory than is available."""
         if self.controller is not None and self.has_budget and self._budget < self._made_for:
             self._leave(self.controller)
 
@@ -126,14 +129,14 @@ class Planning:
         """Pass a step to the controller and put its next plan in force.
 
         Returns:
-            The entry of the new plan for the run log, or ``None`` if the plan is not new.
+            The entry of the new plan for the run log; ``None`` if the plan is not new.
         """
         controller, began, self.seconds = self.controller, time.perf_counter(), None
         if controller is None:
             return None
         if controller.steps == 0 and controller.task.decides:
-            # Three small steps measure rates poorly. If the store is full or hangs, training raises that
-            # error later.
+            # Three small steps are not enough to measure rates. If the store is full or hangs, training
+            # raises that error later.
             with suppress(StoreError, TimeoutError):
                 controller.rates.note_probe(*self._probe()[:2])
         plan = controller.observe(seen)
@@ -148,8 +151,8 @@ class Planning:
     def _put_in_force(self, plan: Plan) -> None:
         if plan is self.plan:
             return
-        # Placing a layer, or the layer before it, differently can change which of its saved tensors stay in
-        # memory.
+        # If the placement of a layer or of the layer before it changes, other saved tensors of the layer may
+        # stay in memory.
         changed = [old is not new for old, new in zip(self.plan.placements, plan.placements, strict=True)]
         near = (index for index, is_new in enumerate(changed) if is_new or (index and changed[index - 1]))
         self._capture.forget_learned({self._layers[index] for index in near})
@@ -158,28 +161,29 @@ class Planning:
 
 
 SECOND = 2
-"""First step whose gradients count.
+"""Number of the first step whose gradients are counted.
 
-The first step does not know which backward pass is the last before an update. So no optimizer can free
-gradients in its backward.
+In the first step, it is not known which backward pass is the last before an update. No optimizer can
+therefore free gradients in this backward.
 """
 
 SLOTS = 3
-"""Sub-groups in memory during an update. Their memory is allocated once one sub-group is offloaded."""
+"""Number of sub-groups in memory during an update. Memory for them is allocated as soon as at least one
+sub-group is offloaded."""
 
 
 class Budget:
-    """Memory that activations may use in a step.
+    """The memory that activations may use in a step.
 
     Args:
         limits: Limits of the policy.
-        planning: Keeps to the limits with its plans and the window.
+        planning: The plans and the window, which obey the limits.
         gradients: Bytes of gradients, and of frozen weights that are read for a layer.
 
     Attributes:
-        limits: Limits that hold now.
-        device_bytes: Size of the device from which the limits are derived, using the base of each step.
-            ``None`` if no limit is derived from a device.
+        limits: The current limits.
+        device_bytes: Size of the device from which the limits of each step are derived. ``None`` if no limit
+            is derived from a device.
         share: Memory of the device that activations cannot use. States that can be offloaded are not
             included. ``None`` until it is measured.
         extra_bytes: Returns the bytes of states on the device that can be offloaded.
@@ -195,7 +199,9 @@ class Budget:
         self._at_begin = 0  # bytes of gradients at the start of the step
 
     def begin_step(self, base_bytes: int | None) -> None:
-        """Update the available memory before forward. If it is too small, replace the plan for this step.
+        """Update the available memory before forward.
+
+        If it is too small for the plan, replace the plan for this step.
 
         Args:
             base_bytes: Bytes in use on the device, without gradients. ``None`` if they were not measured.
@@ -232,7 +238,7 @@ class Budget:
             self._planning.limit(self.limits)
 
     def device_peak(self, taken: int) -> int | None:
-        """Return the expected device peak of a step in bytes, or ``None`` if it is unknown.
+        """Return the expected device peak of a step in bytes; ``None`` if it is unknown.
 
         Args:
             taken: Bytes of the budget that the step uses.
@@ -254,14 +260,14 @@ class Budget:
 
 
 class StatesBeside:
-    """Keeps optimizer states on the device if the plan for activations leaves room.
+    """Optimizer states that stay on the device if the plan for activations leaves room.
 
-    All sub-groups are offloaded until a plan is in force. Then as many sub-groups stay on the device as fit.
-    They are offloaded again at once when less memory is available.
+    All sub-groups are offloaded until a plan is in force. Then as many sub-groups as fit stay on the device.
+    When less memory is available, they are offloaded again at once.
 
     Args:
-        planning: Has the plan.
-        budget: Reports the available memory.
+        planning: The plan in force.
+        budget: The available memory.
         states: The offloaded states of each optimizer.
         chosen: Called with each choice: a line of text, and the entry for the run log.
     """
@@ -276,7 +282,7 @@ class StatesBeside:
         self._planning, self._budget, self._states, self._chosen = planning, budget, states, chosen
         self._parts: list[int] = []  # number of offloaded sub-groups of each optimizer
         self._highest = 0  # largest use of the budget so far, if there are no plans
-        self._needs: deque[int] = deque(maxlen=2)  # use of the last two steps, because racing plans alternate
+        self._needs: deque[int] = deque(maxlen=2)  # use in the last two steps, as racing plans alternate
         budget.extra_bytes = self._extra_bytes
 
     def _extra_bytes(self) -> int:
@@ -315,10 +321,10 @@ class StatesBeside:
         self._chosen(line, {"step": record.step, "sub_groups": count, "travelling": sum(parts)})
 
     def close(self) -> None:
-        """Stop choosing."""
+        """Stop the choice of sub-groups."""
         self._budget.extra_bytes = int  # breaks a reference cycle
 
 
 def _on_device(sizes: Sequence[int], offloaded: int) -> int:
-    """Return the bytes on the device if the first ``offloaded`` sub-groups are offloaded, with the slots."""
+    """Return the bytes of states and slots on the device if ``offloaded`` sub-groups are offloaded."""
     return sum(sizes[offloaded:]) + sum(sorted(sizes[:offloaded])[-SLOTS:])

@@ -1,9 +1,9 @@
-"""The simulator: plays a plan on a profile and returns the time and the memory that the step takes.
+"""The simulator. It simulates a step under a plan, and returns the time and the memory of the step.
 
 The simulator follows the offloader, with the rules of :mod:`tba_offload.planner.window`. It writes
-activations in the order in which they are saved. It holds back a part of the window, reads ahead of backward,
-and waits when the window is full. Compute is one sequence of slots. Reads and writes are one queue each, with
-constant rates.
+activations in the order in which they are saved. It holds back writes for a part of the window, reads ahead
+in backward, and waits when the window is full. Compute is one sequence of slots. Reads are one queue, and
+writes are another queue. Both queues have constant rates.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Item:
 
     def __init__(self, nbytes: int, until: float) -> None:
         self.nbytes, self.until = nbytes, until
-        self.blocks = -(-nbytes // BLOCK) * BLOCK  # bytes that it uses in the store
-        self.in_memory = self.waits = True  # waits: its write is not submitted yet
+        self.blocks = -(-nbytes // BLOCK) * BLOCK  # bytes that the activation uses in the store
+        self.in_memory = self.waits = True  # its write is not submitted yet
         self.stays = False  # whether it stays in memory because the store is full
         self.written = self.arrives = INFINITY
 
@@ -62,7 +62,8 @@ class LayerUnder(NamedTuple):
     Attributes:
         way: The placement.
         timing: Seconds of forward and backward.
-        saves: The activations that forward saves, in order, each with a flag: it stays in memory.
+        saves: The activations that forward saves, in order. Each has a flag that says whether it stays in
+            memory.
         rebuilt: The activations that backward rebuilds.
         small: Bytes that stay in memory from the start of forward.
         after: Bytes that stay in memory from the end of forward.
@@ -87,12 +88,12 @@ def layer_under(profile: StepProfile, number: int, placement: Placement) -> Laye
     kind, way, layer = profile.kinds[number], placement.as_run, profile.layers.index(number)
     timing, staying = profile.timing(layer, way), kind.staying(way.percent)
     stays = sum(kind.activations[number].nbytes for number in staying)
-    if stays:  # only a part is offloaded: reduce the extra time of offloading
+    if stays:  # only a part is offloaded, so the extra time of offloading is smaller
         kept, share = profile.timing(layer, Placement.KEEP), stays / kind.nbytes
         timing = Timing(*(max(a - share * (a - b), b) for a, b in zip(timing, kept, strict=True)))
     beside = kind.beside or Beside()
     ran = beside.forward, beside.backward if way.is_offloaded else beside.whole
-    if way.recomputes:  # the second forward needs the memory of the first, plus the gradient of its output
+    if way.recomputes:  # a second forward needs as much memory as the first, plus its gradient
         attention = kind.attention_bytes or 0 if way is Placement.RECOMPUTE_EXCEPT_ATTENTION else 0
         moves = [kind.input_bytes, attention] if way.offloads else []
         saves = [(Saved(nbytes, 0.0, 0.0), False) for nbytes in moves if nbytes]
@@ -151,7 +152,7 @@ class _Step:
             max(self._peak + self._headroom, 0),
             self._written,
             max(self._activations + self._headroom, 0),
-            # A negative headroom was measured at the peak, and may not exist at other times.
+            # A negative headroom was measured at the peak, so it may not apply at other times.
             self._held + max(self._headroom, 0),
             self._read,
             self._forwarded,
@@ -190,8 +191,8 @@ class _Step:
         self._hold(layer.after)
         if layer.way.offloads:
             self._saved[scope] = sorted(items, key=lambda item: item.until)
-            # With several micro-batches the order contains later scopes that are not saved yet. Go back to
-            # this one.
+            # With several micro-batches, the order has later scopes that are not saved yet. Move the read
+            # position back to this scope.
             self._next = min(self._next, self._position[scope])
             if not self._window.held_back:
                 self._flush(0)
@@ -255,7 +256,7 @@ class _Step:
         self._in_flight += nbytes
         self._note()
         if self._in_flight > self._tight_above:
-            self._flush(0)  # else the next activation may have to wait
+            self._flush(0)  # otherwise the next activation may have to wait
         elif self._pending_bytes >= self._batch_from:
             self._flush(self._window.held_back)
         return item
@@ -268,11 +269,11 @@ class _Step:
                 return
             self._flush(0)
             if self._next_written == INFINITY:
-                return  # only reads are in flight, and the offloader would give up one of them
+                return  # only reads are in flight, and the offloader would drop one of them
             self._wait_until(self._next_written)
 
     def _flush(self, held_back: int) -> None:
-        """Submit pending writes, except the last ``held_back`` bytes."""
+        """Submit all pending writes except the last ``held_back`` bytes."""
         while self._pending and not (held_back and self._pending_bytes <= held_back):
             item = self._pending.popleft()
             self._pending_bytes -= item.nbytes
@@ -291,7 +292,7 @@ class _Step:
             self._written += item.nbytes
 
     def _settle(self) -> None:
-        """Free the memory of all writes that have ended by now."""
+        """Free the memory of all writes that have ended."""
         while self._next_written <= self._now:
             item = self._writing.popleft()
             self._next_written = self._writing[0].written if self._writing else INFINITY
@@ -336,7 +337,7 @@ class _Step:
         self._read += item.nbytes
 
     def _fill_window(self) -> None:
-        """Read the next activations for backward, as far as the window allows."""
+        """Read the next activations for backward until the window is full."""
         self._settle()
         if self._in_flight > self._window.fills_below:
             return
@@ -346,7 +347,7 @@ class _Step:
                 if item.in_memory:
                     if across:
                         return
-                    self._take_back(item)  # backward uses it from memory
+                    self._take_back(item)  # the activation is still in memory, so no read is needed
                 elif item.arrives == INFINITY and not self._reads_ahead(item, across=across):
                     return
             self._next += 1
@@ -367,7 +368,7 @@ class _Step:
 
 
 def _passes(slots: list[Slot]) -> list[int]:
-    """Return, for each backward slot, how many forward passes have followed a backward so far."""
+    """Return a number for each backward slot: how many forward passes have followed a backward before it."""
     count, numbers, before = 0, [], False
     for slot in slots:
         count += before and not slot.backward

@@ -1,11 +1,11 @@
-"""Finds the best plan by trying candidates in the simulator.
+"""The solver. It simulates candidates and returns the best plan.
 
-A candidate has two numbers and one placement that spares the drive. The first number is how many layers are
-kept. These are the last layers, because backward needs them first. The second number is how many of the other
-layers spare the drive: they are recomputed or partly rebuilt. They are spread evenly, so that each gives the
-drive time for the next layer. All other layers are offloaded. The search tries the two numbers on a grid,
-then on finer grids. The window is the largest that keeps to the budget, even if it is full when the other
-memory is at its peak.
+A candidate has two numbers and one placement that spares the drive. The first number is the number of layers
+that are kept. These are the last layers, because backward needs them first. The second number is the number
+of other layers that are recomputed or partly rebuilt. These layers spare the drive. They are spread evenly,
+so that each of them gives the drive time to transfer another layer. All other layers are offloaded. The
+search tries the two numbers on a grid, then on finer grids. The window is the largest window that fits into
+the budget, even if it is full when the other memory is at its peak.
 
 The search is deterministic: equal inputs give equal plans.
 """
@@ -31,28 +31,31 @@ if TYPE_CHECKING:
 
 KEEP, OFFLOAD, REMAT = Placement.KEEP, Placement.OFFLOAD, Placement.OFFLOAD_REMAT
 WAYS = (Placement.RECOMPUTE, Placement.RECOMPUTE_OFFLOAD, Placement.RECOMPUTE_EXCEPT_ATTENTION, REMAT)
-"""Placements that spare the drive."""
+"""Placements that spare the drive: they offload fewer bytes than ``offload``."""
 
 GRID = 6
 """Number of intervals of the first grid."""
 
 MOST_PLAYS, LEAST_PLAYS, MOST_PLAYED = 500, 40, 200_000
-"""Limits of the search, about half a second: simulated plans, and simulated activations."""
+"""Limits of the search: the number of simulated plans, and the number of simulated activations. They limit
+the search to about half a second."""
 
 MOST_ITEMS = 1500
-"""Activations in a simulated step. Larger steps merge neighbours, so that a run takes milliseconds."""
+"""Largest number of activations in a simulated step. In a larger step, neighbours are merged, so that a
+simulation takes milliseconds."""
 
 UNMEASURED = 0.05
 """Fraction of the budget that a plan leaves free until a similar step is measured."""
 
 FULLER = 1.1
-"""Factor on the size of a full window. The more bytes are in flight, the less certain the prediction is."""
+"""Factor for the size of a full window. The prediction is less certain if more bytes are in flight."""
 
 NO_WAIT, NO_SLOWER = 0.01, 0.02
-"""Fractions of a step that count as no wait and no slowdown for the objective ``memory``."""
+"""Fractions of a step, for the objective ``memory``. A shorter wait counts as no wait, and a smaller slowdown
+counts as no slowdown."""
 
 Score = tuple[float, ...]
-"""Rank of a plan, smaller is better: bytes over the limits, seconds, written bytes, peak."""
+"""Rank of a plan: bytes over the limits, seconds, written bytes, peak. A smaller rank is better."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Case:
         return [way for way in WAYS if any(self.allows(layer, way) for layer in free)]
 
     def place(self, choose: Callable[[int], Placement]) -> tuple[Placement, ...]:
-        """Return the policy with ``choose(layer)`` for ``auto`` layers, or offload if that is not allowed."""
+        """Return placements: ``choose(layer)`` for ``auto`` layers, or ``offload`` if it is not allowed."""
 
         def placed(layer: int, wanted: Placement) -> Placement:
             if wanted is not Placement.AUTO:
@@ -113,12 +116,15 @@ class Case:
 
     @property
     def full_planned(self) -> float:
-        """Largest peak in bytes with a full window. It has more margin, because no such step was measured."""
+        """Largest peak in bytes with a full window.
+
+        The margin is larger, because no step with a full window was measured.
+        """
         return math.inf if self.limits.budget is None else (1 - UNMEASURED) * self.limits.budget
 
     def score(self, plan: Plan, found: Prediction) -> Score:
         """Return the score of a simulated plan."""
-        full = found.peak_bytes  # peak with a full window, since the speed of drives varies
+        full = found.peak_bytes  # the peak with a full window, because the rates of drives vary
         if plan.window is not None:
             full = max(full, min(found.held_bytes + int(FULLER * plan.window), self.keep.peak_bytes))
         over = max(found.peak_bytes - self.limits.planned, full - self.full_planned, 0.0)
@@ -144,7 +150,7 @@ class Case:
 
 
 def solve(case: Case) -> Plan:
-    """Return the best plan found, with its prediction. It is over the limits only if all plans are."""
+    """Return the best plan found, with its prediction. It exceeds the limits only if all plans do."""
     found = _Search(replace(case, profile=coarse(case.profile))).best()
     plan = case.predicted(found)
     if case.fits(found) or found.window is None:
@@ -154,7 +160,7 @@ def solve(case: Case) -> Plan:
 
 
 def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
-    """Return the fastest uniform plan within the limits except ``other``. ``None`` if there is none.
+    """Return the fastest uniform plan within the limits that is not ``other``; ``None`` if there is none.
 
     A uniform plan keeps as many of the last layers as possible and gives all other layers one placement.
 
@@ -175,7 +181,7 @@ def best_plain(case: Case, other: Plan, *, recomputes: bool) -> Plan | None:
 
 
 class _Search:
-    """Simulated plans and the best of them."""
+    """The simulated plans and the best plan."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -219,7 +225,7 @@ class _Search:
         """Return the best plan of all families of candidates."""
         others = min((OFFLOAD, REMAT), key=lambda way: self._try(self._case.place(lambda _: way)))
         orders = [self._free[::-1]]
-        if len(self._case.profile.kinds) > 1:  # keeping the right kind first matters more than the position
+        if len(self._case.profile.kinds) > 1:  # which kind is kept first is more important than the position
             nbytes = {layer: self._case.profile.kind_of(layer).nbytes for layer in self._free}
             orders += [sorted(orders[0], key=nbytes.__getitem__, reverse=first) for first in (False, True)]
         for order in orders:
@@ -236,7 +242,10 @@ class _Search:
     def _spread(
         self, order: Sequence[int], kept: int, sparing: int, way: Placement, others: Placement
     ) -> tuple[Placement, ...]:
-        """Keep the first ``kept`` layers of ``order``. Give ``way`` to ``sparing`` others, spread evenly."""
+        """Keep the first ``kept`` layers of ``order``.
+
+        Give the placement ``way`` to ``sparing`` other layers, spread evenly.
+        """
         rest = sorted(order[kept:])
         chosen = dict.fromkeys(order[:kept], KEEP)
         for place, layer in enumerate(rest):
@@ -258,7 +267,7 @@ class _Search:
             points = {(a, b) for a, b in near if a >= 0 and b >= 0 and a + b <= count}
 
     def _shares(self) -> None:
-        """Try plans that keep the last layers and offload a share of all others."""
+        """Try plans that keep the last layers, and offload a share of the bytes of all other layers."""
         count = len(self._free)
         for percent in range(90, 0, -10):
             for kept in _grid(count, max(count // GRID, 1)):
@@ -291,7 +300,7 @@ def coarse(profile: StepProfile) -> StepProfile:
 
 
 def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
-    """Return the step with the micro-batches that run when most of them run, and two more on either side."""
+    """Return the step with the micro-batches around the time at which most of them are in progress."""
     order = list(dict.fromkeys(slot.micro_batch for slot in profile.slots))
     last = {slot.micro_batch: place for place, slot in enumerate(profile.slots)}
     running: dict[int, None] = {}
@@ -308,7 +317,10 @@ def _with_few_micro_batches(profile: StepProfile) -> StepProfile:
 
 
 def _merged(activations: Sequence[Saved], most: int) -> tuple[Saved, ...]:
-    """Merge neighbours of the same treatment: saved at the time of the last, used at that of the first."""
+    """Merge neighbours of the same treatment into one activation.
+
+    It is saved at the time of the last neighbour, and used at the time of the first.
+    """
     size = -(-len(activations) // most)
     alike = [list(run) for _, run in itertools.groupby(activations, key=lambda saved: saved.rebuilt)]
     groups = [run[first : first + size] for run in alike for first in range(0, len(run), size)]

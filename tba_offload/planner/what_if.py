@@ -1,4 +1,4 @@
-"""Plans from a run log, for other budgets, devices, numbers of layers and numbers of drives."""
+"""Plans that are made from a run log for another budget, device, number of layers or number of drives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _PROFILE, _PLAN = TypeAdapter(StepProfile), TypeAdapter(Plan)
 
 FRONTIER = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05)
-"""Budgets of the frontier, as shares of keep's peak."""
+"""Budgets of the frontier, as shares of the peak with placement ``keep``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,16 @@ class Situation:
 
     Attributes:
         names: Module names of the layers.
-        profile: The profile of a step. Its headroom is the measured peak less the simulated one.
+        profile: The profile of a step. Its headroom is the measured peak minus the simulated peak.
         bandwidth: The rates of the store.
         config: The policy of the run.
         elsewhere: Layers of other processes, such as other pipeline stages, and their placements.
         run: Activation peak and seconds of a step of the run. ``None`` if not measured.
         title: The model and the machine.
         not_recomputed: Layers whose forward gave another result when it ran twice, and layers of their kind.
-        beside: Bytes on the device beside activations: live bytes before a step, and the most gradients at
-            one time. ``None`` if not measured. If optimizer states are offloaded, only their slots count.
+        beside: Bytes on the device beside activations: live bytes before a step, and the largest number of
+            gradient bytes at one time. ``None`` if not measured. If optimizer states are offloaded, only
+            their slots count.
     """
 
     names: tuple[str, ...]
@@ -67,7 +68,7 @@ class Situation:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], bandwidth: Bandwidth | None = None) -> Situation:
-        """Return the situation that the last plan in a run log was made from.
+        """Return the situation from which the last plan in a run log was made.
 
         Args:
             path: The run log.
@@ -80,7 +81,7 @@ class Situation:
         first, *others = paths_of_ranks(path)
         if others:
             raise RunLogError(
-                f"{path}: the run has {1 + len(others)} ranks, each with its own log. Name one, as {first}"
+                f"{path}: the run has {1 + len(others)} ranks, each with its own log. Pass one: {first}"
             )
         log = read_run_log(path)
         log.events(PlanEvent)  # raises an error if a plan event is damaged
@@ -88,7 +89,7 @@ class Situation:
         if event is None:
             raise RunLogError(
                 f"{log.path}: there is nothing to plan from. Log at least three steps in which all layers "
-                "are keep, or layers are offload or auto and save more than budget.in_flight_bytes"
+                "are 'keep', or 'offload' or 'auto' layers save more than budget.in_flight_bytes"
             )
         config = OffloadConfig.from_yaml(log.header.policy or "")
         in_backward = config.states is not None and config.states.when == "backward"
@@ -101,10 +102,10 @@ class Situation:
             raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
         if bandwidth is None and measured.capacity == 0:
             raise RunLogError(
-                f"{log.path}: this run wrote to no drive, so the rates are not known. Give --write and "
+                f"{log.path}: this run wrote to no drive, so the rates are not known. Pass --write and "
                 "--read, or --dir"
             )
-        if config.budget.in_flight_bytes is None:  # the session has sized the window by the step
+        if config.budget.in_flight_bytes is None:  # the session has derived the window from the step
             window = event["limits"].get("window")
             config = replace(config, budget=replace(config.budget, in_flight_bytes=window))
         odd = {profile.layers[layer] for layer in event.get("not_recomputed", ())}
@@ -128,7 +129,7 @@ class Situation:
             ConfigError: ``drives`` is not a finite number above 0.
         """
         if not 0 < drives < math.inf:
-            raise ConfigError(f"{drives:g} is not a number of drives. Give a finite number above 0")
+            raise ConfigError(f"{drives:g} is not a number of drives. Pass a finite number above 0")
         run = self.run if drives == 1 else None
         situation = replace(self, bandwidth=self.bandwidth.scaled(drives), run=run)
         if layers is None or layers == len(self.names):
@@ -146,20 +147,20 @@ class Situation:
         )
 
     def on_device(self, device_bytes: int) -> DeviceShare:
-        """Return the share of a device of that size that is left for activations.
+        """Return the memory that a device of this size leaves for activations.
 
         If optimizer states are offloaded, all of them count as offloaded.
 
         Raises:
-            ConfigError: Nothing is left, or the log does not tell the bytes beside activations.
+            ConfigError: No memory is left, or the log does not have the bytes beside activations.
         """
         if self.beside is None:
             raise ConfigError(
-                "the run log does not tell the bytes on the device beside activations. Give --budget instead"
+                "the run log does not have the bytes on the device beside activations. Pass --budget instead"
             )
         device = DeviceShare(device_bytes, *self.beside)
         if device.left <= 0:
-            raise ConfigError(f"nothing is left for activations {device}. Give a larger device")
+            raise ConfigError(f"no memory is left for activations {device}. Pass a larger device")
         return device
 
     def case(self, budget: int | None) -> Case:
@@ -179,8 +180,8 @@ class Situation:
         """Return the report on the best plan, and a policy with its placements.
 
         Args:
-            budget: Most bytes of activations. ``None`` for no limit.
-            device_bytes: Memory of a device. The budget is what the rest leaves of it.
+            budget: Largest activation peak in bytes. ``None`` for no limit.
+            device_bytes: Memory of a device in bytes. The budget is the part that other memory does not need.
             rated: Rated writes (TBW) of all drives together, in bytes, if known.
         """
         alone = replace(self, profile=self.profile.without_gradients())
@@ -226,7 +227,8 @@ class Situation:
         states = self.config.states
         if states is not None and states.when != "backward":
             states = replace(states, default="offload" if device_bytes is None else "auto")
-        # Layers of other ranks may still be auto. Only auto layers, states and on_slow keep to a budget.
+        # Layers of other ranks may still be auto. A budget has an effect only on auto layers, states and
+        # on_slow.
         is_auto = Placement.AUTO in counts
         is_beside = states is not None and states.default == "auto"
         kept_to = is_auto or is_beside or self.config.on_slow == "keep"
@@ -260,13 +262,13 @@ def _planned(case: Case, plan: Plan) -> PlannedStep:
 
 
 def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
-    """Return the profile of a step with other layers.
+    """Return the profile of a step with a different list of layers.
 
-    The order of passes, and the time of compute outside of layers, are those of the measured step.
+    The order of passes and the compute time outside of layers are the same as in the measured step.
 
     Args:
         profile: The measured step.
-        likes: For each layer, the number of the equal layer in ``profile``.
+        likes: For each layer, the index of a layer in ``profile`` with the same figures.
     """
     slots: list[Slot] = []
     passes = itertools.groupby(profile.slots, key=lambda slot: (slot.micro_batch, slot.backward))
@@ -284,9 +286,9 @@ def stretched(profile: StepProfile, likes: Sequence[int]) -> StepProfile:
 def _as_measured(
     profile: StepProfile, bandwidth: Bandwidth, log: RunLog, event: dict[str, Any]
 ) -> StepProfile:
-    """Return the profile with the headroom that the highest measured peak gives, if peaks were measured.
+    """Return the profile with a headroom from the highest measured peak, if peaks were measured.
 
-    The peak is the highest one under the plan of the event. Without ``auto``, all steps have that plan.
+    Only peaks under the plan of the event count. Without ``auto``, all steps have this plan.
     """
     is_fixed = Placement.AUTO not in event["policy"]
     steps = [step for step in log.steps if is_fixed or step.step > event.get("step", 0)] or log.steps
@@ -305,9 +307,10 @@ def _measured_step(log: RunLog) -> tuple[int, float] | None:
 
 
 def _beside_activations(steps: Sequence[StepRecord], updates: Sequence[Any]) -> tuple[int, int] | None:
-    """Return the most live bytes before a step, with new optimizer states, and the most gradients at once.
+    """Return the largest live bytes before a step, with new optimizer states, and the largest gradient bytes.
 
-    If states are offloaded, the last step counts without them, because the number that stays may change.
+    If states are offloaded, the figures are from the last step and leave out states, because the number of
+    states that stay may change.
     """
     measured = [step for step in steps if step.base_bytes is not None]
     if updates and measured:

@@ -9,7 +9,7 @@ import torch
 from tba_offload.errors import StatesAwayError
 from tba_offload.torch_private import factories, tree_leaves, without_subclasses
 
-_TENSOR: Any = torch.Tensor  # its attributes are descriptors, which the type stubs do not declare
+_TENSOR: Any = torch.Tensor  # its descriptors are missing in the type stubs
 _KNOWN = (
     *(name for name in dir(torch.Tensor) if name.startswith("is_")),
     *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "size", "stride", "numel", "dim"),
@@ -23,18 +23,18 @@ _HARMLESS = {
     *(factories.zeros_like, factories.ones_like, factories.empty_like),
     *(_TENSOR.grad.__set__, _TENSOR.grad.__delete__),
 }
-"""Functions that need no bytes of a tensor: they read its metadata, or read and set its gradient."""
+"""Functions that need no bytes of a tensor. They read its metadata, or they read and set its gradient."""
 
 _ALIASES = frozenset((_TENSOR.data.__get__, _TENSOR.detach))
-"""Functions that return another tensor over the same memory."""
+"""Functions that return another tensor on the same memory."""
 
 
 class _Away(torch.Tensor):
-    """A tensor without bytes, of known size, strides, data type and device.
+    """A tensor without bytes. Its size, strides, data type and device are known.
 
     Any use of the bytes raises an error.
 
-    Subclasses define which functions are allowed, and the error message for all others.
+    Subclasses define the allowed functions, and the error message for all other functions.
     """
 
     _allowed = _HARMLESS
@@ -45,13 +45,13 @@ class _Away(torch.Tensor):
         """Return the error for a use of the missing bytes.
 
         Args:
-            use: A clause that describes the use.
+            use: Text that describes the use, such as a function call.
         """
         return StatesAwayError(self._error.format(name=self._tba_offload_name, use=use))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run functions that need no bytes, and raise an error for all others."""
+        """Run functions that need no bytes. Raise an error for all other functions."""
         if func not in cls._allowed:
             cls._refuse(func, types, args, kwargs)
         with without_subclasses():
@@ -80,7 +80,8 @@ class AwayTensor(_Away):
         name: Name for messages, such as ``'exp_avg' of layers.0.weight``.
     """
 
-    # Lightning's teardown calls these methods. They return the tensor itself, or the dispatcher raises.
+    # Lightning's teardown calls these methods. They return the tensor itself, because the dispatcher would
+    # raise an error.
     _allowed = _HARMLESS | {_TENSOR.to, _TENSOR.cpu, _TENSOR.contiguous}
     _error = (
         "the optimizer state {name} is not in memory between updates, but {use}. Read states with "
@@ -98,21 +99,21 @@ class AwayTensor(_Away):
         made._tba_offload_name = name
         return made
 
-    # Autograd and other C++ code call this directly.
+    # Autograd and other C++ code call this method directly.
     __torch_dispatch__ = _Away._refuse  # type: ignore[assignment] # other types there
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Return no inner tensors, so that tools that count memory by this protocol count none."""
+        """Return no inner tensors. Tools that count memory with this protocol then count no bytes."""
         return [], None
 
 
 class FreedGradient(AwayTensor):
-    """Placeholder of a gradient that was used in backward and then freed."""
+    """Placeholder of a gradient that was used for an update in backward and then freed."""
 
     _error = (
         "{name} is freed, because backward has updated the parameter with it, but {use}. Call zero_grad() "
         "with set_to_none=True after each step. If clipping, a gradient scaler or another pass needs "
-        "gradients, set states.when to step"
+        "gradients, set states.when to 'step'"
     )
 
 
@@ -125,7 +126,7 @@ class AwayMaster(_Away):
 
     _allowed = _HARMLESS | _ALIASES
     _error = (
-        "the {name} is not in memory between updates, but {use}. Set states.masters to keep, or close the "
+        "the {name} is not in memory between updates, but {use}. Set states.masters to 'keep', or close the "
         "OptimizerStates first"
     )
     _tba_offload_class: type[torch.Tensor]
@@ -145,7 +146,7 @@ class AwayMaster(_Away):
 
     @classmethod
     def allocate(cls, master: torch.Tensor) -> None:
-        """Give the tensor memory with undefined contents, unless it has memory."""
+        """Allocate memory with undefined contents for the tensor, unless it has memory."""
         with without_subclasses():
             storage = master.untyped_storage()
             if storage.nbytes() != master.nbytes:  # resizing to the same size would allocate and copy
@@ -153,14 +154,14 @@ class AwayMaster(_Away):
 
     @classmethod
     def end(cls, master: torch.Tensor) -> None:
-        """Restore the class of the tensor, and give it memory unless it has some."""
+        """Restore the class of the tensor, and allocate memory unless it has memory."""
         cls.allocate(master)
         master.__class__ = vars(master)["_tba_offload_class"]
         del vars(master)["_tba_offload_name"], vars(master)["_tba_offload_class"]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run functions that need no bytes, and mark aliases as offloaded too."""
+        """Run functions that need no bytes. Mark returned aliases as offloaded too."""
         made = super().__torch_function__(func, types, args, kwargs)
         if func in _ALIASES:
             vars(made).update(vars(args[0]))
@@ -169,7 +170,7 @@ class AwayMaster(_Away):
 
 
 def stands_for(value: object, parameter: torch.Tensor, key: str) -> TypeGuard[AwayTensor]:
-    """Return True if ``value`` is the placeholder of this state of this parameter."""
+    """Return True if ``value`` is the placeholder of this parameter and state."""
     return type(value) is AwayTensor and value.origin[0] is parameter and value.origin[1] == key
 
 

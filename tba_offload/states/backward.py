@@ -1,8 +1,10 @@
-"""Updates in backward: a sub-group is updated once its gradients are final, then they are freed.
+"""Updates in backward.
+
+A sub-group is updated as soon as its gradients are final. Then the gradients are freed.
 
 Gradients are final in the last backward pass before ``optimizer.step()``. When that pass returns, all
-parameters have their new values. ``step()`` then only checks that nothing changed in between that a plain
-step would have used. Reading a freed gradient raises an error.
+parameters have their new values. ``step()`` then only checks that no value has changed after backward that
+plain training would use in the update. Reading a freed gradient raises an error.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
     from tba_offload.states.updates import StatesRecord
 
 _CLOSELY = 3
-"""Number of first steps that compare all bytes of parameters. Later, steps 4, 8, 16 and so on do."""
+"""Number of first steps that compare all bytes of parameters. Later, only steps 4, 8, 16 and so on compare
+them."""
 
 _HALFWAY = "backward ended halfway through its updates. Load a checkpoint of the model and the optimizer"
 
@@ -56,7 +59,7 @@ class BackwardUpdates(Updates):
         self._task: int | None = None
         self._forget()
         logger.warning(
-            "states.when is backward: parameters have their new values when backward() returns. Code that "
+            "states.when is 'backward': parameters have their new values when backward() returns. Code that "
             "reads them before optimizer.step() gets the new values"
         )
 
@@ -67,12 +70,12 @@ class BackwardUpdates(Updates):
         self._made: StatesRecord | None = None
 
     def loaded(self) -> None:
-        """Take the states of a loaded checkpoint, and reset the record of backward."""
+        """Adopt the states of a loaded checkpoint, and reset the record of backward."""
         self._forget()
         super().loaded()
 
     def follow(self) -> None:
-        """Follow changes of the optimizer, and register hooks on all parameters that it trains now."""
+        """Apply changes of the optimizer, and register hooks on all parameters that it trains now."""
         super().follow()
         wanted = {each for each in parameters_of(self.optimizer) if each.is_leaf and each.requires_grad}
         for parameter in self._handles.keys() - wanted:
@@ -102,10 +105,10 @@ class BackwardUpdates(Updates):
                 self._read_ahead()
             self._note_later_use(parameter)
         holding = [group for group, missing in self._open.items() if parameter in missing]
-        for group in holding:  # several, if the parameter is cut into slices
+        for group in holding:  # several sub-groups, if the parameter is cut into slices
             self._open[group].discard(parameter)
             if self._open[group] or not self._read_later.isdisjoint(group.parameters):
-                continue  # parameters that are used later are updated at the end
+                continue  # parameters that a later node uses are updated at the end
             self._is_updating = True
             self._done.append(group)
             with self._guarded():
@@ -116,24 +119,24 @@ class BackwardUpdates(Updates):
         self._last = self.homes.device.event()
 
     def _wait(self) -> None:
-        """Make the following work wait for the work of the previous hook, which may use another stream.
+        """Make later work wait for the work of the previous hook, because that hook may use another stream.
 
-        Autograd calls hooks on the stream that computed the gradient. FSDP2 calls them on the stream that
-        reduced it. An optimizer's step runs on another stream.
+        Autograd calls hooks on the stream that computed the gradient. FSDP2 calls hooks on the stream that
+        reduced the gradient. An optimizer's step runs on another stream.
         """
         self._last.wait(self.homes.device.stream())  # the current device's stream
 
     def _begin_pass(self) -> None:
-        """Count a backward pass. Allow updates if it is the last pass before the step.
+        """Count a backward pass. Allow updates if this is the last pass before the step.
 
         Raises:
-            SessionError: An earlier pass has updated parameters, and no step followed.
+            SessionError: An earlier pass has updated parameters, and no step has followed.
         """
         if self._is_updating:
             raise SessionError(
                 "another backward pass ran after the parameters were updated, before step(): "
                 f"states.micro_batches is {self.micro_batches}. Set it to the number of passes in a "
-                "step, set use_reentrant=False for torch's checkpoints, or set states.when to step"
+                "step, set use_reentrant=False for torch's checkpoints, or set states.when to 'step'"
                 if self._made is not None
                 else _HALFWAY
             )
@@ -148,17 +151,17 @@ class BackwardUpdates(Updates):
         self._freed.clear()
         self._read_later: set[torch.Tensor] = set()
         self._keeps_graph = keeps_graph()
-        if not self._keeps_graph:  # else backward may run again and read the parameters, so update at the end
+        if not self._keeps_graph:  # a second backward may read the parameters: update at the end
             self.follow()
             self._open = {group: self._handles.keys() & set(group.parameters) for group in self.groups}
 
     def _note_later_use(self, parameter: torch.Tensor) -> None:
-        """Note if a later node of the graph still uses the memory of a parameter.
+        """Record whether a later node of the graph still uses the memory of a parameter.
 
-        Nodes that contributed to the gradient have released the parameter by now. Another node may still hold
-        it, for example of a layer that uses the weight of another layer by ``.data``. That node would read
-        the new value. In the first pass of a parameter no reference count is known. Later, the count at the
-        end of a pass is the normal one.
+        Nodes that contributed to the gradient have already released the parameter. Another node may still
+        hold the parameter, for example if another layer uses the weight through ``.data``. That node would
+        read the new value. The reference count shows whether such a node exists: it is compared with the
+        count at the end of an earlier pass. In the first pass of a parameter, no earlier count is known.
         """
         if _references_to(parameter) > self._references.get(parameter, 0):
             self._read_later.add(parameter)
@@ -173,7 +176,7 @@ class BackwardUpdates(Updates):
                 parameter.grad = self._freed[parameter] = distributed(freed, spec_of(parameter.grad))
 
     def _pass_ends(self) -> None:
-        """Update the remaining parameters: those without states, and those in incomplete sub-groups."""
+        """Update the remaining parameters: those without states, or in incomplete sub-groups."""
         self._wait()
         self._is_updating, self._open = True, {}
         self._made = self._make({}, done=self._done)
@@ -188,20 +191,21 @@ class BackwardUpdates(Updates):
     # ---- the step --------------------------------------------------------------------------------
 
     def clearing(self) -> None:
-        """Restart the count of passes: cleared gradients are not part of an update."""
+        """Restart the count of passes, because cleared gradients are not part of an update."""
         if not self._is_updating:
             self._passes = 0
 
     def step(self, options: Mapping[str, Any]) -> StatesRecord:
         """Return the record of the update that backward has made.
 
-        A step with fewer passes than usual, such as the last step of an epoch, is updated here as a whole.
+        If a step has fewer passes than usual, such as the last step of an epoch, this method makes the whole
+        update.
 
         Args:
             options: Arguments of the step.
 
         Raises:
-            SessionError: Something changed after backward that a plain step would have used.
+            SessionError: A value that plain training would use in the update has changed after backward.
             TransferError: States cannot be read.
         """
         made, parameters = self._made, parameters_of(self.optimizer)
@@ -210,7 +214,7 @@ class BackwardUpdates(Updates):
         if made is None and any(type(local(each.grad)) is FreedGradient for each in parameters):
             raise SessionError(
                 "optimizer.step() was called twice without a backward pass between. Call it once after "
-                "backward(), or set states.when to step"
+                "backward(), or set states.when to 'step'"
             )
         self._wait()
         what = None if made is None else self._what_differs(options)
@@ -218,7 +222,7 @@ class BackwardUpdates(Updates):
         if what is not None:
             raise SessionError(
                 f"{what} changed after backward() had updated the parameters. Change it after "
-                "optimizer.step(), or set states.when to step"
+                "optimizer.step(), or set states.when to 'step'"
             )
         self._forget()
         return made or super().step(options)
@@ -239,7 +243,10 @@ class BackwardUpdates(Updates):
         return repr([(key, each.tolist() if torch.is_tensor(each) else each) for key, each in settings])
 
     def _values_now(self) -> tuple[list[int], list[list[int]]]:
-        """Return versions of the parameters. In some steps add digests, since ``.data`` keeps versions."""
+        """Return versions of the parameters.
+
+        In some steps, add digests, because writes through ``.data`` do not change versions.
+        """
         closely = self._steps <= _CLOSELY or not self._steps & (self._steps - 1)
         values = (local(each.detach()) for each in (self._freed if closely else ()))
         return [each._version for each in self._freed], list(map(digest, values))
@@ -256,5 +263,5 @@ def _weakly(came: WeakMethod[Any]) -> Any:
 
 
 def _references_to(parameter: torch.Tensor) -> int:
-    """Return the number of tensors over the memory of a parameter."""
+    """Return the number of tensors on the memory of a parameter."""
     return users_of(local(parameter).untyped_storage())

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 class Entries:
     """Moves states between ``optimizer.state`` and the slots.
 
-    A state of a sliced parameter gets its placeholder when all slices are offloaded.
+    If a parameter is sliced, its state gets a placeholder when all slices are offloaded.
 
     Args:
         groups: The sub-groups of the optimizer.
-        next_use: Returns when a sub-group is needed again. A greater number is later.
+        next_use: Returns a number that shows when a sub-group is needed again. A larger number means later.
 
     Attributes:
         in_host_memory: States of the sub-groups that the CPU updates.
@@ -49,7 +49,10 @@ class Entries:
         return self._groups.optimizer.state.get(parameter, {})  # type: ignore[no-any-return]
 
     def resident(self, group: SubGroup, parameter: torch.Tensor) -> Entry:
-        """Return the states of a parameter that are in memory. Slices share them, so a slice gets copies."""
+        """Return the states of a parameter that are in memory.
+
+        A slice gets copies, because slices share these states.
+        """
         entry = self.shown(parameter)
         found = {key: value for key, value in entry.items() if not isinstance(value, AwayTensor)}
         return found if group.part is None else {key: _copy(value) for key, value in found.items()}
@@ -67,14 +70,14 @@ class Entries:
         return group.views(slot.lend())
 
     def take(self, group: SubGroup, bound: Bound, left: Left) -> None:
-        """Take the states after an update, and put placeholders into ``optimizer.state``.
+        """Store the states after an update in the slot, and put placeholders into ``optimizer.state``.
 
         States of slices appear there after :meth:`show_slices`.
 
         Args:
             group: The updated sub-group.
-            bound: Its states as views of its slot, as passed to the update.
-            left: All its states after the update.
+            bound: The states as views of the slot. The update got these views.
+            left: All states of the sub-group after the update.
         """
         self._copies.clear()
         if have_moved(bound, left):
@@ -99,7 +102,7 @@ class Entries:
                 self._set(parameter, shown)
             else:
                 self._of_slices[parameter] = shown
-                if shown.keys() - {MASTER}:  # so that parameters have the same order as after a plain step
+                if shown.keys() - {MASTER}:  # keep the order of parameters that plain training gives
                     self._groups.optimizer.state.setdefault(parameter, {})
 
     def _set(self, parameter: torch.Tensor, entry: Entry) -> None:
@@ -111,17 +114,17 @@ class Entries:
         shown = {key: shown[key] for key in known if key in shown} | shown
         if known.keys() == shown.keys():
             known.update(shown)
-        else:  # in one assignment, because an interrupt must find the entry complete
+        else:  # one assignment, so that an interrupt never finds an incomplete entry
             self._groups.optimizer.state[parameter] = shown
 
     # ---- between updates -------------------------------------------------------------------------
 
     def check_owners(self) -> None:
-        """Check that all placeholders in ``optimizer.state`` are where they belong.
+        """Check that each placeholder in ``optimizer.state`` is at its own parameter and key.
 
         Raises:
-            StatesAwayError: A program gave a placeholder to another parameter, or put it back after its bytes
-                were dropped.
+            StatesAwayError: The program has moved a placeholder to another parameter, or has put it back
+                after its bytes were freed.
         """
         for each in self._groups.optimizer.state:
             self._check_owner(each)
@@ -133,7 +136,7 @@ class Entries:
                 continue
             if not stands_for(value, parameter, key):
                 raise value.refused(
-                    f"it was given to {self._groups.name_of(parameter)} as {key!r}. Give it back, or put a "
+                    f"it was moved to {self._groups.name_of(parameter)} as {key!r}. Move it back, or put a "
                     "tensor with bytes there"
                 )
             groups = self._groups.holding.get(parameter)
@@ -143,7 +146,7 @@ class Entries:
                 )
 
     def is_current(self, group: SubGroup) -> bool:
-        """Return True if no program has set or cleared states of the sub-group since the last update."""
+        """Return True if the program has not set or cleared states of the sub-group since the last update."""
         return all(map(self._is_away, group.places)) and not any(
             isinstance(value, Incoming) or is_away(value) or is_offloadable(value, parameter)
             for parameter in group.parameters
@@ -156,7 +159,7 @@ class Entries:
         return any(map(self._is_away, group.places))
 
     def absorb(self, groups: Iterable[SubGroup]) -> None:
-        """Take over the states in ``optimizer.state``, and drop the bytes of states that are no longer there.
+        """Adopt the states in ``optimizer.state``, and free the bytes of states that are no longer there.
 
         Args:
             groups: Sub-groups, with all slices of each parameter. The caller has called :meth:`check_owners`.
@@ -165,10 +168,10 @@ class Entries:
             TransferError: Offloaded states cannot be read.
         """
         self._copies.clear()
-        self._of_slices.clear()  # left by a failed update
+        self._of_slices.clear()  # a failed update has left this entry
         for group in groups:
             self._absorb(group)
-        self.show_slices()  # at the end, because all slices are cut from the same tensors
+        self.show_slices()  # last, because all slices are cut from the same tensors
 
     def _absorb(self, group: SubGroup) -> None:
         entries = {
@@ -184,10 +187,10 @@ class Entries:
         self._show(group, entries)
 
     def restore(self) -> None:
-        """Put all states back into ``optimizer.state``, each in its own memory. Skip cleared states.
+        """Put all states except cleared states back into ``optimizer.state``, each in its own memory.
 
         Raises:
-            StatesAwayError: As for :meth:`check_owners`. Nothing has changed.
+            StatesAwayError: As for :meth:`check_owners`. No state has changed.
             TransferError: The states cannot be read.
         """
         self.check_owners()
@@ -205,7 +208,7 @@ class Entries:
     def read(self, parameter: torch.Tensor) -> Entry:
         """Return the states of a parameter, with copies of offloaded states in host memory.
 
-        If the parameter is an offloaded master copy, the entry has its values too.
+        If the parameter is an offloaded master copy, the entry also has the values of the master.
 
         Raises:
             StatesAwayError: As for :meth:`check_owners`, for this parameter.
@@ -217,7 +220,7 @@ class Entries:
         if away:
             if (
                 not away <= self._copies.get(parameter, {}).keys()
-            ):  # callers usually read the others of the sub-group next
+            ):  # callers usually read the other parameters of the sub-group next
                 self._copies = self._whole(self._groups.holding[parameter], torch.device("cpu"))
             copies = self._copies.pop(parameter)
             entry.update({key: copies[key] for key in away})
@@ -232,8 +235,8 @@ class Entries:
 
         Args:
             groups: The sub-groups.
-            device: Device of the copies. By default the device of the parameters, where masters get their own
-                bytes.
+            device: Device of the copies. The default is the device of the parameters. In this case, masters
+                get their own bytes back.
         """
         found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for group in groups:
@@ -248,7 +251,7 @@ class Entries:
         return found
 
     def bytes_of(self, group: SubGroup) -> torch.Tensor:
-        """Return the bytes of a sub-group. Bytes that are only in the store are read into host memory.
+        """Return the bytes of a sub-group. If the bytes are only in the store, read them into host memory.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -260,7 +263,7 @@ class Entries:
         return group.home.on_host(group.nbytes) if flat is None else flat
 
     def _is_away(self, place: Place) -> bool:
-        """Return True if this state has its placeholder in ``optimizer.state``, or is an offloaded master."""
+        """Return True if ``optimizer.state`` has the placeholder of this state, or an offloaded master."""
         if place.key == MASTER:
             return is_away(place.parameter)
         return stands_for(self.shown(place.parameter).get(place.key), place.parameter, place.key)
@@ -285,12 +288,15 @@ class Entries:
             return known
         name = f"{key!r} of {self._groups.name_of(parameter)}"
         away = AwayTensor(like.shape, like.stride(), value.dtype, value.device, name)
-        away.origin = parameter, key  # no weak reference: torch.utils.swap_tensors refuses such tensors
+        away.origin = parameter, key  # swap_tensors refuses tensors with weak references
         return away
 
 
 def have_moved(bound: Bound, left: Left) -> bool:
-    """Return True if states were added, removed or resized. Copy replaced tensors back into their views."""
+    """Return True if states were added, removed or resized.
+
+    If a state was replaced by another tensor, copy the tensor back into the view.
+    """
     moved = False
     for parameter, entry in left.items():
         views = bound.get(parameter, {})
@@ -306,7 +312,7 @@ def have_moved(bound: Bound, left: Left) -> bool:
 
 
 def _is_alike(value: object, view: torch.Tensor) -> bool:
-    """Return True if a state fits into the place of another state."""
+    """Return True if a state has the same layout as another state."""
     return (
         isinstance(value, torch.Tensor)
         and (value.shape, value.dtype, value.device) == (view.shape, view.dtype, view.device)
@@ -315,7 +321,10 @@ def _is_alike(value: object, view: torch.Tensor) -> bool:
 
 
 def _arrived(group: SubGroup, parameter: torch.Tensor, value: Any) -> Any:
-    """Return the state, cut to the slice. States of a checkpoint are copied to the parameter's device."""
+    """Return the state, cut to the slice.
+
+    A state of a checkpoint is copied to the device of the parameter.
+    """
     if isinstance(value, Incoming):
         # PyTorch's own Optimizer.load_state_dict uses this data type.
         dtype = parameter.dtype if parameter.is_floating_point() else value.value.dtype
@@ -324,7 +333,7 @@ def _arrived(group: SubGroup, parameter: torch.Tensor, value: Any) -> Any:
 
 
 def _memory(group: SubGroup, place: Place, device: torch.device | None) -> torch.Tensor:
-    """Return memory for a whole state. For a master without ``device``, return the master's own memory."""
+    """Return memory for a whole state. For a master, return its own memory if ``device`` is not given."""
     parameter = place.parameter
     if place.key == MASTER and device is None:
         AwayMaster.allocate(parameter)

@@ -1,4 +1,4 @@
-"""Sub-groups: parameters whose states share one slot and are read and written together."""
+"""Sub-groups of parameters. The states of a sub-group share one slot, and are read and written together."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ _STATES = 2
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """Wrapper of a checkpoint's state. ``load_state_dict`` keeps it as it is, because it is no tensor.
+    """Wrapper of a checkpoint's state.
+
+    ``load_state_dict`` does not change the wrapper, because it is not a tensor.
 
     Attributes:
         value: The state, on the device of the checkpoint.
@@ -57,7 +59,7 @@ class Incoming:
 
 
 def as_incoming(value: Any) -> Any:
-    """Return a checkpoint's state wrapped for sub-groups. Return numbers unchanged."""
+    """Return a state of a checkpoint in a wrapper. Return numbers unchanged."""
     is_large = (type(value) is torch.Tensor or is_distributed(value)) and value.numel() > 1
     return Incoming(value) if is_large else value
 
@@ -70,10 +72,10 @@ class Place:
         parameter: The parameter.
         key: Name of the state in ``state[parameter]``.
         start: Offset of the first byte.
-        size: Size of the state. 1-D for a slice.
+        size: Size of the state. A slice is 1-D.
         stride: Strides of the state in elements.
         dtype: Data type of the state.
-        spec: Placement of the ``DTensor`` whose local part the state is. ``None`` for a plain tensor.
+        spec: Placement of the ``DTensor`` if the state is the local part of one. ``None`` for a plain tensor.
     """
 
     parameter: torch.Tensor
@@ -85,7 +87,10 @@ class Place:
     spec: Any
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the state as a view of its sub-group's bytes: the local part of a distributed tensor."""
+        """Return the state as a view of the bytes of its sub-group.
+
+        For a distributed tensor, this is the local part.
+        """
         end = self.start + self.size.numel() * self.dtype.itemsize
         return flat[self.start : end].view(self.dtype).as_strided(self.size, self.stride)
 
@@ -96,14 +101,15 @@ class SubGroup:
     Args:
         number: Index of the parameter group.
         parameters: The parameters.
-        home: Storage of their states between updates.
-        part: The elements of a single parameter that this sub-group has. ``None`` for whole parameters.
+        home: Extents in which the states are stored between updates.
+        part: The range of elements, if this sub-group is a slice of a single parameter. ``None`` for whole
+            parameters.
 
     Attributes:
-        elements: Number of elements of each parameter when it was added.
-        places: Positions of the states. Empty before the first update that makes states.
+        elements: Number of elements of each parameter at the time it was added.
+        places: Positions of the states. The list is empty before the first update that creates states.
         keys: For each parameter, the names of its offloadable states.
-        nbytes: Bytes to transfer, padded to whole blocks for direct I/O.
+        nbytes: Number of bytes to transfer. It is rounded up to whole blocks for direct I/O.
     """
 
     def __init__(
@@ -120,17 +126,20 @@ class SubGroup:
 
     @property
     def moving(self) -> list[torch.Tensor]:
-        """The parameters that have gradients, so that an update changes them."""
+        """The parameters that have gradients. An update changes only these."""
         return [each for each in self.parameters if each.grad is not None]
 
     def cut(self, value: Any) -> Any:
-        """Return the 1-D slice of a tensor with the parameter's shape. Return anything else unchanged."""
+        """Return the 1-D slice of a tensor with the shape of the parameter.
+
+        Return any other value unchanged.
+        """
         if self.part is None or getattr(value, "shape", None) != self.parameters[0].shape:
             return value
         return value.reshape(-1)[self.part]
 
     def tensor(self, parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
-        """Return the tensor that an update gets for a parameter: itself, a slice of it, or the master.
+        """Return the tensor that an update gets for a parameter: the parameter, a slice of it, or the master.
 
         Args:
             parameter: The parameter.
@@ -156,7 +165,7 @@ class SubGroup:
 
         Args:
             states: The states.
-            bound: States that are in a slot so far.
+            bound: States that are already in a slot.
         """
         views = {id(value) for entry in bound.values() for value in entry.values()}
         found = [
@@ -183,16 +192,17 @@ class Groups:
     The sub-groups follow changes of the optimizer's parameter groups. A parameter whose states are larger
     than a sub-group is cut into slices, if updates of slices give the same bits.
 
-    Between updates an offloaded master has no bytes, but it is the same object. During an update, a tensor
-    over the bytes in a slot takes its place.
+    Between updates, an offloaded master is the same object but has no bytes. During an update, a tensor on
+    the bytes in a slot replaces it.
 
     Args:
         optimizer: The optimizer.
         homes: The shared store.
-        masters: Maps master copies that the optimizer updates to the model parameters, or local parts, that
-            are set from them.
+        masters: Maps each master copy that the optimizer updates to its model parameter, or to the local part
+            of the parameter.
         names: Known names of parameters in the model.
-        most: Bytes of states in a sub-group. A parameter that cannot be cut may have more.
+        most: Largest number of bytes of states in a sub-group. A parameter that cannot be cut may have more
+            bytes.
 
     Attributes:
         optimizer: The optimizer.
@@ -224,7 +234,7 @@ class Groups:
             if master.shape != copy.shape:
                 raise UnsupportedError(
                     f"a master has shape {tuple(master.shape)}, but its parameter has shape "
-                    f"{tuple(copy.shape)}. Set states.masters to keep"
+                    f"{tuple(copy.shape)}. Set states.masters to 'keep'"
                 )
         self._names = names
         self.most = most
@@ -240,9 +250,9 @@ class Groups:
     def spread(self) -> list[SubGroup]:
         """The sub-groups that have states, in the order in which they are offloaded.
 
-        The order is a van der Corput sequence. So at any count, the offloaded sub-groups are spread evenly
-        over the update. While sub-groups in memory are updated, the next offloaded ones are read and the last
-        ones written.
+        The order is a van der Corput sequence. For any number of offloaded sub-groups, these are spread
+        evenly over the update. While sub-groups in memory are updated, the next offloaded sub-group is read
+        and the last offloaded sub-group is written.
         """
         groups = [group for group in self._all if group.places]
         bits = max(len(groups) - 1, 1).bit_length()
@@ -253,7 +263,7 @@ class Groups:
     # ---- changes of the optimizer ------------------------------------------------------------------
 
     def are_current(self) -> bool:
-        """Return True if all parameters are in the same parameter groups, with the same sizes, as before."""
+        """Return True if parameter groups have the same parameters, with the same sizes, as before."""
         now = {each: n for n, group in enumerate(self.optimizer.param_groups) for each in group["params"]}
         return all(
             now.get(each) == group.number
@@ -264,7 +274,7 @@ class Groups:
         )
 
     def add(self, wanted: Callable[[torch.Tensor], bool]) -> list[SubGroup]:
-        """Make sub-groups for parameters that have none yet.
+        """Create sub-groups for parameters that do not belong to a sub-group yet.
 
         Args:
             wanted: Returns True for parameters to include.
@@ -294,7 +304,7 @@ class Groups:
         step = max(self.most * count // nbytes // SLICE, 1) * SLICE
         if nbytes <= self.most or count <= step or not self._can_be_cut(parameter):
             return [None]
-        # At least two elements in the last slice: one-element states are not offloaded.
+        # The last slice has at least two elements, because states of one element are not offloaded.
         starts = range(0, count - 1, step)
         return [slice(start, count if start == starts[-1] else start + step) for start in starts]
 
@@ -307,7 +317,10 @@ class Groups:
         )
 
     def _states_bytes(self, parameter: torch.Tensor) -> int:
-        """Return the bytes to offload for a parameter, estimated before its first update. At least 1."""
+        """Return the number of bytes to offload for a parameter, at least 1.
+
+        Before its first update, this is an estimate.
+        """
         own: int = local(parameter).nbytes
         known: int = sum(
             value.value.numel() * parameter.itemsize if isinstance(value, Incoming) else local(value).nbytes
@@ -317,14 +330,20 @@ class Groups:
         return max((known or own * _STATES) + own * (parameter in self._copies), 1)
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """Return a parameter's name in the model. If it is unknown, return its index in ``state_dict``."""
+        """Return a parameter's name in the model.
+
+        If the name is unknown, return the index in ``state_dict``.
+        """
         known = self._names.get(parameter) or self._names.get(self._copies.get(parameter, parameter))
         return known or f"parameter {self._numbers.get(parameter)}"
 
     # ---- masters -----------------------------------------------------------------------------------
 
     def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the entry in ``optimizer.state``, with the master itself if the parameter is a master."""
+        """Return the entry in ``optimizer.state``.
+
+        If the parameter is a master, the entry includes the master itself.
+        """
         entry = dict(self.optimizer.state.get(parameter, {}))
         return {**entry, MASTER: parameter.detach()} if parameter in self._copies else entry
 
@@ -339,7 +358,7 @@ class Groups:
 
 
 def _is_cut_alike(state: object, parameter: torch.Tensor) -> bool:
-    """Return True if a state can be sliced like its parameter, or is a number that all slices share."""
+    """Return True if a state can be sliced like its parameter, or if it is a number that all slices share."""
     value = state.value if isinstance(state, Incoming) else state
     if not isinstance(value, torch.Tensor) or value.numel() <= 1:
         return True
@@ -350,7 +369,7 @@ def _is_cut_alike(state: object, parameter: torch.Tensor) -> bool:
 def side_by_side(sizes: Iterable[int]) -> tuple[list[int], int]:
     """Return the offsets of consecutive tensors of these sizes, and the end of the last one.
 
-    Each tensor starts at a cache line, as in PyTorch.
+    Each tensor starts at the beginning of a cache line, as in PyTorch.
     """
     *starts, end = accumulate((round_up(size, CACHE_LINE) for size in sizes), initial=0)
     return starts, end

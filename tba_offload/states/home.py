@@ -1,4 +1,4 @@
-"""Storage of the states of one sub-group between updates: extents of a store."""
+"""The extents of a store in which the states of one sub-group are stored between updates."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from tba_offload.store.multi import MultiStore
 
 PART = 8 * 2**20
-"""Bytes of one extent. A sub-group has several extents for each drive and each thread."""
+"""Size of one extent in bytes. A sub-group has several extents for each drive and each thread."""
 
 HOST_PART = 64 * 2**20
-"""Bytes of one extent if the store is host memory.
+"""Size of one extent in bytes if the store is host memory.
 
-After each copy the link is idle until a thread wakes up. On an H200, updates moved 60 GB/s in both directions
-with parts of 8 MiB, and 82 GB/s with parts of 64 MiB.
+After each copy, the link to the device is idle until a thread wakes up. On an H200, updates moved 60 GB/s in
+both directions with parts of 8 MiB, and 82 GB/s with parts of 64 MiB.
 """
 
 TRIES = 3
-"""Number of times an extent is read before an error is raised."""
+"""Number of attempts to read an extent before an error is raised."""
 
 
 class Homes:
@@ -42,7 +42,8 @@ class Homes:
         read_bytes: Bytes whose reads have started.
         written_bytes: Bytes whose writes have started.
         waited: Seconds spent waiting for transfers.
-        waits: Start and end of each wait. Empty by default; assign a longer deque to record waits.
+        waits: Start and end of each wait. By default, the deque has length 0. Assign a longer deque to record
+            waits.
     """
 
     def __init__(self, store: MultiStore, device: Device) -> None:
@@ -54,7 +55,7 @@ class Homes:
         self.waits: deque[tuple[float, float]] = deque(maxlen=0)
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait for a transfer, at most for the store's time limit.
+        """Wait for a transfer, but not longer than the time limit of the store.
 
         Raises:
             HangingError: The drive hangs.
@@ -86,13 +87,13 @@ class Home:
     def __init__(self, homes: Homes, owner: str, what: str = "optimizer states") -> None:
         self.homes = homes
         self._what = f"the {what} of {owner}"
-        self._writes: list[Transfer] = []  # the last write of each part, which knows its extent
+        self._writes: list[Transfer] = []  # the last write of each part; it has the extent
 
     def write(self, memory: ByteRange) -> list[Transfer]:
         """Start to write all bytes. The caller waits with :meth:`settle_writes`.
 
         Args:
-            memory: The bytes, page-aligned. Their number is the same in each call.
+            memory: The bytes, page-aligned. Their number must be the same in each call.
         """
         homes = self.homes
         if sum(write.nbytes for write in self._writes if write.extent is not None) != memory.nbytes:
@@ -173,7 +174,7 @@ class Home:
                     homes.store.read([read])
 
     def on_host(self, nbytes: int) -> torch.Tensor:
-        """Return a copy of the bytes in new host memory, as 1-D uint8. Slots are not used.
+        """Return a copy of the bytes in new host memory, as 1-D uint8. This method uses no slots.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -183,7 +184,10 @@ class Home:
         return target.tensor()
 
     def release(self) -> None:
-        """Release the extents. An extent that a transfer uses is freed when the transfer ends."""
+        """Release the extents.
+
+        If a transfer uses an extent, the extent is freed at the end of the transfer.
+        """
         writes, self._writes = self._writes, []
         for write in writes:
             if write.extent is not None:

@@ -1,8 +1,8 @@
-"""Updates in host memory: the CPU updates some sub-groups while the device updates the others.
+"""Updates in host memory. The CPU updates some sub-groups while the device updates the other sub-groups.
 
-For the CPU's sub-groups, states do not cross the link between device and host. Gradients move to the host,
-and parameters move back. Deep Optimizer States (arXiv 2410.21316) has this design. Both sides run the
-optimizer's own code. On the host it uses CPU kernels, which may round differently.
+For the sub-groups of the CPU, states are not copied between device and host. Gradients are copied to the
+host, and parameters are copied back. Deep Optimizer States (arXiv 2410.21316) has this design. CPU and device
+both run the optimizer's own code. On the host, this code uses CPU kernels, which may round differently.
 """
 
 from __future__ import annotations
@@ -35,41 +35,43 @@ if TYPE_CHECKING:
     States = Mapping[torch.Tensor, Entry]
 
 _THREADS = 2
-"""One thread updates on all cores. The other copies the last results and the next inputs."""
+"""Number of threads. One thread runs an update on all cores. The other thread copies results of the last
+update and inputs of the next update."""
 
 _RECENT = 5
-"""Number of updates whose median rate counts. A single update can be slow because of other host load."""
+"""Number of updates. A rate is the median over them, because other load on the host may slow down a single
+update."""
 
 _WORTH_IT = 0.95
-"""A new split must reduce the expected time to this fraction.
+"""A new split is used only if it reduces the expected time to this fraction or less.
 
-A sub-group that moves to the other side is written and read once more. A smaller gain would be noise.
+A sub-group that changes sides is written and read once more. A smaller gain may be noise.
 """
 
 
 class HostUpdates:
     """Updates some or all sub-groups on the CPU, in parallel with the device.
 
-    The states of these sub-groups are in their own host memory and are updated in place.
+    Each of these sub-groups has its own host memory. Its states are in this memory and are updated in place.
 
     Args:
         updates: The updates of the optimizer.
         kind: The class of the optimizer.
-        update: Who updates: ``device``, ``host`` or ``auto``.
+        update: Where updates run: ``device``, ``host`` or ``auto``.
 
     Raises:
-        UnsupportedError: The states are on drives. Both sides would share the drives.
+        UnsupportedError: The states are on drives. CPU and device would compete for the drives.
     """
 
     def __init__(self, updates: Updates, kind: type[torch.optim.Optimizer], update: str) -> None:
-        self._optimizer = updates.optimizer  # a reference to `updates` would be a cycle
+        self._optimizer = updates.optimizer  # a reference to `updates` would form a cycle
         self._entries, self._groups, self._device = updates.entries, updates.groups, updates.homes.device
         self._states = self._entries.in_host_memory
-        self._is_on = update != "device" and self._device.runs_behind  # a CPU device already uses host memory
+        self._is_on = update != "device" and self._device.runs_behind  # a CPU's states are in host memory
         if self._is_on and updates.homes.store.kind != "host":
             raise UnsupportedError(
                 f"states.update: {update} needs states in host memory, but they are in a store of kind "
-                f"{updates.homes.store.kind}. Set store.kind to host, or states.update to device"
+                f"{updates.homes.store.kind}. Set store.kind to 'host', or states.update to 'device'"
             )
         self._rates = _Rates(is_auto=update == "auto")
         self._twin = Twin(self._optimizer, kind, _settings_for_host)
@@ -82,12 +84,12 @@ class HostUpdates:
     def updating(
         self, groups: Sequence[SubGroup], options: Mapping[str, Any], record: StatesRecord
     ) -> Iterator[Sequence[SubGroup]]:
-        """Update some sub-groups while the device updates the others.
+        """Update some sub-groups on the CPU while the device updates the other sub-groups.
 
         Args:
             groups: All sub-groups to update.
             options: Further arguments of the optimizer's ``step``.
-            record: Receives the number of the CPU's sub-groups and the predicted time.
+            record: The record in which to set the number of sub-groups of the CPU and the predicted time.
 
         Yields:
             The sub-groups for the device.
@@ -98,7 +100,7 @@ class HostUpdates:
         if not self._is_on:
             yield groups
             return
-        if self._last is not None:  # the device has finished the last update by now
+        if self._last is not None:  # the device has already finished the last update
             marks, sizes, on_host = self._last
             began, ended = self._device.seconds(marks)
             self._rates.learn(sizes, (ended - began, on_host))
@@ -111,7 +113,7 @@ class HostUpdates:
         self._last, marks = None, [self._device.mark()]
         self._times.clear()
         jobs = {}
-        for group in mine:  # the event comes after the copies of states for slices
+        for group in mine:  # the event is recorded after the copies of states for slices
             resident = {each: self._entries.resident(group, each) for each in group.moving}
             jobs[group] = self._pool.submit(self._update, group, resident, options, self._device.event())
         try:
@@ -146,10 +148,13 @@ class HostUpdates:
     # ---- which sub-groups --------------------------------------------------------------------------
 
     def _choose(self, groups: Sequence[SubGroup]) -> None:
-        """Choose the sub-groups for the CPU, copy their states to host memory, and return the others."""
+        """Choose the sub-groups for the CPU, and copy their states to host memory.
+
+        Return all other sub-groups to the device.
+        """
         updated = set(groups)
         able = [group for group in self._groups.spread if group in updated and self._is_able(group)]
-        # Prefer sub-groups whose states are already here.
+        # Prefer sub-groups whose states are already in host memory.
         able.sort(key=lambda group: group not in self._states)
         chosen = set(able[: self._rates.count([group.nbytes for group in able], len(self._states))])
         self.give_up(updated - chosen)
@@ -171,7 +176,7 @@ class HostUpdates:
 
         Args:
             group: The sub-group.
-            resident: States in memory of its parameters that have gradients.
+            resident: States in memory of those parameters that have gradients.
             options: Further arguments of the optimizer's ``step``.
             after: Event after which the gradients and ``resident`` are ready on the device.
 
@@ -183,7 +188,7 @@ class HostUpdates:
         bound = group.views(self._states[group])
         models = {each: self._groups.model_part(group, each) for each in resident}
         copies = {each: _pinned_like(model) for each, model in models.items()}
-        with self._device.on_side_stream():  # another stream would wait for all queued work of the device
+        with self._device.on_side_stream():  # not on a stream that waits for all queued work
             states = {each: _on_host(entry) | bound.get(each, {}) for each, entry in resident.items()}
             tensors = {each: states[each].get(MASTER, copy) for each, copy in copies.items()}
             for each, tensor in tensors.items():
@@ -191,7 +196,7 @@ class HostUpdates:
                 tensor.grad = _pinned_like(gradient).copy_(gradient, non_blocking=True)
                 if tensor is copies[each]:
                     tensor.copy_(models[each], non_blocking=True)
-        with self._computing:  # each update uses all cores, so only one may run
+        with self._computing:  # each update uses all cores, so only one update may run
             self._twin.run(group.number, {tensors[each]: states[each] for each in tensors}, options)
             self._twin.discard()
             for each, copy in copies.items():
@@ -199,12 +204,12 @@ class HostUpdates:
         if have_moved(bound, states):
             raise UnsupportedError(
                 f"{type(self._optimizer).__name__} adds or removes states on the CPU. Load a checkpoint, "
-                "and set states.update to device"
+                "and set states.update to 'device'"
             )
         with self._device.on_side_stream():
             for each, tensor in tensors.items():
                 models[each].copy_(copies[each], non_blocking=True)
-                if hasattr(self._optimizer, "grad_scale"):  # a fused kernel has divided the gradient by it
+                if hasattr(self._optimizer, "grad_scale"):  # a fused kernel has applied grad_scale
                     group.cut(each.grad).copy_(tensor.grad, non_blocking=True)
                 for key, value in resident[each].items():
                     if isinstance(value, torch.Tensor):
@@ -219,14 +224,15 @@ class HostUpdates:
 
 
 class _Rates:
-    """Measured time of both sides per byte of states, and the number of sub-groups for the CPU.
+    """Measured rates of device and CPU, and the number of sub-groups for the CPU.
 
     An update takes ``max(bytes on the device / its rate, bytes on the host / its rate)``, as in Deep
-    Optimizer States. The rates are measured while both sides work, so they include limits of host memory and
-    link. The split with the smallest maximum wins. Before the first timed update, the split is half and half.
+    Optimizer States. The rates are measured while device and CPU work at the same time, so they include
+    limits of host memory and of the link. The split with the smallest maximum is used. Before the first
+    measured update, each side gets half of the bytes.
 
     Args:
-        is_auto: Whether both sides work. Otherwise the CPU updates everything.
+        is_auto: Whether device and CPU both work. Otherwise the CPU updates all sub-groups.
     """
 
     def __init__(self, *, is_auto: bool) -> None:
@@ -238,7 +244,7 @@ class _Rates:
 
         Args:
             sizes: Bytes of states of each sub-group.
-            before: Number of these sub-groups that the CPU has now.
+            before: Number of sub-groups that the CPU has now.
         """
         if not self._is_auto:
             return len(sizes)
@@ -250,7 +256,7 @@ class _Rates:
         return best if seconds[best] < _WORTH_IT * seconds[now] else now
 
     def seconds(self, *nbytes: int) -> float | None:
-        """Return the seconds of an update, or ``None`` if the rate of a used side is unknown.
+        """Return the seconds of an update; ``None`` if the rate of a side with work is unknown.
 
         Args:
             nbytes: Bytes of states updated by the device, and by the CPU.
@@ -261,7 +267,7 @@ class _Rates:
         return max(some * statistics.median(rates) for some, rates in busy)
 
     def learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """Add the bytes and seconds of both sides in one update."""
+        """Add the bytes and seconds of device and CPU in one update."""
         for nbytes, took, rates in zip(sizes, seconds, self._sides, strict=True):
             if nbytes:
                 rates.append(took / nbytes)
@@ -283,15 +289,15 @@ def _is_plain(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
 
 
 def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return pinned memory with the layout of a tensor. PyTorch's allocator reuses it."""
+    """Return pinned memory with the layout of a tensor. PyTorch's allocator reuses pinned memory."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def _settings_for_host(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of an optimizer for an update in host memory.
 
-    If the optimizer lets PyTorch choose, use the fused implementation. PyTorch's choice for CPU tensors is
-    the loop, which goes through memory about ten times.
+    If the optimizer lets PyTorch choose an implementation, use the fused one. For CPU tensors, PyTorch would
+    choose the loop, which reads and writes memory about ten times.
     """
     settings = _on_host(values)
     if settings.get("fused", False) is None and settings.get("foreach") is None:

@@ -1,4 +1,4 @@
-"""Keeps the states of an optimizer in a store between its updates: ``offload_optimizer``."""
+"""The public interface of offloaded optimizer states: ``offload_optimizer`` and ``OptimizerStates``."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class OptimizerStates:
-    """The offloaded states of one optimizer. Made by :func:`offload_optimizer`.
+    """The offloaded states of one optimizer. :func:`offload_optimizer` returns this object.
 
-    The states have a store of their own, with the kind and the directories from the configuration. The
-    optimizer stays the same object. Between updates, ``optimizer.state`` holds placeholders: tensors with a
+    The states have their own store. Its kind and directories come from the configuration. The optimizer stays
+    the same object. Between updates, ``optimizer.state`` holds placeholders. A placeholder is a tensor with a
     size but without bytes. Reading a placeholder raises an error that explains what to do.
 
     Attributes:
@@ -66,7 +66,7 @@ class OptimizerStates:
         self._set_bytes = 0
         try:
             self._updates.follow()
-        except BaseException:  # no room, or Ctrl-C: the optimizer must work without offloading
+        except BaseException:  # after a full store or Ctrl-C, the optimizer must work without offloading
             self._updates.close()
             self._updates.restore()
             raise
@@ -85,7 +85,7 @@ class OptimizerStates:
             master: Whether to include the parameter itself, as ``MASTER``, if it is an offloaded master copy.
 
         Raises:
-            StatesAwayError: The program has put the placeholder of another parameter there.
+            StatesAwayError: The entry of this parameter has a placeholder of another parameter.
             TransferError: The states cannot be read.
         """
         found = self._updates.entries.read(parameter)
@@ -93,9 +93,9 @@ class OptimizerStates:
 
     @contextmanager
     def setting(self, parameter: torch.Tensor, *, states: bool = True) -> Iterator[None]:
-        """Give the offloaded states of a parameter undefined memory, so that a program can set them.
+        """Allocate memory for the states of a parameter, with undefined contents, for the program to set.
 
-        At the end of the block the new values are taken. After an error in the block, the states are
+        At the end of the block, the new values are adopted. If the block raises an error, the states are
         offloaded as before.
 
         Args:
@@ -122,9 +122,9 @@ class OptimizerStates:
         self.take(parameter)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Take the states or the master that a program has set, once they fill a sub-group.
+        """Adopt the states or the master that the program has set, as soon as a whole sub-group is set.
 
-        Without this call, the next update takes them, and they stay in memory until then.
+        Without this call, they stay in memory until the next update adopts them.
 
         Raises:
             TransferError: States of other parameters in the same sub-group cannot be read.
@@ -161,11 +161,11 @@ class OptimizerStates:
         return self._updates.entries.slots.nbytes
 
     def arrange(self, offloaded: int) -> None:
-        """Offload the first ``offloaded`` sub-groups from now on, and keep the others in memory.
+        """Offload the first ``offloaded`` sub-groups from now on, and keep the other sub-groups in memory.
 
-        The sub-groups that stay are in slots, and ``optimizer.state`` shows placeholders for them too.
-        ``states.default: auto`` calls this method. It needs ``states.when: step`` and ``states.update:
-        device``.
+        The sub-groups that stay are in slots, and ``optimizer.state`` shows placeholders for them too. A
+        session calls this method for ``states.default: auto``. The method needs ``states.when: step`` and
+        ``states.update: device``.
 
         Raises:
             TransferError: A sub-group cannot be read or written. The remaining sub-groups stay as they were.
@@ -188,11 +188,11 @@ class OptimizerStates:
         A second call completes a call that was interrupted.
 
         Args:
-            bring_back: Whether to bring the states back. Without them, the optimizer cannot be used any more.
+            bring_back: Whether to bring the states back. If False, the optimizer cannot be used any more.
 
         Raises:
-            StatesAwayError: The program has put a placeholder in the wrong place. All states stay offloaded,
-                so that the program can correct this.
+            StatesAwayError: The program has moved a placeholder to the wrong parameter. All states stay
+                offloaded, so that the program can correct this.
             TransferError: The states cannot be read.
         """
         if not self._is_open:
@@ -200,7 +200,7 @@ class OptimizerStates:
         try:
             if bring_back:
                 self._updates.restore()
-        except StatesAwayError:  # closing would lose the bytes
+        except StatesAwayError:  # closing the store would lose the bytes
             raise
         except Exception:  # after Ctrl-C, a second call brings back the rest
             self._end()
@@ -249,17 +249,17 @@ def offload_optimizer(
     """Keep the states of an optimizer in a store between its updates.
 
     An update runs the optimizer's own code on one sub-group of parameters after another. During the update of
-    a sub-group, the states of the next one are read and those of the last one are written. So at most three
-    sub-groups are in memory, whatever the size of the model. Parameters and states get the same bits as
-    without offloading.
+    a sub-group, the states of the next sub-group are read and the states of the last sub-group are written.
+    At most three sub-groups are therefore in memory, for any size of the model. Parameters and states get the
+    same bits as without offloading.
 
     Args:
         optimizer: Any optimizer of ``torch.optim`` except LBFGS. With ``states.trust``, also another
-            optimizer that updates each parameter independently. It may already have made updates.
+            optimizer that updates each parameter independently. The optimizer may already have made updates.
         config: The configuration, as for :func:`tba_offload.attach`. Only ``states`` and ``store`` are used.
-        model: The model that the optimizer trains, or its chunks. Messages use its parameter names. ``when:
-            backward`` with several processes needs it to check that ``fully_shard`` has sharded the whole
-            model.
+        model: The model that the optimizer trains, or its chunks. Messages use its parameter names. With
+            ``when: backward`` and several processes, the model is needed to check that ``fully_shard`` has
+            sharded all of it.
         masters: Maps each high-precision copy that the optimizer updates to its model parameter. Master
             copies are offloaded with their states. Each model parameter is set as soon as its master is
             updated.
@@ -268,7 +268,8 @@ def offload_optimizer(
         updated: Called with the record of each update.
 
     Returns:
-        The states. Close them, or use them as a context manager, to bring the states back into memory.
+        The states. Call ``close()``, or use the object as a context manager, to bring the states back into
+        memory.
 
     Raises:
         ConfigError: The configuration is wrong.
@@ -285,7 +286,7 @@ def offload_optimizer(
     if modules and not masters and set(_names_in(modules)).isdisjoint(parameters_of(optimizer)):
         warn(
             f"no parameter of this {type(optimizer).__name__} belongs to the model, so offloading its "
-            "states saves nothing. Give the optimizer that updates the model",
+            "states saves no memory. Pass the optimizer that updates the model",
             NoEffectWarning,
         )
     store = open_store(chosen.store, device=device_of_parameters(optimizer))
@@ -301,9 +302,11 @@ def _names_in(modules: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
 
 
 def _wrap_states(_: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """Return the state dict with its tensors wrapped, so that they reach the device one sub-group at a time.
+    """Return the state dict with wrapped tensors.
 
-    The wrapped tensors pass PyTorch's checks first. Entries without a parameter are left as they are.
+    The tensors are then copied to the device one sub-group at a time.
+
+    The wrapped tensors pass PyTorch's checks first. Entries without a parameter are not changed.
     """
     known = {each for group in state_dict["param_groups"] for each in group["params"]}
     states = {

@@ -1,4 +1,7 @@
-"""Checks of optimizers (updates in parts, in backward, on the CPU) and of offloadable states."""
+"""Checks of optimizers and of states.
+
+An optimizer may support updates in parts, in backward, and on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,10 @@ _ELEMENTWISE = frozenset(
 """Optimizers that update each element of a parameter independently."""
 
 _EXACT = frozenset((torch.float32, torch.float64))
-"""Data types for which vectorized kernels and their scalar remainder loops give the same bits.
+"""Data types for which vectorized kernels and their scalar loops for remaining elements give the same bits.
 
-16-bit types do not. On a CPU, 15 of 300,000 bfloat16 elements differed after six updates by RMSprop.
+For 16-bit types, the bits differ. On a CPU, 15 of 300,000 bfloat16 elements differed after six updates by
+RMSprop.
 """
 
 
@@ -54,7 +58,7 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def check(
     optimizer: torch.optim.Optimizer, config: StatesConfig, modules: Sequence[nn.Module], *, has_masters: bool
 ) -> None:
-    """Check that an optimizer can be updated in parts, at the time and place that the configuration asks for.
+    """Check that an optimizer can be updated in parts, at the time and place that the configuration sets.
 
     Args:
         optimizer: The optimizer.
@@ -63,7 +67,7 @@ def check(
         has_masters: Whether its parameters are master copies of model parameters.
 
     Raises:
-        UnsupportedError: It cannot be updated this way.
+        UnsupportedError: The optimizer cannot be updated in this way.
     """
     _check_parts(optimizer, trusted=config.trust)
     if config.update != "device" and device_of_parameters(optimizer).torch_device.type != "cpu":
@@ -76,16 +80,17 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
     """Check that an optimizer can be updated in parts.
 
     Raises:
-        UnsupportedError: It cannot, or it is unknown and ``states.trust`` is not set.
+        UnsupportedError: The optimizer cannot be updated in parts, or it is unknown and ``states.trust`` is
+            not set.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UnsupportedError(f"{name} is not a torch.optim.Optimizer. Give the optimizers inside it")
+        raise UnsupportedError(f"{name} is not a torch.optim.Optimizer. Pass the optimizers inside it")
     if is_taken(optimizer):
         raise UnsupportedError(f"the states of this {name} are already offloaded. Close them first")
     if (attribute := _attribute_with_optimizers(optimizer)) is not None:
         raise UnsupportedError(
-            f"{name} lets other optimizers make its updates. Give the optimizers in its attribute {attribute}"
+            f"{name} lets other optimizers make its updates. Pass the optimizers of its attribute {attribute}"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS updates all parameters as one vector. Use another optimizer")
@@ -95,11 +100,11 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
             "over several parameters, set states.trust to true"
         )
     if any(not isinstance(key, torch.Tensor) for key in optimizer.state):
-        raise UnsupportedError(f"{name} keeps states for all parameters at once. Do not offload its states")
+        raise UnsupportedError(f"{name} has states that belong to all parameters. Do not offload its states")
     if _goes_by_position(optimizer):
         raise UnsupportedError(
             f"{name} has settings for some parameters by position, and an update in parts changes positions. "
-            "Give these parameters their own group or optimizer"
+            "Put these parameters into their own group or optimizer"
         )
     for group in optimizer.param_groups:
         _check_group(name, group, of_adafactor=isinstance(optimizer, torch.optim.Adafactor))
@@ -107,7 +112,7 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
 
 def _check_group(name: str, group: dict[str, Any], *, of_adafactor: bool) -> None:
     if len(set(group["params"])) < len(group["params"]):
-        raise UnsupportedError(f"a parameter is twice in one group of this {name}. Give it once")
+        raise UnsupportedError(f"a parameter is twice in one group of this {name}. Remove one of them")
     # In PyTorch's Adafactor, the eps of a whole group depends on the dtype of its first parameter.
     if of_adafactor and group["eps"][0] is None and len({each.dtype for each in group["params"]}) > 1:
         raise UnsupportedError(
@@ -122,14 +127,15 @@ def _check_group(name: str, group: dict[str, Any], *, of_adafactor: bool) -> Non
 def _goes_by_position(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer of bitsandbytes has settings by index of group and parameter.
 
-    All its optimizers share one manager. Settings by module become settings by index in the first step.
+    All optimizers of bitsandbytes share one manager. In the first step, settings by module become settings by
+    index.
     """
     manager = getattr(optimizer, "mng", None)
     return any(getattr(manager, name, None) for name in ("index2config", "module_weight_config_triple"))
 
 
 def _attribute_with_optimizers(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the attribute with inner optimizers, as in ZeroRedundancyOptimizer, or ``None``."""
+    """Return the name of the attribute with inner optimizers; ``None`` if there is none."""
     own = set(parameters_of(optimizer))
     for attribute, value in vars(optimizer).items():
         for other in tree_leaves(value, lambda each: isinstance(each, torch.optim.Optimizer)):
@@ -144,7 +150,7 @@ def _check_backward(
     """Check that an optimizer can be updated in backward.
 
     Raises:
-        UnsupportedError: It cannot.
+        UnsupportedError: The optimizer cannot be updated in this way.
     """
     name, parameters = type(optimizer).__name__, parameters_of(optimizer)
     come_late = has_peers() and not is_fully_sharded(modules, parameters)
@@ -159,25 +165,25 @@ def _check_backward(
     }
     for why, holds in refusals.items():
         if holds:
-            raise UnsupportedError(f"states.when: backward is not possible: {why}. Set it to step")
+            raise UnsupportedError(f"states.when 'backward' is not possible: {why}. Set it to 'step'")
 
 
 def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
     """Check that the CPU can update sub-groups of an optimizer.
 
     Raises:
-        UnsupportedError: It cannot.
+        UnsupportedError: The CPU cannot update them.
     """
     name, are_spread = type(optimizer).__name__, any(map(is_distributed, parameters_of(optimizer)))
     may_drift = update == "auto" and has_peers()
     refusals = {
         f"{name} is not known to update parameters in host memory": not is_of_torch(optimizer),
-        "distributed parameters, as fully_shard makes them, are updated on the device only": are_spread,
-        "with several processes, each would choose other sub-groups for its CPU": may_drift,
+        "distributed parameters, for example of fully_shard, are updated on the device only": are_spread,
+        "with several processes, each process would choose different sub-groups for its CPU": may_drift,
     }
     for why, holds in refusals.items():
         if holds:
-            raise UnsupportedError(f"states.update: {update} is not possible: {why}. Set it to device")
+            raise UnsupportedError(f"states.update {update!r} is not possible: {why}. Set it to 'device'")
 
 
 def device_of_parameters(optimizer: torch.optim.Optimizer) -> Device:
@@ -201,7 +207,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True for PyTorch's optimizers, and for others that update each parameter independently."""
+    """Return True for optimizers of PyTorch, and for others that update each parameter independently."""
     return is_of_torch(optimizer) or _name_of(optimizer) in _FUSED
 
 
@@ -211,7 +217,7 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def can_be_cut(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Return True if a parameter can be cut into views, and updates of the views give the same bits."""
+    """Return True if a parameter can be cut into views, and if updates of the views give the same bits."""
     return (
         _name_of(optimizer) in _ELEMENTWISE
         and type(parameter.data) in (torch.Tensor, AwayMaster)
@@ -244,10 +250,10 @@ def gathered(parts: Iterable[_Part], most: int, nbytes_of: Callable[[_Part], int
 def is_offloadable(value: object, parameter: torch.Tensor) -> bool:
     """Return True if a state can be offloaded: a dense tensor or shard with its own storage.
 
-    It must have more than one element.
+    The state must have more than one element.
 
-    Other values stay where the optimizer put them: numbers, step counts, tensor subclasses and views of
-    shared memory.
+    Other values stay where the optimizer put them. Examples are numbers, step counts, tensor subclasses and
+    views of shared memory.
     """
     value = local(value)
     return (
@@ -276,7 +282,7 @@ def is_dense(value: torch.Tensor) -> bool:
 
 
 def is_distributed(value: object) -> bool:
-    """Return True for a ``DTensor``. There is none before PyTorch's module is imported."""
+    """Return True for a ``DTensor``. If its module is not imported, no ``DTensor`` exists."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -296,20 +302,23 @@ def is_fully_sharded(modules: Iterable[nn.Module], parameters: Iterable[torch.Te
 
 
 def local(value: Any) -> Any:
-    """Return the local part of a distributed tensor. Return anything else unchanged."""
+    """Return the local part of a distributed tensor. Return any other value unchanged."""
     if not is_distributed(value):
         return value
-    with torch.no_grad():  # with gradients enabled, this would add a graph node
+    with torch.no_grad():  # with gradients enabled, this call would add a graph node
         return value.to_local()
 
 
 def spec_of(value: Any) -> Any:
-    """Return the spec of a distributed tensor, or ``None`` for anything else."""
+    """Return the spec of a distributed tensor; ``None`` for any other value."""
     return value._spec if is_distributed(value) else None
 
 
 def distributed(value: torch.Tensor, spec: Any) -> torch.Tensor:
-    """Return the distributed tensor with ``value`` as its local part. Without ``spec``, return ``value``."""
+    """Return the distributed tensor with ``value`` as its local part.
+
+    If ``spec`` is ``None``, return ``value``.
+    """
     if spec is None:
         return value
     module: Any = sys.modules["torch.distributed.tensor"]

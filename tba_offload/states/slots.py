@@ -1,6 +1,8 @@
-"""Device memory for three sub-groups: one is updated, the next one is read, the last one is written.
+"""Device memory for three sub-groups.
 
-A sub-group that stays in memory has its own slot.
+While one sub-group is updated, the next is read and the last is written.
+
+Each sub-group that stays in memory also has its own slot.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from tba_offload.store.pool import Transfer
 
 SLOTS = 3
-"""Number of slots. More slots would not shorten a step if the drive is busy all the time."""
+"""Number of slots. With three slots the drive can be busy all the time, so more slots would not shorten a
+step."""
 
 _FAR = 2**62
 
@@ -37,7 +40,8 @@ class Slot:
 
     Attributes:
         stays: Whether the slot belongs to one sub-group that stays in memory.
-        holder: The sub-group whose bytes are here or are being read. Set by :meth:`read` and :meth:`hold`.
+        holder: The sub-group whose bytes are in the slot or are being read. :meth:`read` and :meth:`hold` set
+            it.
     """
 
     holder: SubGroup
@@ -50,14 +54,14 @@ class Slot:
         self._writes: list[Transfer] = []
         self._allocate(nbytes)
 
-    @torch.inference_mode(mode=False)  # inference tensors could not be changed outside inference mode
+    @torch.inference_mode(mode=False)  # inference tensors cannot be changed outside inference mode
     def _allocate(self, nbytes: int) -> None:
         self.memory: ByteRange = page_aligned(nbytes, self._homes.device, self._homes.store.alignment)
         self._bytes: torch.Tensor = self.memory.tensor()
-        self._is_used = True  # the previous user of the memory may still work with it
+        self._is_used = True  # earlier work on the device may still use the memory
 
     def lend(self) -> torch.Tensor:
-        """Return the whole memory as 1-D uint8, for work of the device. The next read waits for this work."""
+        """Return the whole memory as 1-D uint8, for work on the device. The next read waits for this work."""
         self._is_used = True
         return self._bytes
 
@@ -67,18 +71,22 @@ class Slot:
         return not self._is_newer and all(each.is_done for each in (*self._reads, *self._writes))
 
     def hold(self, group: SubGroup) -> None:
-        """Set the sub-group whose bytes the caller changes here. The copy in the store is then outdated."""
+        """Set the sub-group whose bytes the caller changes in this slot.
+
+        The copy in the store is then outdated.
+        """
         self.holder, self._is_newer = group, True
 
     def read(self, group: SubGroup) -> None:
         """Start to read a sub-group from the store."""
-        # The host may be far ahead. An event recorded now would come long after the work on this slot.
+        # The host may be far ahead of the device. An event recorded now would be reached long after the work
+        # on this slot.
         after = self._homes.device.event() if self._is_used else READY
         self._reads = group.home.read(self._part(group), after)
         self.holder, self._is_newer, self._is_used = group, False, False
 
     def write(self) -> None:
-        """Start to write the bytes, if they are newer than those in the store."""
+        """Start to write the bytes, if they are newer than the bytes in the store."""
         if self._is_newer:
             self.settle()
             self._writes = self.holder.home.write(self._part(self.holder))
@@ -93,7 +101,7 @@ class Slot:
         self.wait_for_reads()
         try:
             self.holder.home.settle_writes(self._writes)
-        except TransferError:  # the store has no valid copy, and a hanging write may still arrive
+        except TransferError:  # the store has no valid copy, and a hanging write may still end later
             self._is_newer = True
             self._writes = [each for each in self._writes if not each.is_done]
             raise
@@ -109,7 +117,10 @@ class Slot:
         self._reads = []
 
     def give_up(self) -> None:
-        """Wait until no transfer is running, and ignore failures. A hanging drive keeps its transfers."""
+        """Wait until no transfer is running, and ignore failures.
+
+        Transfers of a hanging drive are not waited for.
+        """
         for transfer in (*self._reads, *self._writes):
             try:
                 self._homes.wait(transfer)
@@ -128,7 +139,7 @@ class Slot:
         self.settle()
 
     def grow(self, nbytes: int) -> None:
-        """Make the memory at least ``nbytes`` large. If it grows, its contents are lost."""
+        """Make the memory at least ``nbytes`` large. If the memory grows, its contents are lost."""
         if self.memory.nbytes < nbytes:
             del self.memory, self._bytes  # free the old memory first
             self._allocate(nbytes)
@@ -141,9 +152,10 @@ class Slots:
     """The slots of one optimizer.
 
     Args:
-        groups: Its sub-groups. All slots together are no larger than their states.
+        groups: The sub-groups of the optimizer. All slots together are no larger than the states of these
+            sub-groups.
         homes: The store and the device.
-        next_use: Returns when a sub-group is needed again. A greater number is later.
+        next_use: Returns a number that shows when a sub-group is needed again. A larger number means later.
     """
 
     def __init__(self, groups: Groups, homes: Homes, next_use: Callable[[SubGroup], int]) -> None:
@@ -154,7 +166,7 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, including those of sub-groups that stay in memory."""
+        """Bytes of all slots, including the slots of sub-groups that stay in memory."""
         return sum(slot.memory.nbytes for slot in self._of.values())
 
     def of(self, group: SubGroup) -> Slot | None:
@@ -162,7 +174,7 @@ class Slots:
         return self._of.get(group)
 
     def load(self, group: SubGroup) -> Slot:
-        """Return the slot with the bytes of a sub-group. Read them if necessary.
+        """Return the slot with the bytes of a sub-group. If necessary, read the bytes.
 
         Raises:
             TransferError: The bytes cannot be read.
@@ -181,9 +193,11 @@ class Slots:
         return group in self._of
 
     def take(self, group: SubGroup, *, stays: bool = False) -> Slot:
-        """Return a slot for new bytes of a sub-group, to be assigned with :meth:`hold`. Wait if none is free.
+        """Return a slot for new bytes of a sub-group.
 
-        The bytes exist elsewhere in memory too, so at most two slots are used.
+        If no slot is free, wait. The caller then calls :meth:`hold`.
+
+        The bytes also exist outside the slots, so this method uses at most two slots.
 
         Raises:
             TransferError: The old contents of the slot cannot be written.
@@ -193,7 +207,10 @@ class Slots:
         return self._slot(group, self._shared(), SLOTS - 1)
 
     def hold(self, group: SubGroup, slot: Slot) -> None:
-        """Assign a slot to a sub-group whose bytes the caller puts or changes there."""
+        """Assign a slot to a sub-group.
+
+        The caller writes or changes the bytes of the sub-group in the slot.
+        """
         self._of[group] = slot
         slot.hold(group)
 
@@ -203,7 +220,7 @@ class Slots:
         self._of[group] = slot
 
     def _slot(self, group: SubGroup, among: Sequence[Slot], most: int = SLOTS) -> Slot:
-        """Return a new slot, or the slot that is needed last, after its contents are written."""
+        """Return a new slot. If there is none, write the slot that is needed last, and return it."""
         if self._has_room(group, most):
             return Slot(group.nbytes, self._homes)
         slot = max(self._large_enough(group, among) or among, key=lambda slot: self._next_use(slot.holder))
@@ -226,9 +243,9 @@ class Slots:
         return not shared or (len(shared) < most and self._fits(group.nbytes))
 
     def _fits(self, nbytes: int, slot: Slot | None = None) -> bool:
-        """Return True if a slot of ``nbytes`` keeps all slots within the size of the largest sub-groups.
+        """Return True if all slots, with a slot of ``nbytes``, are no larger than the largest sub-groups.
 
-        A small sub-group counts with the usual size, if there are enough sub-groups.
+        If there are enough sub-groups, a small sub-group counts with the usual size.
         """
         sizes = [group.nbytes for group in self._groups]
         usual = min(self._groups.most, sum(sizes) // SLOTS)
@@ -243,7 +260,7 @@ class Slots:
             self._of[group].write()
 
     def drop(self, group: SubGroup) -> None:
-        """Discard the bytes of a sub-group in a slot, whether written or not."""
+        """Discard the bytes of a sub-group in a slot, even if they are not written."""
         slot = self._of.pop(group, None)
         if slot is not None:
             slot.give_up()
@@ -280,8 +297,8 @@ class Order:
     """The order in which sub-groups are updated. It determines when each sub-group is needed again.
 
     Args:
-        turns: Whether the next update goes in the reverse order. The sub-groups updated last are then still
-            in their slots, and need no write and no read.
+        turns: Whether the next update goes in the reverse order. It begins with the sub-groups that are still
+            in their slots, and these need no write and no read.
     """
 
     def __init__(self, *, turns: bool) -> None:
@@ -291,7 +308,7 @@ class Order:
         self._at = -1
 
     def begin(self, done: Sequence[SubGroup], groups: Sequence[SubGroup]) -> Sequence[SubGroup]:
-        """Set the order of an update, after ``done`` sub-groups. Return the remaining ones in order."""
+        """Set the order of an update, after ``done`` sub-groups. Return the remaining sub-groups in order."""
         line = [*done, *(reversed(groups) if self._is_reversed else groups)]
         self._places = {group: place for place, group in enumerate(line)}
         self._at = len(done) - 1
@@ -302,7 +319,7 @@ class Order:
         self._at = self._places.setdefault(group, len(self._places))
 
     def end(self) -> None:
-        """End an update. The next one has the reverse order, or the same order again."""
+        """End an update. The next update has the reverse order, or the same order again."""
         if self._turns:
             self._is_reversed = not self._is_reversed
         else:
@@ -310,13 +327,14 @@ class Order:
 
     def upcoming(self) -> Sequence[SubGroup]:
         """Return the sub-groups that are updated next."""
-        # Not a generator: closing a half-used generator would swallow a Ctrl-C at that moment.
+        # This is not a generator, because a Ctrl-C is lost if it comes while a generator is closed.
         return [*self._places][self._at + 1 :]
 
     def next_use(self, group: SubGroup) -> int:
-        """Return when a sub-group is needed again: in this update, or after it, last updated first.
+        """Return a number that shows when a sub-group is needed again. Sub-groups of this update come first.
 
-        Without reversal the last part is wrong, but a slot whose write has finished is still reused first.
+        After them, the sub-group that was updated last comes first. This is only correct if the next update
+        is reversed. In any case, a slot whose write has finished is reused first.
         """
         place = self._places.get(group, 2 * _FAR)
         if place <= self._at:

@@ -1,4 +1,4 @@
-"""Runs the optimizer's own update code on some of its parameters, and replaces the optimizer's ``step``."""
+"""Code that runs the optimizer's own update on some of its parameters, and replaces its ``step``."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _APART = ("params", "param_groups", "state")
 
 
 class Twin:
-    """Runs the update of an optimizer on a twin that has only some parameters and their states.
+    """A twin of an optimizer with only some of its parameters and states. The twin runs the update on them.
 
-    Each twin starts with the attributes of the optimizer. So a step count in the optimizer or in a parameter
-    group increases by one per step, for any number of twins. Only :meth:`commit` changes the optimizer
-    itself.
+    Each twin starts with the attributes of the optimizer. A step count in the optimizer or in a parameter
+    group therefore increases by one per step, for any number of twins. Only :meth:`commit` changes the
+    optimizer.
 
     Args:
         optimizer: The optimizer.
-        kind: Its class.
+        kind: Class of the optimizer.
         settings: Converts settings and attributes of the optimizer for the twin.
 
     Attributes:
@@ -44,9 +44,9 @@ class Twin:
         self._optimizer = optimizer
         self.kind = kind
         self._made_of = settings
-        step: Any = kind.step  # without the wrapper that calls the user's hooks: they run once per step
+        step: Any = kind.step  # without the wrapper that calls the user's hooks: hooks run once per step
         self._update: Step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        self._loans: dict[int | None, _Loan] = {}  # by index of the parameter group; None for attributes
+        self._loans: dict[int | None, _Loan] = {}  # keys: index of the parameter group; None for attributes
         self.states: dict[torch.Tensor, Entry] = {}
 
     def run(self, number: int, entries: Mapping[torch.Tensor, Entry], options: Mapping[str, Any]) -> None:
@@ -68,7 +68,7 @@ class Twin:
         try:
             self._update(twin, **options)
         finally:
-            group.taken["params"] = []  # else views of the parameters would stay alive
+            group.taken["params"] = []  # otherwise views of the parameters would stay alive
         self.states = twin.state
 
     def check_rest(self) -> None:
@@ -79,7 +79,7 @@ class Twin:
         """
         if self.states:
             raise UnsupportedError(
-                f"{self.kind.__name__} keeps {next(iter(self.states))!r} for all parameters at once. Load a "
+                f"{self.kind.__name__} has a state {next(iter(self.states))!r} of all parameters. Load a "
                 "checkpoint, and do not offload its states"
             )
 
@@ -90,14 +90,14 @@ class Twin:
         self.discard()
 
     def discard(self) -> None:
-        """Forget the changes of the twins."""
+        """Drop the changes of the twins."""
         self._loans, self.states = {}, {}
 
 
 class _Loan:
     """Values of the optimizer that a twin uses. The twin's changes can be copied back.
 
-    A number in a tensor is copied, because an update may count in place.
+    A number in a tensor is copied, because an update may change the number in place.
 
     Args:
         values: The values by name.
@@ -116,13 +116,16 @@ class _Loan:
         taken.update(self._given)
 
     def give_back(self, own: dict[str, Any]) -> None:
-        """Copy values that the twin has changed. Other code may have changed the rest in the meantime."""
+        """Copy back the values that the twin has changed.
+
+        Other code may have changed the other values in the meantime.
+        """
         for name, value in self.taken.items():
             if value is not self._given.get(name, _APART):
                 if name not in _APART:
                     own[name] = value
             elif _is_number(value) and value._version:
-                own[name].copy_(value)  # others may hold this tensor, as schedulers do
+                own[name].copy_(value)  # other code may hold this tensor, as schedulers do
 
 
 def _is_number(value: object) -> TypeGuard[torch.Tensor]:
@@ -134,20 +137,21 @@ def _is_number(value: object) -> TypeGuard[torch.Tensor]:
 _taken: dict[Kind, Kind] = {}
 
 _STEP, _CLEARING = "_tba_offload_step", "_tba_offload_clearing"
-"""Attributes of an optimizer with the functions that its methods call. They live as long as the optimizer."""
+"""Names of attributes of an optimizer. They hold the functions that its methods call, and exist as long as
+the optimizer."""
 
 
 class Takeover:
-    """Makes ``optimizer.step`` call another function, inside the user's hooks.
+    """The replacement of ``optimizer.step`` by another function, inside the user's hooks.
 
-    The optimizer stays the same object, an instance of its class, and ``step`` stays a method. So schedulers,
-    ``GradScaler`` and hooks work as before.
+    The optimizer stays the same object and an instance of its class, and ``step`` stays a method. Schedulers,
+    ``GradScaler`` and hooks therefore work as before.
 
     Args:
         optimizer: The optimizer.
 
     Raises:
-        UnsupportedError: Its ``step`` was replaced by an unknown function.
+        UnsupportedError: The ``step`` of the optimizer was replaced by an unknown function.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -157,7 +161,7 @@ class Takeover:
         if self._instance_step is not None and not hasattr(self._instance_step, "_wrapped_by_lr_sched"):
             raise UnsupportedError(
                 f"the step of this {self.kind.__name__} was replaced by {self._instance_step!r}. Offload its "
-                "states first, and replace it afterwards"
+                "states first, and replace step afterwards"
             )
 
     def begin(self, step: Step, clearing: Step) -> None:
@@ -194,16 +198,16 @@ def _class_for(kind: Kind) -> Kind:
 
 
 def _hooked(kind: Kind) -> Step:
-    """Return a ``step`` that calls the user's hooks, and the function of :meth:`Takeover.begin` inside."""
+    """Return a ``step`` that calls the user's hooks around the function of :meth:`Takeover.begin`."""
 
     @functools.wraps(kind.step)
     def step(self: torch.optim.Optimizer, closure: Any = None, **options: Any) -> Any:
-        vars(self)["_opt_called"] = True  # as a scheduler's own wrapper does
+        vars(self)["_opt_called"] = True  # the wrapper of a scheduler does the same
         return vars(self)[_STEP](closure, options)
 
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
-    hooked.hooked = True  # so that PyTorch does not wrap it again
-    hooked._wrapped_by_lr_sched = True  # nor a scheduler
+    hooked.hooked = True  # PyTorch then does not wrap this function again
+    hooked._wrapped_by_lr_sched = True  # schedulers then do not wrap it either
     made: Step = hooked
     return made
 

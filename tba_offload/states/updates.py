@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 
 
 class Updates:
-    """Updates one sub-group after another, while the next one is read and the last one is written.
+    """Updates of one sub-group after another.
+
+    During an update, the next sub-group is read and the last is written.
 
     Args:
         optimizer: The optimizer.
-        kind: Its class.
+        kind: Class of the optimizer.
         config: The user's configuration.
         store: The store of the sub-groups.
         names: Known names of parameters in the model.
@@ -45,7 +47,7 @@ class Updates:
     """
 
     _is_early = False
-    """Whether sub-groups are updated before the step."""
+    """Whether sub-groups are updated in backward, before ``step()``."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Updates:
         self._failure: TransferError | None = None
 
     def update(self, group: SubGroup, options: Mapping[str, Any]) -> None:
-        """Update one sub-group: read, bind, run the optimizer's own step, unbind, write.
+        """Update one sub-group: read its states, run the optimizer's own step on them, and write them.
 
         Args:
             group: The sub-group.
@@ -107,13 +109,13 @@ class Updates:
 
         Raises:
             SessionError: An earlier update failed halfway.
-            TransferError: States cannot be read. Some parameters are already updated, as after an error
-                inside any optimizer.
+            TransferError: States cannot be read. Some parameters may already be updated, as after an error in
+                any optimizer.
         """
         return self._make(options)
 
     def _make(self, options: Mapping[str, Any], done: Sequence[SubGroup] = ()) -> StatesRecord:
-        """Update all parameters that have gradients, except sub-groups that are already updated."""
+        """Update all parameters that have gradients, except those in sub-groups that are already updated."""
         with self._guarded():
             self.follow()
             try:
@@ -152,7 +154,7 @@ class Updates:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Count the transfers in the block, and reject later updates if a transfer fails."""
+        """Count the transfers in the block. If a transfer fails, reject later updates."""
         if self._failure is not None:
             raise SessionError(
                 f"an earlier update failed halfway: {self._failure}. Load a checkpoint of the model "
@@ -175,11 +177,11 @@ class Updates:
     # ---- between updates -------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Follow changes of parameters and states since the last update.
+        """Apply changes of parameters and states since the last update.
 
         Raises:
             TransferError: States cannot be read.
-            StatesAwayError: A placeholder is in the wrong place. Nothing has changed.
+            StatesAwayError: A placeholder is in the wrong place. No state has changed.
         """
         self.entries.check_owners()
         if not self.groups.are_current():
@@ -200,7 +202,7 @@ class Updates:
         self.order.begin((), ())
 
     def loaded(self) -> None:
-        """Take the states of a loaded checkpoint, and allow updates again after a failure."""
+        """Adopt the states of a loaded checkpoint, and allow updates again after a failure."""
         self._failure = None
         with interrupts_put_off():
             for group in self.groups:
@@ -209,7 +211,7 @@ class Updates:
             self.follow()
 
     def clearing(self) -> None:
-        """Handle gradients that are about to be cleared. Only updates in backward need this."""
+        """Prepare for the clearing of gradients. Only updates in backward need this method."""
 
     def close(self) -> None:
         """End helper threads and hooks."""
@@ -218,9 +220,11 @@ class Updates:
 
 @contextmanager
 def interrupts_put_off() -> Iterator[None]:
-    """Delay a first Ctrl-C to the end of the block, when states are consistent. A second one raises at once.
+    """Delay a first Ctrl-C to the end of the block, when states are consistent.
 
-    Has no effect on other threads, or if the program has its own handler.
+    A second Ctrl-C raises at once.
+
+    This has no effect on other threads, or if the program has its own handler.
     """
     handler, came = signal.default_int_handler, False
 
@@ -256,10 +260,10 @@ class StatesRecord:
         slot_bytes: Bytes of the slots, which stay on the device.
         sub_groups: Number of updated sub-groups.
         staying: Number of all sub-groups that stay in memory between updates.
-        staying_bytes: Bytes of their states.
+        staying_bytes: Bytes of the states of these sub-groups.
         in_backward: Number of sub-groups updated in backward.
-        predicted_seconds: Predicted ``seconds`` from the rates of device and CPU, if ``states.update`` uses
-            both. Otherwise ``None``.
+        predicted_seconds: Prediction of ``seconds`` from the rates of device and CPU, if both make updates.
+            Otherwise ``None``.
         on_host: Number of sub-groups updated by the CPU.
     """
 

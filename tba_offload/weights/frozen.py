@@ -55,7 +55,7 @@ _NONE = (
 )
 _WITH = "with frozen weights in the store. Close the frozen weights first"
 _MOST_WAITS = 20_000
-"""Largest number of recorded waits, as in a timeline."""
+"""Largest number of recorded waits. A timeline has the same limit."""
 
 
 def offload_frozen(
@@ -67,21 +67,23 @@ def offload_frozen(
 ) -> FrozenWeights:
     """Keep the frozen weights of a model's layers in a store, except those of the layer that computes.
 
-    A weight is frozen if it needs no gradient at the time of this call. Only a ``torch.nn.Parameter`` of at
-    least ``min_tensor_bytes`` is offloaded, and only if no other layer and nothing outside the layers uses
-    its memory. Outside of its layer, an offloaded weight reads as NaN. ``state_dict()`` returns the values in
-    host memory.
+    A weight is frozen if its ``requires_grad`` is False at the time of this call. Only a
+    ``torch.nn.Parameter`` of at least ``min_tensor_bytes`` is offloaded, and only if no other layer and
+    nothing outside the layers uses its memory. While the layer does not compute, an offloaded weight reads as
+    NaN. ``state_dict()`` returns the values in host memory.
 
     Args:
         model: The model, or its chunks.
         config: The configuration, as for :func:`tba_offload.attach`. Only ``store``, ``min_tensor_bytes`` and
             the percentage in ``weights`` are used.
-        layers: The layers, if they cannot be found automatically or others are wanted.
+        layers: The layers. They are needed only if the automatic search finds no layers, or finds other
+            layers than wanted.
         directories: Directories of the store, instead of those in the policy: one path, or one for each
             drive.
 
     Returns:
-        The weights. Close them, or use them as a context manager, to bring them back into memory.
+        The weights. Call ``close()``, or use the object as a context manager, to bring the weights back into
+        memory.
 
     Raises:
         ConfigError: The configuration is wrong, or no layers were found.
@@ -105,12 +107,12 @@ class FrozenWeights:
             used.
         count: Called with each change of the device memory in bytes.
         tell: Called with a message if weights stay in memory.
-        traffic: Counts the bytes that are read. By default nothing is counted.
+        traffic: Counts the bytes that are read. By default, no bytes are counted.
 
     Attributes:
         nbytes: Bytes of all weights in the store.
         resident_bytes: Bytes of the weights that are in memory now.
-        peak_bytes: Largest ``resident_bytes`` since the start, or since this was set to 0.
+        peak_bytes: Largest ``resident_bytes`` since the start, or since ``peak_bytes`` was set to 0.
     """
 
     def __init__(
@@ -149,9 +151,9 @@ class FrozenWeights:
         """Bring all weights back into memory and close the store. May be called twice.
 
         Raises:
-            TransferError: Some weights cannot be read. The others are back in memory. The next call tries
-                again.
-            SessionError: Something was computed with an offloaded weight.
+            TransferError: Some weights cannot be read. The other weights are in memory again. The next call
+                tries again.
+            SessionError: The program has computed with an offloaded weight.
         """
         with self._lock, ExitStack() as at_last:
             while self._handles:
@@ -183,7 +185,7 @@ class FrozenWeights:
             if share.stays(weight.untyped_storage().nbytes()):
                 continue
             piece = FrozenWeight(name, weight, Home(homes, name, "frozen weights"), self._grow)
-            # Before the write, so that an interrupt does not lose the bytes.
+            # Record the weight before the write, so that an interrupt does not lose the bytes.
             self._pieces[number].append(piece)
             piece.write()
             self.nbytes += piece.nbytes
@@ -195,7 +197,10 @@ class FrozenWeights:
             tell(_NONE)
 
     def _watch(self, layer: nn.Module, number: int) -> Iterator[RemovableHandle]:
-        """Add hooks to a layer, and to modules in it that have weights and can run, save and load alone."""
+        """Add hooks to a layer.
+
+        Also add hooks to modules in it that have weights, because they can run, save and load alone.
+        """
         before, after = _LayerHook(partial(self._begin, number)), _LayerHook(partial(self._end, number))
         yield layer.register_forward_pre_hook(before, prepend=True)
         yield layer.register_forward_hook(after, always_call=True)
@@ -223,8 +228,8 @@ class FrozenWeights:
 
         Args:
             number: The layer.
-            is_part: Whether this is the forward of a module inside the layer. The layer itself may not run,
-                as in ``layer.step()``.
+            is_part: Whether this is the forward of a module inside the layer. In this case the layer itself
+                may not run, for example if the program calls ``layer.step()``.
 
         Raises:
             TransferError: The weights cannot be read.
@@ -248,7 +253,7 @@ class FrozenWeights:
         returns = self._watch_output(number, *given)
         run = threading.get_ident(), number
         with self._lock:
-            if run not in self._in_forward:  # recomputed just before its backward
+            if run not in self._in_forward:  # the layer is recomputed, and its backward comes next
                 return
             self._in_forward.discard(run)
             # Keep the weights of the last layer, because backward starts there.
@@ -256,7 +261,9 @@ class FrozenWeights:
                 self.keep_only(self._in_memory - {number})
 
     def _watch_output(self, number: int, _module: object, _arguments: object, output: object) -> bool:
-        """Add hooks that bring the weights when backward reaches an output. Return True if it may reach one.
+        """Add hooks to outputs that need gradients; return True if there are any.
+
+        The hooks read the weights when backward reaches such an output.
 
         Raises:
             SessionError: The output has too many nested objects to search.
@@ -284,11 +291,11 @@ class FrozenWeights:
                 self._passes[this] = found = _Pass(self)
                 call_after_backward(found)
             found.layer = number
-            del found  # else the traceback of an error would keep the pass alive
+            del found  # otherwise the traceback of an error would keep the pass alive
             self._bring(number, self._next(number, by=-1))
 
     def _bring(self, number: int, then: int, *_: object) -> None:
-        """Read the weights of a layer, and start to read those of the next one."""
+        """Read the weights of a layer, and start to read the weights of the next layer."""
         with self._lock:
             near = {number, then}
             self.keep_only(near)  # weights of a skipped layer may have been read ahead
@@ -312,7 +319,7 @@ class FrozenWeights:
         return number in in_backward or any(number == layer for _, layer in self._in_forward)
 
     def _next(self, number: int, *, by: int = 1) -> int:
-        """Return the next layer with offloaded weights in this direction, or ``number`` if there is none."""
+        """Return the next layer with offloaded weights in this direction; ``number`` if there is none."""
         others = range(number + by, len(self._pieces) if by > 0 else -1, by)
         return next((other for other in others if self._pieces[other]), number)
 
@@ -325,7 +332,7 @@ class FrozenWeights:
 
 
 class _Pass:
-    """A backward pass. Autograd holds it until the pass ends or fails, and calls it at the end."""
+    """A backward pass. Autograd holds this object until the pass ends or fails, and calls it at the end."""
 
     def __init__(self, weights: FrozenWeights) -> None:
         self.layer = -1
@@ -337,13 +344,13 @@ class _Pass:
 
 
 class _Hook:
-    """A module hook that cannot be copied, because a copy of the model must not use these weights."""
+    """A module hook that cannot be copied. A copy of the model must not use these weights."""
 
     def __init__(self, call: Callable[..., object]) -> None:
         self._call = call
 
     def __call__(self, *given: object) -> None:
-        if not torch.compiler.is_compiling():  # compiled code runs inside its layer
+        if not torch.compiler.is_compiling():  # compiled code runs within the hooks of its layer
             self._call(*given)
 
     def __reduce_ex__(self, _: object) -> Any:
@@ -378,7 +385,7 @@ class WeightsTraffic:
         self._before = 0, 0.0
 
     def begin(self, homes: Homes | None) -> None:
-        """Count reads through ``homes`` from now on. ``None`` if the weights are in memory."""
+        """Count reads through ``homes`` from now on. Pass ``None`` if the weights are in memory."""
         self._homes = homes
         self.take()
 
@@ -393,7 +400,7 @@ class WeightsTraffic:
         self._before = read - resident, waited
 
     def take(self) -> WeightsMoved | None:
-        """Return the reads since the last call or the start of the step. ``None`` without a store."""
+        """Return the reads since the last call or the start of the step. Return ``None`` without a store."""
         homes = self._homes
         if homes is None:
             return None

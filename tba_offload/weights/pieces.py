@@ -1,4 +1,4 @@
-"""Selects the frozen weights that can be offloaded, and moves a single weight between memory and store."""
+"""Selection of frozen weights to offload, and transfers of a single weight between memory and store."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 def own_weights(
     chunks: Modules, layers: Modules, at_least: int, device: torch.device
 ) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """Yield each frozen weight whose memory has no other user, with its layer's number and its name there.
+    """Yield each frozen weight whose memory has no other user, with the number of its layer and its name.
 
     Args:
         chunks: The model or its chunks.
         layers: Its layers.
-        at_least: Bytes of the smallest storage to offload.
+        at_least: Smallest size of a storage to offload, in bytes.
         device: Device of the weights to offload. Transfers are ordered with the work of this device only.
     """
     owner = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
@@ -50,7 +50,7 @@ def own_weights(
         ((number, _), weight), *others = found.items()
         if others or number is None or weight.device != device or type(weight) is not nn.Parameter:
             continue
-        # Every bool is a valid value, so none can mark missing data.
+        # A bool has no value that could mark missing data.
         is_frozen = not weight.requires_grad and weight.dtype is not torch.bool
         if is_frozen and weight.untyped_storage().nbytes() >= max(at_least, 1):
             name = next(name for name, each in layers[number].named_parameters() if each is weight)
@@ -58,11 +58,13 @@ def own_weights(
 
 
 def left_out(layers: Modules, at_least: int, device: torch.device) -> str:
-    """Return which frozen weights stay in memory because of their class or device. Empty if there are none.
+    """Return a text that names the frozen weights that stay in memory because of their class or device.
+
+    The text is empty if there are no such weights.
 
     Args:
         layers: The layers.
-        at_least: Bytes of the smallest weight to offload.
+        at_least: Smallest size of a weight to offload, in bytes.
         device: Device of the weights to offload.
     """
     groups: defaultdict[str, list[int]] = defaultdict(list)
@@ -83,18 +85,18 @@ def left_out(layers: Modules, at_least: int, device: torch.device) -> str:
 class FrozenWeight:
     """A frozen weight, in memory or in the store.
 
-    Autograd saves weights and their views by storage. So the storage stays the same object, and it is empty
-    while the bytes are in the store. Meanwhile the parameter is a single NaN, expanded to its shape. Reading
-    the parameter gives NaN, and writing to it raises an error.
+    Autograd saves weights and their views by storage. The storage therefore stays the same object. It is
+    empty while the bytes are in the store. During this time, the parameter is a single NaN, expanded to the
+    shape of the parameter. Reading the parameter gives NaN, and writing to it raises an error.
 
     Args:
-        name: Its name in its layer.
+        name: Name of the weight in its layer.
         parameter: The parameter.
-        home: Storage of the bytes in the store.
+        home: The extents of the bytes in the store.
         count: Called with each change of memory in bytes.
 
     Attributes:
-        nbytes: Bytes of its storage.
+        nbytes: Size of the storage in bytes.
         is_back: Whether offloading has ended and the bytes are in memory.
     """
 
@@ -106,7 +108,7 @@ class FrozenWeight:
         # Memory from a file or from another library may not be resizable, so allocate new memory.
         self._storage = new_storage(self.nbytes, parameter.device)
         self._here, self._away = _over(self._storage, parameter), _nan_like(parameter)
-        self._stream: Any = None  # the stream that its memory was allocated on
+        self._stream: Any = None  # the stream on which the memory was allocated
         self._reads: list[Transfer] | None = None
         self._version = -1
 
@@ -150,7 +152,7 @@ class FrozenWeight:
             self._read()
             self._version = self.parameter._version
         stream = self._home.homes.device.stream()
-        if stream != self._stream:  # read ahead on the stream of the previous layer
+        if stream != self._stream:  # the bytes were read ahead on the stream of the previous layer
             self._home.homes.device.use(self._bytes.tensor(), stream)
 
     def leave(self) -> None:
@@ -162,21 +164,23 @@ class FrozenWeight:
         if self._reads is not None:
             try:
                 self._settle_reads()
-            except TransferError:  # the layer reports the error if it runs
+            except TransferError:  # the layer raises the error when it runs
                 return
         elif self._is_here and self.parameter._version != self._version:
             self._home.settle_writes(self._home.write(self._bytes))
         self._free()
 
     def come_back(self) -> None:
-        """Bring the bytes back at the end of offloading. If the program has set other values, keep those.
+        """Bring the bytes back at the end of offloading.
+
+        If the program has set other values, keep the new values.
 
         The extents are not released, because an interrupted transfer may still use them. The caller closes
         the store next.
 
         Raises:
             TransferError: The bytes cannot be read.
-            SessionError: Something was computed with the parameter while it was NaN. The parameter has its
+            SessionError: The program computed with the parameter while it was NaN. The parameter has its
                 values again.
         """
         if self.is_back:
@@ -188,7 +192,7 @@ class FrozenWeight:
             self.parameter.data = self._here
             raise SessionError(
                 f"a computation changed the frozen weight {self._name} while its values were in the store. "
-                "The weight has its old values again. Close the frozen weights first, then compute"
+                "The weight has its old values again. Close the frozen weights before you compute with them"
             )
 
     def copy(self) -> torch.Tensor:
@@ -198,7 +202,7 @@ class FrozenWeight:
             TransferError: The values cannot be read.
         """
         here = self._bytes.tensor().to("cpu", copy=True) if self._is_here else self._home.on_host(self.nbytes)
-        return _over(here.clone().untyped_storage(), self._here)  # in a new storage without an offset
+        return _over(here.clone().untyped_storage(), self._here)  # with a new storage and no offset
 
     def _read(self) -> None:
         self.begin_read()
@@ -212,7 +216,7 @@ class FrozenWeight:
         self._reads = None
 
     def _free(self) -> None:
-        # Before the memory is freed, so that after an interrupt the bytes are read again.
+        # Set this before the memory is freed. After an interrupt, the bytes are then read again.
         self._is_here = False
         if self._is_ours():
             self.parameter.data = self._away
@@ -226,12 +230,12 @@ class FrozenWeight:
             self._count(grown)
 
     def _is_ours(self) -> bool:
-        """Return True if the parameter still has the storage that it got here: its values, or NaN."""
+        """Return True if the parameter still has a storage that this object set: the values, or NaN."""
         found = self.parameter.untyped_storage()._cdata
         return found in {self._storage._cdata, self._away.untyped_storage()._cdata}
 
 
-@torch.inference_mode(mode=False)  # an inference tensor could not be trained later
+@torch.inference_mode(mode=False)  # in inference mode the new tensor could not be trained later
 def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, like.storage_offset(), like.shape, like.stride())

@@ -281,7 +281,7 @@ def test_a_flag_that_is_in_the_way_is_named_before_training(
     flags = (*TINY, *ON_A_CPU, *wrong, *tba_flags(tmp_path))
     status, output = fork(python_with_scripts, (*OFFLOADING, str(SCRIPT), *flags), 1)
     assert status == 2
-    assert "does not go together with --recompute-granularity full" in " ".join(output.split())
+    assert "cannot be combined with --recompute-granularity full" in " ".join(output.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["drive", "policy.yaml"]
 
 

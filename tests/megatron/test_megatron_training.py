@@ -99,7 +99,7 @@ def test_two_stages_are_one_run(tmp_path: Path, python_with_megatron: Warm) -> N
         (
             (("--tba-placement", "offload"), ("--tba-placement", "recompute")),
             {},
-            ("rank 1 has another policy than rank 0", "rank 0 has another policy than rank 1"),
+            ("rank 1 has a different policy from rank 0", "rank 0 has a different policy from rank 1"),
         ),
         pytest.param(
             (("--tba-placement", "offload"),),

@@ -267,7 +267,7 @@ def test_what_a_plain_step_would_have_used_is_an_error(changed: str, tmp_path: P
     with offloaded(found, tmp_path):
         begun(found)
         BETWEEN[changed](found)
-        with pytest.raises(SessionError, match=r"changed after backward\(\).*states.when to step"):
+        with pytest.raises(SessionError, match=r"changed after backward\(\).*states.when to 'step'"):
             found.optimizer.step()
 
 
