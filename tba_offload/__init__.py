@@ -78,7 +78,8 @@ _HOMES = {
     }.items()
     for name in names.split()
 }
-"""Module of each public name, imported on first use, since policies, run logs and plots need no torch."""
+"""The module of each public name. A module is imported on first use, because policies, run logs and plots
+need no torch."""
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

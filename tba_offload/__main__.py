@@ -1,4 +1,4 @@
-"""``python -m tba_offload`` is ``tba-offload``."""
+"""The command ``python -m tba_offload``, which is the same as ``tba-offload``."""
 
 from tba_offload.cli import main
 

@@ -1,4 +1,4 @@
-"""Function ``attach``, which finds the layers of a model and opens a session for them."""
+"""The function ``attach``, which finds the layers of a model and opens a session for them."""
 
 from __future__ import annotations
 
@@ -50,40 +50,43 @@ def attach(
 
     Layers are found in Megatron models, and in models with a list of equal blocks: a ``ModuleList``, a
     ``Sequential`` or a ``ModuleDict`` of numbers. The list may consist of stages, as in Swin. For other
-    models pass ``layers``.
+    models, pass ``layers``.
 
     Args:
         model: The model, wrapped or not, or the list of its chunks in an interleaved pipeline.
-        config: ``"fit"``: the planner places each layer so that training fits nine tenths of this device and
-            is as fast as possible. Or a placement for all layers, such as ``"offload"`` or ``"recompute"``.
-            Or the path of a YAML policy, its text, a dict with its keys, or an :class:`OffloadConfig`.
-        layers: The layers to attach. By default they are found.
+        config: The policy. With ``"fit"``, the planner chooses placements so that training fits into nine
+            tenths of this device and is as fast as possible. A placement, such as ``"offload"`` or
+            ``"recompute"``, applies to all layers. A policy can also be the path of a YAML file, YAML text, a
+            dict with the same keys, or an :class:`OffloadConfig`.
+        layers: The layers to attach. By default, they are found automatically.
         directories: Directories of the store, instead of those of the policy: one path, or one per drive.
-        optimizer: An optimizer, or several, whose states are offloaded too, see
+        optimizer: One or several optimizers whose states are offloaded too. See
             :func:`tba_offload.offload_optimizer`.
-        tokens: Tokens of one micro-batch, or a function of the arguments of the model's forward that returns
-            them. By default the number of elements of ``input_ids``, or else of the first positional tensor
-            of integers.
+        tokens: Number of tokens of one micro-batch, or a function that returns this number for the arguments
+            of the model's forward. The default is the number of elements of ``input_ids``. Without
+            ``input_ids``, the first positional tensor of integers is used.
         run_log: Path of the run log. If ``run.jsonl`` is the log of an earlier run, this run writes
             ``run.2.jsonl``. Each process of :mod:`torch.distributed` writes its own log, such as
             ``run.rank0.jsonl``.
-        strategy: Label of the run in ROK plots. By default the placement that all layers share, or ``mixed``,
-            and what else is offloaded, such as ``offload + states``.
+        strategy: Label of the run in ROK plots. The default is the placement that all layers share, or
+            ``mixed``. Other offloaded data is added, as in ``offload + states``.
         model_info: Facts about the model for the run log, such as sizes, batch size or another name.
-        measure_memory: Whether to measure the activation peak. This is free on CUDA. On a CPU a thread
-            samples memory, which takes part of a core.
+        measure_memory: Whether to measure the activation peak. On CUDA, this takes no time. On a CPU, a
+            thread takes samples of the memory, which needs a part of one core.
         status: Whether to log a line for each step. Plans of ``auto`` and the summary at the end are always
-            logged: by the logger ``tba_offload.session``, or on stderr without a logging handler.
-        on_step: A function, or several, to call with the complete :class:`StepRecord` of each step: at the
-            end of the step on a CPU, mostly during the next step on an accelerator. The classes in
-            :mod:`tba_offload.sinks` write to TensorBoard or W&B. An exception in a function ends training.
-        trace_steps: Numbers of the steps, from 1, to record over time, as with ``session.step(trace=True)``.
+            logged. The logger is ``tba_offload.session``. Without a logging handler, lines go to stderr.
+        on_step: One or several functions that are called with the complete :class:`StepRecord` of each step.
+            On a CPU, they are called at the end of the step. On an accelerator, they are usually called
+            during the next step. The classes in :mod:`tba_offload.sinks` write to TensorBoard or W&B. An
+            exception in one of these functions ends training.
+        trace_steps: Numbers of the steps, from 1, for which a timeline is recorded, as with
+            ``session.step(trace=True)``.
 
     Returns:
         The session. Close it, or use it as a context manager.
 
     Raises:
-        ConfigError: All problems of the policy, alone and with this model.
+        ConfigError: The policy is wrong, or does not match this model. The error lists all problems.
         UnsupportedError: No layers were found, or the model cannot be offloaded.
         StoreError: The store cannot be opened.
 
@@ -92,7 +95,7 @@ def attach(
     """
     chunks = chunks_of(model)
     if layers is not None and not layers:
-        raise ConfigError("layers=[] names no layer. Name some, or leave layers out to have them found")
+        raise ConfigError("layers=[] contains no layer. Pass layers, or omit layers to find all layers")
     stack = _find(chunks) if layers is None else explicit_layers(chunks, layers)
     if stack.left_out:
         tell(f"{', '.join(map(str, stack.left_out))}: {_LEFT_OUT}")
@@ -101,7 +104,7 @@ def attach(
     warn_of_doubts(chosen, ids, on_cpu=device_of_model(chunks).torch_device.type == "cpu")
     optimizers = _listed(optimizer)
     if chosen.states is not None and not optimizers:
-        message = "states: has no effect, because attach() was given no optimizer. Pass optimizer=optimizer"
+        message = "states: has no effect, because attach() got no optimizer. Pass optimizer=optimizer"
         warn(message, NoEffectWarning)
     return Session(
         stack,
@@ -120,12 +123,15 @@ def attach(
 
 _LEFT_OUT = (
     "these blocks are not among the layers that were found, so their activations and frozen weights stay in "
-    "memory. To attach them too, name all layers: attach(model, config, layers=[...])"
+    "memory. To attach them too, pass all layers: attach(model, config, layers=[...])"
 )
 
 
 def _find(chunks: list[nn.Module]) -> LayerStack:
-    """Return the layers as Megatron defines them, or else the layers that are found by their structure."""
+    """Return the layers of a Megatron model.
+
+    For other models, return the layers that their structure shows.
+    """
     if any(name.partition(".")[0] == "megatron" for name in sys.modules):
         from tba_offload.megatron.layers import find_stack, is_megatron
 
@@ -135,7 +141,7 @@ def _find(chunks: list[nn.Module]) -> LayerStack:
 
 
 def _about(chunks: Sequence[nn.Module]) -> dict[str, object]:
-    """Return name and number of parameters of a model."""
+    """Return the name and the number of parameters of a model."""
     parameters = {parameter for chunk in chunks for parameter in chunk.parameters()}  # shared ones count once
     names = dict.fromkeys(type(_unwrapped(chunk)).__name__ for chunk in chunks)
     known = (parameter.numel() for parameter in parameters if not is_lazy(parameter))
@@ -150,7 +156,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _listed(given: Any) -> tuple[Any, ...]:
-    """Return one object, or several, as a tuple."""
+    """Return one or several objects as a tuple."""
     if given is None:
         return ()
     return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
@@ -160,7 +166,7 @@ def _functions(on_step: OnStep | Sequence[OnStep] | None) -> tuple[OnStep, ...]:
     found = (on_step,) if callable(on_step) else _listed(on_step)
     for each in found:
         if not callable(each):
-            raise ConfigError(f"on_step is {quoted(each)}. Give a function of a step's record, or a sink")
+            raise ConfigError(f"on_step is {quoted(each)}. Pass a function of a step's record, or a sink")
     return found
 
 
@@ -168,5 +174,5 @@ def _numbers(trace_steps: Iterable[int]) -> frozenset[int]:
     found = _listed(trace_steps)
     for each in found:
         if not isinstance(each, int) or each < 1:
-            raise ConfigError(f"trace_steps has {quoted(each)}. Give numbers of steps, from 1")
+            raise ConfigError(f"trace_steps has {quoted(each)}. Pass numbers of steps, from 1")
     return frozenset(found)

@@ -1,4 +1,4 @@
-"""Figures for a day of steps without a pause."""
+"""Figures for one day of training without pauses."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ DAY = 86_400
 
 
 def bytes_per_day(written: float, seconds: float) -> float:
-    """Return the bytes that steps write in a day; 0 if the time of a step is unknown.
+    """Return the number of bytes written in one day; 0 if the duration of a step is unknown.
 
     Args:
-        written: Bytes that a step writes.
-        seconds: Time of a step; 0 if unknown.
+        written: Number of bytes that a step writes.
+        seconds: Duration of a step; 0 if unknown.
     """
     return written / seconds * DAY if seconds else 0.0

@@ -24,7 +24,7 @@
     NoEffectWarning (UserWarning)             a valid setting has no effect, or an unexpected one
     └── NothingSavedWarning                   offloading frees little or no memory
 
-Every message says what failed, where, and how to fix it.
+Every message says which operation failed, where, and how to solve the problem.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class ConfigError(TbaError, ValueError):
 
     @classmethod
     def joined(cls, problems: Sequence[ConfigError]) -> ConfigError:
-        """Return one error for several problems, sorted by line. File and line are of the first one."""
+        """Return one error for several problems, sorted by line.
+
+        Its file and line are those of the first problem.
+        """
         first, *others = sorted(problems, key=lambda problem: problem.line or 0)
         if not others:
             return first
@@ -78,11 +81,11 @@ class ConfigError(TbaError, ValueError):
 
 
 class NoEffectWarning(UserWarning):
-    """A setting is valid but has no effect, or not the effect that it seems to have."""
+    """A setting is valid but has no effect, or a different effect than expected."""
 
 
 class NothingSavedWarning(NoEffectWarning):
-    """Offloading frees little or no memory: bytes stay in host memory, or the window holds most of them."""
+    """Offloading frees little or no memory. Bytes stay in host memory, or most bytes stay in the window."""
 
 
 class UnsupportedError(TbaError, RuntimeError):
@@ -109,11 +112,11 @@ class SavedTensorModifiedError(TbaError, RuntimeError):
 
 
 class RecomputationError(TbaError, RuntimeError):
-    """A recomputed layer gave other numbers in backward than in forward."""
+    """The results of a recomputed layer differ between forward and backward."""
 
 
 class TransferError(TbaError, RuntimeError):
-    """The transfer of one activation failed. The cause is the store's own error."""
+    """The transfer of one activation failed. The cause of this exception is the error of the store."""
 
 
 class SessionError(TbaError, RuntimeError):
@@ -125,7 +128,7 @@ class StatesAwayError(TbaError, RuntimeError):
 
 
 class PatchError(TbaError, RuntimeError):
-    """A Megatron-LM checkout is unknown, was modified, or does not fit its patch."""
+    """A Megatron-LM checkout is of an unknown release, was modified, or does not match the patch."""
 
 
 class RunLogError(TbaError, ValueError):
@@ -133,7 +136,7 @@ class RunLogError(TbaError, ValueError):
 
 
 class StoreError(TbaError, OSError):
-    """A store could not open, write or read. The error has the ``errno`` of the system, if there is one."""
+    """A store could not open, write or read. If the system reported an ``errno``, the error has it."""
 
 
 class StoreFullError(StoreError):
@@ -141,13 +144,14 @@ class StoreFullError(StoreError):
 
 
 class OutOfServiceError(StoreFullError):
-    """The drive failed and is left alone. It takes no writes until it is tried again."""
+    """The drive failed, and takes no writes until it is tried again."""
 
 
 class HangingError(StoreError):
     """A drive has not answered within ``store.stall_seconds``, and may still execute its requests.
 
-    The ``errno`` is ``ETIMEDOUT``. A drive that answers may also report ``ETIMEDOUT``: it is not hanging.
+    The ``errno`` is ``ETIMEDOUT``. A drive that answers may also report ``ETIMEDOUT``. Such a drive does not
+    hang.
     """
 
 
@@ -164,9 +168,9 @@ class DeviceError(StoreError):
 
 
 def is_of_drive(error: BaseException | None) -> bool:
-    """Return True if the drive caused a failed transfer, according to the system or to a checksum.
+    """Return True if the drive caused a failed transfer. The system or a checksum shows this.
 
-    A fault of the program does not count, for example an error of the device of the bytes.
+    The function returns False for a fault of the program, for example an error of the device.
     """
     if not isinstance(error, StoreError):
         return False
@@ -177,10 +181,10 @@ _PASSED_OVER = frozenset({"tba_offload", "torch", "contextlib"})
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, and show the nearest line outside of this package and PyTorch as the origin.
+    """Issue a warning. Its origin is the nearest line outside of this package and PyTorch.
 
     Args:
-        message: What failed, where, and how to fix it.
+        message: The text of the warning.
         category: The class of the warning.
     """
     frame, level = sys._getframe(1), 2
@@ -191,6 +195,6 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def without_bars() -> AbstractContextManager[object]:
-    """Return a context in which the open progress bars of tqdm are not on the screen."""
+    """Return a context manager that hides the open progress bars of tqdm."""
     tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     return tqdm.external_write_mode(sys.stderr) if getattr(tqdm, "_instances", None) else nullcontext()

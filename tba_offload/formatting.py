@@ -1,4 +1,4 @@
-"""Formats of figures, layers and quoted text, which are the same in all output."""
+"""Functions that format figures, layers and quoted text in the same way in all output."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 RATES = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 _NUMBER = re.compile(r"\d+(?=\D*\Z)")
-"""The last number in a module name, which is the number of the layer."""
+"""Pattern of the last number in a module name. This is the number of the layer."""
 
 _BLANK = "\0"
-"""The character that replaces this number in the name of a stack of layers."""
+"""The character that replaces the number of a layer in the name of its stack."""
 
 
 # Text
 
 
 def visible(text: str) -> str:
-    r"""Return a text with all characters escaped that a terminal would interpret or not show.
+    r"""Return a text in which all characters are escaped that a terminal interprets or does not show.
 
     Examples are ``\x1b`` and ``\u202e``. Names in files may contain anything: sequences that move the cursor,
     incomplete characters, or changes of the writing direction.
@@ -32,12 +32,12 @@ def visible(text: str) -> str:
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """Return a text of the user for a message. A long text is cut, and ends with an ellipsis."""
+    """Return a text of the user for a message. A long text is shortened, and ends with an ellipsis."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def quoted(value: object) -> str:
-    """Return a value of the user as a message quotes it."""
+    """Return a value of the user in the form for messages, with quotation marks."""
     return shortened(repr(value))
 
 
@@ -83,11 +83,11 @@ def readable_rate(bytes_per_second: float) -> str:
 
 
 MANY_RANGES = 4
-"""Most ranges of layers that fit into one line."""
+"""Largest number of ranges of layers in one line."""
 
 
 class LayerGroup(NamedTuple):
-    """Consecutive layers that are alike.
+    """A group of consecutive layers that are equal.
 
     Attributes:
         numbers: The numbers of the layers, such as ``"0-7"``. If a model has several stacks, or its layers
@@ -110,7 +110,7 @@ def _stack_and_number(name: str) -> tuple[str, int]:
 
 
 def grouped(names: Sequence[str], alike: Sequence[Hashable]) -> list[LayerGroup]:
-    """Return groups of layers. The layers of a group have consecutive numbers and are alike.
+    """Return groups of layers. The layers of a group are equal and have consecutive numbers.
 
     Args:
         names: Module name of each layer, in order.
@@ -121,7 +121,8 @@ def grouped(names: Sequence[str], alike: Sequence[Hashable]) -> list[LayerGroup]
 
     def key(index: int) -> Hashable:
         stack, number = parts[index]
-        # For consecutive layers, number and index increase together. A layer without a number is alone.
+        # For consecutive layers, number and index increase together. A layer without a number forms its own
+        # group.
         return stack, number - index if _BLANK in stack else index, alike[index]
 
     groups = []
@@ -155,7 +156,10 @@ def _as_verb(placement: str) -> str:
 
 
 def _listed(groups: Sequence[LayerGroup]) -> str:
-    """Return the layers of some groups in words. If there are many groups, return their number and range."""
+    """Return a text that lists the layers of some groups.
+
+    If there are many groups, it has only number and range.
+    """
     count = sum(group.size for group in groups)
     if len(groups) > MANY_RANGES:
         return f"{count} layers from {groups[0].numbers} to {groups[-1].numbers}"
@@ -167,7 +171,7 @@ def renumbered(names: Sequence[str], chosen: Iterable[int]) -> tuple[str, ...]:
 
     Args:
         names: The names of the existing layers.
-        chosen: For each layer of the new model, the index of the existing layer that it is like.
+        chosen: For each layer of the new model, the index of the existing layer that it copies.
     """
     parts = [_stack_and_number(name) for name in names]
     following = dict(reversed(parts))  # the next number of each stack

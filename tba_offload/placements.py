@@ -19,12 +19,12 @@ class Placement(StrEnum):
     - ``keep``: in memory.
     - ``offload``: in the store.
     - ``offload-N%``: N percent of the bytes in the store, and the rest in memory. N is from 1 to 99.
-    - ``recompute``: nowhere. Backward runs the layer's forward again, on inputs that are in memory.
+    - ``recompute``: not stored. Backward runs the layer's forward again, with inputs that are in memory.
     - ``recompute-offload``: like ``recompute``, but the inputs are in the store.
     - ``recompute-except-attention``: like ``recompute-offload``, but the output of fused attention is in the
       store too, and is not computed again.
     - ``offload-remat``: like ``offload``, but outputs of cheap operations are computed again.
-    - ``auto``: as the planner decides for each layer.
+    - ``auto``: the planner chooses a placement for each layer.
 
     Attributes:
         recomputes: Whether backward runs the layer's forward again, on all ranks that share the layer.
@@ -45,7 +45,7 @@ class Placement(StrEnum):
     percent: int
 
     def __new__(cls, word: str, *flags: str, percent: int = 100) -> Self:
-        """Return a member with its flags as plain attributes, because each run of a layer reads them."""
+        """Return a member with its flags as plain attributes, because each run of a layer reads the flags."""
         made = str.__new__(cls, word)
         made._value_ = word
         made.percent = percent
@@ -63,7 +63,10 @@ class Placement(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Placement:
-        """Return the placement with a share of bytes in its name. Each is created once."""
+        """Return the placement with a share of bytes in its name.
+
+        Each of these placements is created once.
+        """
         share = re.fullmatch("offload-([1-9][0-9]?)%", value) if isinstance(value, str) else None
         if share is None:
             raise ValueError(f"{value!r} is not one of {', '.join(names())}")
@@ -78,7 +81,10 @@ class Placement(StrEnum):
 
     @property
     def as_run(self) -> Placement:
-        """The placement by which a layer runs. ``auto`` runs as ``offload`` until the planner replaces it."""
+        """The placement with which a layer runs.
+
+        ``auto`` runs as ``offload`` until the planner replaces it.
+        """
         return Placement.OFFLOAD if self is Placement.AUTO else self
 
 
@@ -88,9 +94,10 @@ def names() -> list[str]:
 
 
 class Staying:
-    """Decides which tensors stay in memory when a share of the bytes is offloaded, in the order of saving.
+    """The choice of tensors that stay in memory if a share of the bytes is offloaded.
 
-    Tensors are not split. After each tensor, the share is met to within half of the largest tensor. The store
+    The choice is made for one tensor after another, in the order of saving. Tensors are not split. After each
+    tensor, the offloaded bytes differ from the share by at most half of the largest tensor. The store
     therefore gets bytes evenly.
 
     Args:
@@ -101,10 +108,10 @@ class Staying:
 
     def __init__(self, percent: int) -> None:
         self._percent = 100 - percent
-        self._owed = 0  # hundredths of bytes: expected to stay so far, minus stayed
+        self._owed = 0  # in hundredths of bytes: bytes that should stay so far, minus bytes that stay
 
     def stays(self, nbytes: int) -> bool:
-        """Return True if the next tensor stays. ``nbytes`` is 0 for a tensor that does not count."""
+        """Return True if the next tensor stays. Pass 0 as ``nbytes`` for a tensor that does not count."""
         self._owed += self._percent * nbytes
         if not nbytes or self._owed <= 50 * nbytes:
             return False
@@ -113,7 +120,7 @@ class Staying:
 
 
 def staying(sizes: Iterable[int], percent: int) -> frozenset[int]:
-    """Return the indices of the tensors that stay in memory when ``percent`` of the bytes is offloaded.
+    """Return the indices of the tensors that stay in memory if ``percent`` of the bytes is offloaded.
 
     Args:
         sizes: Bytes of each tensor, in the order of saving.

@@ -8,8 +8,8 @@
     with tba.attach(model, "fit", on_step=TensorBoardSink(SummaryWriter())) as session:
         ...
 
-A sink is a function of the :class:`tba_offload.StepRecord` of a step. The program flushes and closes the
-writer or the run itself. Figures that are not known are left out.
+A sink is a function that takes the :class:`tba_offload.StepRecord` of a step. The program itself has to flush
+and close the writer or the run. Unknown figures are left out.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class TensorBoardSink:
 class WandbSink:
     """Sink for W&B. The name of a curve is ``tba-offload/`` and the name of the figure.
 
-    The axis of the curves is ``tba-offload/step``, not W&B's own counter. On an accelerator the figures of a
-    step are known one step later, and W&B drops figures for earlier values of its counter.
+    The axis of the curves is ``tba-offload/step``, and not W&B's own counter. On an accelerator, the figures
+    of a step are known one step later. W&B drops figures for earlier values of its counter.
 
     Args:
         run: The run that ``wandb.init`` returned.

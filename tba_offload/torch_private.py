@@ -2,7 +2,7 @@
 
 No other file uses private names, except attributes of tensors, storages and modules that all releases have,
 such as ``_version`` and ``_parameters``. All names exist in PyTorch 2.10 to 2.13. If releases differ, the
-function says how.
+docstring describes the difference.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ latest_node: Callable[[], int] = _autograd._get_sequence_nr
 """Return the number of the last autograd node that the calling thread created, plus one."""
 
 keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
-"""Return True if the calling thread's backward pass retains its graph, and outside of a backward pass."""
+"""Return True if the calling thread's backward pass retains its graph, or if no backward pass runs."""
 
 push_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks
-"""Push pack and unpack hooks on the calling thread, like ``saved_tensors_hooks`` but without its frames."""
+"""Push pack and unpack hooks on the calling thread. ``saved_tensors_hooks`` does the same, but adds Python
+frames."""
 
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 """Pop the innermost hooks of the calling thread."""
@@ -52,24 +53,24 @@ hooks_on_top = partial(_autograd._top_saved_tensors_default_hooks, True)  # noqa
 """Return the innermost pack and unpack hooks of the calling thread; ``None`` if there are none."""
 
 current_backward: Callable[[], int] = _C._current_graph_task_id
-"""Return the number of the calling thread's backward pass; -1 outside of one."""
+"""Return the number of the calling thread's backward pass; -1 if no backward pass runs."""
 
 _engine: Any = torch.autograd.Variable._execution_engine
 call_after_backward: Callable[[Callable[[], object]], None] = _engine.queue_callback
-"""Call a function when the calling thread's backward pass has ended."""
+"""Call a function at the end of the calling thread's backward pass."""
 
 
 def is_recomputation() -> bool:
     """Return True if the calling forward runs inside a backward pass.
 
-    This includes checkpoints of PyTorch and of Megatron. Tensors that are saved then are used at once, and
-    stay in memory.
+    This includes checkpoints of PyTorch and of Megatron. Tensors that are saved in a recomputation are used
+    at once, so they stay in memory.
     """
     return current_backward() != -1
 
 
 number_of: Callable[[Node], int] = methodcaller("_sequence_nr")
-"""Return the sequence number of an autograd node: its position in the order of creation on its thread."""
+"""Return the sequence number of an autograd node. Later nodes of the same thread have higher numbers."""
 
 
 def is_transformed() -> bool:
@@ -83,18 +84,18 @@ is_transform_wrapper: Callable[[torch.Tensor], bool] = _C._functorch.is_functorc
 # ---- tensors ---------------------------------------------------------------------------------------
 
 factories: Any = _C._VariableFunctions
-"""Functions of ``torch`` that programs cannot have replaced."""
+"""Functions of ``torch``, in a form that programs cannot replace."""
 
 without_subclasses: Callable[[], contextlib.AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
-"""Return a block in which tensor subclasses are treated as plain tensors."""
+"""Return a context manager under which tensor subclasses are treated as plain tensors."""
 
 
 def shares_version(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return True if two tensors have one version counter, so that a change of one is visible in the other.
+    """Return True if two tensors share a version counter. A change of one tensor then changes both versions.
 
-    Tensors that share a storage need not share the counter: ``.data`` and ``from_numpy`` create a new one.
-    PyTorch has no function for this check, so the counter is changed and restored. No Python code runs in
-    between. Otherwise another thread might consider a tensor as changed.
+    Tensors that share a storage may have different counters, because ``.data`` and ``from_numpy`` create a
+    new counter. PyTorch has no function for this check, so the counter is changed and restored. No Python
+    code runs in between. Otherwise, another thread might see a changed version.
     """
     version = probe._version
     if tensor._version != version:
@@ -134,7 +135,7 @@ AFTER_BACKEND_SELECT = _C._dispatch_keyset_full_after(_C.DispatchKey.BackendSele
 """Dispatcher keys below ``BackendSelect``, at which a function can be registered for any operation."""
 
 sharing_versions = partial(_C._SetExcludeDispatchKeyGuard, _C.DispatchKey.ADInplaceOrView, False)  # noqa: FBT003
-"""Return a block in which views share the version counter of their base, as they do above autograd."""
+"""Return a context manager under which views share the version counter of their base, as in ordinary code."""
 
 # ---- compiler --------------------------------------------------------------------------------------
 
@@ -142,11 +143,12 @@ CALLS = nn.Module._call_impl.__code__.co_filename
 """The file of the function that calls a module's forward."""
 
 switch_tracer: Callable[[Any], Any] = eval_frame.set_eval_frame
-"""Set the calling thread's tracer; return the previous one. The tracer would see a frame of Python code."""
+"""Set the calling thread's tracer; return the previous tracer. This is a C function, because a tracer sees
+each frame of Python code."""
 
 _REASON = (
-    "UnsupportedError: tba-offload is attached to this layer, and no graph can span an attached layer. Leave "
-    "out fullgraph=True, so that each layer becomes a graph of its own, or compile the layers themselves "
+    "UnsupportedError: tba-offload is attached to this layer, and no graph can span an attached layer. Omit "
+    "fullgraph=True, so that each layer becomes a separate graph, or compile the layers themselves "
     "(layer.compile()) before tba_offload.attach"
 )
 
@@ -154,12 +156,12 @@ _REASON = (
 def untraced(function: Function, *, with_calls: bool = True) -> Function:
     """Make the compiler skip a function that autograd calls, and the functions that it calls.
 
-    ``torch.compiler.disable`` would import the compiler, which takes seconds, also in programs that do not
+    ``torch.compiler.disable`` would import the compiler. This takes seconds, even if the program does not
     compile.
 
     Args:
         function: The function.
-        with_calls: Whether the functions that it calls are skipped too.
+        with_calls: Whether to skip also the functions that it calls.
     """
     skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
     strategy = eval_frame._FrameExecStrategy(skip, skip if with_calls else default)
@@ -172,7 +174,8 @@ def not_traced(function: Function, *, nor_what_it_calls: bool = False) -> Functi
 
     Args:
         function: The function.
-        nor_what_it_calls: Whether the functions that it calls are skipped too. Otherwise they may be traced.
+        nor_what_it_calls: Whether to skip also the functions that it calls. Otherwise these functions may be
+            traced.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
@@ -180,12 +183,12 @@ def not_traced(function: Function, *, nor_what_it_calls: bool = False) -> Functi
 
 
 def is_compiled(forward: object) -> bool:
-    """Return True if the compiler created a function."""
+    """Return True if the compiler created this function."""
     return hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def load_compiler() -> None:
-    """Import the compiler (70 MiB), which the first checkpoint would otherwise import inside a step."""
+    """Import the compiler (70 MiB). Otherwise the first checkpoint would import it inside a step."""
     import torch._dynamo  # noqa: F401
 
 
@@ -217,9 +220,10 @@ _disable = torch.autograd.graph.disable_saved_tensors_hooks
 
 @functools.wraps(_resize)
 def _guarded_resize(storage: torch.UntypedStorage, size: int) -> object:
-    """Notify sessions first: Megatron and FSDP empty a storage, and fill it again before backward.
+    """Notify sessions, then resize. Megatron and FSDP empty a storage, and fill it again before backward.
 
-    A reference to the storage does not prevent this. A queued or running write would then read freed memory.
+    A reference to the storage does not prevent the resize. Without the notification, a queued or running
+    write would read freed memory.
     """
     for each in list(_guarded):
         each.protect(storage)
@@ -249,7 +253,7 @@ def watch(capture: Any) -> None:
 
 
 def unwatch(capture: Any) -> None:
-    """End :func:`watch`. After the last one, restore PyTorch's own functions."""
+    """End :func:`watch` for one capture. After the last capture, restore PyTorch's own functions."""
     _guarded.discard(capture)
     if not _guarded:
         torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]

@@ -286,7 +286,7 @@ def offload_optimizer(
     if modules and not masters and set(_names_in(modules)).isdisjoint(parameters_of(optimizer)):
         warn(
             f"no parameter of this {type(optimizer).__name__} belongs to the model, so offloading its "
-            "states saves no memory. Pass the optimizer that updates the model",
+            "states saves nothing. Pass the optimizer that updates the model",
             NoEffectWarning,
         )
     store = open_store(chosen.store, device=device_of_parameters(optimizer))

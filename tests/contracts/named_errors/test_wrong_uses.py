@@ -112,7 +112,7 @@ class Odd(nn.Module):
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no layers": ({"layers": []}, tba.ConfigError, r"layers=\[\] names no layer\. Name some, or leave"),
+    "no layers": ({"layers": []}, tba.ConfigError, r"layers=\[\] contains no layer\. Pass layers, or omit"),
     "a layer of another model": (
         {"layers": [nn.Linear(2, 2)]},
         tba.UnsupportedError,
@@ -134,11 +134,11 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         tba.ConfigError,
         "'TBA_NOT_SET', which is not set or empty; set it, or write the path",
     ),
-    "step 0": ({"trace_steps": [0]}, tba.ConfigError, r"trace_steps has 0\. Give numbers of steps, from 1"),
+    "step 0": ({"trace_steps": [0]}, tba.ConfigError, r"trace_steps has 0\. Pass numbers of steps, from 1"),
     "a sink that is a path": (
         {"on_step": "s.csv"},
         tba.ConfigError,
-        r"on_step is 's\.csv'\. Give a function",
+        r"on_step is 's\.csv'\. Pass a function",
     ),
     "no tokens": ({"tokens": 0}, tba.ConfigError, r"tokens is 0\. Give the tokens of one micro-batch, or"),
     "a log in no directory": (
@@ -309,9 +309,9 @@ def test_an_optimizer_of_another_model_whose_states_are_to_be_offloaded(model: M
     stale = torch.optim.AdamW(make_model(seed=2).parameters())
     (said,) = told(model, policy(states={}), lambda: None, optimizer=stale)
     assert "no parameter of this AdamW belongs to the model" in said
-    assert "give the optimizer that updates the model" in said.lower()
+    assert "pass the optimizer that updates the model" in said.lower()
 
 
 def test_states_without_an_optimizer(model: Model) -> None:
     (said,) = told(model, policy(states={}), lambda: None)
-    assert said == "states: has no effect, because attach() was given no optimizer. Pass optimizer=optimizer"
+    assert said == "states: has no effect, because attach() got no optimizer. Pass optimizer=optimizer"

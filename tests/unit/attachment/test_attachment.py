@@ -74,7 +74,7 @@ def test_directories_override_those_of_the_policy(
     ("arguments", "message"),
     [
         ({"config": {"store": {"kind": "host"}}, "directories": "/a"}, "has no effect with kind: host"),
-        *(({"trace_steps": steps}, "Give numbers of steps, from 1") for steps in (["a"], 0, [2, -1])),
+        *(({"trace_steps": steps}, "Pass numbers of steps, from 1") for steps in (["a"], 0, [2, -1])),
     ],
 )
 def test_what_cannot_be_right_is_an_error_told_briefly(arguments: dict[str, Any], message: str) -> None:
