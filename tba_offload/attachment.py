@@ -59,7 +59,7 @@ def attach(
             ``"recompute"``, applies to all layers. A policy can also be the path of a YAML file, YAML text, a
             dict with the same keys, or an :class:`OffloadConfig`.
         layers: The layers to attach. By default, they are found automatically.
-        directories: Directories of the store, instead of those of the policy: one path, or one per drive.
+        directories: Directories of the store: one path, or one per drive. They replace those of the policy.
         optimizer: One or several optimizers whose states are offloaded too. See
             :func:`tba_offload.offload_optimizer`.
         tokens: Number of tokens of one micro-batch, or a function that returns this number for the arguments

@@ -104,7 +104,7 @@ class LayerGroup(NamedTuple):
 
 
 def _stack_and_number(name: str) -> tuple[str, int]:
-    """Return a module name with a blank for its number, and the number; 0 if the name has no number."""
+    """Return a module name without its number, and the number; 0 if the name has no number."""
     found = _NUMBER.search(name)
     return (name, 0) if found is None else (_NUMBER.sub(_BLANK, name), int(found[0]))
 

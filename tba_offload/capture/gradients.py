@@ -154,8 +154,8 @@ def _is_trained(parameter: torch.Tensor) -> bool:
 class Watched:
     """The hook of one parameter, and the gradient that the parameter got last.
 
-    Both references are weak. The hook refers weakly to :class:`Gradients`, because PyTorch holds the hook
-    where the cyclic garbage collector does not look.
+    Both references are weak. The hook has a weak reference to :class:`Gradients`, because PyTorch holds the
+    hook where the cyclic garbage collector does not look.
     """
 
     __slots__ = "gradient", "gradient_version", "handle", "parameter", "parameter_version"

@@ -86,7 +86,7 @@ class StepTimes(NamedTuple):
 
 @dataclass(slots=True)
 class ActivationTrace:
-    """One storage that a scope saved. Its times are host times.
+    """One storage that a scope saved. All times are times of the host.
 
     Activations have no marks in the device's work, because there are too many activations. On an accelerator,
     their times give the order within a scope. They also show roughly which share of the scope's work was
@@ -102,7 +102,7 @@ class ActivationTrace:
 
 @dataclass(slots=True)
 class ScopeTrace:
-    """One run of a layer. Its times are host times.
+    """One run of a layer. All times are times of the host.
 
     Attributes:
         key: The run.

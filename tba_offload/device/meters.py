@@ -192,7 +192,7 @@ class MallocMeter(MemoryMeter):
         self._most = self._first
         self._began = self._sampled_at = self._longest_gap = self._rests_until = 0.0
         self._is_close, self._has_changed = False, True
-        self._looks, self._expected = 0, -1  # moments to sample in this step, and in the last one
+        self._looks, self._expected = 0, -1  # moments to sample in this and in the last step
         self._heights: list[tuple[int, int]] = []  # live bytes and moment, in a step measured closely
         self._highest: set[int] = set()  # moments at which every step takes a sample
         self._watching, self._closed = threading.Event(), threading.Event()

@@ -68,7 +68,7 @@ class Conflict(NamedTuple):
         return bool(value) and value not in self.allowed
 
 
-_SAME_ACTIVATIONS, _SAME_STATES = "it moves the same activations", "it moves the same states"
+_SAME_ACTIVATIONS, _SAME_STATES = "it also offloads activations", "it also offloads states"
 _GRAPH = "a graph fixes the addresses of activations"
 _OUTSIDE = "it uses activations outside of backward"
 _FSDP = "it is not supported yet"

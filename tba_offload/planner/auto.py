@@ -109,7 +109,7 @@ class Task:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Module name of each layer."""
+        """The module name of each layer."""
         return tuple(name for _, name in self.layers)
 
     @property
@@ -193,7 +193,7 @@ class Controller:
 
     @property
     def has_planned(self) -> bool:
-        """Whether a plan made from measured steps is in force."""
+        """Whether the current plan was made from measured steps."""
         return self.state is not State.LEARN and self.task.decides
 
     @property
@@ -442,7 +442,7 @@ class Controller:
             self.profile = replace(self.profile, headroom=self._headrooms[winner])
         case = self._case()
         if case.highest > GROWTH_TO_PLAN * self._highest and case.keep.activation_peak > self._highest:
-            return self._start_race(f"a peak of {readable_size(self._most_seen)} fits")
+            return self._start_race(f"a step with a peak of {readable_size(self._most_seen)} fitted")
         return self._improved(case, winner)
 
     def _second_plan(self, seen: StepObservation) -> Plan | None:

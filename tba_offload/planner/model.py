@@ -346,7 +346,7 @@ class Limits:
         device: Device memory from which the budget was derived; ``None`` if it was not derived from a device.
         nets_gradients: Whether activations may use memory that gradients need later. A budget derived from a
             device leaves room for all gradients. Most gradients appear after activations are freed.
-        is_fit: Whether the user set no limit, so that the planner fits the device.
+        is_fit: Whether the user set no limit. The limit is then the free memory of the device.
     """
 
     budget: int | None = None
@@ -421,7 +421,7 @@ class PlannedStep(Prediction):
 
     Attributes:
         budget_bytes: Largest activation peak that the plan allows. ``None`` for no limit.
-        fits: Whether the plan keeps to the budget.
+        fits: Whether the plan stays within the budget.
         layers: Number of layers per placement, for example ``"4 keep, 8 offload"``.
         window_bytes: Largest number of bytes in flight. ``None`` for no limit.
     """

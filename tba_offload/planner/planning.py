@@ -83,7 +83,7 @@ class Planning:
 
     @property
     def has_planned(self) -> bool:
-        """Whether a plan made from measured steps is in force."""
+        """Whether the current plan was made from measured steps."""
         return self.controller is not None and self.controller.has_planned
 
     @property

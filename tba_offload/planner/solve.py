@@ -145,7 +145,7 @@ class Case:
         return replace(plan, prediction=self.played(plan))
 
     def fits(self, plan: Plan) -> bool:
-        """Return True if a plan keeps to the limits, even with a slow drive."""
+        """Return True if a plan stays within the limits, even with a slow drive."""
         return not self.score(plan, self.played(plan))[0]
 
 
@@ -198,7 +198,7 @@ class _Search:
         return self._found[plan]
 
     def fitted(self, placements: tuple[Placement, ...]) -> Plan:
-        """Return the plan with the largest window that keeps to the budget."""
+        """Return the plan with the largest window that stays within the budget."""
         limits, largest = self._case.limits, self._case.profile.largest_bytes
         plan = Plan(placements, window=limits.window)
         for least in (largest, largest // 4):  # the smallest window holds one activation at a time

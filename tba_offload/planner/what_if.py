@@ -149,7 +149,7 @@ class Situation:
     def on_device(self, device_bytes: int) -> DeviceShare:
         """Return the memory that a device of this size leaves for activations.
 
-        If optimizer states are offloaded, all of them count as offloaded.
+        If the run offloads optimizer states, the result assumes that all states are offloaded.
 
         Raises:
             ConfigError: No memory is left, or the log does not have the bytes beside activations.
@@ -250,7 +250,7 @@ class Situation:
 
 
 def _planned(case: Case, plan: Plan) -> PlannedStep:
-    """Return the prediction of a plan, and whether the plan keeps to the budget of its case."""
+    """Return the prediction of a plan, and whether the plan stays within the budget."""
     outcome, placements, budget = case.played(plan), plan.placements, case.limits.budget
     return PlannedStep(
         **dataclasses.asdict(outcome),

@@ -200,7 +200,7 @@ class Groups:
         homes: The shared store.
         masters: Maps each master copy that the optimizer updates to its model parameter, or to the local part
             of the parameter.
-        names: Known names of parameters in the model.
+        names: Names of parameters in the model, if known.
         most: Largest number of bytes of states in a sub-group. A parameter that cannot be cut may have more
             bytes.
 
@@ -367,7 +367,7 @@ def _is_cut_alike(state: object, parameter: torch.Tensor) -> bool:
 
 
 def side_by_side(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the offsets of consecutive tensors of these sizes, and the end of the last one.
+    """Return the offsets of consecutive tensors of these sizes, and the end of the last tensor.
 
     Each tensor starts at the beginning of a cache line, as in PyTorch.
     """

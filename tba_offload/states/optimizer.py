@@ -263,8 +263,8 @@ def offload_optimizer(
         masters: Maps each high-precision copy that the optimizer updates to its model parameter. Master
             copies are offloaded with their states. Each model parameter is set as soon as its master is
             updated.
-        directories: Directories of the store, instead of those in the policy: one path, or one for each
-            drive.
+        directories: Directories of the store: one path, or one for each drive. They replace the directories
+            in the policy.
         updated: Called with the record of each update.
 
     Returns:

@@ -165,7 +165,7 @@ def _check_backward(
     }
     for why, holds in refusals.items():
         if holds:
-            raise UnsupportedError(f"states.when 'backward' is not possible: {why}. Set it to 'step'")
+            raise UnsupportedError(f"states.when 'backward' is not possible: {why}. Use 'step'")
 
 
 def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
@@ -183,7 +183,7 @@ def _check_host(optimizer: torch.optim.Optimizer, update: str) -> None:
     }
     for why, holds in refusals.items():
         if holds:
-            raise UnsupportedError(f"states.update {update!r} is not possible: {why}. Set it to 'device'")
+            raise UnsupportedError(f"states.update {update!r} is not possible: {why}. Use 'device'")
 
 
 def device_of_parameters(optimizer: torch.optim.Optimizer) -> Device:

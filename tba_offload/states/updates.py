@@ -42,7 +42,7 @@ class Updates:
         kind: Class of the optimizer.
         config: The user's configuration.
         store: The store of the sub-groups.
-        names: Known names of parameters in the model.
+        names: Names of parameters in the model, if known.
         masters: Maps each master copy among the parameters to its model parameter.
     """
 

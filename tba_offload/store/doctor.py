@@ -152,7 +152,7 @@ def examine(directories: Sequence[str], device: Device, *, bench: bool = False) 
 
     Args:
         directories: One directory for each drive.
-        device: The device that activations will be on.
+        device: The device of the activations.
         bench: Whether to also measure the rates for several block sizes and numbers of threads. This takes
             about 15 seconds, and half a GiB in each directory.
 

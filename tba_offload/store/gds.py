@@ -152,7 +152,7 @@ def driver_versions() -> dict[str, str | None]:
 
 
 def _path_of(kvikio: Any) -> tuple[str, str | None]:
-    """Return the path of the bytes of a registered file, and why it is not the direct path."""
+    """Return the path of the bytes of a registered file, and the reason if it is not the direct path."""
     if not kvikio.cufile_driver.get("is_gds_available"):
         return "cuFile compatibility", "the nvidia-fs driver is not loaded, so bytes pass through host memory"
     if NVIDIA_FS.exists():

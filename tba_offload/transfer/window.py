@@ -74,7 +74,7 @@ class InFlightWindow:
         self.resize(nbytes)
 
     def resize(self, nbytes: int | None) -> None:
-        """Set the most bytes in flight. Call this between steps."""
+        """Set the upper limit of the bytes in flight. Call this between steps."""
         self.rules = rules = Window(nbytes)
         self.nbytes, self.batch, self.held_back = nbytes, rules.batch, rules.held_back
         self.due, self.fills_below = rules.held_back + rules.batch, rules.fills_below

@@ -1,4 +1,4 @@
-"""Keeps frozen weights in memory only while their layer computes."""
+"""Offloading of frozen weights. They are in memory only while their layer computes."""
 
 from __future__ import annotations
 

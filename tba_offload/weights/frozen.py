@@ -1,4 +1,4 @@
-"""Keeps frozen weights, such as those of a LoRA base model, on drives until their layer computes.
+"""Offloading of frozen weights, such as the weights of a LoRA base model, until their layer computes.
 
 The weights of a layer are read before its forward, and again before its backward. While one layer computes,
 the weights of the next layer are read. The weights are written once, when offloading starts.
@@ -78,8 +78,8 @@ def offload_frozen(
             the percentage in ``weights`` are used.
         layers: The layers. They are needed only if the automatic search finds no layers, or finds other
             layers than wanted.
-        directories: Directories of the store, instead of those in the policy: one path, or one for each
-            drive.
+        directories: Directories of the store: one path, or one for each drive. They replace the directories
+            in the policy.
 
     Returns:
         The weights. Call ``close()``, or use the object as a context manager, to bring the weights back into
