@@ -302,7 +302,7 @@ class FileStore(Store):
         """
         self._stable_pages = posix.needs_stable_pages(self.fd)
         flags, memory = fcntl.fcntl(self.fd, fcntl.F_GETFL), memoryview(mmap.mmap(-1, BLOCK))
-        self.reason = f"{self.mount.kind} is in memory"
+        self.reason = f"{self.mount.kind} lies in memory"
         sizes = _SMALL_BLOCKS if self.mount.kind in _KEEPS_DIRECT else (BLOCK,)
         for size in sizes if self.mount.place != posix.MEMORY else ():
             try:
