@@ -135,7 +135,7 @@ def saves_nothing(config: StoreConfig) -> str | None:
     """Return why offloading frees no memory of a model on the CPU; ``None`` if it frees memory."""
     remedy = "name a directory on a drive"
     if config.kind == "host":
-        return f"kind: host copies activations from host memory to host memory; {remedy}, with kind: file"
+        return f"kind: host moves activations from host memory to host memory; {remedy}, with kind: file"
     for directory in config.directories or (tempfile.gettempdir(),):
         if posix.mount_of(str(Path(directory).expanduser())).place == posix.MEMORY:
             return f"{directory} is in host memory; {remedy}"

@@ -192,7 +192,7 @@ class FrozenWeight:
             self.parameter.data = self._here
             raise SessionError(
                 f"a computation changed the frozen weight {self._name} while its values were in the store. "
-                "The weight has its old values again. Close the frozen weights before you compute with them"
+                "The weight has its old values again. Close the frozen weights first, then compute with them"
             )
 
     def copy(self) -> torch.Tensor:
