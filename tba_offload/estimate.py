@@ -1,8 +1,11 @@
-"""``tba-offload estimate``: the cost of each placement, from a step of a real model without bytes.
+"""The command ``tba-offload estimate``.
+
+It estimates the cost of each placement from a step of a model without data.
 
 The model's own code runs forward and backward on tensors that have only shapes, so autograd saves the same
-tensors as in training. A dispatch mode sees each operation. It counts live bytes, and FLOPs for the time.
-Both give the profile that the planner otherwise measures in training. Its simulator does the rest.
+tensors as in training. A dispatch mode sees each operation. It counts live bytes, and it counts FLOPs to
+estimate the time. Bytes and times form a profile. In training, the planner measures this profile. The
+planner's simulator then computes the cost.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ if TYPE_CHECKING:
 _IDLE: Any = SimpleNamespace(
     raise_failures=int, device=SimpleNamespace(stream=int), window=SimpleNamespace(held_back=1)
 )
-"""An offloader that moves nothing."""
+"""An offloader without transfers."""
 
 
 WAYS = "keep", "offload", "offload-remat", "recompute", "recompute-offload"
@@ -122,7 +125,7 @@ def _row(name: str, case: Case, plan: Plan, least: int, rated: int | None) -> di
 
 
 def _parts(rows: list[dict[str, Any]], names: tuple[str, ...], case: Case) -> Iterator[Any]:
-    """Yield what people read."""
+    """Yield the parts of the report for the terminal."""
     columns: dict[str, tuple[str, Callable[[Any], str]]] = {
         "Placement": ("placement", str),
         "Activation peak": ("activation_peak_bytes", readable_size),
@@ -143,7 +146,7 @@ def _parts(rows: list[dict[str, Any]], names: tuple[str, ...], case: Case) -> It
     if case.limits.device is not None:
         left, plan = readable_size(case.limits.budget or 0), rows[-1]["placements"]
         yield f"{left} are left for activations {case.limits.device}."
-        yield "Until gradients come, activations may use their room as well."
+        yield "Activations may also use the room of gradients that do not exist yet."
         yield f"The row fit: {layers_by_placement(names, plan)}."
     yield Table((*columns,), cells, right=(*columns,)[1:])
 
@@ -154,10 +157,11 @@ def dry_run(make: Make, *, flops: float, min_tensor_bytes: int) -> tuple[StepPro
     Args:
         make: Creates the model and a function that runs its forward pass and returns the loss.
         flops: FLOPs that the device computes in a second.
-        min_tensor_bytes: Storages of fewer bytes stay in memory.
+        min_tensor_bytes: Storages with fewer bytes stay in memory.
 
     Raises:
-        UnsupportedError: The model does not run without data, no layers are found, or backward reaches none.
+        UnsupportedError: The model does not run without data, no layers are found, or backward reaches no
+            layer.
     """
 
     def run(way: Placement, before: StepProfile | None) -> tuple[StepProfile, DryStep]:
@@ -176,7 +180,8 @@ def dry_run(make: Make, *, flops: float, min_tensor_bytes: int) -> tuple[StepPro
             raise UnsupportedError("backward reaches no layer, so there is nothing to offload")
         return profile, step
 
-    # The first run shows what offload-remat rebuilds, and holds tensors longer: bytes count in the second.
+    # The first run shows which tensors offload-remat rebuilds, but holds tensors longer. Bytes are counted in
+    # the second run.
     rebuilt, _ = run(Placement.OFFLOAD_REMAT, None)
     unwrap_classes()
     profile, step = run(Placement.OFFLOAD, replace(rebuilt, timings=({},) * len(rebuilt.kinds)))
@@ -191,8 +196,8 @@ def model_of(*, config: str | None, dtype: str, batch: int, sequence: int, **num
     Args:
         config: A configuration: a file, or the folder of ``config.json``.
         dtype: A key of :data:`DTYPES`.
-        batch: Sequences, or images, of a micro-batch.
-        sequence: Tokens of a sequence.
+        batch: Number of sequences or images of a micro-batch.
+        sequence: Number of tokens of a sequence.
         numbers: Without ``config``, the ``layers``, ``hidden``, ``heads`` and ``vocab`` of a Llama.
 
     Raises:
@@ -218,17 +223,18 @@ def model_of(*, config: str | None, dtype: str, batch: int, sequence: int, **num
             found = transformers.AutoConfig.from_pretrained(config)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{config}: not a configuration of transformers: {error}") from error
-    # Decoders without a cache look at values to see whether they need a mask. Others only hold more with it.
+    # A decoder without a cache reads values to decide whether it needs a mask. In other models, a cache only
+    # takes memory.
     found.use_cache = not found.is_encoder_decoder
     name = next(iter(found.architectures or ()), "")
     kind = getattr(transformers, name, None)
     if kind is None or kind.main_input_name not in {"input_ids", "pixel_values"}:
         known = 'a class for text or images, such as "architectures": ["LlamaForCausalLM"]'
-        raise UnsupportedError(f"the configuration names the class {name!r}. Name {known}")
+        raise UnsupportedError(f"the configuration names the class {name!r}. It must name {known}")
 
     def make() -> tuple[nn.Module, Callable[[], Tensor]]:
         with torch.device(default_device().torch_device):
-            # Some functions that fill weights look at them.
+            # Some functions that initialize weights read their values.
             with mock.patch.object(transformers.PreTrainedModel, "initialize_weights"):
                 model = kind._from_config(found, dtype=DTYPES[dtype]).train()
             given = {"input_ids": torch.zeros(batch, sequence, dtype=torch.long)}
@@ -251,9 +257,9 @@ def _loss(output: Any) -> Any:
 
 
 def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
-    """Return the FLOPs of an operation. 0 if PyTorch has no formula.
+    """Return the FLOPs of an operation; 0 if PyTorch has no formula for it.
 
-    PyTorch has none for attention on a CPU, so the formula of the same kernel on a GPU serves.
+    PyTorch has no formula for attention on a CPU, so the formula of the same kernel on a GPU is used.
     """
     name = getattr(getattr(function, "_overloadpacket", None), "__name__", "none").replace("_for_cpu", "")
     formula = flop_registry.get(getattr(torch.ops.aten, name, None))
@@ -261,7 +267,7 @@ def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
 
 
 class _RebuildingHooks(RematerializingHooks):
-    """Hooks that record what ``offload-remat`` would rebuild, and keep it."""
+    """Hooks that record and keep the tensors that ``offload-remat`` would rebuild."""
 
     capture: Any
 
@@ -280,14 +286,15 @@ class _RebuildingHooks(RematerializingHooks):
 
 
 class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One step. Hooks take it for the capture of a session.
+    """One simulated step. For hooks, this object has the interface of a session's capture.
 
     Attributes:
         names: Module names of the layers.
         weight_bytes: Bytes of parameters and buffers.
         clock: Seconds of compute.
         gradients: Bytes of gradients.
-        beside: For each layer, most live bytes beside saved ones. The last entry is for all else.
+        beside: For each layer, the largest number of live bytes beside saved bytes. The last entry is for all
+            other code.
     """
 
     def __init__(
@@ -334,7 +341,7 @@ class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         treatment: Treatment = Treatment.OFFLOADED,
         to: list[ActivationTrace] | None = None,
     ) -> tuple[Tensor, ActivationTrace | None]:
-        """Keep a saved tensor. It is an activation of the layer that is the first to save it."""
+        """Keep a saved tensor. The tensor is an activation of the first layer that saves it."""
         storage, key = tensor.untyped_storage(), self._now.key
         address, nbytes = storage._cdata, storage.nbytes()
         if address not in self._saved and storage not in self.static:
@@ -353,12 +360,12 @@ class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.detach(), self._saved.get(address)
 
     def unpack(self, packed: tuple[Tensor, ActivationTrace | None]) -> Tensor:
-        """Return a saved tensor, and note its first use."""
+        """Return a saved tensor, and record its first use."""
         tensor, found = packed
         if found is not None and found.unpacked_at is None:
             found.unpacked_at = self.clock
             if found.key.scope == self._now.key:
-                self._known -= self._latest  # of an offloaded layer one activation at a time is in memory
+                self._known -= self._latest  # an offloaded layer has one activation at a time in memory
                 self._latest = found.nbytes
         return tensor
 
@@ -368,7 +375,7 @@ class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if found is None or found.treatment is Treatment.REBUILT else found
 
     def is_kept(self, _: object) -> bool:
-        """Return False: only :meth:`find` tells what is saved."""
+        """Return False, because only :meth:`find` shows which storages are saved."""
         return False
 
     # ---- layers ----------------------------------------------------------------------------------
@@ -376,7 +383,7 @@ class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _call(
         self, index: int, layer: Layer, forward: Callable[..., object], *args: Any, **kwargs: Any
     ) -> object:
-        """Run a layer, and watch for its backward."""
+        """Run a layer, and add hooks that show the start of its backward."""
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
         number = sum(scope.key.layer == index for scope in self.trace.scopes)
         key = ScopeKey(index, number, 0, self.names[index])
@@ -388,7 +395,7 @@ class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._turn(scope)
         if layer.id.number == number == 0 and inputs and inputs[0].grad_fn is not None:
             inputs[0].register_hook(partial(self._turn, self._outside))  # type: ignore[no-untyped-call]
-        rebuilding: Any = _RebuildingHooks  # none of what it needs of a session is asked for
+        rebuilding: Any = _RebuildingHooks  # it needs no session here
         with rebuilding(self, key, None, when_slow=False) if self._way.rebuilds else nullcontext():
             output = forward(*args, **kwargs)
         scope.forward_ended = self.clock
@@ -398,7 +405,10 @@ class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _turn(self, scope: ScopeTrace, gradient: Tensor | None = None) -> None:
-        """End what the step was at, and begin the forward or, with a gradient, the backward of a layer."""
+        """End the current part of the step, and begin the forward or backward of a layer.
+
+        It is the backward if there is a gradient.
+        """
         last, most = self._now.key, self._peak - self._held
         seen = Beside(0, self._unknown, most) if self._is_backward else Beside(most + self._bytes[last])
         self.beside[last.layer] = self.beside[last.layer].at_least(seen)
@@ -431,7 +441,7 @@ class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live -= nbytes
 
     def _accumulated(self, parameter: Any) -> None:
-        """Take a gradient off the live bytes: from now on it is no activation."""
+        """Subtract a gradient from the live bytes, because it is not an activation."""
         storage = parameter.grad.untyped_storage()
         if self._alive.get(storage._cdata) is not None:
             self._alive[storage._cdata] = None

@@ -100,7 +100,7 @@ def _why_missing(module: str, script: Path) -> TbaError | None:
         return MissingDependencyError("megatron-core", f"{script.name}: megatron.training", extra="megatron")
     if module == "megatron.training":
         return UnsupportedError(
-            f"{script}: megatron.training is neither in its directory nor in the installed megatron-core. "
+            f"{script}: there is no megatron.training in its directory or in the installed megatron-core. "
             "Pass a script at the root of a Megatron-LM checkout, such as pretrain_gpt.py, or add the "
             "checkout to PYTHONPATH"
         )
