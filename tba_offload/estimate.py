@@ -171,7 +171,7 @@ def dry_run(make: Make, *, flops: float, min_tensor_bytes: int) -> tuple[StepPro
         except TbaError:
             raise
         except Exception as error:
-            instead = "Instead, train three steps with keep and a run log, and use tba-offload plan"
+            instead = "Instead, train three steps with 'keep' and a run log, and use tba-offload plan"
             raise UnsupportedError(f"the model does not run without data: {error!r}. {instead}") from error
         record = StepRecord(step=1, seconds=step.clock, gradient_peak_bytes=step.gradients)
         seen = StepObservation(step.trace, (), (), Plan(()), record, began=0.0)

@@ -34,8 +34,8 @@ Tracer = Any
 """The compiler's hook into the interpreter, which sees each call; ``None`` if nothing is compiled."""
 
 _COPIES = (
-    "copies of a layer that share its attributes, as nn.DataParallel makes them, run without tba-offload: "
-    "they offload nothing. To train on several devices use DistributedDataParallel, one process for each"
+    "copies of a layer that share its attributes, such as copies by nn.DataParallel, run without offloading. "
+    "To train on several devices, use DistributedDataParallel with one process for each device"
 )
 
 

@@ -57,7 +57,7 @@ def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         if int(status):
             raise RuntimeError(
                 f"CUDA cannot pin {nbytes} bytes of host memory: {runtime.cudaGetErrorString(status)}. "
-                "Lower host_capacity, or raise the limit of locked memory (ulimit -l)"
+                "Lower store.host_capacity, or raise the limit of locked memory (ulimit -l)"
             )
         # A forked child must not call CUDA.
         pid, owner = os.getpid, os.getpid()

@@ -130,7 +130,7 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     else:
         raise UnsupportedError(
             f"found no ModuleList of equal blocks in {type(chunks[0]).__name__}; "
-            f"name the layers: attach(model, config, layers=[{_candidates(chunks[0])}])"
+            f"pass the layers: attach(model, config, layers=[{_candidates(chunks[0])}])"
         )
     largest = max(found, key=lambda each: _parameter_count(each.blocks))
     kinds, counterpart = set(map(type, largest.blocks)), _COUNTERPARTS.get(largest.stack or "", "")

@@ -26,7 +26,7 @@ _STATES = {"choices": ("keep", "offload")}
 
 _FLAGS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("policy", "", _FILE, "Policy in YAML."),
-    ("placement", "default", {"metavar": "WORD"}, "fit, or the placement of layers without a rule."),
+    ("placement", "default", {"metavar": "WORD"}, "The word fit, or the placement of layers without a rule."),
     ("directory", "store.directories", _DIRECTORIES, "One directory for each drive, shared by the ranks."),
     ("activation-bytes", "budget.activation_bytes", _SIZE, "Largest activation peak, such as 12GiB."),
     ("device-bytes", "budget.device_bytes", _SIZE, "Memory limit of each rank's device, with weights."),
@@ -69,7 +69,7 @@ class Conflict(NamedTuple):
 
 
 _SAME_ACTIVATIONS, _SAME_STATES = "it also offloads activations", "it also offloads states"
-_GRAPH = "a graph fixes the addresses of activations"
+_GRAPH = "a CUDA graph needs activations at fixed addresses"
 _OUTSIDE = "it uses activations outside of backward"
 _FSDP = "it is not supported yet"
 _KEEP_MASTERS = "set states.masters to 'keep' in the policy"
@@ -104,7 +104,7 @@ STATES_CONFLICTS = (
     Conflict("--optimizer-cpu-offload", _SAME_STATES),
     Conflict("--offload-optimizer-states", _SAME_STATES),
     Conflict("--rl-offload-optimizer-during-inference", _SAME_STATES),
-    Conflict("--optimizer-cuda-graph", "a graph fixes the addresses of states"),
+    Conflict("--optimizer-cuda-graph", "a CUDA graph needs states at fixed addresses"),
     Conflict("--optimizer", "only states of adam and sgd can be offloaded", ("adam", "sgd")),
 )
 """Settings that are incompatible with offloaded optimizer states."""
@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         return parser
     group = parser.add_argument_group(
         "activation offloading (tba-offload)",
-        "On when any of these flags is given; flags override the policy.",
+        "Any of these flags switches offloading on. Flags override the policy.",
     )
     for name, _, options, text in _FLAGS:
         group.add_argument(f"--tba-{name}", help=text, **options)

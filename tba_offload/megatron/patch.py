@@ -76,7 +76,7 @@ class Checkout:
             raise PatchError(f"{self.directory}: {names} has uncommitted changes. Commit or stash them first")
         if self._fault("--check"):
             raise PatchError(
-                f"{self.directory}: the patch for {self.release} does not fit, because the files differ. "
+                f"{self.directory}: the patch for {self.release} does not match, because the files differ. "
                 "Use tba-offload launch, which changes no file"
             )
         return check or self._apply()

@@ -104,7 +104,7 @@ class RecomputedLayer:
         if self.has_failed or self.training in self.tried:
             return False
         if (reason := _why_never(self.module)) is None and has_hooks(self.module):
-            reason = "a program has hooked into its forward, and its hooks would run twice"
+            reason = "the program has added hooks to its forward, and these hooks would run twice"
         if reason is not None:
             self.judge(self.training, cannot(self.name, reason, UnsupportedError))
         return reason is None
@@ -356,7 +356,7 @@ class Trial(_Execution):
 def _why_never(module: nn.Module) -> str | None:
     """Return why a layer can never be recomputed; ``None`` if there is no reason."""
     if any(issubclass(type(inner), torch.jit.ScriptModule) for inner in module.modules()):
-        return "it holds TorchScript, which compiles first runs differently from later ones"
+        return "it contains TorchScript, which compiles a first run differently from later runs"
     for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):  # newer, older
         if name in sys.modules and sys.modules[name].FP8GlobalStateManager.is_fp8_enabled():
             return "each of its runs changes the scaling factors of FP8"

@@ -51,7 +51,7 @@ def other_numbers(layer: str) -> TbaError:
         f"{OTHER}, because it depends on something that changed in between (a counter, a "
         "global, a generator of its own; with states.when 'backward' also the weight of a later layer, which "
         "needs states.when 'step'). Do not use the gradients of this step. With states.when 'backward' the "
-        "layers after this one are updated already: load a checkpoint",
+        "layers after this layer are already updated: load a checkpoint",
     )
 
 

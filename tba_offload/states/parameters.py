@@ -112,7 +112,7 @@ def _check_parts(optimizer: torch.optim.Optimizer, *, trusted: bool) -> None:
 
 def _check_group(name: str, group: dict[str, Any], *, of_adafactor: bool) -> None:
     if len(set(group["params"])) < len(group["params"]):
-        raise UnsupportedError(f"a parameter is twice in one group of this {name}. Remove one of them")
+        raise UnsupportedError(f"a parameter is twice in one group of this {name}. Remove one entry")
     # In PyTorch's Adafactor, the eps of a whole group depends on the dtype of its first parameter.
     if of_adafactor and group["eps"][0] is None and len({each.dtype for each in group["params"]}) > 1:
         raise UnsupportedError(

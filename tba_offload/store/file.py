@@ -285,7 +285,7 @@ class FileStore(Store):
         mode = (run.st_mode | file.st_mode) & 0o777
         if run.st_uid != file.st_uid or mode & 0o077:
             what = f"a new file there belongs to user {file.st_uid}, its directory to {run.st_uid}"
-            remedy = "name a directory that only you may write to, and mount it with umask=077"
+            remedy = "choose a directory that only you may write to, and mount it with umask=077"
             raise StoreError(errno.EPERM, f"{what}, with mode {mode:04o}; {remedy}", self.name)
 
     def _remove(self, parent: int) -> None:
@@ -366,14 +366,14 @@ def _open_directory(path: str) -> int:
             break
         if link.parent.stat().st_mode & stat.S_IWOTH and link.lstat().st_uid not in {0, os.geteuid()}:
             why = f"another user put the link {link.name!r} into a directory that everybody may write to"
-            raise StoreError(errno.ELOOP, f"{why}; name the directory that it points to", path)
+            raise StoreError(errno.ELOOP, f"{why}; use the directory to which the link points", path)
         here = link.parent / link.readlink() / here.relative_to(link)
     try:
         return os.open(here, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
         wrong = next(part for part in (*reversed(here.parents), here) if not part.is_dir())
         if wrong.exists():
-            raise StoreError(error.errno, f"{wrong.name!r} is not a directory; name one", path) from None
+            raise StoreError(error.errno, f"{wrong.name!r} is not a directory; choose one", path) from None
         remedy = f"mount its drive, or create it if the path is right: mkdir -p {shlex.quote(str(here))}"
         raise StoreError(errno.ENOENT, f"{wrong.name!r} does not exist; {remedy}", path) from None
 
@@ -381,7 +381,7 @@ def _open_directory(path: str) -> int:
 def store_error(what: str, error: OSError, directory: str) -> StoreError:
     """Return the error of a failed system call, with the directory and a remedy."""
     if error.errno in _FULL:
-        remedy = "free some space, name another directory or set store.capacity"
+        remedy = "free some space, choose another directory or set store.capacity"
         return StoreFullError(error.errno, f"{what}: {error.strerror}; {remedy}", directory)
-    remedy = "check your rights there, the drive and the system log, or name another directory"
+    remedy = "check your access rights, the drive and the system log, or choose another directory"
     return StoreError(error.errno, f"{what}: {error.strerror}; {remedy}", directory)

@@ -78,7 +78,7 @@ class GdsStore(FileStore):
         try:
             self._cufile = CuFile(self.fd)
         except OSError as error:
-            needs = f"direct I/O and udev, which finds the drive: in a container, mount the host's {UDEV}"
+            needs = f"direct I/O, and udev to find the drive: in a container, mount the host's {UDEV}"
             raise self._refused(f"{error.strerror or error}; cuFile needs {needs}") from error
         self.grow(BLOCK)
         block = torch.arange(BLOCK, device=self.device.torch_device).to(torch.uint8)

@@ -262,7 +262,7 @@ class MultiStore:
             for place in self._places
         )
         if all(place.cause is not None for place in self._places):
-            return OutOfServiceError(errno.EIO, f"left alone, to be tried again: {reasons}")
+            return OutOfServiceError(errno.EIO, f"out of service, and tried again later: {reasons}")
         return StoreFullError(errno.ENOSPC, f"no room for {nbytes} bytes: {reasons}")
 
     def _remove(self, transfer: Transfer) -> None:
@@ -306,7 +306,7 @@ class MultiStore:
         for each in list(self._transfers):
             if each.drive == place.index and each.is_write and each.claim():
                 self._remove(each)
-                text = f"left alone, to be tried again: {cause}"
+                text = f"out of service, and tried again later: {cause}"
                 self._finish(each, OutOfServiceError(errno.EIO, text, place.store.name))
 
     # ---- extents and steps -----------------------------------------------------------------------

@@ -83,7 +83,7 @@ def _open_drive(directory: str, config: StoreConfig, device: Device) -> Store:
     if config.kind == "gds":
         return GdsStore(directory, **settings)
     if config.kind == "auto" and device.pins_memory:
-        why = "the nvidia-fs driver of GPUDirect Storage is not loaded: modprobe nvidia-fs"
+        why = "the nvidia-fs driver of GPUDirect Storage is not loaded. Load it: modprobe nvidia-fs"
         if gds.NVIDIA_FS.exists():
             try:
                 return GdsStore(directory, **settings)
@@ -133,7 +133,7 @@ def temporary_directory() -> str:
 
 def saves_nothing(config: StoreConfig) -> str | None:
     """Return why offloading frees no memory of a model on the CPU; ``None`` if it frees memory."""
-    remedy = "name a directory on a drive"
+    remedy = "choose a directory on a drive"
     if config.kind == "host":
         return f"kind: host moves activations from host memory to host memory; {remedy}, with kind: file"
     for directory in config.directories or (tempfile.gettempdir(),):

@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ONLY = "Only weights of class torch.nn.Parameter on the device of the first one can be offloaded"
+_ONLY = "Only weights of class torch.nn.Parameter on the device of the first parameter can be offloaded"
 _NONE = (
     "no frozen weight is offloaded: no frozen weight of the layers has min_tensor_bytes or more and is used "
-    "nowhere else, or weights.frozen is too small. Weights that are frozen later stay in memory"
+    "only there, or weights.frozen is too small. Weights that are frozen later stay in memory"
 )
 _WITH = "with frozen weights in the store. Close the frozen weights first"
 _MOST_WAITS = 20_000
