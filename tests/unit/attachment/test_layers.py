@@ -219,7 +219,7 @@ def test_other_blocks_that_hold_much_are_named(caplog: pytest.LogCaptureFixture)
 def test_a_model_without_equal_blocks_says_what_to_do(model: nn.Module) -> None:
     message = (
         rf"^found no ModuleList of equal blocks in {type(model).__name__}; "
-        r"name the layers: attach\(model, config, layers=\[.*\]\)$"
+        r"pass the layers: attach\(model, config, layers=\[.*\]\)$"
     )
     with pytest.raises(UnsupportedError, match=message):
         taken(model)
