@@ -43,9 +43,9 @@ def reason(case: Case) -> str:
     budget = case.limits.budget
     if budget is None:
         return f"{keep}, and no limit is set"
-    room = f"{readable_size(budget + case.profile.gradient_bytes)} is available"
-    room += " until gradients need it" if case.profile.gradient_bytes else ""
+    room = f"{readable_size(budget + case.profile.gradient_bytes)} is available for activations"
     room += " on the device" if case.limits.device is not None else ""
+    room += ", until backward needs memory for gradients" if case.profile.gradient_bytes else ""
     if case.highest < budget:
         room = f"a plan may use {readable_size(case.highest)}, twice the highest peak so far"
     if case.keep.peak_bytes <= case.limits.planned and case.keep.activation_peak <= case.highest:

@@ -576,6 +576,8 @@ def describe_run(log: RunLog, keep: Prediction | None, *, wears: bool) -> str | 
         return None
     of_keep = "" if keep is None else f" (keep: {readable_size(keep.activation_peak)})"
     parts = [f"activation peak {readable_size(peak)}{of_keep}"]
+    # The plan of the last step counts. Earlier steps measured what other placements cost.
+    steps = [step for step in steps if step.predicted_seconds == steps[-1].predicted_seconds]
     if keep is not None:
         ratio = statistics.median(step.seconds for step in timed_steps(steps)) / keep.seconds
         parts.append(f"step {significant(ratio)} x keep as predicted")

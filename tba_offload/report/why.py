@@ -415,7 +415,8 @@ def _change_of_plan(seen: Evidence, names: list[str], better: str) -> str:
     entries, budget = [seen.log.header.plan.get(name) for name in names], seen.step.activation_budget_bytes
     if not all(isinstance(entry, dict) and entry.get("placement") == "auto" for entry in entries):
         return f"set their placement to {better}"
-    than = "" if budget is None else f" below {readable_size(budget)}"
+    peak = min(filter(None, (budget, seen.step.activation_peak_bytes)), default=None)
+    than = "" if peak is None else f" below {readable_size(peak)}"
     return f"the planner chose their placement, so set budget.activation_bytes{than}"
 
 
