@@ -32,7 +32,7 @@ class Gradients:
         about_to_count: Called with the bytes of a gradient before that gradient is counted.
 
     Attributes:
-        live: Counts the bytes of gradients that exist.
+        live: The count of bytes of gradients that exist.
         was_dropped: Whether a gradient of this step was freed and created again. Its accumulated values are
             then lost.
         watched: The parameters with a hook, by ``id()``.

@@ -253,7 +253,7 @@ class LayerHooks:
         key: The scope.
         when_slow: Whether activations may stay in memory when the window is full.
         stays: Takes the bytes of an activation and returns True if it stays in memory. It is called once for
-            each activation, in the order of saving. ``None`` offloads all activations.
+            each activation, in the order of saving. If it is ``None``, all activations are offloaded.
     """
 
     is_of_tba_offload = True  # torch.func transforms start with these hooks removed
@@ -266,7 +266,7 @@ class LayerHooks:
         self._may_keep = bool(self._learned) or when_slow or stays is not None
         # Autograd holds this function. It must not refer to this object, which belongs to one scope.
         self._unpack: Callable[[Any], torch.Tensor] = capture.unpack
-        self._numbers = count()  # of activations in this scope
+        self._numbers = count()  # number of activations in this scope
         self._filling: list[Kept | SavedStorage] = []  # the operation that saved them may still write to them
         self._node = 0  # autograd's latest node number when they were saved
 
@@ -323,7 +323,7 @@ class LayerHooks:
         if nbytes < capture.min_tensor_bytes:
             capture.trace.kept_bytes += nbytes
             return Kept(tensor)
-        # This check runs last, because it costs as much as all checks before it.
+        # This check is last, because it takes as much time as all checks before it.
         if not views.is_understood(local, capture.device):
             return self._keep_odd(tensor)
         if address in capture.saved and (saved := capture.find(storage, tensor)) is not None:
@@ -406,7 +406,7 @@ class LayerHooks:
     # ---- tensors that stay in memory -------------------------------------------------------------
 
     def _keep(self, tensor: torch.Tensor, key: ActivationKey, nbytes: int) -> Kept | None:
-        """Keep an activation if the plan says so, another reference holds it, or the drive is too slow."""
+        """Keep an activation if the plan keeps it, another reference holds it, or the drive is too slow."""
         capture, trace = self.capture, self.capture.trace
         if (key.number, nbytes) in self._learned:  # keeping it costs no memory: not counted in the share
             treatment = Treatment.LEARNED_KEEP

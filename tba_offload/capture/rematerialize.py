@@ -61,7 +61,7 @@ _CLASSES = (
     ("megatron.core.fusions.fused_bias_swiglu", "SwiGLUFunction BiasSwiGLUFunction WeightedSwiGLUFunction"),
     ("megatron.core.fusions.fused_weighted_squared_relu", "WeightedSquaredReLUFunction"),
 )
-"""Cheap modules and autograd functions that modes do not see, by Python module."""
+"""Cheap modules and autograd functions that modes do not see, for each Python module."""
 
 _wrapped: dict[Any, tuple[str, Any, Any]] = {}
 """The wrapped classes. Each value has the name of the method, the original method, and the wrapper."""
@@ -181,7 +181,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
 
 
 class _Parts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that shows the hooks of a layer which functions a composed function calls."""
+    """A mode that passes each function that a composed function calls to the hooks of a layer."""
 
     def __init__(self, hooks: RematerializingHooks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -194,7 +194,8 @@ class _Parts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Call:
     """A recorded call whose output can be computed again.
 
-    It holds no reference to the output. After the arguments are saved, it holds no reference to them either.
+    This object has no reference to the output. After the arguments are saved, it has no reference to the
+    arguments.
 
     Args:
         function: The function that was called.
@@ -204,7 +205,7 @@ class _Call:
 
     Attributes:
         cost: Bytes that must be saved in place of the output.
-        depth: Number of calls in the longest chain that rebuilds the output.
+        depth: Number of calls in the longest chain of calls that rebuilds the output.
         digest: Digest of the output, if autograd has saved it.
         waiting: Saved views of the output that backward has not used yet.
     """
@@ -232,7 +233,7 @@ class _Call:
         return all(each.save(pack) for each in self._taken.values())
 
     def storage(self, capture: Capture, verifier: Verifier) -> torch.UntypedStorage:
-        """Return the storage of the output: the original if it is still usable, else a new one."""
+        """Return the storage of the output: the original if it is still usable, else a new storage."""
         found, stream = self._alive(), capture.offloader.device.stream()
         # The owner may have freed the memory of a storage that still exists. On another stream, its bytes may
         # not be ready.

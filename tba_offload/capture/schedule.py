@@ -25,10 +25,11 @@ class PrefetchSchedule:
     """The expected order of uses, and the position of backward in it.
 
     Args:
-        offloader: Starts the reads. Its window limits them.
+        offloader: The offloader, which starts the reads. Its window limits the reads.
 
     Attributes:
-        saved: Takes each new saved storage. This is ``list.append`` itself, because it is called often.
+        saved: A function that adds a new saved storage. It is ``list.append`` itself, because it is called
+            often.
     """
 
     def __init__(self, offloader: Offloader) -> None:

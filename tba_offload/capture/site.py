@@ -165,7 +165,8 @@ class Site(InstalledHook):
         """Start a run of the layer, and return its key.
 
         Args:
-            micro_batch: Returns the framework's number of the micro-batch. ``None`` counts runs instead.
+            micro_batch: Returns the framework's number of the micro-batch. If it is ``None``, runs are
+                counted instead.
         """
         layer, count = self.layer, self.runs
         number = micro_batch(layer.module) if micro_batch is not None else None

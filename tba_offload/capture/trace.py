@@ -1,4 +1,4 @@
-"""The trace of one step: when scopes ran, what they saved, and when backward used it.
+"""The trace of one step: when scopes ran, which tensors they saved, and when backward used these tensors.
 
 Times are host times (:func:`time.perf_counter`). An accelerator runs asynchronously, so its host times are
 the times at which work was submitted. If a planner needs device times, the trace also records marks in the
@@ -67,7 +67,7 @@ class ScopeTimes(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """The times of one step by one clock. Only differences between them are meaningful.
+    """The times of one step by one clock. Only differences between times are meaningful.
 
     Attributes:
         began: Start of the step.
@@ -112,7 +112,7 @@ class ScopeTrace:
         forward_ended: End of forward; 0 until forward ends.
         backward_began: Start of backward; 0 until backward starts.
         marks: Marks in the device's work at the same three times; empty without a planner or on a CPU.
-        attention_bytes: Bytes of the fused attention's output, if only this output is offloaded.
+        attention_bytes: Bytes of the output of fused attention, if only this output is offloaded.
         forward_gradients: Bytes of gradients that existed at the start of forward; ``None`` if not counted.
         backward_gradients: Bytes of gradients that existed at the start of backward; ``None`` if not counted.
     """

@@ -81,8 +81,8 @@ class LayerStack:
 
     Attributes:
         layers: The layers, in the order of their numbers.
-        micro_batch: Returns the framework's number of the micro-batch that a layer is about to run. ``None``
-            counts the runs of each layer instead.
+        micro_batch: Returns the framework's number of the micro-batch that a layer is about to run. If it is
+            ``None``, the runs of each layer are counted instead.
         states: Returns states of the framework that second runs restore, such as its random generators.
         left_out: Other lists of blocks with a considerable share of the parameters.
     """

@@ -60,7 +60,7 @@ def find_stack(
 
 
 def _states() -> Sequence[State]:
-    """Return the generators of Megatron's random number regions, and the logged losses of its routers."""
+    """Return states: the generators of Megatron's random regions, and the logged losses of its routers."""
     from megatron.core import tensor_parallel
 
     tracker = tensor_parallel.get_cuda_rng_tracker()

@@ -121,7 +121,7 @@ def follow(child: Any, states: OptimizerStates) -> None:
         child: An optimizer of Megatron.
         states: The states of its inner optimizer.
     """
-    if child.init_state_fn is not None:  # SGD has no such method
+    if child.init_state_fn is not None:  # SGD has no function for this
         _make_states_one_by_one(child, states)
     if hasattr(child, "_get_main_param_and_optimizer_states"):
         _follow_distributed_checkpoints(child, states)

@@ -149,7 +149,7 @@ class State(enum.Enum):
 
 
 class Controller:
-    """Makes the plans of one session.
+    """The controller, which makes the plans of one session.
 
     Args:
         task: Settings from which it makes plans.

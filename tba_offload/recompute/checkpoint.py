@@ -1,9 +1,9 @@
 """Recomputation of a layer: PyTorch's checkpoint, and a check that the second run equals the first.
 
 The layer runs under the checkpoint, and hooks compute a digest of each tensor that it saves. Before and after
-its first run in each mode, the state of the layer is inspected (:mod:`purity`). When backward asks for the
-first saved tensor, the layer runs again under such hooks. Then the digests of both runs are compared
-(:mod:`verify`).
+its first run in each mode, the state of the layer is inspected (:mod:`purity`). When backward unpacks the
+first saved tensor, the layer runs again under hooks that compute digests. Then the digests of both runs are
+compared (:mod:`verify`).
 """
 
 from __future__ import annotations
@@ -278,7 +278,10 @@ class _Execution:
 
 
 class _Ended(BaseException):
-    """Ends a second run. It is a ``BaseException``, because the layer may catch every ``Exception``."""
+    """The exception that ends a second run.
+
+    It is a ``BaseException``, because the layer may catch every ``Exception``.
+    """
 
 
 def _hold_nothing(_: object) -> None:

@@ -163,7 +163,7 @@ class Look:
 
 
 class _Fingerprint(pickle.Pickler):
-    """Pickles an object, with digests and versions in place of its tensors."""
+    """A pickler that replaces the tensors of an object by digests and versions."""
 
     def persistent_id(self, value: Any) -> object:
         """Return the replacement for a value that is not pickled."""

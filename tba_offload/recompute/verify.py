@@ -1,9 +1,9 @@
 """Comparison of the two runs of a layer by digests over every byte that they save for backward.
 
-Hooks inside those of the checkpoint see each tensor that the layer saves, in both runs. One 64-bit digest of
-the first run is kept. At the end of the second run, the digests are compared on the device. Backward gets the
-tensors of the second run only after this comparison. The result is one flag for each run. The flag is read
-before the optimizer's step.
+Hooks inside the hooks of the checkpoint see each tensor that the layer saves, in both runs. One 64-bit digest
+of the first run is kept. At the end of the second run, the digests are compared on the device. Backward gets
+the tensors of the second run only after this comparison. The result is one flag for each run. The flag is
+read before the optimizer's step.
 
 In the first three steps of a layer in each mode and placement, every tensor is read. Later steps read the
 last tensor and one eighth of the other tensors: see :meth:`Verifier.part`.
@@ -140,7 +140,9 @@ class Verifier:
 
 
 class SavedTensors:
-    """The tensors that one run of a layer saves for backward. A tensor is held until the next one is saved.
+    """The tensors that one run of a layer saves for backward.
+
+    A tensor is held until the next tensor is saved.
 
     A kernel may write to a tensor after it was saved, such as the noise of ``rrelu`` or the statistics of
     attention. This concerns only tensors without a graph. They are read when the next operation saves

@@ -1,4 +1,4 @@
-"""Moves states between ``optimizer.state`` and the slots."""
+"""Transfer of states between ``optimizer.state`` and the slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Entries:
-    """Moves states between ``optimizer.state`` and the slots.
+    """The states of one optimizer, which are moved between ``optimizer.state`` and the slots.
 
     If a parameter is sliced, its state gets a placeholder when all slices are offloaded.
 

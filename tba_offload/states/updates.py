@@ -115,7 +115,7 @@ class Updates:
         return self._make(options)
 
     def _make(self, options: Mapping[str, Any], done: Sequence[SubGroup] = ()) -> StatesRecord:
-        """Update all parameters that have gradients, except those in sub-groups that are already updated."""
+        """Update all parameters that have gradients. Sub-groups that are already updated are left out."""
         with self._guarded():
             self.follow()
             try:

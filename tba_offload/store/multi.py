@@ -454,8 +454,7 @@ def _check_still_there(memory: ByteRange) -> None:
     if storage.nbytes() < memory.start + memory.nbytes or storage.data_ptr() + memory.start != memory.address:
         raise StoreError(
             f"the memory of {memory.nbytes} bytes was freed or moved before they were written or read: the "
-            "program resized the storage of a saved tensor. Resize it after backward has used it, or set the "
-            "placement of the layer to 'keep'"
+            "program resized the storage of a saved tensor. Set the placement of the layer to 'keep'"
         )
 
 

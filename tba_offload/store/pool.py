@@ -1,4 +1,4 @@
-"""Transfers, and the threads that run them. Each place has one queue for each direction."""
+"""Transfers, and the threads that run transfers. Each place has one queue for each direction."""
 
 from __future__ import annotations
 

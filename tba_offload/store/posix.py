@@ -57,10 +57,10 @@ def fallocate(fd: int, offset: int, nbytes: int) -> None:
 
     If the range ends after the end of the file, the file grows. Data does not change.
 
-    ``os.posix_fallocate`` would write zeros if the file system has no such call.
+    ``os.posix_fallocate`` is not used, because it writes zeros on file systems that do not support the call.
 
     Raises:
-        OSError: The call failed; ``EOPNOTSUPP`` if the file system has no such call.
+        OSError: The call failed. ``EOPNOTSUPP`` means that the file system does not support the call.
     """
     while _libc.fallocate(fd, 0, offset, nbytes) < 0:
         if (number := ctypes.get_errno()) != errno.EINTR:

@@ -37,7 +37,7 @@ READ_AGAIN = (0.01, 0.1, 1.0)
 
 
 class Offloader:
-    """Moves saved storages between memory and a store.
+    """The object that moves saved storages between memory and a store.
 
     Args:
         store: The store. Nothing else may have extents there. The offloader does not close it.

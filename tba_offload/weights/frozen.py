@@ -65,7 +65,7 @@ def offload_frozen(
     layers: Modules | None = None,
     directories: Paths | None = None,
 ) -> FrozenWeights:
-    """Keep the frozen weights of a model's layers in a store, except those of the layer that computes.
+    """Keep the frozen weights of a model's layers in a store, except the weights of the layer that computes.
 
     A weight is frozen if its ``requires_grad`` is False at the time of this call. Only a
     ``torch.nn.Parameter`` of at least ``min_tensor_bytes`` is offloaded, and only if no other layer and
@@ -105,7 +105,7 @@ class FrozenWeights:
         layers: The layers in the order in which they run.
         config: The configuration. Only ``store``, ``min_tensor_bytes`` and the percentage in ``weights`` are
             used.
-        count: Called with each change of the device memory in bytes.
+        count: Called with each change of the device memory, in bytes.
         tell: Called with a message if weights stay in memory.
         traffic: Counts the bytes that are read. By default, no bytes are counted.
 
@@ -378,7 +378,7 @@ class WeightsMoved(NamedTuple):
 
 
 class WeightsTraffic:
-    """Counts the bytes that the offloaded frozen weights of a model read."""
+    """A counter of the bytes that are read for the offloaded frozen weights of a model."""
 
     def __init__(self) -> None:
         self._homes: Homes | None = None
