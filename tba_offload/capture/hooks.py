@@ -48,7 +48,7 @@ class Kept:
 
     Attributes:
         tensor: The tensor, or a dense copy of its elements if they are a small part of a large storage.
-        probe: Shares the version counter of the saved tensor.
+        probe: A tensor that shares the version counter of the saved tensor.
         version: The value of that counter at ``pack``. It is compared in ``unpack``, because hooks switch off
             autograd's check.
         view: The original view of the saved tensor, if ``tensor`` is a copy; else ``None``.
@@ -76,7 +76,7 @@ class Packed(Handle):
 
     Attributes:
         view: The view of the saved tensor on its storage.
-        probe: Shares the version counter of the saved tensor.
+        probe: A tensor that shares the version counter of the saved tensor.
         version: The value of that counter at ``pack``.
         address: The original address of the first element if the saved storage is a dense copy; else 0.
     """
@@ -219,7 +219,9 @@ class Capture:
         self.schedule.begin_step()
 
     def end_step(self, *, failed: bool, is_broken: bool) -> None:
-        """Forget the storages of this step. Saved storages that autograd still holds stay valid.
+        """Clear the records of the storages of this step.
+
+        Saved storages that autograd still holds stay valid.
 
         Args:
             failed: Whether the step did not complete. Its order of uses is then not recorded.

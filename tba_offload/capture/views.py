@@ -39,7 +39,7 @@ def view_of(tensor: torch.Tensor) -> View:
 
 
 def viewed(storage: torch.UntypedStorage, view: View, start: int = 0) -> torch.Tensor:
-    """Return the tensor that ``view`` describes. It has its own version counter.
+    """Return the tensor that ``view`` describes. The tensor has its own version counter.
 
     Args:
         storage: The bytes.
@@ -111,7 +111,7 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def restore(storage: torch.UntypedStorage, view: View, probe: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """Return the tensor that ``view`` describes. It shares the version counter of ``probe``.
+    """Return the tensor that ``view`` describes. The tensor shares the version counter of ``probe``.
 
     A change of this tensor in place therefore raises the version of ``probe``. The next ``unpack`` of the
     same saved tensor then fails, as it does with autograd's own check.

@@ -89,10 +89,10 @@ def keep_freed_pages() -> bool:
     """Make malloc keep freed memory mapped. The next step then has no page faults for this memory.
 
     By default, glibc serves large allocations by ``mmap`` and returns them when they are freed. Every step
-    then has a page fault for each 4 KiB of every activation, with or without offloading. This takes several
-    milliseconds for 8 MiB. With this setting, the process keeps its largest footprint. The setting is useful
-    only for training on a CPU. It affects the whole process, so the package does not set it without a call of
-    this function.
+    then has a page fault for each 4 KiB of every activation, with or without offloading. For 8 MiB, these
+    page faults take several milliseconds. With this setting, the process keeps its largest footprint. The
+    setting is useful only for training on a CPU. It affects the whole process, so the package does not set it
+    without a call of this function.
 
     Returns:
         Whether the C library accepted the setting.

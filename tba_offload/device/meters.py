@@ -342,7 +342,7 @@ def meter_of(device: Device, static: Callable[[], int] = lambda: 0) -> MemoryMet
 
 
 class ResidentPeak:
-    """The operating system's peak of this process's resident memory, which can be reset (Linux)."""
+    """The peak of the resident memory of this process, from the operating system. Linux can reset it."""
 
     def reset(self) -> None:
         """Set VmHWM to the current resident size.

@@ -77,7 +77,7 @@ _COUNTERPARTS = {"encoder": "decoder", "decoder": "encoder"}
 
 @dataclass(frozen=True)
 class LayerStack:
-    """The layers of a model, with functions for the needs of its framework.
+    """The layers of a model, with functions of the framework that built the model.
 
     Attributes:
         layers: The layers, in the order of their numbers.

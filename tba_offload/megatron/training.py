@@ -1,10 +1,10 @@
 """The session in Megatron-LM's training loop, without changes to Megatron-LM.
 
-This module uses three functions of ``megatron.training``. The first function adds arguments, and also adds
-the flags. The second function builds model and optimizer, and the session attaches after it. The third
-function returns the schedule, and each schedule call with a backward is a step. For the launcher,
-:func:`install` wraps these functions. A patched checkout calls :func:`add_arguments`, :func:`attach_model`
-and :func:`stepping` itself. A patched checkout may also run under the launcher.
+This module uses three functions of ``megatron.training``. The first function adds Megatron's arguments, and
+the flags are added with them. The second function builds model and optimizer, and the session attaches after
+it. The third function returns the schedule, and each schedule call with a backward is a step. For the
+launcher, :func:`install` wraps these functions. A patched checkout calls :func:`add_arguments`,
+:func:`attach_model` and :func:`stepping` itself. A patched checkout may also run under the launcher.
 """
 
 from __future__ import annotations

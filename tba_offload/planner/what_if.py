@@ -52,8 +52,8 @@ class Situation:
         title: The model and the machine.
         not_recomputed: Layers whose forward gave another result when it ran twice, and layers of their kind.
         beside: Bytes on the device beside activations: live bytes before a step, and the largest number of
-            gradient bytes at one time. ``None`` if not measured. If optimizer states are offloaded, only
-            their slots count.
+            gradient bytes at one time. ``None`` if not measured. If optimizer states are offloaded, the
+            states are not counted, but their slots are.
     """
 
     names: tuple[str, ...]

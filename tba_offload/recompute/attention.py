@@ -1,10 +1,12 @@
-"""Attention that the second run of a layer does not compute again: its output is offloaded in the first run.
+"""Attention that the second run of a layer does not compute again.
+
+The first run offloads the output of attention.
 
 On the way from autograd to a device's kernels, PyTorch's dispatcher passes the key ``BackendSelect``. This
 key does nothing for operations on tensors. For each operation of fused attention, a function is registered at
-this key. It checks whether the current thread runs a layer that reuses attention. Everything else runs
-unchanged. A dispatch mode, which PyTorch's own selective checkpoint uses, would make some operations choose
-other kernels.
+this key. It checks whether the current thread runs a layer that reuses attention. In all other cases, the
+operation runs unchanged. A dispatch mode, which PyTorch's own selective checkpoint uses, would make some
+operations choose other kernels.
 
 Attention is reused only if the call requires a gradient and draws no random numbers. If a call that draws
 random numbers were skipped, later operations would get other random numbers.

@@ -102,7 +102,7 @@ class Look:
     Args:
         module: The layer.
         given: The layer's arguments by position and by name.
-        states: States of the framework that second runs set.
+        states: States of the framework that a second run sets.
 
     Attributes:
         states: All states that a second run may set.

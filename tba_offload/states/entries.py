@@ -190,7 +190,7 @@ class Entries:
         """Put all states except cleared states back into ``optimizer.state``, each in its own memory.
 
         Raises:
-            StatesAwayError: As for :meth:`check_owners`. No state has changed.
+            StatesAwayError: See :meth:`check_owners`. No state has changed.
             TransferError: The states cannot be read.
         """
         self.check_owners()
@@ -211,7 +211,7 @@ class Entries:
         If the parameter is an offloaded master copy, the entry also has the values of the master.
 
         Raises:
-            StatesAwayError: As for :meth:`check_owners`, for this parameter.
+            StatesAwayError: See :meth:`check_owners`. Only the entry of this parameter is checked.
             TransferError: The states cannot be read.
         """
         self._check_owner(parameter)

@@ -257,9 +257,9 @@ def offload_optimizer(
         optimizer: Any optimizer of ``torch.optim`` except LBFGS. With ``states.trust``, also another
             optimizer that updates each parameter independently. The optimizer may already have made updates.
         config: The configuration, as for :func:`tba_offload.attach`. Only ``states`` and ``store`` are used.
-        model: The model that the optimizer trains, or its chunks. Messages use its parameter names. With
-            ``when: backward`` and several processes, the model is needed to check that ``fully_shard`` has
-            sharded all of it.
+        model: The model that the optimizer trains, or its chunks. Messages use the parameter names of the
+            model. With ``when: backward`` and several processes, the model is needed to check that
+            ``fully_shard`` has sharded all of it.
         masters: Maps each high-precision copy that the optimizer updates to its model parameter. Master
             copies are offloaded with their states. Each model parameter is set as soon as its master is
             updated.

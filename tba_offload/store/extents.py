@@ -28,7 +28,7 @@ class Extents:
 
     Attributes:
         capacity: As given.
-        used: Bytes that extents take now.
+        used: Number of bytes that extents occupy now.
     """
 
     def __init__(self, capacity: int | None) -> None:

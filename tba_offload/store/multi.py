@@ -266,7 +266,7 @@ class MultiStore:
         return StoreFullError(errno.ENOSPC, f"no room for {nbytes} bytes: {reasons}")
 
     def _remove(self, transfer: Transfer) -> None:
-        """Forget a transfer that has ended, or that will never run."""
+        """Remove a transfer that has ended or that will never run."""
         place, extent = self._places[transfer.drive], transfer.extent
         self._transfers.remove(transfer)
         if transfer.is_write:

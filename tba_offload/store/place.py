@@ -152,7 +152,7 @@ class Place:
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def fail(self, cause: str) -> None:
-        """Take the place out of service. After a pause, one write tries it again."""
+        """Take the place out of service. After a pause, one write tries the place again."""
         if self.cause is None or time.monotonic() >= self.disabled_until:
             self.pause()
         self.cause = cause

@@ -40,7 +40,7 @@ class Offloader:
     """The object that moves saved storages between memory and a store.
 
     Args:
-        store: The store. Nothing else may have extents there. The offloader does not close it.
+        store: The store. No other code may have extents in it. The offloader does not close it.
         device: The device with the activations.
         window: Upper limit of the bytes in flight; ``None`` for no limit.
         keep_when_full: Whether bytes that cannot be written stay in memory and are counted. If False, a

@@ -99,7 +99,7 @@ class SavedStorage:
         unread: Weak reference to the object that the other unused handles hold.
         ref: The weak handle in the offloader's lists.
         source: Weak reference to the storage that autograd saved. For a dense copy it differs from ``alive``.
-        probe: Shares the version counter of the saved tensor.
+        probe: A tensor that shares the version counter of the saved tensor.
         version: The value of that counter when the storage was saved.
         trace: The record of this storage in the step's trace.
     """
@@ -144,15 +144,15 @@ class SavedStorage:
 class SavedRef(weakref.ref["SavedStorage"]):
     """Weak handle of a :class:`SavedStorage`, with everything that must be released when that object dies.
 
-    The callback is a C function that appends to a queue. The cyclic garbage collector may run it while any
-    lock is held, and no interrupt can occur in it.
+    The callback is a C function that appends to a queue. The cyclic garbage collector may call the callback
+    while any lock is held. No interrupt can occur in the callback.
 
     Attributes:
         key: The key of the saved storage.
         nbytes: The size of the saved storage.
         epoch: Number of steps that were discarded before the storage was saved.
         charged: Bytes that count as in flight.
-        settled: Bytes that count as kept outside the window.
+        settled: Bytes that are counted as kept, and not as in flight.
         is_pending: Whether the bytes are counted as pending writes.
         extent: The extent in the store, after the write.
         write: The write, while it is queued or running.
