@@ -1,8 +1,8 @@
 """Settings of a policy, read from a word, YAML, a dict or Python.
 
-An unknown key, an illegal value or a size without a unit is a :class:`~tba_offload.errors.ConfigError`. Its
-message names the file, the line and the legal values, for every mistake in the policy. The dataclasses check
-their arguments in the same way.
+An unknown key, a wrong value or a size without a unit raises :class:`~tba_offload.errors.ConfigError`. For
+every mistake in the policy, the message names the file, the line and the allowed values. The dataclasses
+check their arguments in the same way.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ MOST_IN_FLIGHT = 256 * 2**20
 
 @settings("budget")
 class BudgetConfig:
-    """Hard ceilings in bytes. Sizes are whole bytes or text with a unit. 0 means no limit."""
+    """Hard limits in bytes. A size is a whole number of bytes or text with a unit. 0 means no limit."""
 
     activation_bytes: values.Limit = None
-    """Largest activation peak of attached layers. ``auto`` layers keep to it when the drive is slow. The
-    in-flight window is never larger."""
+    """Upper limit of the activation peak of attached layers. ``auto`` layers stay below this limit even if
+    the drive is slow. The in-flight window is never larger than this limit."""
 
     device_bytes: values.Limit = None
-    """Largest sum of weights, gradients, activations and optimizer states on the device, in forward and
-    backward. Offloaded states do not count. The first step measures how much is left for activations. If
-    activation_bytes is set too, the smaller limit holds."""
+    """Upper limit of all weights, gradients, activations and optimizer states on the device, in forward and
+    backward. Offloaded states do not count. The first step measures the memory that remains for activations.
+    If activation_bytes is set too, the smaller limit applies."""
 
     in_flight_bytes: values.Window = None
-    """Size of the in-flight window: activations that are being written, or that were read back and are not
-    used yet. By default an eighth of the bytes that a step saves, at most 256MiB. The first step has 256MiB.
-    0 means no limit."""
+    """Size of the in-flight window: upper limit of activations that are being written, or that were read back
+    and are not used yet. In the first step 256MiB by default. Later an eighth of the bytes that a step saves
+    by default, at most 256MiB. 0 means no limit."""
 
     objective: Objective | None = None
     """Goal of the planner for ``auto`` layers: the shortest step (``time``), or the lowest peak without
@@ -65,7 +65,7 @@ class BudgetConfig:
         """Return the size of the in-flight window in bytes; ``None`` for no limit.
 
         Args:
-            saved: Most bytes that a step saves at one time; 0 before the first step.
+            saved: Largest number of bytes that a step saves at one time; 0 before the first step.
             largest: Bytes of the largest saved storage.
         """
         in_flight = self.in_flight_bytes
@@ -79,41 +79,41 @@ class StoreConfig:
     """The store of offloaded bytes."""
 
     kind: values.Kind = "auto"
-    """``file``, ``host`` (host memory), ``gds`` (GPUDirect Storage), ``auto``, or a kind of your own, see
+    """``file``, ``host`` (host memory), ``gds`` (GPUDirect Storage), ``auto``, or your own kind, see
     :func:`tba_offload.store.register_kind`. ``auto`` is ``gds`` on a GPU if the machine has the nvidia-fs
     driver and kvikio, else ``file``."""
 
     directories: values.Directories = ()
-    """One directory per drive, or the path of a single one. Tensors are spread over the drives. ``~`` and
-    environment variables (``$SCRATCH``, ``${SCRATCH}``) are expanded. Relative paths start at the working
-    directory. By default the system's directory for temporary files."""
+    """One directory per drive, or a single path. Tensors are spread over the drives. ``~`` and environment
+    variables (``$SCRATCH``, ``${SCRATCH}``) are expanded. Relative paths start at the working directory. By
+    default the system's directory for temporary files."""
 
     capacity: values.Capacity = None
-    """Most bytes in the store of one process. By default, or with 0, all free space except a reserve: a
-    twentieth of the disk, at least 1 GiB."""
+    """Upper limit of the bytes in the store of one process. By default, or with 0, the store may use the disk
+    except for a reserve: a twentieth of the disk, at least 1 GiB."""
 
     host_capacity: values.Capacity = None
-    """Bytes of host memory that take writes while the drives are busy. Not for kind ``host``. By default 0:
-    no host memory is used."""
+    """Bytes of host memory for activations that the drives cannot write in time. Not allowed with kind
+    ``host``. By default 0: no host memory is used."""
 
     write_bytes_per_day: values.Limit = None
-    """Most activation bytes that one process may write to the drives in a day of continuous steps. The
-    planner places ``auto`` layers so that the limit holds. By default, or with 0, there is no limit."""
+    """Upper limit of the activation bytes that one process writes to the drives in a day of continuous steps.
+    Plans for ``auto`` layers stay below this limit. By default, or with 0, there is no limit."""
 
     checksum: StrictBool = True
-    """Whether each read is compared with its write by a checksum. Without checksums a drive that changes
-    bytes changes the training, and no error says so. By default true."""
+    """Whether each read is compared with its write by a checksum. Without checksums, bytes that a drive
+    changes change the training without an error. By default true."""
 
     stall_seconds: values.Seconds = values.STALL_SECONDS
-    """Longest wait for a drive that moves no bytes, in seconds. After a tenth of this time a warning names
-    the drive, and at the end the step fails. 0 means never. By default 300. Use less than the timeout of
-    collective operations, which is ten minutes by default."""
+    """Time limit in seconds for a transfer without progress. After a tenth of this time, a warning names the
+    drive. After all of this time, the step fails. 0 disables both. By default 300. Use less than the timeout
+    of collective operations, which is ten minutes by default."""
 
     readers: values.Threads = None
-    """Reading threads for each directory. By default one on up to two cores, else two."""
+    """Reading threads for each directory. By default one on a machine with at most two cores, else two."""
 
     writers: values.Threads = None
-    """Writing threads for each directory. By default one on up to two cores, else two."""
+    """Writing threads for each directory. By default one on a machine with at most two cores, else two."""
 
     def __post_init__(self) -> None:
         for setting in ("directories", "host_capacity", "write_bytes_per_day"):
@@ -124,8 +124,8 @@ class StoreConfig:
 _ON_CPU, _ON_ACCELERATOR = 64 * 2**20, 256 * 2**20
 """Default bytes of a sub-group of optimizer states.
 
-Each launch on an accelerator has a delay. On an H200 an update takes 1.6 times as long with 64 MiB, and a
-step with ``when: backward`` 1.4 times.
+Each launch on an accelerator has a delay. With 64 MiB on an H200, an update takes 1.6 times as long, and a
+step with ``when: backward`` takes 1.4 times as long.
 """
 
 
@@ -135,42 +135,44 @@ class StatesConfig:
 
     default: Literal["offload", "auto"] = "offload"
     """``offload``: offload all states. ``auto``, with ``budget.device_bytes``: offload only as many
-    sub-groups as activations need room for."""
+    sub-groups as this limit requires."""
 
     sub_group_bytes: values.Capacity = None
-    """Bytes of states that are read and written together. Three sub-groups stay on the device. A parameter
-    that cannot be split may have more. By default 64MiB on a CPU and 256MiB elsewhere."""
+    """Bytes of states that are read and written together. Three sub-groups stay on the device. The sub-group
+    of a parameter that cannot be split may be larger. By default 64MiB on a CPU and 256MiB on other
+    devices."""
 
     trust: StrictBool = False
-    """Whether to accept an optimizer of an unknown class. Only safe if the optimizer updates each parameter
-    independently: one that computes a norm over all parameters gives wrong results."""
+    """Whether to accept an optimizer of an unknown class. This is safe only if the optimizer updates each
+    parameter independently. An optimizer that computes a norm over all parameters gives wrong results."""
 
     when: Literal["step", "backward"] = "step"
     """Update in the optimizer's ``step``, or in ``backward`` as soon as the gradients of a sub-group are
-    final. ``backward`` then frees these gradients. Code between ``backward()`` and ``step()`` reads updated
-    parameters. Gradient clipping and gradient scalers raise an error."""
+    final. ``backward`` then frees these gradients. After ``backward()``, the parameters already have their
+    new values. Gradient clipping and gradient scalers raise an error."""
 
     micro_batches: values.Passes = 1
-    """With ``when: backward``, the number of backward passes between two steps. The last pass updates the
-    parameters. Another pass before ``step`` is an error."""
+    """With ``when: backward``, the number of backward passes between two steps. The last of these passes
+    updates the parameters. Another pass before ``step`` is an error."""
 
     masters: Literal["keep", "offload"] = "offload"
     """Whether Megatron-LM's fp32 copies of 16-bit parameters are offloaded with their states, or are kept in
     memory."""
 
     update: Literal["device", "host", "auto"] = "device"
-    """Where sub-groups are updated: on the ``device``, on the processor in ``host`` memory, or with ``auto``
-    on both at the same time. The processor may round differently, so parameters get other bits than in plain
-    training, and with ``auto`` other bits in each run. Experimental. Has no effect without an accelerator."""
+    """Place of the updates: the ``device``, the processor with states in ``host`` memory, or both at the same
+    time (``auto``). The processor may round differently, so parameters may differ from plain training in some
+    bits. With ``auto`` they may also differ between runs. This setting is experimental. It has no effect
+    without an accelerator."""
 
     def __post_init__(self) -> None:
         in_backward = self.when == "backward"
         if in_backward and self.default == "auto":
-            raise conflict("when", "states are auto with when: step only; set states.default to offload")
+            raise conflict("when", "states.default: auto needs when: step; set states.default to 'offload'")
         if self.micro_batches != 1 and not in_backward:
             raise conflict("micro_batches", "has no effect with when: step. Remove it")
         if self.update != "device" and (in_backward or self.default == "auto"):
-            raise conflict("update", f"{self.update} goes with when: step, default: offload only; set both")
+            raise conflict("update", f"'{self.update}' needs when: step and default: offload; set both")
 
     def sub_group_on(self, device_type: str) -> int:
         """Return the bytes of a sub-group on a device.
@@ -200,36 +202,36 @@ class WeightsConfig:
 
 @settings("")
 class OffloadConfig:
-    """A policy: a placement for each layer, ceilings, a store, and the other things to offload."""
+    """A policy: a placement for each layer, limits, a store, and the other data to offload."""
 
     default: values.PlacementName = Placement.OFFLOAD
     """Placement of layers that no rule matches."""
 
     layers: tuple[Rule, ...] = ()
-    """Rules in order. The first rule that matches a layer decides."""
+    """Rules in order. The first matching rule sets the placement of a layer."""
 
     budget: BudgetConfig = BudgetConfig()
-    """Ceilings in bytes."""
+    """Limits in bytes."""
 
     store: StoreConfig = StoreConfig()
     """Settings of the store."""
 
     states: StatesConfig | None = None
-    """Offloading of the states of the optimizers that ``attach`` is given. None for the defaults."""
+    """Offloading of the states of the optimizers that are passed to ``attach``. None for the defaults."""
 
     weights: WeightsConfig | None = None
     """Offloading of weights. None for no offloading."""
 
     on_full: Literal["keep", "error"] = "keep"
-    """When the store is full or a drive fails: ``keep`` the activation in memory, or end the step with an
+    """Reaction to a full store or a failed drive: ``keep`` the activation in memory, or end the step with an
     ``error``."""
 
     on_slow: Literal["wait", "keep"] | None = None
-    """When the drive is slower than compute: ``wait``, or ``keep`` activations in memory. By default ``wait``
+    """Reaction to a drive that is too slow: ``wait``, or ``keep`` activations in memory. By default ``wait``
     for ``offload`` and ``keep`` for ``auto``."""
 
     min_tensor_bytes: values.Threshold = 64 * 2**10
-    """Smaller activations are kept. 0 offloads all of them. By default 64KiB."""
+    """Activations smaller than this size are kept. 0 offloads all activations. By default 64KiB."""
 
     source: Provenance[InstanceOf[Source]] = field(default=Source(), compare=False, repr=False)
     """Origin of the configuration, for messages. Comparisons ignore this field."""
@@ -286,7 +288,7 @@ class OffloadConfig:
         return self.policy.problems(layers)
 
     def doubts(self, layers: Sequence[LayerId]) -> list[str]:
-        """Return a message for each legal setting without effect, or with less effect than expected.
+        """Return a message for each valid setting without effect, or with less effect than expected.
 
         Args:
             layers: The layers of all ranks.
@@ -304,8 +306,8 @@ class OffloadConfig:
         }
         for (section, setting), has in has_effect.items():
             if getattr(getattr(self, section), setting) is not None and not has and placements:
-                who = "auto or offload" if setting == "device_bytes" else "auto"
-                why = f"has no effect: no layer is {who}. Make layers auto, or remove this setting"
+                who = "'auto' or 'offload'" if setting == "device_bytes" else "'auto'"
+                why = f"has no effect: no layer has the placement {who}. Set one, or remove this setting"
                 found.append(str(self.source.error((section, setting), why)))
         return found
 
@@ -321,7 +323,7 @@ _ADAPTER = TypeAdapter(OffloadConfig)
 
 
 def _without_nulls(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that have a value. Those without one have their default."""
+    """Return the settings that have a value. All other settings have their default."""
     return {
         name: _without_nulls(value) if isinstance(value, dict) else value
         for name, value in document.items()
@@ -343,7 +345,7 @@ def _checked(read: Callable[[], Any], layers: Layers, file: str | None = None) -
     try:
         config = _ADAPTER.validate_python(document, context=source)
     except ValidationError as error:
-        told = {each.line for each in errors if each.line}  # pydantic reports a missing value once more
+        told = {each.line for each in errors if each.line}  # pydantic reports missing values again
         errors += [each for each in errors_of(error, OffloadConfig, source) if each.line not in told]
         with contextlib.suppress(ValidationError):
             rules = document.get("layers", ()) if isinstance(document, dict) else ()
@@ -368,11 +370,11 @@ ConfigLike = OffloadConfig | Mapping[str, object] | str | os.PathLike[str] | Non
 """A policy as users give it: a word, the path of a YAML file, YAML text, a dict, or a configuration."""
 
 FIT = "fit"
-"""Word for: all layers ``auto``, without a budget, so that the plan fits nine tenths of the device."""
+"""Word that sets all layers to ``auto`` without a budget. The plan fits nine tenths of the device."""
 
 
 def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
-    """Return a configuration from what a caller may give.
+    """Return the configuration for any value that a caller may pass as a policy.
 
     Args:
         config: ``"fit"`` or a placement; the path of a YAML file; YAML text; a dict of settings; or a
@@ -389,7 +391,7 @@ def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
     if config is None or isinstance(config, str):
         return _read_text(FIT if config is None else config, layers)
     if not isinstance(config, OffloadConfig):
-        remedy = "give a word such as 'fit', the path of a YAML file, a dict, or an OffloadConfig"  # type: ignore[unreachable]
+        remedy = "pass a word such as 'fit', the path of a YAML file, a dict, or an OffloadConfig"  # type: ignore[unreachable]
         raise ConfigError(f"the policy is {quoted(config)}: {remedy}")
     if layers is not None and (problems := config.problems(layers)):
         raise ConfigError.joined(problems)
@@ -402,7 +404,7 @@ def _read_text(text: str, layers: Layers) -> OffloadConfig:
         return OffloadConfig.from_yaml(text, layers=layers)
     with contextlib.suppress(ValueError):
         return OffloadConfig(Placement.AUTO if text == FIT else Placement(text))
-    if os.path.exists(text):  # noqa: PTH110 - Path.exists raises where the name is too long
+    if os.path.exists(text):  # noqa: PTH110 - Path.exists raises an error if the name is too long
         return load_config(text, layers=layers)
     words, files = [FIT, *names()], list[str]()
     with contextlib.suppress(OSError, ValueError):  # a zero byte in the name
@@ -419,7 +421,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def with_directories(config: OffloadConfig, directories: Paths | None) -> OffloadConfig:
-    """Return a configuration whose store has other directories, if some are given.
+    """Return the configuration with other directories in its store; unchanged if ``directories`` is None.
 
     Args:
         config: The configuration.
@@ -432,7 +434,7 @@ def with_directories(config: OffloadConfig, directories: Paths | None) -> Offloa
         return config
     paths = [directories] if isinstance(directories, str | os.PathLike) else list(directories)
     if not paths:
-        raise ConfigError("directories=[] names none. Name some, or leave directories out for the policy's")
+        raise ConfigError("directories=[] has no path. Name a path, or omit directories to use the policy's")
     store = replace(config.store, directories=tuple(Path(path) for path in paths))
     return replace(config, store=store)
 
@@ -449,7 +451,7 @@ def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
         layers: The layers of all ranks. A rule without effect on them is an error too.
 
     Raises:
-        ConfigError: The file cannot be read, or all problems of the file with their lines and legal values.
+        ConfigError: The file cannot be read, or has problems. The message lists each problem with its line.
     """
     file = str(path)
     try:

@@ -122,7 +122,7 @@ class _NodeReader:
         if isinstance(node, yaml.SequenceNode):
             return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
         if node.tag == _NULL and not node.value:
-            self._refuse(path, "has no value; write one, or remove the line for the default")
+            self._refuse(path, "has no value; write a value, or remove the line to use the default")
         if node.tag == _NULL:
             return None
         return node.value.lower() == "true" if node.tag == _BOOL else node.value
@@ -136,7 +136,7 @@ class _NodeReader:
                 continue
             if key in seen:
                 again = Source(self.source.file, {(*path, key): line})
-                message = f"given twice, first in line {seen[key]}; remove one"
+                message = f"is given twice, first in line {seen[key]}; remove one of them"
                 self.errors.append(again.error((*path, key), message))
             else:
                 seen[key] = self.lines[*path, key] = line
@@ -215,7 +215,7 @@ def errors_of(error: ValidationError, root: type, source: Source) -> list[Config
     return [
         source.error(path, _message(path, each, root))
         for path, each in found
-        if each["type"] != "missing" or path[:-1] not in misspelt  # a misspelt key is reported once
+        if each["type"] != "missing" or path[:-1] not in misspelt  # report a misspelt key only once
     ]
 
 
@@ -237,9 +237,9 @@ _MESSAGES = {
     "bool_type": "must be true or false, not {shown}",
     "tuple_type": "must be a list, not {shown}",
     "dataclass_type": "must be a mapping with the keys {inner}, not {shown}",
-    "missing": "is missing; the keys {keys} are needed here",
-    "unexpected_positional_argument": "too many values; the keys here are {keys}",
-    "unexpected_keyword_argument": "unknown key{guess} (the keys here are {keys})",
+    "missing": "is missing; this section needs the keys {keys}",
+    "unexpected_positional_argument": "too many values; the keys of this section are {keys}",
+    "unexpected_keyword_argument": "unknown key{guess} (the keys of this section are {keys})",
 }
 """Message for each type of error of pydantic."""
 

@@ -7,10 +7,10 @@ A ``match`` has one of three forms:
 * **numbers within a stack**, for models with several stacks: ``"encoder:0-3"``.
 * **a name**, or a glob over names: ``"decoder.layers.2?"``, ``"*.layers.1*"``.
 
-A match with a colon is numbers within a stack. A match of digits, commas, hyphens, spaces and ``last`` is
-numbers. Any other match is a name. A module whose whole name is a number is matched by its number, or by the
-glob ``"[3]"``. Globs are matched by :func:`fnmatch.fnmatchcase`: they match the whole name, case matters, and
-``*`` also matches dots.
+A match with a colon contains numbers within a stack. A match of digits, commas, hyphens, spaces and ``last``
+contains numbers. Any other match is a name. If the whole name of a module is a number, match the module by
+its layer number, or by the glob ``"[3]"``. :func:`fnmatch.fnmatchcase` compares globs: a glob must match the
+whole name, case matters, and ``*`` also matches dots.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class LayerId:
     """Identity of a layer in a policy.
 
     Attributes:
-        number: Number of the layer from 0, over all pipeline stages and model chunks. In a model with several
-            stacks, the layers of each stack count from 0.
+        number: Number of the layer, from 0, over all pipeline stages and model chunks. With several
+            stacks, the layers of each stack are numbered from 0.
         name: Name of the module without wrappers, numbered over all stages: ``decoder.layers.3``. Empty if
-            there is no model yet. Rules by name are not checked then.
+            there is no model yet. Then rules by name are not checked.
         stack: ``encoder`` or ``decoder`` in a model with several stacks, else None.
         depth: Number of layers in the stack, over all ranks; None if unknown. Comparisons ignore this field.
     """
@@ -115,14 +115,14 @@ class _Match:
         if self.glob is not None:
             return fnmatch.fnmatchcase(layer.name, self.glob)
         if self.from_end and layer.depth is None:
-            why = "counts from the end of a stack whose depth is not known; give LayerId its depth"
+            why = "counts from the end of a stack whose depth is not known; pass the depth to LayerId"
             raise ConfigError(f"'last {self.from_end}' {why}")
         is_last = bool(self.from_end) and layer.number >= (layer.depth or 0) - self.from_end
         is_inside = is_last or any(first <= layer.number <= last for first, last in self.ranges)
         return is_inside and self.stack in {None, layer.stack}
 
     def exceeds(self, layers: Iterable[LayerId]) -> bool:
-        """Return True if the match has numbers that no layer has."""
+        """Return True if the match has a number that is not the number of any layer."""
         depth = max((layer.number + 1 for layer in layers if self.stack in {None, layer.stack}), default=0)
         return self.from_end > depth or any(last >= depth for _, last in self.ranges)
 
@@ -216,7 +216,7 @@ class Policy:
 
     Attributes:
         default: Placement of layers that no rule matches.
-        rules: Rules in order. The first rule that matches a layer decides.
+        rules: Rules in order. The first matching rule sets the placement of a layer.
         file: File of the rules, for messages.
     """
 
@@ -229,8 +229,8 @@ class Policy:
 
         Args:
             layers: The layers of this process.
-            everywhere: The layers of all processes. A rule may match no layer of one pipeline stage, but must
-                match one of these. By default the same as ``layers``.
+            everywhere: The layers of all processes. Each rule must match at least one of these layers, which
+                may be on another pipeline stage. By default the same as ``layers``.
 
         Returns:
             Index into ``layers`` → placement, which may be ``AUTO``.
@@ -271,7 +271,7 @@ class Policy:
             elif not matched & undecided:
                 others = [each for each in self.rules[:index] if any(map(each.matches, matched))]
                 why = (
-                    "never takes effect: the first match wins, and all its layers are already matched by "
+                    "never takes effect: the first matching rule counts. Earlier rules match all its layers: "
                     f"{shortened(', '.join(map(str, others)))}. Move it up or remove it"
                 )
                 found.append(self._error(rule, why))
@@ -292,9 +292,9 @@ class Policy:
         return [rule for rule in by_name if not any(map(rule.matches, everywhere))]
 
     def doubts(self, everywhere: Sequence[LayerId]) -> list[str]:
-        """Return a message for each rule in which only some of the numbers are layers.
+        """Return a message for each rule that has numbers of layers that do not exist.
 
-        This is no error: a policy may be meant for models of several depths.
+        These numbers are not an error, because a policy may be used for models of different depths.
         """
         everywhere = with_depths(everywhere, everywhere)
         found = []

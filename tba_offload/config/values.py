@@ -20,7 +20,7 @@ KINDS = ["auto", "gds", "file", "host"]
 """Kinds of a store. :func:`tba_offload.store.register_kind` appends the kinds of other projects."""
 
 STALL_SECONDS = 300.0
-"""Default of ``store.stall_seconds``: a transfer that takes longer fails, because its drive hangs."""
+"""Default of ``store.stall_seconds``. A transfer without progress for this time fails."""
 
 BLOCK = 4096
 """Bytes of the smallest extent in a store."""
@@ -30,15 +30,15 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, **_BINARY
 _LEGAL = f"write a number and a unit ({', '.join(_UNITS)}), such as 12GiB, or 0 for off"
 _SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*")
 _MOST_BYTES = 2**60
-"""Largest size in bytes. Sums of a few sizes still fit the 64-bit counters of the system."""
+"""Largest size in bytes. The sum of a few sizes still fits in a 64-bit counter of the system."""
 
 
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as ``12GiB``, ``1.5 GB`` or ``0``, rounded down.
 
     Raises:
-        ConfigError: The text is not a size, is negative, has no unit, or has an unknown one. The units are B,
-            KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (powers of 1024). Only 0 needs no unit.
+        ConfigError: The text is not a size, is negative, or has no known unit. The units are B, KB, MB, GB,
+            TB (powers of 1000) and KiB, MiB, GiB, TiB (powers of 1024). Only 0 needs no unit.
     """
     found = _SIZE.fullmatch(text)
     if found is None:
@@ -65,30 +65,30 @@ def format_size(size: int) -> str:
 
 
 def _bytes(value: object) -> int:
-    """Return the bytes of a size: a whole number, or text with a unit."""
+    """Return a size as a number of bytes. The size is a whole number, or text with a unit."""
     if isinstance(value, str):
         return parse_size(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_BYTES:
         return value
-    raise ConfigError(f"{quoted(value)} is not a size; write whole bytes, or text with a unit such as 12GiB")
+    raise ConfigError(f"{quoted(value)} is not a size; write bytes, or text with a unit such as 12GiB")
 
 
 def _limit(value: object) -> int | None:
-    """Return the bytes of a limit; None for 0, which means no limit."""
+    """Return a limit in bytes; None for 0, which means no limit."""
     return None if value is None else _bytes(value) or None
 
 
 def _window(value: object) -> int | None:
-    """Return the bytes of the in-flight window. Unlike other limits, None and 0 differ: default, no limit."""
+    """Return the in-flight window in bytes. Here None means the default, and 0 means no limit."""
     return None if value is None else _bytes(value)
 
 
 _LONGEST = 1e9
-"""Longest time limit in seconds, 31 years. The system's clocks overflow at ten times this value."""
+"""Largest time limit in seconds: 31 years. The system's clocks overflow at ten times this value."""
 
 
 def _seconds(value: object) -> float | None:
-    """Return the seconds of a time limit; None for 0, which means no limit."""
+    """Return a time limit in seconds; None for 0, which means no limit."""
     if value is None:
         return None
     with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -101,7 +101,7 @@ def _threads(value: object) -> int | None:
     if value is None:
         return None
     if not str(value).isdecimal() or not 1 <= int(str(value)) <= 256:
-        raise ConfigError(f"{quoted(value)} is not a number of threads; write one from 1 to 256")
+        raise ConfigError(f"{quoted(value)} is not a number of threads; write a number from 1 to 256")
     return int(str(value))
 
 
@@ -119,7 +119,7 @@ def _directories(value: object) -> tuple[Path, ...]:
     found: dict[Path, Path] = {}
     for path in map(_directory, several):
         if found.setdefault(path.absolute(), path) is not path:
-            raise ConfigError(f"{quoted(str(path))} is given twice; name each directory once")
+            raise ConfigError(f"{quoted(str(path))} is given twice; write each directory once")
     return tuple(found.values())
 
 
@@ -129,7 +129,7 @@ def _directory(value: object) -> Path:
         raise ConfigError(f"a directory must be a path, not {quoted(value)}")
 
     for name in re.findall(r"\$\{?(\w+)", text):
-        if not os.environ.get(name):  # an empty one would turn $SCRATCH/tba into /tba
+        if not os.environ.get(name):  # an empty variable would turn $SCRATCH/tba into /tba
             why = f"names the environment variable {quoted(name)}, which is not set or empty"
             raise ConfigError(f"{quoted(text)} {why}; set it, or write the path")
     try:
@@ -140,7 +140,7 @@ def _directory(value: object) -> Path:
 
 
 def _kind(value: object) -> object:
-    """Check that a kind of store is known: a built-in one, or one that was registered."""
+    """Check that a kind of store is known: it is built in, or was registered."""
     if value not in KINDS:
         *most, last = map(repr, KINDS)
         raise ConfigError(f"must be {', '.join(most)} or {last}, not {quoted(value)}")

@@ -38,7 +38,7 @@ class LayerRuns:
     """Runner of the layers of a session.
 
     Args:
-        session: The session. It lives as long as its layers, even if the program has no reference to it.
+        session: The session. The layers keep it alive, even if the program has no reference to it.
 
     Attributes:
         recomputed: For each layer, the code that recomputes it.
@@ -57,7 +57,7 @@ class LayerRuns:
         ]
 
     def close(self) -> None:
-        """Run layers plainly from now on, and keep the session no longer."""
+        """Run layers without offloading from now on, and drop the reference to the session."""
         self._session = None
 
     def run(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -70,7 +70,7 @@ class LayerRuns:
             return site.forward(*args, **kwargs)
         # These checks are inline, because each call of a function costs time in cold caches.
         if not torch.is_grad_enabled() or self._loop.is_inert or torch_private.is_recomputation():
-            # A reentrant checkpoint, or a loss that caches gradients. No step opens for these either.
+            # A reentrant checkpoint, or a loss that caches gradients. No step opens for them.
             if site.runs == 0 and torch.is_grad_enabled() and torch_private.is_recomputation():
                 self._leave_alone(site)
             return site.forward(*args, **kwargs)
@@ -82,7 +82,7 @@ class LayerRuns:
         is_profiled = session.notes_inputs and session.planning.controller is not None
         inputs = self._note_inputs(site, arguments) if is_profiled else 0
         placement = self._placement_here(site, arguments)
-        # Only asynchronous devices have graphs, which replace launches by the host.
+        # Only asynchronous devices have graphs, which launch kernels without the host.
         may_be_graph = session.device.runs_behind and placement is not Placement.KEEP
         run_as = self._run_ungraphed if may_be_graph else self._run_as
         trace, memory, way = session.capture.trace, session.memory, placement.as_run
@@ -106,16 +106,16 @@ class LayerRuns:
     # ---- placements ------------------------------------------------------------------------------
 
     def _run_ungraphed(self, placement: Placement, site: Site, scope: ScopeTrace, given: Arguments) -> object:
-        """Run a layer, and refuse CUDA graphs, which fix the addresses of activations."""
+        """Run a layer, and refuse CUDA graphs, which need activations at fixed addresses."""
         device = self._session.device
         is_captured, before = device.is_capturing(), torch_private.graph_node(device.torch_device)
         output = None if is_captured else self._run_as(placement, site, scope, given)
         if is_captured or torch_private.graph_node(device.torch_device) is not before:
             how = "while a CUDA graph is captured" if is_captured else "as CUDA graphs"
             raise UnsupportedError(
-                f"{site.layer.id} is placed {placement.value} and runs {how}: graphs fix the addresses of "
-                "activations, so they cannot be offloaded. Capture no graph around attached layers. Compile "
-                "them with mode='default' or 'max-autotune-no-cudagraphs', or place them keep."
+                f"{site.layer.id} has the placement '{placement.value}' and runs {how}: a CUDA graph needs "
+                "activations at fixed addresses. Do not capture a CUDA graph around attached layers. Compile "
+                "with mode='default' or 'max-autotune-no-cudagraphs', or set their placement to 'keep'."
             )
         return output
 
@@ -156,7 +156,7 @@ class LayerRuns:
         By default ``offload`` waits for a slow drive, and ``auto`` keeps activations until there is a plan.
         """
         planning, has_budget = self._session.planning, self._session.budget.limits.budget is not None
-        # With a budget nothing is kept before the rest of the step was measured.
+        # With a budget, no activation is kept before the memory of the rest of the step was measured.
         by_default = "keep" if placement is Placement.AUTO and not has_budget else "wait"
         on_slow = self._session.config.on_slow or by_default
         if on_slow == "wait" or planning.has_planned:
@@ -171,11 +171,11 @@ class LayerRuns:
         hooks.watch_for_second_use(layer.asked_twice)
         with hooks:
             trial = Trial(layer, site.forward, given)
-            hooks.trial = trial  # not before, since the trial itself saves tensors
+            hooks.trial = trial  # not earlier, because the trial itself saves tensors
             try:
                 output = site.forward(*given[0], **given[1])
             finally:
-                hooks.trial = None  # else the graph of the layer would hold a reference to itself
+                hooks.trial = None  # otherwise the graph of the layer would hold a reference to itself
         trial.first_run_ended(output)
         return output
 
@@ -200,12 +200,12 @@ class LayerRuns:
     # ---- what surrounds a call -------------------------------------------------------------------
 
     def _note_inputs(self, site: Site, arguments: Sequence[object]) -> int:
-        """Return the bytes of a layer's inputs. Leave the plan if they are larger than it was made for."""
+        """Return the bytes of a layer's inputs. Leave the plan if these bytes exceed those of the profile."""
         session = self._session
         # A frozen layer saves nothing.
         if session.planning.has_budget and _has_backward(site.layer.module, arguments):
             gradients = (0, 0)
-            if session.budget.limits.nets_gradients:  # gradients take room from activations
+            if session.budget.limits.nets_gradients:  # gradients reduce the memory for activations
                 gradients = rough_bytes(session.gradients.alone() or 0), len(session.gradients.watched)
             site.waiting += 1
             size = (site.waiting, *gradients, *_dimensions(arguments))
@@ -221,7 +221,7 @@ class LayerRuns:
 
 
 _TAIL = 32
-"""Number of operations next to the model's output: loss, logits and a last norm have about 20."""
+"""Number of operations next to the model's output. A loss, logits and a last norm have about 20."""
 
 
 class BackwardWatch:
@@ -290,7 +290,8 @@ class BackwardWatch:
     def watch_tail(self, output: object) -> None:
         """Sample memory around the operations of backward that are nearest to the model's output.
 
-        The peak is often there, at logits and loss, and too short for samples at fixed intervals.
+        Logits and loss often cause the peak of the step. This peak is too short for samples at fixed
+        intervals.
         """
         meter, step, tensor = self._memory.meter, self._loop.step, graph.first_differentiable(output)
         if meter is None or not meter.samples or step is None or tensor is None or tensor.grad_fn is None:
@@ -314,7 +315,7 @@ class _TriedHooks(LayerHooks):
 
 
 def _everything(_: int) -> bool:
-    """Have each activation of a kept layer stay: its hooks are for the run log."""
+    """Let each activation of a kept layer stay in memory. Its hooks only count bytes for the run log."""
     return True
 
 
@@ -343,8 +344,8 @@ def _dimensions(arguments: Iterable[object]) -> list[int]:
 def _hooks_are_taken() -> bool:
     """Return True if other code has saved-tensor hooks here, or forbids them.
 
-    Hooks of an outer context (a checkpoint, ``save_on_cpu``) would see nothing of the layer below our hooks.
-    Under a ``torch.func`` transform, hooks raise an error or get wrappers without a storage.
+    Below our hooks, hooks of an outer context (a checkpoint, ``save_on_cpu``) would not see the layer. Under
+    a ``torch.func`` transform, hooks raise an error or get wrappers without a storage.
     """
     is_plain = not torch_private.is_transformed() and torch_private.hooks_are_allowed()
     return not is_plain or torch_private.hooks_on_top() is not None

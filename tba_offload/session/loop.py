@@ -1,16 +1,16 @@
-"""Steps of a session: detects when they begin and end, so that a training loop need not delimit them.
+"""Steps of a session. This module detects where steps begin and end, so a training loop need not mark them.
 
-A step begins with the model's first forward that records a graph. It contains all micro-batches until the
-optimizers of the model's parameters have made their step. A step ends
+A step begins with the model's first forward that records a graph. It contains all micro-batches up to the
+step of the optimizers of the model's parameters. A step ends
 
 * when the optimizers of all parameters with a gradient have made a step;
 * before the next forward, if only some of these optimizers have made a step;
-* when the program has dropped or zeroed the gradients without an optimizer: the loop updates the weights
-  itself, or a gradient scaler has skipped the update;
-* when its graph is freed without a backward pass. This is an evaluation, and the step is forgotten.
+* when the program has dropped or zeroed the gradients without an optimizer, because the loop updates the
+  weights itself, or because a gradient scaler has skipped the update;
+* when its graph is freed without a backward pass. This is an evaluation, and the step is not recorded.
 
-Gradients that hooks remove within backward end no step, and neither do those of ``torch.autograd.grad``. A
-step never ends inside a backward pass, because optimizers may update in hooks of gradients.
+A step does not end when hooks remove gradients within backward, or when ``torch.autograd.grad`` returns
+gradients. A step never ends inside a backward pass, because optimizers may update in hooks of gradients.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Step:
     Attributes:
         loss: Loss for the run log, set by the program: a number, or a tensor of one element. Setting a tensor
             does not wait for the device.
-        tokens: Tokens, as given to :meth:`Session.step`; may be set inside the block. If ``None``, the tokens
-            that the model was given are counted.
+        tokens: Number of tokens, as passed to :meth:`Session.step`; may be set inside the block. If ``None``,
+            the tokens that the model receives are counted.
         model_flops: FLOPs, as given to :meth:`Session.step`; may be set inside the block.
-        record: The :class:`StepRecord`, once the step has ended without an exception. On an accelerator it
-            lacks the figures that the device has not computed yet; ``session.records`` has them later.
-        is_traced: Whether the user asked for a record of this step over time.
+        record: The :class:`StepRecord`, once the step has ended without an exception. On an accelerator,
+            figures that the device has not computed yet are missing. ``session.records`` has them later.
+        is_traced: Whether the user asked for a timeline of this step.
         over_time: Timeline of the step, once it has ended; ``None`` if no timeline was recorded.
         number: Number of the step in the run log, from 1, once it has begun.
         opened_itself: Whether the first forward opened the step, not :meth:`Session.step`.
@@ -66,14 +66,14 @@ class Step:
         began: Time at which the step began, by :func:`time.perf_counter`.
         has_failed: Whether a forward or an optimizer raised an exception in the step.
         is_skipped: Whether the gradients were dropped without an update.
-        graph_end: Number in autograd's sequence of the output of the layer that ran last.
+        graph_end: Sequence number, in autograd, of the output of the layer that ran last.
         graphs: Weak references to hooks on the outputs of layers. Each hook lives as long as the graph of its
             layer. A set of weak references would need finalizers, in which an interrupt is lost.
-        seen_tokens: Tokens that the model was given.
+        seen_tokens: Number of tokens that the model received.
         updates: Start and end of each optimizer step.
         updated: Ids of the parameters that optimizers have updated. The optimizers keep these parameters.
-        seconds: Duration of the step without optimizers, by the host's clock. A step that opened by itself
-            ends with its last backward pass. The end does not wait for the device.
+        seconds: Duration of the step without optimizers, by the host's clock. If the first forward opened the
+            step, it ends with its last backward pass. The end does not wait for the device.
         optimizer_seconds: Duration of the optimizer steps since the last step; ``None`` if there were none.
         had_optimizer: Whether optimizers made a step between start and end of this step.
         seconds_before: Duration of the optimizer steps between the last step and this one.
@@ -106,14 +106,14 @@ class Step:
 
     @property
     def timeline(self) -> TimelineEvent:
-        """The step over time. Its ``write(path)`` makes a picture or a trace.
+        """The timeline of the step. Its method ``write(path)`` makes a picture or a trace.
 
         Raises:
-            SessionError: The step was not recorded over time, has not ended, or raised an exception.
+            SessionError: No timeline was recorded, or the step has not ended or raised an exception.
         """
         if self.over_time is None:
             raise SessionError(
-                "this step was not recorded over time. Ask for it with session.step(trace=True)"
+                "no timeline was recorded for this step. Ask for one with session.step(trace=True)"
             )
         return read_event(TimelineEvent, self.over_time)
 
@@ -149,8 +149,8 @@ class Loop:
 
     Args:
         session: The session.
-        count_tokens: Function that returns the tokens of a micro-batch; ``None`` if the program delimits all
-            steps.
+        count_tokens: Function that returns the number of tokens of a micro-batch; ``None`` if the program
+            marks all steps.
 
     Attributes:
         step: The open step; ``None`` between steps.
@@ -164,7 +164,7 @@ class Loop:
         self.opens_steps, self.is_inert = count_tokens is not None, False
         self.session: Any = session
         self._seconds_between = 0.0  # duration of optimizer steps since the last step ended
-        self._updating: tuple[Optimizer, float] | None = None  # the optimizer that runs, and since when
+        self._updating: tuple[Optimizer, float] | None = None  # the optimizer that runs, and its start
         self._has_closure = False  # whether that optimizer calls a closure
         self._outermost: nn.Module | None = None  # the module whose forward runs
         self._tokens_are_known = False  # whether the tokens of that forward were counted
@@ -189,7 +189,7 @@ class Loop:
             weakref.finalize(self, handle.remove)
 
     def close(self) -> None:
-        """Remove all hooks. No step opens any more."""
+        """Remove all hooks. Later forwards open no step."""
         for handle in self._handles:
             handle.remove()
         self.session = None  # in a cycle, the model would stay alive
@@ -206,7 +206,7 @@ class Loop:
         if not step.opened_itself:
             self.finish()
         if self.step is not None:
-            raise SessionError("another step of this session is still open. End it before the next one")
+            raise SessionError("another step of this session is still open. End that step first")
         self.session.begin_step(step)
         step.seconds_before, self._seconds_between = self._seconds_between, 0.0
         self.step = step
@@ -217,7 +217,8 @@ class Loop:
         Args:
             step: The step.
             failed: Whether the step is not recorded.
-            is_broken: Whether all storages of a failed step are dropped. Its graphs cannot be used any more.
+            is_broken: Whether all storages of a failed step are dropped. Then its graphs cannot be used any
+                more.
         """
         if self.is_inert:
             return
@@ -230,7 +231,7 @@ class Loop:
             step.record = self.session.record_step(step)
 
     def open_step(self) -> None:
-        """Open a step at a forward, unless an open step goes on."""
+        """Open a step at a forward, unless this forward belongs to the open step."""
         step = self.step
         if self._updating is not None and not self._has_closure:
             self._updating = None  # the optimizer raised an exception, so its post hook did not run
@@ -273,9 +274,9 @@ class Loop:
             SessionError: The session is closed, or the process is a forked child.
         """
         if self.is_inert:
-            raise SessionError("this session belongs to the parent process. Attach the model in the child")
+            raise SessionError("this session belongs to the parent process. Call attach() in the child")
         if self.session is None:
-            raise SessionError("this session is closed. Attach the model again")
+            raise SessionError("this session is closed. Call attach() again")
 
     def _own_step(self) -> Step | None:
         """Return the open step, if it opened by itself and may end here."""
@@ -285,7 +286,7 @@ class Loop:
     # ---- is it over? -----------------------------------------------------------------------------
 
     def _is_over(self, step: Step, *, at_forward: bool = False) -> bool:
-        """Return True if a step is over. ``at_forward`` of a micro-batch, one update is enough."""
+        """Return True if a step is over. ``at_forward`` means that one optimizer's update is enough."""
         trace, gradients = self.session.capture.trace, self.session.gradients
         if step.has_failed or trace.in_backward:  # an exception ended it
             return True
@@ -312,7 +313,7 @@ class Loop:
     # ---- the model -------------------------------------------------------------------------------
 
     def _model_begins(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Open a step before the model's forward, unless an open step goes on, and count its tokens."""
+        """Open a step before the model's forward, unless it belongs to the open step. Count its tokens."""
         if self.is_inert or is_recomputation() or not torch.is_grad_enabled():
             return
         if self._outermost is None or self._outermost is module:  # the module's last forward has failed
@@ -349,7 +350,7 @@ class Loop:
     ) -> None:
         """Raise failures of a step before its gradients change the weights.
 
-        An optimizer may call another one, or its base class. The last one to begin counts.
+        An optimizer may call another optimizer, or its base class. The one that begins last is recorded.
         """
         if self.is_inert or self.session is None:
             return
@@ -388,7 +389,7 @@ class Loop:
             self._conclude(step)
 
     def _miss_optimizer(self, step: Step, passes: int) -> None:
-        """Warn if a step has had so many backward passes and no optimizer was ever seen."""
+        """Warn if a step has many backward passes and the session never saw an optimizer of the model."""
         session, count = self.session, len(self.session.capture.trace.backward_ends)
         if count >= passes and not (step.updates or session.optimizers or step.has_failed):
             session.notices.warn_once("no update", count, category=NoEffectWarning)
@@ -426,7 +427,7 @@ def _callers(modules: Sequence[nn.Module], layers: Sequence[nn.Module]) -> Itera
 
 
 def token_counter(tokens: Tokens | None) -> Callable[..., int | None]:
-    """Return a function that returns the tokens of a micro-batch for the arguments of the model's forward.
+    """Return a function that counts the tokens of a micro-batch from the arguments of the model's forward.
 
     Raises:
         ConfigError: ``tokens`` is neither a positive number nor a function.
@@ -436,7 +437,7 @@ def token_counter(tokens: Tokens | None) -> Callable[..., int | None]:
     if callable(tokens):
         return tokens
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise ConfigError(f"tokens is {tokens!r}. Give the tokens of one micro-batch, or a function")
+        raise ConfigError(f"tokens is {tokens!r}. Pass the tokens of one micro-batch, or a function")
     return lambda *_, **__: tokens
 
 

@@ -1,10 +1,10 @@
-"""Memory of steps: the peak, what holds memory at the peak, and memory over time.
+"""Memory of steps: the peak, the holders of memory at the peak, and the timeline of memory.
 
 A meter measures live bytes. The in-flight window counts the bytes of the offloader. The bytes that a layer
 leaves in memory are measured when the next layer begins. The remaining bytes belong to the running layer.
 
-Each measurement reads the allocator before a run of a layer. On an accelerator this takes long, so only some
-steps are measured: the first three, and steps whose number is a power of two.
+Each measurement reads the allocator before a run of a layer. On an accelerator each reading is slow, so only
+some steps are measured: the first three, and steps whose number is a power of two.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ BETWEEN, UPDATE = "between", "update"
 """``between``: from the end of a backward pass to a forward or update. ``update``: an optimizer step."""
 
 _FULLER = 1 + 1 / 64
-"""Factor by which a later moment must be fuller to replace an earlier one as the peak of its phase."""
+"""Ratio of bytes above which a later moment replaces an earlier moment as the peak of its phase."""
 
 _MOST = 20_000
-"""Most runs, waits, points and transfers in one timeline, so that its line in the run log has few MiB."""
+"""Upper limit of the runs, waits, points and transfers in one timeline, for a line of few MiB in the log."""
 
 
 class Memory:
@@ -56,14 +56,14 @@ class Memory:
 
     Attributes:
         meter: Meter of the open step; ``None`` if no step is open, or if its memory is not measured.
-        curve: Memory over time; ``None`` for a step without a timeline.
+        curve: Recorder of the timeline; ``None`` for a step without a timeline.
         base_bytes: Live bytes when the step began, without gradients and outputs of earlier steps; ``None``
             if memory is not measured.
         figures: Measured fields of the :class:`~tba_offload.report.log.StepRecord`.
         is_on: Whether memory is measured before each run of a layer.
         is_due: Whether these measurements go to the run log.
-        peaks: The fullest moment of each phase.
-        left: Bytes that layers have left in memory for backward, by holder, without those of the offloader.
+        peaks: The moment of each phase with the largest number of live bytes.
+        left: Bytes that layers have left in memory for backward, by holder, without bytes of the offloader.
     """
 
     def __init__(self, session: Session) -> None:
@@ -121,7 +121,7 @@ class Memory:
         self.stop()  # the start of the last step may have been interrupted
         self._resident.reset()
         self._forget()
-        # Optimizer states are allocated in the first step. From the third step on, drives are warm too.
+        # The first step allocates optimizer states. From the third step, drives also have their usual speed.
         self.is_due = meter is not None and (number <= 3 or number.bit_count() == 1)
         if step.is_traced or (self.is_due and number >= 3):
             movers = [("", self._store), ("frozen weights", self._traffic)]
@@ -156,7 +156,7 @@ class Memory:
             self.enter(UPDATE)
 
     def resume(self) -> None:
-        """Measure activations again after an optimizer step. The bytes that it allocated are its states."""
+        """Measure activations again after an optimizer step. The bytes that the step allocated are states."""
         if self.meter is not None and self._live_at_pause is not None:
             self._state_bytes += max(self.meter.live() - self._live_at_pause, 0)
             self._live_at_pause = None
@@ -188,7 +188,7 @@ class Memory:
 
     @property
     def beside(self) -> SeenBeside | None:
-        """Most bytes beside the activations of layers; ``None`` if the memory was not measured."""
+        """Largest number of bytes outside the activations of layers; ``None`` if memory was not measured."""
         return None if self._at_loss < 0 else SeenBeside(self._at_loss, self._beside)
 
     # ---- phases of the step ----------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Memory:
         Args:
             phase: Phase of the next section.
             index: Index of the layer that runs; ``None`` if no layer does.
-            scope: The run of the layer that backward has reached, the last one without a backward.
+            scope: The run of the layer that backward has reached: the last run without a backward.
         """
         if self.meter is None or not self.is_on:
             return
@@ -266,10 +266,10 @@ class Memory:
             self.curve.seen(live, self.left.total())
 
     def _note(self, live: int) -> None:
-        """Add a moment, and keep the fullest one of the phase."""
+        """Add a moment, and keep the moment of the phase with the largest number of bytes."""
         now, schedule = self._now, self._capture.schedule
         nbytes, held = max(live - self._base, 0), self._held()
-        # A meter without samples returns the most bytes of a section, in which layers may have held more.
+        # A meter without samples returns the largest number of bytes in a section. Layers may have held more.
         at_once = self.meter is None or self.meter.samples
         known = held.planned if at_once else max(held.planned, now.planned)
         now.planned = held.planned
@@ -303,8 +303,8 @@ class _Section:
         kept: Bytes that hooks had kept at the start.
         way: Placement of the run, once its forward has ended.
         planned: Bytes that plans count, at the last measurement.
-        unplanned: Most bytes that plans do not count.
-        whole: Most bytes that plans do not count, if all activations of the run were in memory.
+        unplanned: Largest number of bytes that plans do not count.
+        whole: The same number, if all activations of the run were in memory.
     """
 
     phase: str
@@ -325,11 +325,12 @@ class _Section:
 
 
 class StepCurve:
-    """Memory and transfers of a step over time.
+    """Recorder of the timeline of a step: its memory and its transfers.
 
     Args:
         window: The in-flight window, which counts the bytes of the offloader.
-        movers: Sources of transfers, each with the name of its bytes. The name of activations is empty.
+        movers: Sources of transfers, each with the name of the data that it moves. For activations it is
+            empty.
     """
 
     def __init__(self, window: InFlightWindow, movers: Sequence[tuple[str, Any]]) -> None:
@@ -340,7 +341,7 @@ class StepCurve:
             each.watch_moves(self._moves[what].append)
 
     def stop(self) -> None:
-        """Stop watching transfers."""
+        """Stop recording transfers."""
         for _, each in self._movers:
             each.watch_moves(None)
 
@@ -388,7 +389,7 @@ class StepCurve:
             "updates": [at(*update) for update in step.update_times(trace.backward_ends)],
             "stalls": [at(*wait) for wait in waits[:_MOST]],
             "budget": session.budget.limits.budget,
-            # Other threads change the sums, so one of them may be negative for a moment.
+            # Other threads change these sums, so a sum may be negative for a moment.
             "points": [
                 [*at(when), *(max(n, 0) for n in (live - base, *held))] for when, live, *held in fullest
             ],
@@ -419,7 +420,7 @@ def static_bytes(session: Session) -> dict[str, int]:
 def new_bytes(found: Iterable[object], device: torch.device, seen: set[int]) -> Iterator[int]:
     """Yield the bytes of each storage of a device that was not seen before."""
     for each in found:
-        for tensor in each if isinstance(each, list | tuple) else (each,):  # LBFGS has a list, its history
+        for tensor in each if isinstance(each, list | tuple) else (each,):  # the history of LBFGS is a list
             storage = plain_storage(tensor)
             if storage is not None and storage.device == device and storage._cdata not in seen:
                 seen.add(storage._cdata)

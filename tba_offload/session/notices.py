@@ -1,7 +1,7 @@
-"""Messages of a session while it trains: new plans, steps on request, and warnings, each of them once.
+"""Messages of a session during training: new plans, figures of steps on request, and warnings.
 
-Plans and steps go to the logger ``tba_offload.session``. A program that configures logging handles them. In
-other programs they are lines on stderr.
+Each warning is given once. Plans and steps go to the logger ``tba_offload.session``. If the program has no
+logging handler, they are written to stderr.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     from tba_offload.session.session import Session
 
 _MESSAGES = {
-    "backward outside": "backward runs outside of the step of its forward. Gradients are right, but the "
-    "figures of that step lack this backward. Put both into one `with session.step():`",
-    "cache": "the model fills a cache of keys and values while it trains, and the cache keeps those of all "
-    "layers in memory. Switch it off: use_cache=False, as an argument of the model or in its config",
-    "checkpointing": "gradient checkpointing is switched on in {} of the {} layers, so backward computes "
-    "them again, whatever their placement. Switch it off (gradient_checkpointing=False or in newer releases "
-    "activation_checkpointing=False in a trainer's arguments). To recompute layers, place them recompute",
+    "backward outside": "backward runs outside of the step of its forward. Gradients are correct, but the "
+    "figures of the step do not include this backward. Put both into one `with session.step():`",
+    "cache": "the model fills a cache of keys and values during training. The cache keeps tensors of all "
+    "layers in memory. Switch the cache off: use_cache=False, as an argument of the model or in its config",
+    "checkpointing": "gradient checkpointing is switched on in {} of the {} layers, so backward recomputes "
+    "them with every placement. Switch it off (gradient_checkpointing=False or in newer releases "
+    "activation_checkpointing=False in a trainer's arguments). The placement 'recompute' recomputes layers",
     "left alone": "{} runs inside saved-tensor hooks or a transform of other code (a checkpoint, "
     "save_on_cpu, torch.func), or only within a backward pass (a loss that caches gradients), so it is "
-    "neither offloaded nor recomputed. Remove that code, or place the layer keep",
-    "all frozen": "the model was run to train it, but none of its parameters requires gradients, so layers "
-    "save nothing and nothing is offloaded. Set requires_grad=True for the parameters to train",
-    "no layer": "nothing is offloaded or recomputed: {}, though the model was trained. Close the session, "
-    "and attach the layers that train: attach(model, config, layers=[...])",
+    "neither offloaded nor recomputed. Remove that code, or set the placement of the layer to 'keep'",
+    "all frozen": "the model runs with gradients enabled, but none of its parameters requires gradients, so "
+    "its layers save no activations. Set requires_grad=True for the parameters to train",
+    "no layer": "no activation is offloaded or recomputed: {}, although the model was trained. Close the "
+    "session, and attach the layers that train: attach(model, config, layers=[...])",
     "no update": "backward made gradients {} times, and no optimizer of the model's parameters was seen to "
-    "update them. Call step() of one. If the program updates copies of them, put each step and its update "
+    "update them. Call its step(). If the program updates copies of them, put each step and its update "
     "into one `with session.step():`",
     "stale": "optimizer.step() was called {} times, but no optimizer of the model's parameters was seen: "
     "this {} updates other tensors. Create the optimizer from the parameters of this model. If it updates "
@@ -53,12 +53,12 @@ _MESSAGES = {
     "store.directories, or set store.capacity. Without it, a twentieth of a disk, at least 1 GiB, stays free",
     "nothing left": "budget.device_bytes of {} leaves nothing for activations: other memory on the device "
     "takes {}. Offload optimizer states (states:) or frozen weights (weights:), or raise budget.device_bytes",
-    "window": "offloading frees little here: the layers save {} in a step, and budget.in_flight_bytes lets "
-    "{} of it stay in memory at a time. Remove budget.in_flight_bytes: by default an eighth is in flight",
+    "window": "offloading frees little memory: the layers save {} in a step, and budget.in_flight_bytes lets "
+    "{} stay in memory at a time. Remove budget.in_flight_bytes. By default an eighth is in flight",
 }
 OTHER_RANKS = (
     "the planner recomputes no layer, because other ranks may run the same layers and would have to recompute"
-    " them too. To recompute layers on all ranks, place them recompute"
+    " them too. To recompute layers on all ranks, set their placement to 'recompute'"
 )
 
 logger = logging.getLogger("tba_offload.session")
@@ -86,7 +86,7 @@ class Notices:
 
     def __init__(self) -> None:
         self.said: set[str] = set()
-        self._unreached = 0  # steps in which layers ran and backward reached none of them
+        self._unreached = 0  # steps in which layers ran and backward did not reach any of them
         self._strangers = 0  # updates by optimizers without a parameter of the model
 
     def warn_once(self, what: str, *figures: object, category: type[Warning] = UserWarning) -> None:
@@ -115,14 +115,14 @@ class Notices:
         else:
             self._unreached += 1
             weights = (weight for layer in session.layers for weight in layer.module.parameters())
-            # In a GAN that is one model, some steps detach the generator and some do not.
+            # If a GAN is one model, only some of its steps detach the generator.
             if self._unreached < max(number, EARLY) and any(weight.requires_grad for weight in weights):
                 return
             cause = "no backward pass came to an attached layer (frozen, detached, or run without gradients)"
         self.warn_once("no layer", cause, category=NoEffectWarning)
 
     def stranger_updated(self, optimizer: Optimizer) -> None:
-        """Count an update by an optimizer without a parameter of the model, while no other was seen."""
+        """Count an update by an optimizer of other parameters, until an optimizer of the model is seen."""
         self._strangers += 1
         if self._strangers == EARLY:
             self.warn_once("stale", EARLY, type(optimizer).__name__, category=NoEffectWarning)
@@ -134,7 +134,7 @@ class Notices:
             self.warn_once("all frozen", category=NoEffectWarning)
 
     def checkpointing(self, session: Session) -> None:
-        """Warn if layers that are not placed keep are checkpointed by their own framework."""
+        """Warn if the framework checkpoints layers whose placement is not ``keep``."""
         placed = zip(session.layers, session.plan.placements, strict=True)
         others = [layer.module for layer, placement in placed if placement is not Placement.KEEP]
         if "checkpointing" not in self.said and (count := sum(map(is_checkpointed, others))):
@@ -142,12 +142,14 @@ class Notices:
 
 
 EARLY = 3
-"""Steps after which a mistake in the training loop is reported, and after which the window is not checked."""
+"""Number of first steps. A mistake in the training loop is reported after this number of steps. The in-flight
+window is checked only in these steps.
+"""
 
 MOST_UNSEEN = 128
-"""Backward passes in one step without an update after which the step ends and a warning is given.
+"""Number of backward passes without an update. After this number the step ends, and a warning is given.
 
-Gradient accumulation may have tens of them.
+Gradient accumulation may have tens of backward passes in a step.
 """
 
 
@@ -180,7 +182,7 @@ def warn_after(session: Session, record: StepRecord) -> None:
 
 
 def warn_of_doubts(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: bool) -> None:
-    """Warn of each setting without effect, or with less effect than expected.
+    """Warn about each setting without effect, or with less effect than expected.
 
     Args:
         config: A configuration without problems.

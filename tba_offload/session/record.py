@@ -1,7 +1,7 @@
 """Records of the steps of a session, for the program, the run log and the planner.
 
-Some figures are known only when the device has finished the step, mostly during the next one. A record waits
-for its figures before it is written, and later records wait for it.
+Some figures are known only when the device has finished the step, usually during the next step. A record is
+written when all its figures are known. Later records are written after it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _STEPS = 10_000
 """Number of records that are kept in memory."""
 
 _REMEMBERED = {MEMORY: "step", "states": "optimizer"}
-"""Events that are kept in memory too: the last one for each value of this field."""
+"""Kinds of events that are also kept in memory, each with a field: the last event for each value of the
+field."""
 
 
 def run_log_path(
@@ -51,12 +52,13 @@ def run_log_path(
 ) -> Path:
     """Return a path for the run log of this process that no earlier run and no other rank uses.
 
-    The second run to ``run.jsonl`` writes ``run.2.jsonl``. Each of several processes writes its own log,
-    such as ``run.rank0.jsonl``, also if ``path`` names a rank already.
+    The second run to ``run.jsonl`` writes ``run.2.jsonl``. Each of several processes writes its own log, such
+    as ``run.rank0.jsonl``, even if ``path`` already names a rank.
 
     Args:
         path: The path that the user gave.
-        agreed: Collective function that returns one number for all ranks. By default each rank uses its own.
+        agreed: Collective function that returns one number for all ranks. By default each rank uses its own
+            number.
     """
     world = torch.distributed
     is_alone = not (world.is_available() and world.is_initialized())
@@ -124,12 +126,12 @@ class Recorder:
         loss, late = step.loss, []
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
-                raise ValueError(f"step.loss has {loss.numel()} elements. Set one number, as loss.mean()")
+                raise ValueError(f"step.loss has {loss.numel()} elements. Set one number: loss.mean()")
             device = device_of(loss.device)  # the last stage of a model may be on another device
             # Copy without waiting for the device.
             loss = loss.detach().to("cpu", non_blocking=True, copy=True)
             late.append(device.event())
-        # The time of optimizers is only known by the host's clock, so such a step is measured by it too.
+        # The time of optimizers is known only by the host's clock, so this clock measures the whole step.
         clock = None if step.had_optimizer else trace.device
         if clock is not None:
             late.append(clock.event())
@@ -149,22 +151,22 @@ class Recorder:
             self.write()
 
     def note_states(self, number: int, record: StatesRecord) -> None:
-        """Add an update of the optimizer with this number."""
+        """Add an update of optimizer states."""
         self.note("states", {"optimizer": number, "step": self.last_step, **asdict(record)})
 
     def note_states_choice(self, line: str, document: dict[str, object]) -> None:
         """Add the number of sub-groups of optimizer states that are offloaded.
 
         Args:
-            line: The number as text for people.
-            document: The number for the run log.
+            line: Text for the log of the program.
+            document: Fields of the event for the run log.
         """
         if self._header.rank == 0:
             tell(f"states after step {self.last_step}: {line}")
         self.note("states_plan", document)
 
     def write(self, *, wait: bool = False) -> None:
-        """Write the complete records; with ``wait`` all records, after the device has finished them."""
+        """Write the complete records. With ``wait``, wait for the device and write all records."""
         while self._waiting:
             late, write = self._waiting[0]
             if not wait and not all(event.query() for event in late):
@@ -280,7 +282,7 @@ def memory_event(session: Session, step: Step) -> dict[str, object]:
 
 
 def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[DriveLoad]) -> None:
-    """Size the in-flight window by the largest step so far, and plan the next step."""
+    """Set the in-flight window from the largest step so far, and plan the next step."""
     planning, trace = session.planning, session.capture.trace
     sizes = [each.nbytes for each in trace.activations]
     if sum(sizes) > session.saved[0]:
@@ -312,9 +314,9 @@ def learn(session: Session, step: Step, record: StepRecord, loads: Sequence[Driv
 
 
 def _saved_at_once(trace: StepTrace) -> int:
-    """Return the most bytes that layers had saved at one time in a step.
+    """Return the largest number of bytes that layers had saved at one time in a step.
 
-    With gradient accumulation this is less than the bytes of the whole step: each micro-batch frees its own.
+    With gradient accumulation it is less than the bytes of the whole step, since each micro-batch frees them.
     """
     saved = [(each.packed_at, each.nbytes) for each in trace.activations]
     used = [(each.unpacked_at, -each.nbytes) for each in trace.activations if each.unpacked_at is not None]
@@ -328,7 +330,8 @@ def header_of(
 
     Args:
         session: The session, with its configuration, device and store.
-        strategy: Label of the run. By default what is offloaded, such as ``keep + states + weights``.
+        strategy: Label of the run. By default the placement and the other offloaded data, such as ``keep +
+            states + weights``.
         model_info: Facts about the model.
         has_states: Whether optimizer states are offloaded.
     """

@@ -61,15 +61,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that share a model, as seen by one of them.
+    """The ranks that share a model, from the view of one rank.
 
     Attributes:
         layers: The layers of all ranks. The rules of a policy are matched against them.
         rank: Number of this rank.
         ranks: Number of ranks.
         run: Identifier of the run, in the run logs of all ranks; ``None`` for a single rank.
-        agree: Collective function of the proposal of this rank (layer name to placement) and its need. It
-            returns the agreed placement of each layer. ``None`` for a single rank.
+        agree: Collective function that takes the proposal of this rank (layer name to placement) and the
+            memory that it needs. It returns the agreed placement of each layer. ``None`` for a single rank.
     """
 
     layers: tuple[LayerId, ...]
@@ -80,7 +80,7 @@ class World:
 
     @property
     def may_plan_recomputation(self) -> bool:
-        """Whether the planner decides for all ranks that a recomputation involves."""
+        """Whether the planner can decide for all ranks that run the same layers."""
         return self.agree is not None or not has_peers()
 
 
@@ -88,28 +88,28 @@ class Session:
     """Offloading for one model. :func:`tba_offload.attach` makes sessions.
 
     A step begins with the model's first forward that records a graph. It ends when the optimizers of the
-    model's parameters have made their step. A loop may also delimit a step with ``with session.step()``.
+    model's parameters have made their step. A loop may also mark a step with ``with session.step()``.
 
     Args:
         stack: The layers.
         modules: The model or its chunks. Their parameters and buffers are never offloaded as activations.
         config: The policy.
         run_log: Path of the run log; ``None`` for no run log.
-        strategy: Label of this run in ROK plots. By default the placement, and what else is offloaded.
+        strategy: Label of this run in ROK plots. By default the placement and the other offloaded data.
         model_info: Facts about the model for the header of the run log.
         measure_memory: Whether to measure the activation peak. This is free on CUDA. On a CPU a thread
             samples memory, which takes part of a core. :meth:`step` can override the setting for one step.
         world: The other ranks that share the model. By default there are none.
-        tokens: Tokens of one micro-batch, or a function of the arguments of the model's forward that returns
-            them. By default the number of elements of ``input_ids``, or else of the first positional tensor
-            of integers.
-        steps_by_hand: Whether the program delimits each step with :meth:`step`.
+        tokens: Number of tokens of one micro-batch, or a function of the arguments of the model's forward
+            that returns this number. By default the number of elements of ``input_ids``, or else of the first
+            positional tensor of integers.
+        steps_by_hand: Whether the program marks each step with :meth:`step`.
         optimizers: The optimizers whose states are offloaded too.
         masters: Master copies among their parameters, see :func:`tba_offload.offload_optimizer`.
-        updated_by: Optimizers that update the model. Only needed with ``steps_by_hand``, since the session
-            does not watch optimizers then.
+        updated_by: Optimizers that update the model. Needed only with ``steps_by_hand``, because then the
+            session does not watch optimizers.
         on_step: Functions to call with the record of each step.
-        trace_steps: Numbers of the steps to record over time.
+        trace_steps: Numbers of the steps whose timeline is recorded.
 
     Attributes:
         config: The policy that was applied last.
@@ -120,8 +120,9 @@ class Session:
         offloader: Moves bytes between memory and the store.
         capture: Captures the tensors that layers save.
         gradients: The gradients of the model.
-        planning: The plan in force, and the controller that renews it.
-        saved: Bytes that the largest step saved: all, most at one time, and the largest storage.
+        planning: The plan in force, and the controller that makes new plans.
+        saved: Three numbers of bytes of the largest step: all saved bytes, the largest number at one time,
+            and the largest storage.
         notes_inputs: Whether plans or the run log need the bytes of the inputs of layers.
 
     Raises:
@@ -241,7 +242,7 @@ class Session:
             TransferError: A transfer failed since the last step.
         """
         gradients, memory, offloader = self.gradients, self.memory, self.offloader
-        # Dropped handles, failures and loads since the last step belong to no step, as in an evaluation.
+        # Dropped handles, failures and loads since the last step, as in an evaluation, belong to no step.
         self.raise_failures()
         offloader.begin_step()
         self.store.take_loads()
@@ -269,7 +270,7 @@ class Session:
         step.number = self.recorder.last_step + 1
         memory.begin_step(step, wanted=step.is_traced or self.planning.wants_memory)
         step.began = time.perf_counter()
-        # Other memory on the device may have grown, so that the plan has less room than it was made for.
+        # Other memory on the device may have grown, so less memory than planned may be free for activations.
         self.budget.begin_step(memory.base_bytes)
 
     def end_step(self, step: Step, *, failed: bool, is_broken: bool) -> None:
@@ -278,7 +279,7 @@ class Session:
         Args:
             step: The step.
             failed: Whether the step is not recorded.
-            is_broken: Whether an exception struck in the step, so that all its storages are dropped.
+            is_broken: Whether an exception was raised in the step, so that all its storages are dropped.
 
         Raises:
             TransferError: A transfer of the step failed.
@@ -300,7 +301,7 @@ class Session:
             self.raise_failures()
 
     def raise_failures(self) -> None:
-        """Raise the first failed transfer, and drop other failures, which must not end the next step.
+        """Raise the first failed transfer, and drop other failures, so that they do not end the next step.
 
         Raises:
             TransferError: A transfer failed.
@@ -344,14 +345,15 @@ class Session:
         """Return a context manager for one training step: forward and backward of all its micro-batches.
 
         Args:
-            tokens: Tokens of the step, for the run log. By default the tokens that the model is given.
+            tokens: Number of tokens of the step, for the run log. By default the tokens that the model
+                receives are counted.
             model_flops: FLOPs of the model in the step, without recomputation.
-            measure_memory: Whether to measure the activation peak. By default as given to :func:`attach`.
-            trace: Whether to record the step over time, for ``step.timeline``, the run log and
-                ``tba-offload timeline``. The memory of the step is measured then.
+            measure_memory: Whether to measure the activation peak. By default as passed to :func:`attach`.
+            trace: Whether to record a timeline, for ``step.timeline``, the run log and
+                ``tba-offload timeline``. With a timeline, the memory of the step is always measured.
 
         Returns:
-            The step. After its block ``record`` holds the :class:`StepRecord`.
+            The step. After the block, its attribute ``record`` is the :class:`StepRecord`.
 
         Raises:
             SessionError: On entering, if the session is closed, another step is open, or the process is a
@@ -377,13 +379,13 @@ class Session:
     def records(self) -> list[StepRecord]:
         """The records of the last 10,000 steps, oldest first. The run log has all steps.
 
-        Reading the records waits for no device. The records of steps that the device has not finished have
-        no loss that was set as a tensor. Their ``seconds`` are measured by the host's clock.
+        Reading the records does not wait for the device. If the device has not finished a step, its record
+        has no loss that was set as a tensor, and its ``seconds`` are measured by the host's clock.
         """
         return self._settled().records
 
     def _settled(self) -> Recorder:
-        """Return the recorder, after a step that is over has ended."""
+        """Return the recorder, after ending a step that is over."""
         self.loop.settle()
         self.recorder.write()
         return self.recorder
@@ -406,7 +408,7 @@ class Session:
             wanted = replace(wanted, store=replace(wanted.store, directories=self.config.store.directories))
         fixed = "store", "budget", "states", "weights"
         if others := [name for name in fixed if getattr(wanted, name) != getattr(self.config, name)]:
-            how = "cannot change while a session is open. Close the session, and attach the model again"
+            how = "cannot change while a session is open. Close the session, and call attach() again"
             raise ConfigError(f"{' and '.join(others)} {how}", file=wanted.file)
         self._start_planning(wanted)
         self.config = wanted
@@ -416,7 +418,7 @@ class Session:
         self.recorder.note("policy", {"step": self.recorder.last_step, **applied})
 
     def why(self) -> Diagnosis:
-        """Return what holds memory at its peak, and which change helps most: ``print(session.why())``.
+        """Return the holders of memory at the peak, and the change that helps most: ``print(session.why())``.
 
         Raises:
             RunLogError: No step has ended yet.
@@ -426,18 +428,18 @@ class Session:
     def close(self) -> None:
         """Restore the model, and close the store and the run log. Further calls do nothing.
 
-        A call after an interrupted one does the rest of its work.
+        After an interrupted call, call it again to finish the work.
 
         Raises:
             SessionError: A step is open.
         """
         self.loop.finish()
         if self.loop.step is not None:
-            raise SessionError("a session cannot be closed inside one of its steps. Close it after the step")
+            raise SessionError("a session cannot be closed inside one of its steps. End the step first")
         self._close()
 
     def say_summary(self) -> None:
-        """Log in one line what the run cost, if at least two steps were recorded."""
+        """Log a line with the cost of the run, if at least two steps were recorded."""
         self.recorder.write(wait=True)
         wears = self.config.store.kind != "host"
         line = describe_run(self.recorder.log(), self._controller.keep, wears=wears)
@@ -483,7 +485,7 @@ class Session:
         return Plan.from_policy(config.policy, ids, self.world.layers, window=window)
 
     def _limits(self, config: OffloadConfig) -> Limits:
-        """Return the limits of plans before the first step, when all of the device is taken to be free.
+        """Return the limits of plans before the first step, as if the whole device was free.
 
         Without a budget, plans for ``auto`` layers fit the device if its memory can be measured.
 
@@ -510,7 +512,7 @@ class Session:
         Without ``auto`` layers the controller measures the first steps, for the run log and the summary.
         """
         limits, plan = self._limits(config), self._plan_of(config)
-        if self._states_beside is None:  # it holds the budget, which cannot change
+        if self._states_beside is None:  # it contains the budget, which cannot change
             self.budget = Budget(limits, self.planning, self.gradients.live)
             self.capture.budget_bytes = limits.budget
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)
@@ -523,7 +525,7 @@ class Session:
             self.world.agree if is_auto else None,
         )
         self._controller = Controller(task)
-        # Its measurements wait for an asynchronous device, which only plans and the run log are worth.
+        # Its measurements wait for an asynchronous device, so they are made only for plans and the run log.
         is_worth_it = self.notes_inputs or not self.device.runs_behind
         self.planning.start(plan, self._controller if is_worth_it else None)
         if task.may_recompute and not self.world.may_plan_recomputation:
@@ -536,10 +538,10 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def session_of(model: nn.Module | Sequence[nn.Module]) -> Session | None:
-    """Return the open session of a model, for example in a notebook that lost its variable.
+    """Return the open session of a model, for example in a notebook that lost the variable of the session.
 
     Args:
-        model: The model, wrapped or not, one of its layers, or its chunks.
+        model: The model (with or without a wrapper), one of its layers, or its chunks.
 
     Returns:
         An open session with a layer of the model; ``None`` if there is none.
@@ -558,10 +560,10 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _finish_at_exit() -> None:
-    """Record the last step of sessions that were never closed, and say what their runs cost."""
+    """Record the last step of sessions that were never closed, and log the cost of their runs."""
     for session in list(_open_sessions):
         if not session.loop.is_inert:
-            session.planning.controller = None  # from Python 3.12 on it could not start a thread here
+            session.planning.controller = None  # from Python 3.12, no thread can start here
             session.loop.finish()
             session.say_summary()
 

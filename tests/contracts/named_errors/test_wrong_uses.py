@@ -63,7 +63,7 @@ POLICIES: dict[str, tuple[Any, str]] = {
     ),
     "a misspelt file": ("polcy.yaml", r"'polcy\.yaml' is neither .* Did you mean 'policy\.yaml'\?"),
     "a file that is not there": ("none.yml", r"'none\.yml' is neither .* YAML files: policy\.yaml\."),
-    "a number": (3, "the policy is 3: give a word such as 'fit', the path of a YAML file, a dict, or"),
+    "a number": (3, "the policy is 3: pass a word such as 'fit', the path of a YAML file, a dict, or"),
     "a misspelt key": ({"defautl": "keep"}, r"defautl: unknown key; did you mean 'default'\?"),
     "a misspelt placement": ({"default": "recompte"}, "default: must be .*; did you mean 'recompute'"),
     "a share of all": ({"default": "offload-100%"}, "default: must be .*; N is a whole number from 1 to 99"),
@@ -123,7 +123,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         tba.UnsupportedError,
         r"found no ModuleList of equal blocks in Odd; name the layers: .*\[model\.lower, model\.upper\]\)",
     ),
-    "no directories": ({"directories": []}, tba.ConfigError, r"directories=\[\] names none\. Name some"),
+    "no directories": ({"directories": []}, tba.ConfigError, r"directories=\[\] has no path\. Name a path"),
     "a missing directory": (
         {"directories": "/no/such"},
         tba.StoreError,
@@ -140,7 +140,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         tba.ConfigError,
         r"on_step is 's\.csv'\. Pass a function",
     ),
-    "no tokens": ({"tokens": 0}, tba.ConfigError, r"tokens is 0\. Give the tokens of one micro-batch, or"),
+    "no tokens": ({"tokens": 0}, tba.ConfigError, r"tokens is 0\. Pass the tokens of one micro-batch, or"),
     "a log in no directory": (
         {"run_log": "no/run.jsonl"},
         tba.RunLogError,
@@ -212,17 +212,17 @@ def untraced(session: tba.Session) -> None:
 
 
 SESSIONS: dict[str, tuple[Callable[[tba.Session], object], str]] = {
-    "a step in a step": (nested, "another step of this session is still open. End it"),
+    "a step in a step": (nested, "another step of this session is still open. End that step"),
     "a policy in a step": (applied, "placements cannot change inside a step. Apply the policy between steps"),
-    "closed in a step": (closed, "cannot be closed inside one of its steps. Close it after the step"),
-    "used after it was closed": (used_late, "this session is closed. Attach the model again"),
+    "closed in a step": (closed, "cannot be closed inside one of its steps. End the step first"),
+    "used after it was closed": (used_late, r"this session is closed. Call attach\(\) again"),
     "a timeline of a plain step": (
         untraced,
-        r"not recorded over time. Ask for it with session\.step\(trace=True",
+        r"no timeline was recorded for this step. Ask for one with session\.step\(trace=True",
     ),
     "another budget": (
         lambda session: session.apply(budget(in_flight_bytes=KIB)),
-        "budget cannot change while a session is open. Close the session, and attach the model again",
+        r"budget cannot change while a session is open. Close the session, and call attach\(\) again",
     ),
     "why before any step": (lambda session: session.why(), "no step"),
 }
@@ -252,7 +252,7 @@ def told(model: nn.Module, config: Any, loop: Callable[[], object], **arguments:
 def test_a_model_whose_parameters_are_all_frozen(model: Model) -> None:
     model.requires_grad_(requires_grad=False)
     (said,) = told(model, OFFLOAD, lambda: loss_of(model, make_tokens(0)).backward())
-    assert said.startswith("the model was run to train it, but none of its parameters requires gradients")
+    assert said.startswith("the model runs with gradients enabled, but none of its parameters requires")
     assert "Set requires_grad=True" in said
 
 

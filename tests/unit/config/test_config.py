@@ -154,13 +154,13 @@ on_full: off => 1: on_full: must be 'keep' or 'error', not 'off'
 store:\n  kind: hots => 2: store.kind: must be 'auto', 'gds', 'file' or 'host', not 'hots'
 store: {capacity: 4095B} => 1: store.capacity: must be 4096 or more, not 4095
 store:\n  stall_seconds: soon => 2: store.stall_seconds: 'soon' is not a time; write seconds
-store:\n  readers: 0 => 2: store.readers: '0' is not a number of threads; write one from 1 to 256
+store:\n  readers: 0 => 2: store.readers: '0' is not a number of threads; write a number from 1 to 256
 layers: {match: 1} => 1: layers: must be a list, not {'match': '1'}
-default: keep\n\nlayers: => 3: layers: has no value; write one, or remove the line for the default
-layers:\n- match: 3 => 2: layers[0].placement: is missing; the keys match, placement are needed here
+default: keep\n\nlayers: => 3: layers: has no value; write a value, or remove the line to use the default
+layers:\n- match: 3 => 2: layers[0].placement: is missing; this section needs the keys match, placement
 layers: [{placement: keep, match: 3-1}] => 1: layers[0].match: malformed match '3-1': '3-1' runs backwards
-default: keep\n\ndefault: keep => 3: default: given twice, first in line 1; remove one
-defautl: keep => 1: defautl: unknown key; did you mean 'default'? (the keys here are {TOP_KEYS})
+default: keep\n\ndefault: keep => 3: default: is given twice, first in line 1; remove one of them
+defautl: keep => 1: defautl: unknown key; did you mean 'default'? (the keys of this section are {TOP_KEYS})
 budget:\n  actvation_bytes: 1GiB => 2: budget.actvation_bytes: unknown key; did you mean 'activation_bytes'?
 layers: [{match: 3, placement: keep, line: 3}] => 1: layers[0].line: unknown key
 on_full: !!python/object/apply:os.getcwd [] => 1: on_full: the tag 'tag:yaml.org,2002:python/object/apply:os
@@ -170,11 +170,11 @@ store:\n  directories: [/a]\n  kind: host => 2: store.directories: has no effect
 store: {kind: host, write_bytes_per_day: 1TB} => 1: store.write_bytes_per_day: has no effect with kind: host
 store: {directories: ['']} => 1: store.directories: a directory must be a path, not ''
 store: {directories: "/tmp/\0"} => 1: store.directories: a directory must be a path, not '/tmp/\x00'
-store: {directories: [/a, /b, /a/]} => 1: store.directories: '/a' is given twice; name each directory once
+store: {directories: [/a, /b, /a/]} => 1: store.directories: '/a' is given twice; write each directory once
 states: {default: auto} => 1: states: default: auto needs budget.device_bytes
 states:\n  micro_batches: 2 => 2: states.micro_batches: has no effect with when: step
 states: {when: backward, micro_batches: 0} => 1: states.micro_batches: '0' is not a number of backward passes
-states: {when: backward, update: host} => 1: states.update: host goes with when: step
+states: {when: backward, update: host} => 1: states.update: 'host' needs when: step
 """
 
 
@@ -200,7 +200,9 @@ def test_rules_are_judged_by_the_layers_of_a_model() -> None:
         "- {match: 1, placement: auto}\n- {match: 9, placement: keep}"
     )
     first, second = complaint(rules, layers=LAYERS).splitlines()
-    assert first.startswith("policy.yaml:3: the rule '1' (line 3) never takes effect: the first match wins")
+    assert first.startswith(
+        "policy.yaml:3: the rule '1' (line 3) never takes effect: the first matching rule"
+    )
     assert second.startswith(
         "policy.yaml:4: the rule '9' (line 4) matches no layer; the layers are 0-3 (layers."
     )
@@ -210,10 +212,10 @@ def test_rules_are_judged_by_the_layers_of_a_model() -> None:
 
 NO_EFFECT = r"""
 budget: {activation_bytes: 1GiB} => budget.activation_bytes
-default: keep\nbudget: {activation_bytes: 2TiB} => budget.activation_bytes: has no effect: no layer is auto
-default: keep\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer is auto
+default: keep\nbudget: {activation_bytes: 2TiB} => budget.activation_bytes: has no effect: no layer has the
+default: keep\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer has the
 default: recompute\nbudget: {activation_bytes: 2TiB} => budget.activation_bytes: has no effect: no layer
-default: recompute\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer is auto
+default: recompute\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer has the
 budget: {objective: memory} => budget.objective
 store: {write_bytes_per_day: 1TB} => store.write_bytes_per_day
 layers: [{match: 2-9, placement: keep}] => the rule '2-9'

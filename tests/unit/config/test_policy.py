@@ -103,7 +103,7 @@ def test_all_rules_that_take_no_effect_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         rules.resolve(decoder(4))
     assert [problem.line for problem in caught.value.problems] == [4, 5, 6]
-    assert "all its layers are already matched by '0-3' (line 3)" in str(caught.value.problems[2])
+    assert "Earlier rules match all its layers: '0-3' (line 3)" in str(caught.value.problems[2])
 
 
 def test_bare_numbers_where_several_stacks_count_their_own() -> None:
