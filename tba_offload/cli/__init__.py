@@ -47,7 +47,7 @@ class _Commands(click.Group):
     "modules",
     metavar="MODULE",
     multiple=True,
-    help="Import a module that registers kinds of stores. May be given several times.",
+    help="Import a module that registers kinds of stores. You can repeat this option.",
 )
 def main(modules: tuple[str, ...]) -> None:
     """Offload activations to NVMe drives while a large model trains."""

@@ -33,7 +33,7 @@ def _stacks(
             raise click.BadParameter(f"{quoted(value)} is not a number of layers. Write 24, or encoder:12")
         stacks[match["stack"]] = int(match["count"])
     if len(stacks) < len(values) or (len(values) > 1 and None in stacks):
-        raise click.BadParameter("several stacks need different names, such as encoder:12 and decoder:12")
+        raise click.BadParameter("several stacks need different names: encoder:12 and decoder:12")
     return stacks
 
 
@@ -50,9 +50,9 @@ def _stacks(
 )
 @JSON
 def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None:
-    """Print what a policy does with a model of N layers, or all errors in the policy.
+    """Print the placements that a policy gives to a model of N layers, or all errors in the policy.
 
-    The output has the placement of each layer and the rule that gives it, and the placements of optimizer
+    The output has the placement of each layer and the rule that sets it, and the placements of optimizer
     states and frozen weights. Rules that match modules by name need the model, so they are listed and not
     applied. The exit status is 1 if the policy has an error.
     """

@@ -34,18 +34,18 @@ class _PolicyType(click.Path):
     "batch_sizes",
     type=_COUNT,
     multiple=True,
-    help="Sequences in a step; may be given several times.  [default: by machine]",
+    help="Sequences in a step. You can repeat this option.  [default: by machine]",
 )
-@click.option("--steps", type=click.IntRange(min=8), help="Of each strategy.  [default: 8, on a GPU 20]")
+@click.option("--steps", type=click.IntRange(min=8), help="For each strategy.  [default: 8, on a GPU 20]")
 @click.option(
     "--dtype", type=click.Choice(["auto", "bf16", "fp32"]), default="auto", help="auto: the faster dtype."
 )
 @click.option(
-    "--directory", "directories", type=_FOLDER, multiple=True, help="Where to offload, one for each drive."
+    "--directory", "directories", type=_FOLDER, multiple=True, help="Store directory, one for each drive."
 )
 @click.option("--window", help="In-flight window at the smallest batch size.  [default: by the model]")
 @click.option(
-    "--policy", type=_PolicyType(exists=True, path_type=Path), help="Policy file of offload, or auto."
+    "--policy", type=_PolicyType(exists=True, path_type=Path), help="Policy file of the offload run, or auto."
 )
 @click.option("--budget", metavar="SIZE|SHARE", help="Activation budget of auto: 64MiB, or 35% of keep.")
 @click.option(
@@ -55,7 +55,7 @@ class _PolicyType(click.Path):
     "--states",
     type=click.Choice(["keep", "offload", "auto", "backward"]),
     default="keep",
-    help="Add a strategy that offloads optimizer states too.",
+    help="Add a strategy that also offloads optimizer states.",
 )
 @click.option("--threads", type=_COUNT, help="Compute threads of each process.")
 @click.option("--control", is_flag=True, help="Train keep twice, to show the noise of the machine.")

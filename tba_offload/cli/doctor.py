@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 @click.option("--bench", is_flag=True, help="Also measure each block size and number of threads.")
 @JSON
 def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None:
-    """Print the I/O path to each directory and why it is used, its speed, and advice.
+    """Print the I/O path to each directory with the reason, the speed of the drive, and advice.
 
     DIR is a directory on a drive. The default is the directory for temporary files. The command measures the
-    path of ``store.kind: auto`` for about a second with 64 MiB. --bench writes and reads for about 15 seconds
-    more in each directory, with up to half a GiB. It shows which store.readers, store.writers and
-    min_tensor_bytes suit the drive. All files are deleted afterwards. The exit status is 1 if a directory
-    cannot be used.
+    path of ``store.kind: auto`` for about a second with 64 MiB. With --bench, it writes and reads for about
+    15 seconds more in each directory, with up to half a GiB. The result shows good values of store.readers,
+    store.writers and min_tensor_bytes for the drive. All files are deleted afterwards. The exit status is 1
+    if a directory cannot be used.
     """
     from tba_offload.device import default_device
     from tba_offload.store.doctor import examine, lines

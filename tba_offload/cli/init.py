@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tba_offload.store.doctor import Location
 
 _POLICY = Path(__file__).with_name("policy.yaml")
-"""The policy with its comments. Names in braces stand for values that depend on the machine."""
+"""The policy with its comments. Names in braces are replaced by values that depend on the machine."""
 
 
 @click.command()
@@ -39,9 +39,9 @@ _POLICY = Path(__file__).with_name("policy.yaml")
 def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: bool) -> None:
     """Write a policy with comments that fits the device ("fit"), on the drives of this machine.
 
-    DIR is a directory on a drive to use, one for each drive. Without DIR, the policy names each mounted NVMe
-    drive that you may write to, or else the directory for temporary files. This command measures nothing: see
-    tba-offload doctor.
+    DIR is a directory on a drive. Name one directory for each drive. Without DIR, the policy names each
+    mounted NVMe drive that you may write to. Without NVMe drives, it names the directory for temporary files.
+    To measure drives, use tba-offload doctor.
     """
     if output.exists() and not force:
         raise click.ClickException(
@@ -67,7 +67,7 @@ def _drives() -> list[str]:
     from tba_offload.store.open import temporary_directory
 
     temporary = temporary_directory()
-    first = {Path(temporary).stat().st_dev: temporary}  # for its drive, a better name than the mount point
+    first = {Path(temporary).stat().st_dev: temporary}  # used if it is on the drive
     found = []
     for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines():
         source, path, *_ = line.split(" ")
@@ -94,7 +94,7 @@ def _policy(found: dict[str, Location]) -> str:
     from tba_offload.config import SCHEMA_URL, OffloadConfig
 
     lines = []
-    for path, place in found.items():  # bytes that are no text become escapes, read back as the same bytes
+    for path, place in found.items():  # bytes that are not text are escaped
         absolute = str(Path(path).absolute())
         quoted = yaml.safe_dump(absolute, default_style='"', allow_unicode=True, width=math.inf).rstrip()
         lines += [f"    # {visible(place.words)}", f"    - {quoted}"]

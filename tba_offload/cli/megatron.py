@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""Environment of a single process, which torchrun sets for several."""
+"""Environment variables of a single process. For several processes, torchrun sets these variables."""
 
 
 @click.command()
@@ -18,8 +18,8 @@ _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127
 def patch(directory: Path, *, check: bool, reverse: bool) -> None:
     """Add the --tba- flags to the scripts of a Megatron-LM checkout.
 
-    DIR is the root of the checkout. A second patch changes nothing. The command refuses a release without a
-    patch, and uncommitted changes in the files that it would patch.
+    DIR is the root of the checkout. Patching a second time changes nothing. The command refuses a release
+    without a patch, and uncommitted changes in the files that it would patch.
     """
     from tba_offload.megatron.patch import Checkout
 
@@ -34,7 +34,7 @@ def patch(directory: Path, *, check: bool, reverse: bool) -> None:
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, to try things out.")
+@click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, to try the command without a GPU.")
 @click.argument("script", metavar="SCRIPT")
 @click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
 def launch(*, cpu: bool, script: str, arguments: tuple[str, ...]) -> None:

@@ -29,10 +29,10 @@ def _output(what: str, **more: Any) -> Callable[[FC], FC]:
 @_RUN
 @JSON
 def why(run: Path, *, as_json: bool) -> None:
-    """Print what holds memory at its peak, and the one change that helps most.
+    """Print the holders of memory at the peak, and the one change that helps most.
 
-    The run log gives the phase and the layer of the peak, what holds memory there, and what was planned and
-    measured. If a run has several ranks, the rank with the highest peak counts.
+    The output names the phase and the layer of the peak, the holders of memory in this phase, and the planned
+    and measured peaks. If a run has several ranks, the rank with the highest peak is used.
     """
     from tba_offload.report import text
     from tba_offload.report.why import why as diagnose
@@ -46,7 +46,7 @@ def why(run: Path, *, as_json: bool) -> None:
 
 @click.command()
 @_RUNS
-@_output("Draw the curve as .svg or .png. May be given several times.", multiple=True)
+@_output("Draw the curve as .svg or .png. You can repeat this option.", multiple=True)
 @click.option("--csv", "csv_file", metavar="FILE|-", help="Write the points as CSV. With -, print only CSV.")
 @JSON
 @click.option(
@@ -55,7 +55,7 @@ def why(run: Path, *, as_json: bool) -> None:
     default="activations",
     show_default=True,
     help="Compare the activation peak, or the peak of all live bytes on the device: weights, gradients, "
-    "optimizer states and activations. On a CPU these are the bytes of the process.",
+    "optimizer states and activations. On a CPU, all live bytes are those of the process.",
 )
 @click.option(
     "--warmup",
@@ -74,7 +74,7 @@ def rok(
     from tba_offload.report import text
 
     if as_json and csv_file == "-":
-        raise click.UsageError("--json and --csv - both write to the standard output. Give one of them")
+        raise click.UsageError("--json and --csv - both write to the standard output. Use one of them")
     for picture in output:
         report.picture_kind(picture)
     points = report.points(runs, left_out=say, **options)
@@ -94,15 +94,15 @@ def rok(
 
 @click.command()
 @_RUN
-@click.option("--budget", callback=size, metavar="SIZE", help="Most bytes of activations, such as 12GiB.")
+@click.option("--budget", callback=size, metavar="SIZE", help="Limit of the activation peak, such as 12GiB.")
 @click.option(
     "--device-bytes",
     callback=size,
     metavar="SIZE",
-    help="Memory of the device, such as 70GiB, in place of --budget. Activations get what the rest leaves.",
+    help="Limit for all bytes of the device, such as 70GiB, instead of --budget.",
 )
 @click.option("--layers", type=click.IntRange(1, 10_000), help="Plan for this number of layers.")
-@click.option("--drives", type=float, default=1, help="Plan for this many times the drives.")
+@click.option("--drives", type=float, default=1, help="Plan for this multiple of the drives.")
 @rates
 @RATED
 @_output("Write the plan as a policy file. Only a file that this command wrote is replaced.")
@@ -124,10 +124,10 @@ def plan(
 
     The run log of one process gives the best plan for each of several budgets, and the plan for --budget.
     Without --budget, the plan has the lowest peak at which training never waits and a step takes no longer
-    than with keep. If that peak is hardly lower than keep's, the plan keeps all layers.
+    than with keep. If this peak is almost as high as with keep, the plan keeps all layers.
 
-    The drives are as fast as in the run, unless --write and --read, or --dir, are given. A run in which all
-    layers are keep did not use the drives, so it needs these options.
+    By default, the plan uses the rates of the drives in the run. --write and --read, or --dir, replace these
+    rates. A run that kept all layers did not use the drives, so its log needs these options.
     """
     from tba_offload.planner.what_if import Situation
     from tba_offload.report import text
@@ -135,7 +135,7 @@ def plan(
     from tba_offload.report.rok import picture_kind
 
     if goal["budget"] is not None and goal["device_bytes"] is not None:
-        raise click.UsageError("--budget and --device-bytes both limit activations. Give one of them")
+        raise click.UsageError("--budget and --device-bytes both limit activations. Use one of them")
     if picture is not None:
         picture_kind(picture)
     situation = Situation.of(run, bandwidth_of(goal)).changed(layers=layers, drives=drives)
@@ -156,7 +156,7 @@ _PLANNED = "# Written by tba-offload plan, which replaces this file if it begins
 
 
 def _write_policy(path: Path, text: str, *, force: bool) -> None:
-    """Write a planned policy. Replace only files that were planned as well."""
+    """Write a planned policy. An existing file is replaced only if ``tba-offload plan`` wrote it."""
     was_planned = path.is_file() and path.read_bytes().startswith(_PLANNED.encode())
     if path.exists() and not force and not was_planned:
         raise click.ClickException(
@@ -168,13 +168,13 @@ def _write_policy(path: Path, text: str, *, force: bool) -> None:
 
 @click.command()
 @_RUN
-@_output("Write a picture (.svg, .png) or a trace (.json). May be given several times.", multiple=True)
+@_output("Write a picture (.svg, .png) or a trace (.json). You can repeat this option.", multiple=True)
 @click.option(
     "--step", type=click.IntRange(min=1), metavar="N", help="Number of the step.  [default: the last]"
 )
 @JSON
 def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: bool) -> None:
-    """Draw one step over time: memory, the traffic of each drive, layers and waits.
+    """Draw the timeline of one step: memory, the traffic of each drive, layers and waits.
 
     The output is a picture, or a trace for ui.perfetto.dev and chrome://tracing. --json prints the trace. If
     memory is measured, the run log records step 3 and each later step whose number is a power of two. It also
@@ -186,7 +186,7 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: 
     from tba_offload.report.timeline import TRACE, timeline_of, trace_of
 
     if not output and not as_json:
-        raise click.UsageError("there is nothing to write: name a picture or a trace with -o, or give --json")
+        raise click.UsageError("there is nothing to write: name a picture or a trace with -o, or use --json")
     for file in output:
         picture_kind(file, TRACE)
     logs = [read_run_log(path) for path in paths_of_ranks(run)]
@@ -209,7 +209,7 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: 
 @_output("The page to write. An existing file is replaced.", default="report.html", show_default=True)
 @JSON
 def report(runs: tuple[Path, ...], output: Path, *, as_json: bool) -> None:
-    """Write an HTML page about runs: their cost, each step, what holds memory, and advice.
+    """Write an HTML page about runs: their cost, each step, the holders of memory, and advice.
 
     The page is one file that needs no network. For several runs, it begins with their ROK curve. The command
     needs matplotlib and Jinja2: pip install 'tba-offload[report]'.

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from tba_offload.planner.model import Bandwidth
 
 FILE: Any = click.Path(dir_okay=False, path_type=Path)
-"""The type of an option that is a file."""
+"""Type of an option whose value is a file."""
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-"""The option for output that programs read."""
+"""Option for output that programs read."""
 
 DIRECTORIES = click.argument(
     "directories", metavar="[DIR]...", nargs=-1, type=click.Path(readable=False, path_type=Path)
 )
-"""The argument for directories, one on each drive."""
+"""Argument for directories, one on each drive."""
 
 
 def size(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
@@ -45,7 +45,7 @@ def size(_context: click.Context, _parameter: click.Parameter, text: str | None)
 
 
 def rate(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """Return the amount a second of an option: bytes such as ``6GB/s``, or FLOPs such as ``400T``."""
+    """Return the value of an option for a rate: bytes such as ``6GB/s``, or FLOPs such as ``400T``."""
     found = text and text.removesuffix("/s")
     return size(context, parameter, f"{found}B" if found and found[-1] in "GT" else found)
 
@@ -62,13 +62,13 @@ RATED = click.option(
 def rates(command: FC) -> FC:
     """Add the options for the rates of drives, which :func:`bandwidth_of` reads."""
     write = click.option("--write", callback=rate, metavar="RATE", help="Rate of writes, such as 6GB/s.")
-    read = click.option("--read", callback=rate, metavar="RATE", help="Rate of reads.  [default: as --write]")
-    place = click.option("--dir", "place", metavar="DIR", help="Directory whose drive is measured instead.")
+    read = click.option("--read", callback=rate, metavar="RATE", help="Rate of reads.  [default: --write]")
+    place = click.option("--dir", "place", metavar="DIR", help="Directory whose drive is measured.")
     return write(read(place(command)))
 
 
 def bandwidth_of(options: dict[str, Any]) -> Bandwidth | None:
-    """Remove the options for the rates of drives, and return the rates. ``None`` if none is given."""
+    """Remove the options for the rates of drives, and return the rates; ``None`` without these options."""
     from tba_offload.planner.model import Bandwidth
 
     write, read, place = (options.pop(name) for name in ("write", "read", "place"))
@@ -92,7 +92,7 @@ def say(line: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str], logs: Iterable[Path] = ()) -> Iterator[None]:
-    """Return a block that writes a file. An error in it ends the command with a line that names the file.
+    """Return a context manager for code that writes a file. An error ends the command and names the file.
 
     Args:
         path: The file.

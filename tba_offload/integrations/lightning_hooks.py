@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class LightningHooks:
     """Hooks that attach offloading to the model of a Lightning ``Trainer`` during ``fit``.
 
-    The activation peak in GiB and the stall in seconds of each step are logged by the module's ``log_dict``.
+    The module's ``log_dict`` logs the activation peak in GiB and the stall in seconds of each step.
 
     Args:
         config: As for :func:`tba_offload.attach`, such as ``"fit"`` or a placement. If the policy has
             ``states``, the states of the trainer's optimizers are offloaded too.
         module: Name of the attribute of the LightningModule that is the model, such as ``"model"`` or
-            ``"model.encoder"``. By default the LightningModule itself, or if it has no ``forward``, its only
+            ``"model.encoder"``. By default the LightningModule itself. If it has no ``forward``, its only
             child that contains all layers.
         run_log: As for :func:`tba_offload.attach`.
         options: More arguments for :func:`tba_offload.attach`.
@@ -61,7 +61,7 @@ class LightningHooks:
             pl_module.log_dict(figures)
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Close the session, since Lightning calls no other hook after an exception."""
+        """Close the session, because Lightning calls no other hook after an exception."""
         self._training.end(exception)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
@@ -70,7 +70,7 @@ class LightningHooks:
 
 
 def _called(module: nn.Module) -> nn.Module:
-    """Return the module that the training calls, which must have a ``forward``."""
+    """Return the module whose ``forward`` the training calls."""
     if _has_forward(module):
         return module
     held = [part for part in module.children() if _has_forward(part) and _holds_layers(part, module)]
@@ -78,7 +78,7 @@ def _called(module: nn.Module) -> nn.Module:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Return True if the class of a module defines ``forward``, beyond those of PyTorch and Lightning."""
+    """Return True if a module has its own ``forward``, not only that of PyTorch or Lightning."""
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     return owner is not nn.Module and owner.__name__ != "LightningModule"
 

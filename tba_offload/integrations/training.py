@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _open: weakref.WeakSet[Training] = weakref.WeakSet()
-"""Trainings that have begun."""
+"""Trainings that have begun and not ended."""
 
 
 class Training:
@@ -45,12 +45,12 @@ class Training:
         known = inspect.signature(attach).parameters
         for name in options.keys() - known:
             raise TypeError(
-                f"OffloadCallback has no argument {name!r}. Those of attach(): {', '.join(known)}"
+                f"OffloadCallback has no argument {name!r}. It takes those of attach(): {', '.join(known)}"
             )
         self.session: Session | None = None
         self._config, self._run_log, self._options = config, run_log, options
         self._reported = 0
-        self._step: Step | None = None  # open, for a trainer whose steps are delimited by callbacks
+        self._step: Step | None = None  # the open step, for a trainer whose steps callbacks mark
 
     def begin(
         self,
@@ -63,8 +63,9 @@ class Training:
 
         Args:
             model: The model.
-            optimizers: The optimizers of the model. If the policy has ``states``, theirs are offloaded.
-            batch_size: Sequences of a step, for the run log, unless the options have a ``model_info``.
+            optimizers: The optimizers of the model. If the policy has ``states``, their states are offloaded.
+            batch_size: Number of sequences in a step, for the run log. Not used if the options have a
+                ``model_info``.
         """
         self.end()
         for other in list(_open):  # an exception may have stopped an earlier training, as in a notebook
@@ -92,10 +93,11 @@ class Training:
             step.__exit__(None, None, None)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the session. Further calls do nothing. An open step is not recorded.
+        """Close the session without recording an open step. Further calls do nothing.
 
         Args:
-            error: Exception that ended the training. Errors of the session are only warnings then.
+            error: Exception that ended the training. With an exception, errors of the session are only
+                warnings.
         """
         step, self._step = self._step, None
         if step is not None:
@@ -109,7 +111,7 @@ class Training:
         return not layers.isdisjoint(model.modules())
 
     def news(self) -> dict[str, float]:
-        """Return activation peak and stall of the last step, once, rounded to three digits."""
+        """Return activation peak and stall of the last step, once for each step, with three digits."""
         last = self.session.last if self.session is not None else None
         if last is None or last.step == self._reported:
             return {}

@@ -66,9 +66,9 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         )
 
     def _come_first(self, handler: object) -> None:
-        """Move this callback before those that report, such as to TensorBoard, so that they see its figures.
+        """Move this callback before callbacks that report to TensorBoard and others, which need its figures.
 
-        A trainer calls its reporting callbacks first. Only the caller of a hook knows the list of callbacks.
+        A trainer calls its reporting callbacks first. Hooks have no argument with the list of callbacks.
         """
         callbacks = getattr(handler, "callbacks", None)
         if isinstance(callbacks, list) and self in callbacks:
@@ -112,6 +112,6 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _sequences_of_a_step(args: TrainingArguments, state: TrainerState) -> int:
-    """Return the sequences of a step of all processes, also if the trainer searches for a batch size."""
+    """Return the sequences of a step of all processes, even if the trainer searches a batch size."""
     at_once = getattr(state, "train_batch_size", None) or args.train_batch_size
     return int(at_once * args.gradient_accumulation_steps * args.world_size)
