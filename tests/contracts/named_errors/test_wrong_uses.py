@@ -158,7 +158,7 @@ def test_wrong_arguments(given: dict[str, Any], kind: type[Exception], answer: s
 
 def test_a_callback_with_an_unknown_argument() -> None:
     with pytest.raises(
-        TypeError, match=r"OffloadCallback has no argument 'layer'\. Those of attach.*, layers, "
+        TypeError, match=r"OffloadCallback has no argument 'layer'\. It takes those of attach.*, layers, "
     ):
         transformers_callback.OffloadCallback("fit", layer=[])
 
@@ -288,7 +288,7 @@ def test_a_loop_that_never_steps(model: Model, *, clears: bool) -> None:
             assert len(session.records) == (4 if clears else 0)
             assert [each for each in caught if each.category is tba.NoEffectWarning] == [] or clears
     (said,) = [str(each.message) for each in caught if each.category is tba.NoEffectWarning]
-    assert "no optimizer of the model's parameters was seen to update them. Call step()" in said
+    assert "no optimizer of the model's parameters was seen to update them. Call its step()" in said
 
 
 def test_an_optimizer_of_another_model(model: Model) -> None:
