@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 
 PLAN, MEMORY, TIMELINE = "plan", "memory", "timeline"
-"""Names of events: a new plan, the memory of a step by holder, and one step over time."""
+"""Names of events: a new plan, the memory of a step by holder, and the timeline of a step."""
 
 Json = dict[str, object]
 Bytes = Annotated[int, Field(strict=True, ge=0)]
@@ -66,17 +66,17 @@ class RunHeader:
     """Facts that are the same for every step of a run.
 
     Attributes:
-        strategy: A free label, for example ``"offload"``. Runs with equal labels form one line of a ROK
-            curve.
+        strategy: A label, for example ``"offload"``. Runs with equal labels form one line
+            of a ROK curve.
         schema: The number of the log's schema.
         run: A name that the logs of all ranks of a run share. None if the run has one rank.
         rank: The rank that wrote this log.
         ranks: The number of ranks. Each rank writes a log.
         started: The start of the run, ISO 8601 in UTC.
         versions: Package names and their versions.
-        hardware: The machine, in free form.
-        model: The model, in free form: for example name, layers, hidden, batch_size, sequence. A ROK curve
-            orders its points by ``batch_size``, the number of sequences in a step.
+        hardware: Facts about the machine. The keys are not fixed.
+        model: Facts about the model, for example name, layers, hidden, batch_size, sequence. The keys are not
+            fixed. A ROK curve orders its points by ``batch_size``, the number of sequences in a step.
         policy: The policy as YAML. None if the run has no policy.
         plan: For each layer name its number, its placement and the reason, on all ranks.
         store: The store: its kind, the I/O path in use for each directory, alignment, and so on.
@@ -117,9 +117,9 @@ class StepRecord:
         step: The number of the step in the session, counted from 1.
         seconds: Wall-clock time of the ``with session.step()`` block. Without a block, the time from the
             first forward to the end of the last backward, without optimizers. On a GPU, the GPU's clock
-            measures it if there is a run log or an ``auto`` layer, and no optimizer runs inside the block.
-            Otherwise the host's clock measures it. The host's time is right only if the block ends with a
-            call that waits for the device, for example ``loss.item()``.
+            measures this time if there is a run log or an ``auto`` layer, and no optimizer runs inside the
+            block. Otherwise the host's clock measures the time. On a GPU, the host's time is correct only if
+            the block ends with a call that waits for the device, for example ``loss.item()``.
         optimizer_seconds: Wall-clock time of optimizer steps inside the step. If the program updates after
             its step block, the update before this step counts. None if there was no update. On a GPU, the
             time that the host needed to launch the update or wait for it.
@@ -127,11 +127,11 @@ class StepRecord:
             overflow. The planner ignores these steps.
         forward_seconds: Time of forward passes. None on a GPU.
         backward_seconds: Time of backward passes. None on a GPU.
-        stall_seconds: Time that the training thread waited for I/O of activations. A GPU may have computed
-            meanwhile.
+        stall_seconds: Time that the training thread waited for I/O of activations. A GPU may compute during
+            this time.
         tokens: The number of tokens in the step.
-        model_flops: Floating point operations of the algorithm, without recomputation.
-        loss: The loss as the caller gave it. It may be NaN or infinite. If the caller gave a tensor, None
+        model_flops: Floating point operations of the model in the step, without recomputation.
+        loss: The loss that the program set. It may be NaN or infinite. If the program set a tensor, None
             until the device has computed the tensor.
         activation_peak_bytes: Peak memory of the device minus ``base_bytes``, without gradients and optimizer
             states allocated in the step. A gradient counts as an activation until autograd has stored it in
@@ -139,16 +139,17 @@ class StepRecord:
         gradient_bytes: Bytes of gradients allocated in the step.
         gradient_peak_bytes: Peak bytes of gradients and offloaded frozen weights in memory,
             including gradients from earlier steps.
-        state_bytes: Bytes that memory grew by during optimizer steps. The first step allocates the states.
+        state_bytes: Growth of memory during optimizer steps. The first step allocates the states.
         sampled_peak_bytes: The highest sample, if the samples were too few to be the peak, for example on a
             busy CPU. In that case ``activation_peak_bytes`` and ``device_peak_bytes`` are None.
-        peak_samples: The number of samples on a CPU. None if the allocator records its own peak.
+        peak_samples: The number of samples on a CPU. None if the allocator itself records the peak.
         peak_source: The method that measured ``activation_peak_bytes``, for example ``"cuda allocator"``.
         base_bytes: Live bytes of the allocator at the start of the step, without gradients and outputs of
             earlier steps: parameters, optimizer states, and everything else that outlives steps. On a CPU,
             live bytes of the whole process.
         earlier_outputs_bytes: Bytes of model outputs from earlier steps that the program still referenced
-            when the step began, as ``outputs = model(...)`` does. They are part of the activation peak.
+            when the step began, for example by ``outputs = model(...)``. These bytes are part of the
+            activation peak.
         reserved_peak_bytes: Peak memory that the allocator reserved on the GPU, including its cache. None
             on a CPU.
         device_peak_bytes: Peak live bytes of the allocator during forward and backward. On a CPU, live bytes
@@ -156,8 +157,8 @@ class StepRecord:
         activation_budget_bytes: The largest activation peak that the step was allowed: the smaller of
             ``budget.activation_bytes`` and the rest of ``budget.device_bytes``. Gradients share this rest.
             None without a budget.
-        own_peak_bytes: Peak bytes of resident activations that the offloader counted. Layers placed keep or
-            recompute run without hooks, so the offloader does not count them.
+        own_peak_bytes: Peak bytes of activations in memory that the offloader counted. Layers with the
+            placement keep or recompute run without hooks, so the offloader does not count their activations.
         resident_peak_bytes: Peak resident set of the process, as the operating system reports it (VmHWM).
         offloaded_bytes: Bytes written to the store.
         read_bytes: Bytes read back from the store.
@@ -173,12 +174,12 @@ class StepRecord:
             not yet used.
         given_up_bytes: Bytes of prefetches that were cancelled and read on demand later.
         held_bytes: Bytes written although another reference kept the storage in memory until backward.
-        fallback_kept_bytes: Bytes kept although the plan said offload, because the store was full, or a drive
-            failed or was too slow.
-        checksum_seconds: Processor time that I/O threads spent on checksums in the step and since the last
-            one. None if a GPU computes the checksums.
+        fallback_kept_bytes: Bytes that were kept in spite of the placement offload, because the store was
+            full, or because a drive failed or was too slow.
+        checksum_seconds: Processor time that I/O threads spent on checksums since the end of the last step.
+            None if a GPU computes the checksums.
         drives_out_of_service: Drives that accept no writes at the end of the step, because a write failed or
-            found no room.
+            the drive was full.
         weights_read_bytes: Bytes of frozen weights read in the step. None if no frozen weights are offloaded.
         weights_waited_seconds: Time that the training thread waited for frozen weights. It is not part of
             ``stall_seconds``. None if no frozen weights are offloaded.
@@ -189,7 +190,7 @@ class StepRecord:
         predicted_seconds: The value of ``seconds`` that the plan predicted. None before the first plan.
         predicted_device_peak_bytes: The value of ``device_peak_bytes`` that the plan predicted: the plan's
             activation peak plus all other memory of the device. Gradients and activations peak at different
-            times, and the difference measured in the previous step is subtracted. None without
+            times, so the difference that was measured in the previous step is subtracted. None without
             ``budget.device_bytes``.
         extra: Keys that this version does not know. The writer writes them unchanged.
     """
@@ -297,10 +298,10 @@ class RunLog:
 
 
 def warm_up_steps(total: int) -> int:
-    """Return how many of the first steps of a run are ignored in figures.
+    """Return the number of first steps of a run that are ignored in figures.
 
-    The first step allocates memory, and the next ones are irregular. Of more than six steps three are
-    ignored, of two to six steps one, and of a single step none.
+    The first step allocates memory, and the times of the next steps are irregular. If a run has more than six
+    steps, three steps are ignored. If it has two to six steps, one step is ignored.
 
     Args:
         total: The number of steps of the run.
@@ -309,7 +310,7 @@ def warm_up_steps(total: int) -> int:
 
 
 def counted_steps(log: RunLog, warm_up: int | None = None) -> list[StepRecord]:
-    """Return the steps that count for figures: steps after the warm-up, without skipped ones.
+    """Return the steps that count for figures: steps after the warm-up whose update was not skipped.
 
     Args:
         log: The run log.
@@ -320,7 +321,7 @@ def counted_steps(log: RunLog, warm_up: int | None = None) -> list[StepRecord]:
 
 
 def timed_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the steps that did not measure memory, since measuring costs time. If all did, return all."""
+    """Return the steps without measured memory, since measuring costs time. If there are none, return all."""
     return [step for step in steps if step.peak_source is None] or list(steps)
 
 
@@ -352,9 +353,9 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
     header, *others = found or [{}]
     if not isinstance(header, RunHeader):
         what = "its first line is not the header of a run" if header else "it has no complete line"
-        raise RunLogError(f"{path}: not a run log: {what}. Is it the right file?")
+        raise RunLogError(f"{path}: not a run log: {what}. Pass a run log")
     if any(isinstance(each, RunHeader) for each in others):
-        raise RunLogError(f"{path}: a second header: the file holds two run logs. Split it into two files")
+        raise RunLogError(f"{path}: a second header: the file has two run logs. Split it into two files")
     return RunLog(
         header=header,
         steps=tuple(each for each in others if isinstance(each, StepRecord)),
@@ -474,7 +475,7 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
         try:
             yield
         except OSError as error:
-            message = "%s: the run log cannot be written: %s. Training continues without it; make room there"
+            message = "%s: the run log cannot be written: %s. Training continues without it. Free disk space"
             if not self._has_ended:
                 logger.warning(message, self.path, error.strerror or error)
             self._has_ended = True
@@ -492,8 +493,8 @@ def _open_new(path: Path) -> io.FileIO:
             reason = f"its directory does not exist: mkdir -p {shlex.quote(str(path.absolute().parent))}"
         elif isinstance(error, FileExistsError):
             reason = (
-                "it exists, and run logs are never overwritten. Name another file. If ranks write logs, name "
-                f"one for each, for example {path.stem}.rank0{path.suffix}"
+                "it exists, and run logs are never overwritten. Name another file. If several ranks write "
+                f"logs, name a file for each rank, for example {path.stem}.rank0{path.suffix}"
             )
         raise RunLogError(f"{path}: the run log cannot be opened: {reason}") from error
 
@@ -513,7 +514,7 @@ def _json_line(event: str, document: Mapping[str, object]) -> bytes:
 
 
 def _in_json(value: Any) -> Any:
-    """Replace floats that JSON does not have by strings."""
+    """Replace NaN and infinite floats by strings, because JSON does not have these values."""
     if isinstance(value, float) and not math.isfinite(value):
         return float.__repr__(value)
     if isinstance(value, dict):
@@ -528,7 +529,7 @@ def _in_json(value: Any) -> Any:
 _NO_FIGURES = {"step", "skipped", "peak_source"}
 
 FIGURES = tuple(name for name in _NAMES[StepRecord] if name not in _NO_FIGURES)
-"""Fields of a step record that hold numbers. Sinks draw a curve of each."""
+"""Fields of a step record that are numbers. Sinks draw a curve of each field."""
 
 PREFIX = "tba-offload/"
 """Prefix of the names of curves."""
@@ -563,12 +564,12 @@ def describe_step(record: StepRecord) -> str:
 
 
 def describe_run(log: RunLog, keep: Prediction | None, *, wears: bool) -> str | None:
-    """Return in one line what a run cost; ``None`` if fewer than two steps have a measured peak.
+    """Return a line with the cost of a run; ``None`` if fewer than two steps have a measured peak.
 
     Args:
         log: The run.
         keep: Predicted figures of a step that keeps all layers, if known.
-        wears: Whether the bytes are written to drives.
+        wears: Whether the store is on drives, so that written bytes wear them.
     """
     steps = counted_steps(log) if len(log.steps) > 1 else []
     peak = max((step.activation_peak_bytes or 0 for step in steps), default=0)
@@ -640,9 +641,9 @@ class HeldBytes(NamedTuple):
         in_flight: Activations that are being written or were prefetched.
         settled: Activations that backward uses, or that a drive refused.
         small: Tensors that layers with hooks saved and kept, for the reasons of ``StepRecord.kept_bytes``.
-        kept: Activations of layers that keep all or part of what they save, or run without our hooks.
+        kept: Activations of layers that keep all or some of their saved tensors, or run without our hooks.
         inputs: Inputs of recomputed layers.
-        outputs: Memory that offloaded layers left behind and that the offloader does not manage.
+        outputs: Memory that offloaded layers left allocated and that the offloader does not manage.
         put_out: Live outputs of the model, from this step or earlier ones.
     """
 

@@ -90,7 +90,7 @@ def _comparison(logs: Sequence[RunLog]) -> tuple[dict[str, str] | None, list[Tab
 
 def _run(log: RunLog, name: str, timeline: list[TimelineEvent], ends: Sequence[float]) -> dict[str, Any]:
     """Return the values of one run for the template."""
-    says = "One step over time. All runs on this page have the same axes."
+    says = "Timeline of one step. All runs on this page have the same axes."
     return {
         "name": name,
         "about": visible(log.header.title),
@@ -131,7 +131,7 @@ _PANELS = (
 
 
 def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
-    """Return memory, transfers, time and loss over steps, with one line for each run."""
+    """Return a figure of memory, transfers, time and loss over steps, with one line for each run."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -143,7 +143,7 @@ def _steps_figure(logs: Sequence[RunLog], names: Sequence[str]) -> Figure:
         values = [each for log in logs for field in fields for each in _values(log, field).values()]
         unit, size = scale(max(values), BYTES) if "bytes" in fields[0] else ("s" * (title != "Loss"), 1.0)
         for number, (log, name) in enumerate(zip(logs, names, strict=True)):
-            colour, *_ = looks[log.header.strategy]  # as in the ROK curve. Runs differ in markers.
+            colour, *_ = looks[log.header.strategy]  # as in the ROK curve. Each run has its own marker.
             for field, line in zip(fields, ("-", "--"), strict=False):
                 found = {step: value / size for step, value in _values(log, field).items()}
                 marker: dict[str, Any] = {"marker": "osv^Dd<>"[number % 8], "markersize": 4}

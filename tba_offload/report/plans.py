@@ -28,7 +28,7 @@ class PlanReport:
         names: The module name of each layer.
         plan: The plan in the form of run logs.
         step: The predicted step of the plan.
-        frontier: The best plan for each of several budgets, the smallest budget first.
+        frontier: The best plan for each of several budgets, ordered by budget.
         keep_peak_bytes: The predicted activation peak if every layer is kept.
         keep_seconds: The predicted step time if every layer is kept. None if the run kept no layer.
         run: The measured activation peak and step time of the run. None if not measured.

@@ -40,7 +40,7 @@ def free_run_log(
         path: The path that the user gave.
         rank: The rank.
         ranks: The number of ranks. A single rank has no rank number in its file name.
-        agreed: A function that makes all ranks use one run number. Default: each rank uses its own.
+        agreed: A function that makes all ranks use one run number. Default: each rank uses its own number.
     """
     name = Path(path)
     if ranks > 1:  # a program may have put the rank into the name itself
@@ -79,7 +79,7 @@ def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RunLog]:
     """
     groups: dict[object, list[RunLog]] = defaultdict(list)
     for log in (read_run_log(found) for path in paths for found in paths_of_ranks(path)):
-        groups[log.header.run or object()].append(log)  # a log without a run name is a run of its own
+        groups[log.header.run or object()].append(log)  # each log without a run name is a separate run
     return [merged(logs) for logs in groups.values()]
 
 
@@ -119,7 +119,7 @@ def _merged_step(records: Sequence[StepRecord]) -> StepRecord:
         known = [value for record in records if (value := getattr(record, name)) is not None]
         merge = _SPECIAL.get(name) or (max if any(part in name for part in _MOST) else sum)
         values[name] = merge(known) if known else None
-    # Ranks wait for each other in both times. The sum of both maxima would be longer than any rank's step.
+    # Both times include waits for other ranks. The sum of both maxima would exceed the step of every rank.
     slowest = max(records, key=lambda record: record.seconds_with_update)
     return StepRecord(**values | {"seconds": slowest.seconds, "optimizer_seconds": slowest.optimizer_seconds})
 
@@ -132,5 +132,5 @@ _SPECIAL: dict[str, Callable[[list[Any]], Any]] = {
     "peak_samples": min,
     "loss": lambda values: sum(values) / len(values),
     "skipped": any,
-    "activation_budget_bytes": min,  # the tightest device counts
+    "activation_budget_bytes": min,  # the rank with the smallest difference counts
 }

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Unit = Literal["FLOP/s", "tokens/s"]
 
 Memory = Literal["activations", "device"]
-"""The memory that runs are compared by: activations, or all memory of the device."""
+"""The memory for which runs are compared: activations, or all memory of the device."""
 
 _PEAKS: dict[Memory, str] = {"activations": "activation_peak_bytes", "device": "device_peak_bytes"}
 _WORK: dict[Unit, str] = {"FLOP/s": "model_flops", "tokens/s": "tokens"}
@@ -55,11 +55,11 @@ class RokPoint:
         throughput: The work of a step divided by the median step time, in ``unit``.
         unit: ``"FLOP/s"``, without recomputation, or ``"tokens/s"``.
         step_seconds: Median time of the counted steps, including the optimizer's update.
-        lower_quartile_seconds: The lower quartile of these times.
-        upper_quartile_seconds: The upper quartile of these times.
-        steps: The number of these times.
+        lower_quartile_seconds: The lower quartile of the times.
+        upper_quartile_seconds: The upper quartile of the times.
+        steps: The number of counted steps with a time.
         source: The run log.
-        memory: The memory that points are compared by.
+        memory: The memory for which points are compared.
         peak_source: The method that measured the peak. None if the log does not say.
         title: The model and the machine, without the batch size.
     """
@@ -108,8 +108,8 @@ def points(
 
     Args:
         paths: The run logs. The logs of all ranks of a run give one point.
-        memory: The memory that points are compared by.
-        warmup: Steps to ignore at the start of each run. Default: as ``log.warm_up_steps`` says.
+        memory: The memory for which points are compared.
+        warmup: Steps to ignore at the start of each run. Default: the result of ``log.warm_up_steps``.
         left_out: A function that receives a message for each run without steps. Default: raise an error.
 
     Raises:
@@ -142,13 +142,13 @@ def points_of(
 
 
 def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit) -> RokPoint:
-    """Return the point of a run: its largest peak, which must fit the device, and its median time."""
+    """Return the point of a run: its largest peak and its median time."""
     peaks = {name: max(getattr(step, name) or 0 for step in steps) or None for name in _PEAKS.values()}
     if peaks[_PEAKS[memory]] is None:
         raise RunLogError(f"{log.path}: no {_PEAKS[memory]} was measured in the {len(steps)} counted steps")
     timed = timed_steps(steps)
     seconds = [step.seconds_with_update for step in timed]
-    spread = seconds if len(seconds) > 1 else seconds * 2  # one time is its own quartiles
+    spread = seconds if len(seconds) > 1 else seconds * 2  # a single time is also both quartiles
     low, median, high = statistics.quantiles(spread, n=4, method="inclusive")
     batch_size: Any = log.header.model.get("batch_size")
     return RokPoint(
@@ -273,7 +273,7 @@ def _noise(one: RokPoint, fastest: RokPoint) -> str:
     return " (within noise)" if overlaps else ""
 
 
-# Pictures. They do without pyplot, which opens windows, has global figures, and applies the user's style.
+# Pictures. The code avoids pyplot, which opens windows, has global figures, and applies the user's style.
 
 WIDTH = 5.6
 """Inches of every picture. At 390 pixels its text is still readable."""
@@ -294,7 +294,7 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "svg.hashsalt": "tba-offload",
     "text.color": INK,
-    "text.parse_math": False,  # a strategy may be called "$5/h"
+    "text.parse_math": False,  # the name of a strategy may be "$5/h"
 }
 
 

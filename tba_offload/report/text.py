@@ -1,4 +1,4 @@
-"""Tables and sentences, printed by rich. They fit a terminal, and are Markdown in files and pipes."""
+"""Tables and sentences, printed by rich: in the width of a terminal, or as Markdown in files and pipes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderableType
 
 _WIDE = 100_000
-"""Characters of a line without wrapping."""
+"""Line width for output without wrapping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def as_text(*parts: Table | str) -> str:
 
 
 def show(*parts: Table | str) -> None:
-    """Print tables and sentences: to fit a terminal, or as Markdown elsewhere."""
+    """Print tables and sentences in the width of a terminal, or as Markdown in files and pipes."""
     console = Console()
     if console.is_terminal:
         _print(console, parts)

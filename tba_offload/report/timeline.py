@@ -1,4 +1,4 @@
-"""One step of a run over time, as a picture or as a trace for Perfetto and Chrome."""
+"""The timeline of a step, as a picture or as a trace for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Moment(NamedTuple):
         live: All live bytes.
         in_flight: Activations in flight, including prefetched ones.
         read_ahead: Prefetched activations.
-        settled: Activations that backward uses, or that a drive refused.
+        settled: Activations that backward uses, or that a drive did not accept.
         left: Activations that layers keep.
     """
 
@@ -100,7 +100,7 @@ class Drive(NamedTuple):
 
 
 class TimelineEvent(Event):
-    """One step over time, by the host's clock. Times are seconds since the step began.
+    """The timeline of a step, by the host's clock. Times are seconds since the step began.
 
     Attributes:
         step: The number of the step.
@@ -109,12 +109,13 @@ class TimelineEvent(Event):
         scopes: The runs of layers, in the order of their forward.
         backward_ends: The ends of backward passes.
         stalls: Start and end of each wait of the training thread for I/O.
-        points: Memory over time. Empty if not measured.
+        points: Memory at several times. Empty if memory was not measured.
         updates: Start and end of each optimizer step.
         budget: The budget of activations in bytes. None for no limit.
-        drives: The drives. A drive that also holds states or weights has one more entry for each.
+        drives: The drives. If a drive also holds states or weights, it has one more entry for each kind of
+            data.
         moves: The reads and writes, ordered by their start.
-        title: The model and the machine. The log has this line in its header.
+        title: Text that names the model and the machine, from the header of the log.
     """
 
     EVENT = TIMELINE
@@ -160,7 +161,7 @@ class TimelineEvent(Event):
             path: The file to write. Its suffix selects the kind.
 
         Raises:
-            ConfigError: The suffix is none of these.
+            ConfigError: The suffix is not one of these three.
             MissingDependencyError: The file is a picture, and matplotlib is not installed.
             OSError: The file cannot be written.
         """
@@ -195,7 +196,7 @@ def timeline_of(log: RunLog, step: int | None = None) -> TimelineEvent:
 
 _CENTRED: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": "x-small"}
 _BINS, _MOST_POINTS = 120, 400
-"""Bins of traffic, and the most points of a curve."""
+"""Number of bins of traffic, and upper limit of the points of a curve."""
 
 _PARTS: dict[str, tuple[str, Callable[[Moment], int]]] = {
     "being written": (COLOURS[1], lambda point: max(point.in_flight - point.read_ahead, 0)),
@@ -215,7 +216,7 @@ def ends_of(timeline: TimelineEvent) -> tuple[float, ...]:
 
 
 def _rates(timeline: TimelineEvent) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Return bytes a second in each bin, written and read, for each drive.
+    """Return the written and the read bytes a second in each bin, for each drive.
 
     The bytes of a call are spread evenly over its time.
     """
@@ -230,7 +231,7 @@ def _rates(timeline: TimelineEvent) -> list[tuple[NDArray[np.float64], NDArray[n
 
 
 def timeline_figure(timeline: TimelineEvent, ends: Sequence[float] = ()) -> Figure:
-    """Return a figure of memory, traffic of each drive, layers and stalls over a step.
+    """Return a figure with the memory, the traffic of each drive, the layers and the stalls of a step.
 
     Call this function inside :func:`tba_offload.report.rok.drawing`.
 
@@ -281,7 +282,7 @@ def _draw_memory(axes: Axes, timeline: TimelineEvent, largest: float) -> None:
 
 
 def _draw_traffic(panels: list[Axes], timeline: TimelineEvent, largest: float) -> None:
-    """Draw the writes of each drive above zero and its reads below, all to one scale."""
+    """Draw the writes of each drive above zero, and its reads below zero. All drives have the same scale."""
     import numpy as np
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -300,7 +301,7 @@ def _draw_traffic(panels: list[Axes], timeline: TimelineEvent, largest: float) -
 
 
 def _draw_lanes(axes: Axes, timeline: TimelineEvent, end: float) -> None:
-    """Draw a row for each phase and one for stalls. Neighbours differ in colour. Wide runs have a number."""
+    """Draw a row for each phase and a row for stalls. Wide runs of layers have a number."""
     for row, runs in enumerate((timeline.forwards(), timeline.backwards())):
         for scope, began, ended in runs:
             colour, ink = (COLOURS[0], "white") if scope.layer % 2 else (COLOURS[5], INK)

@@ -1,7 +1,7 @@
 """Diagnosis of memory: the peak of a step, its holders, and the one change that lowers the peak most.
 
-Each cause is a rule. The rule says how many bytes of each phase its change would free. The new peak is the
-highest phase after that, because the second-highest phase may be almost as high as the first.
+Each cause has a rule. The rule proposes one change, and computes the bytes that this change would free in
+each phase. The new peak is the highest phase after the change, because another phase may be almost as high.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HOLDERS = {
     "settled": "activations in use by backward, or refused by a drive",
     "small": "activations kept because they are small or referenced elsewhere",
     "inputs": "inputs of recomputed layers",
-    "outputs": "memory that offloaded layers left behind",
+    "outputs": "memory that offloaded layers left allocated",
     "put_out": "outputs of the model",
     "beside": "memory allocated before, between or after layers",
     "running": "working memory",
@@ -56,13 +56,13 @@ _PHASES = {
 """For each phase its name, its description, and the name of its working memory."""
 
 _WORTH, _OTHERS = 1 / 32, 2
-"""The least share of the peak that a reported change saves, and the number of changes after the first."""
+"""The smallest share of the peak that a reported change saves, and the number of further changes reported."""
 
 _SLOTS, _LARGEST_SUB_GROUP = 3, 64
-"""Sub-groups of offloaded states in memory at one time, and the largest size in MiB that is advised."""
+"""The number of sub-groups of offloaded states in memory at one time, and the largest advised size in MiB."""
 
 _OF_THE_MODEL = ("one large gradient", "gradients", "optimizer states", "frozen weights", "one layer")
-"""Causes other than activations. Only their changes can lower backward below gradients and one layer."""
+"""Causes other than activations. Only changes of these can lower backward below gradients and one layer."""
 
 _CPU = ("mallinfo2",)
 """Prefixes of ``peak_source`` on a CPU."""
@@ -99,7 +99,7 @@ class Finding:
     Attributes:
         cause: The name of the cause, for programs.
         nbytes: Bytes of the peak that the change affects. 0 if they were live before the step.
-        saves: Bytes that the change takes off the peak.
+        saves: Bytes by which the change lowers the peak.
         what: The cause as a sentence.
         change: The change as a sentence.
     """
@@ -146,7 +146,7 @@ class Evidence:
             return cls(log, step, None, (Phase("step", 0, {"running": _peak_of(step)}),))
         memory = max(late, key=lambda event: _peak_of(steps[event.step]))
         step, found = steps[memory.step], dict(memory.phases)
-        for event in late if _is_on_cpu(step) else ():  # samples miss short peaks, in each step others
+        for event in late if _is_on_cpu(step) else ():  # samples miss short peaks
             for name, peak in event.phases.items():
                 found[name] = max(found.get(name, peak), peak, key=lambda each: each.whole)
         lasting = _lasting(log, step, memory)
@@ -167,7 +167,7 @@ class Evidence:
         return max(self.step.forwarded_bytes + self.step.read_bytes, self.step.offloaded_bytes)
 
     def most(self, holder: str, *phases: str) -> int:
-        """Return the most bytes of a holder in the given phases. Without phases, search all of them."""
+        """Return the largest number of bytes of a holder in any of the given phases. Default: all phases."""
         return max((each.of(holder) for each in self.phases if each.name in phases or not phases), default=0)
 
     def where(self, phase: Phase) -> str:
@@ -177,7 +177,7 @@ class Evidence:
         return _PHASES[phase.name][1].format(f"layer {phase.layer}{name}")
 
     def findings(self) -> list[Finding]:
-        """Return the causes whose change lowers the peak noticeably, the most effective first."""
+        """Return the causes whose change lowers the peak noticeably, ordered by effect."""
         if self.memory is None:
             return []
         found, one_layer = [], self.most("running", "backward")
@@ -187,7 +187,7 @@ class Evidence:
                 continue
             left = [phase.nbytes - max(freed(phase), 0) for phase in self.phases]
             for place, phase in enumerate(self.phases):
-                # At its end backward has all gradients, whatever happens to activations.
+                # At the end of backward all gradients are in memory, for every placement of activations.
                 if phase.name == "backward" and cause not in _OF_THE_MODEL:
                     lasting = phase.of("parameters", "states", "others") + self.most("gradients")
                     left[place] = max(left[place], min(lasting + one_layer, phase.nbytes))
@@ -203,7 +203,7 @@ class Diagnosis:
 
     Attributes:
         evidence: The measured step.
-        findings: The causes, the one with the most effective change first.
+        findings: The causes, ordered by the effect of their changes.
     """
 
     evidence: Evidence
@@ -246,10 +246,10 @@ class Diagnosis:
         ]
 
     def advice(self) -> list[str]:
-        """Return the most effective change, and the next ones, as sentences."""
+        """Return the most effective change and further changes as sentences."""
         peak = self.evidence.peak.nbytes
         if self.evidence.memory is None:
-            return ["The holders were not measured: attach(..., measure_memory=True) and train two steps."]
+            return ["The holders were not measured. Use attach(..., measure_memory=True), train two steps."]
         if not self.findings:
             return ["No single change would lower the peak noticeably."]
         first, *others = self.findings
@@ -290,7 +290,7 @@ def why(path: str | os.PathLike[str]) -> Diagnosis:
 def _doubts(seen: Evidence) -> Iterator[str]:
     planned, measured = seen.step.predicted_peak_bytes, seen.step.activation_peak_bytes
     if _is_on_cpu(seen.step):
-        yield "On a CPU memory is sampled, so short peaks may be missing."
+        yield "On a CPU, memory is sampled, so short peaks may be missing."
     if planned and measured is not None:
         ratio = significant(measured / planned)
         yield f"The plan predicted an activation peak of {readable_size(planned)}. Measured: {ratio} x that."
@@ -324,7 +324,7 @@ def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:
     return held | {"running": left}
 
 
-# The causes. Each rule yields a name, the bytes that the change frees in a phase, the cause and the change
+# The causes. Each rule yields a name, the bytes that its change frees in a phase, the cause and the change
 
 
 def _checkpointing(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
@@ -344,7 +344,7 @@ def _window(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
 
 def _store(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     refused, written = seen.step.fallback_kept_bytes, seen.step.offloaded_bytes
-    by = "drives are full or failing" if seen.step.drives_out_of_service else "the store is full or too slow"
+    by = "drives are full or failed" if seen.step.drives_out_of_service else "the store is full or too slow"
     what = f"{readable_size(refused)} of offloaded activations stayed in memory, because {by}"
     change = "free space in store.directories, add a drive, or raise store.capacity if it is set"
     yield "store", lambda phase: min(phase.of("settled", "small"), refused), what, change
@@ -370,7 +370,7 @@ def _held_elsewhere(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
 
 
 def _known_elsewhere(seen: Evidence) -> int:
-    """Return the bytes that other references than autograd's keep. The first step writes them in vain."""
+    """Return the bytes that references outside autograd keep. The first step writes them without need."""
     return max(step.held_bytes for step in seen.log.steps)
 
 
@@ -378,7 +378,7 @@ def _kept_by_the_program(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     # The loss may need the outputs. Outputs that are live at another time are referenced by the program.
     held = seen.most("put_out", "forward", "backward", "embeddings", "between", "update")
     what = f"the program references {readable_size(held)} of model outputs, as outputs = model(...) does"
-    change = "drop them before backward (loss = model(...).loss, or del outputs), or keep numbers (.item())"
+    change = "delete them before backward (loss = model(...).loss, or del outputs), or keep numbers (.item())"
     yield "outputs", lambda phase: min(phase.of("put_out"), held), what, change
     later = [step for step in seen.log.steps[2:] if step.base_bytes is not None]
     bases = [(step.base_bytes or 0) + (step.earlier_outputs_bytes or 0) for step in later]

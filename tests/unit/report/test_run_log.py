@@ -155,7 +155,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_ends(
         log.note("news", {})
     (record,) = caplog.records
     assert "run.jsonl: the run log cannot be written: " in record.getMessage()
-    assert "Training continues without it; make room there" in record.getMessage()
+    assert "Training continues without it. Free disk space" in record.getMessage()
     if cause == "full":
         assert (read_run_log(path).steps, read_run_log(path).truncated) == ((RECORD,), True)
 

@@ -1,4 +1,4 @@
-"""One step over time: the trace is what viewers of traces read, and the picture is of the same step."""
+"""The timeline of a step: the trace is what viewers of traces read, and the picture is of the same step."""
 
 from __future__ import annotations
 
