@@ -1,4 +1,4 @@
-"""Rules of a policy: each gives a placement to the layers that its ``match`` names.
+"""Rules of a policy. A rule sets the placement of the layers that its ``match`` selects.
 
 A ``match`` has one of three forms:
 
@@ -285,7 +285,7 @@ class Policy:
         return {self.explain(layer)[0] for layer in known} | {rule.placement for rule in rules}
 
     def unjudged(self, everywhere: Sequence[LayerId]) -> list[Rule]:
-        """Return the rules by name that cannot be checked yet, because the layers have no names."""
+        """Return the rules that match names, if they cannot be checked because the layers have no names."""
         if any(layer.name for layer in everywhere):
             return []
         by_name = [rule for rule in self.rules if _matcher(rule.match).glob is not None]

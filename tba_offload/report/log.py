@@ -140,8 +140,8 @@ class StepRecord:
         gradient_peak_bytes: Peak bytes of gradients and offloaded frozen weights in memory,
             including gradients from earlier steps.
         state_bytes: Growth of memory during optimizer steps. The first step allocates the states.
-        sampled_peak_bytes: The highest sample, if the samples were too few to be the peak, for example on a
-            busy CPU. In that case ``activation_peak_bytes`` and ``device_peak_bytes`` are None.
+        sampled_peak_bytes: The highest sample, if there were too few samples to measure the peak, for example
+            on a busy CPU. In that case ``activation_peak_bytes`` and ``device_peak_bytes`` are None.
         peak_samples: The number of samples on a CPU. None if the allocator itself records the peak.
         peak_source: The method that measured ``activation_peak_bytes``, for example ``"cuda allocator"``.
         base_bytes: Live bytes of the allocator at the start of the step, without gradients and outputs of
@@ -682,7 +682,7 @@ class PhasePeak(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """The bytes of the peak with gradients and frozen weights."""
+        """The bytes of the peak, including gradients and frozen weights."""
         return self.nbytes + self.gradients + self.frozen
 
     def as_json(self) -> dict[str, object]:

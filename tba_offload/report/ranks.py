@@ -71,8 +71,8 @@ def read_runs(paths: Iterable[str | os.PathLike[str]]) -> list[RunLog]:
     """Read run logs, and merge the logs of the ranks of a run into one.
 
     Args:
-        paths: Run logs. If ``run.jsonl`` does not exist, it means ``run.rank0.jsonl``, ``run.rank1.jsonl``
-            and so on.
+        paths: Run logs. If ``run.jsonl`` does not exist, the logs of ranks are read: ``run.rank0.jsonl``,
+            ``run.rank1.jsonl`` and so on.
 
     Raises:
         RunLogError: A log cannot be read, or the log of a rank is missing.

@@ -249,7 +249,7 @@ class Diagnosis:
         """Return the most effective change and further changes as sentences."""
         peak = self.evidence.peak.nbytes
         if self.evidence.memory is None:
-            return ["The holders were not measured. Use attach(..., measure_memory=True), train two steps."]
+            return ["The holders were not measured. Use attach(..., measure_memory=True) for two steps."]
         if not self.findings:
             return ["No single change would lower the peak noticeably."]
         first, *others = self.findings

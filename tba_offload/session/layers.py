@@ -1,4 +1,4 @@
-"""Runs of the layers of a session: forward with the planned placement, and the return of backward."""
+"""Runs of the layers of a session: forward with the planned placement, and hooks on backward."""
 
 from __future__ import annotations
 

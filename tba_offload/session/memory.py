@@ -304,7 +304,7 @@ class _Section:
         way: Placement of the run, once its forward has ended.
         planned: Bytes that plans count, at the last measurement.
         unplanned: Largest number of bytes that plans do not count.
-        whole: The same number, if all activations of the run were in memory.
+        whole: The number for ``unplanned`` if all activations of the run were in memory.
     """
 
     phase: str

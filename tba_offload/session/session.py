@@ -507,7 +507,7 @@ class Session:
         return replace(limits.on_device(DeviceShare(fitting_bytes(device))), is_fit=True)
 
     def _start_planning(self, config: OffloadConfig) -> None:
-        """Start with the plan of a policy, and with a controller that learns from steps.
+        """Set the first plan from the policy, and create the controller that learns from steps.
 
         Without ``auto`` layers the controller measures the first steps, for the run log and the summary.
         """

@@ -155,5 +155,5 @@ def test_a_step_that_failed_leaves_nothing_on(session: Session, model: Model) ->
         with session.step(trace=True) as failed:
             loss_of(model, make_tokens(0))
             raise ZeroDivisionError
-    with pytest.raises(SessionError, match="not recorded"):
+    with pytest.raises(SessionError, match="no timeline was recorded"):
         _ = failed.timeline
