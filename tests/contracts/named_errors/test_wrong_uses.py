@@ -121,7 +121,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no layers to be found": (
         {"model": Odd()},
         tba.UnsupportedError,
-        r"found no ModuleList of equal blocks in Odd; name the layers: .*\[model\.lower, model\.upper\]\)",
+        r"found no ModuleList of equal blocks in Odd; pass the layers: .*\[model\.lower, model\.upper\]\)",
     ),
     "no directories": ({"directories": []}, tba.ConfigError, r"directories=\[\] has no path\. Name a path"),
     "a missing directory": (
