@@ -42,7 +42,7 @@ SLICE = 1024
 """Slices begin at multiples of this many elements, so that kernels see the same alignment and remainders."""
 
 _STATES = 2
-"""Assumed number of parameter-sized states before the first update, as for Adam."""
+"""Number of states with the size of the parameter that is assumed before the first update. Adam has two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class Groups:
 
         The order is a van der Corput sequence. For any number of offloaded sub-groups, these are spread
         evenly over the update. While sub-groups in memory are updated, the next offloaded sub-group is read
-        and the last offloaded sub-group is written.
+        and the previous offloaded sub-group is written.
         """
         groups = [group for group in self._all if group.places]
         bits = max(len(groups) - 1, 1).bit_length()

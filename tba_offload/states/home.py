@@ -1,4 +1,4 @@
-"""The extents of a store in which the states of one sub-group are stored between updates."""
+"""Extents of a store that hold the states of one sub-group between updates."""
 
 from __future__ import annotations
 

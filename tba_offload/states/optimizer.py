@@ -249,9 +249,9 @@ def offload_optimizer(
     """Keep the states of an optimizer in a store between its updates.
 
     An update runs the optimizer's own code on one sub-group of parameters after another. During the update of
-    a sub-group, the states of the next sub-group are read and the states of the last sub-group are written.
-    At most three sub-groups are therefore in memory, for any size of the model. Parameters and states get the
-    same bits as without offloading.
+    a sub-group, the states of the next sub-group are read and the states of the previous sub-group are
+    written. At most three sub-groups are therefore in memory, for any size of the model. Parameters and
+    states get the same bits as without offloading.
 
     Args:
         optimizer: Any optimizer of ``torch.optim`` except LBFGS. With ``states.trust``, also another

@@ -48,7 +48,7 @@ RMSprop.
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer inside wrappers such as Accelerate's."""
+    """Return the optimizer inside wrappers, such as a wrapper of Accelerate."""
     inner = getattr(optimizer, "optimizer", None)
     while isinstance(inner, torch.optim.Optimizer):
         optimizer, inner = inner, getattr(inner, "optimizer", None)

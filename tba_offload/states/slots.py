@@ -1,6 +1,6 @@
 """Device memory for three sub-groups.
 
-While one sub-group is updated, the next is read and the last is written.
+While one sub-group is updated, the next sub-group is read and the previous sub-group is written.
 
 Each sub-group that stays in memory also has its own slot.
 """

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class Updates:
     """Updates of one sub-group after another.
 
-    During an update, the next sub-group is read and the last is written.
+    During an update, the next sub-group is read and the previous sub-group is written.
 
     Args:
         optimizer: The optimizer.
