@@ -263,7 +263,7 @@ class OffloadConfig:
         Args:
             text: One YAML document.
             file: Name of its file, for messages.
-            layers: The layers of all ranks. A rule without effect on them is an error too.
+            layers: The layers of all ranks. A rule without effect on these layers is an error too.
 
         Raises:
             ConfigError: All problems of the text, by line.
@@ -276,7 +276,7 @@ class OffloadConfig:
 
         Args:
             document: The settings. Sizes are whole bytes or text with a unit.
-            layers: The layers of all ranks. A rule without effect on them is an error too.
+            layers: The layers of all ranks. A rule without effect on these layers is an error too.
 
         Raises:
             ConfigError: All problems of the dict.
@@ -379,7 +379,7 @@ def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
     Args:
         config: ``"fit"`` or a placement; the path of a YAML file; YAML text; a dict of settings; or a
             configuration. ``None`` is ``"fit"``.
-        layers: The layers of all ranks. A rule without effect on them is an error too.
+        layers: The layers of all ranks. A rule without effect on these layers is an error too.
 
     Raises:
         ConfigError: All problems of the configuration.
@@ -448,7 +448,7 @@ def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
 
     Args:
         path: The file.
-        layers: The layers of all ranks. A rule without effect on them is an error too.
+        layers: The layers of all ranks. A rule without effect on these layers is an error too.
 
     Raises:
         ConfigError: The file cannot be read, or has problems. The message lists each problem with its line.

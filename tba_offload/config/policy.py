@@ -272,7 +272,7 @@ class Policy:
                 others = [each for each in self.rules[:index] if any(map(each.matches, matched))]
                 why = (
                     "never takes effect: the first matching rule counts. Earlier rules match all its layers: "
-                    f"{shortened(', '.join(map(str, others)))}. Move it up or remove it"
+                    f"{shortened(', '.join(map(str, others)))}. Move this rule up, or remove it"
                 )
                 found.append(self._error(rule, why))
             undecided -= matched

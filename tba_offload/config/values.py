@@ -107,7 +107,7 @@ def _threads(value: object) -> int | None:
 
 def _passes(value: object) -> int:
     if not str(value).isdecimal() or not int(str(value)):
-        raise ConfigError(f"{quoted(value)} is not a number of backward passes; write 1 or more")
+        raise ConfigError(f"{quoted(value)} is not a number of backward passes; write a number above 0")
     return int(str(value))
 
 

@@ -69,7 +69,7 @@ class RunHeader:
         strategy: A label, for example ``"offload"``. Runs with equal labels form one line
             of a ROK curve.
         schema: The number of the log's schema.
-        run: A name that the logs of all ranks of a run share. None if the run has one rank.
+        run: A name that is the same in the logs of all ranks of a run. None if the run has one rank.
         rank: The rank that wrote this log.
         ranks: The number of ranks. Each rank writes a log.
         started: The start of the run, ISO 8601 in UTC.
@@ -445,7 +445,7 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
 
         Args:
             event: The name of the event.
-            document: The fields of the event, as JSON can represent them.
+            document: The fields of the event. JSON must be able to represent their values.
 
         Raises:
             RunLogError: The log is closed, or JSON cannot represent the document.
@@ -666,7 +666,7 @@ class PhasePeak(NamedTuple):
 
     Attributes:
         nbytes: Live bytes allocated in the step, without gradients and optimizer states.
-        layer: The index of the layer that ran, or ran last.
+        layer: The index of the layer that was running, or that ran last.
         held: The same bytes by holder.
         beside: Bytes outside ``held`` that were live when the layer began.
         gradients: Bytes of gradients.

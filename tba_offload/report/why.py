@@ -74,7 +74,7 @@ class Phase:
 
     Attributes:
         name: The name of the phase.
-        layer: The index of the layer that ran, or ran last.
+        layer: The index of the layer that was running, or that ran last.
         held: Bytes by holder, with the names of :data:`HOLDERS`.
     """
 
@@ -458,7 +458,7 @@ def _outside(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
         made = phase.of("running", "beside") if size and phase.name == "embeddings" else 0
         return min(phase.of("gradients"), size) + made
 
-    what = f"backward allocates the whole gradient of {name} ({readable_size(size)}), and no placement helps"
+    what = f"backward allocates the whole gradient of {name} ({readable_size(size)}) with every placement"
     change = "make it sparse (nn.Embedding(..., sparse=True), with SGD or Adagrad), or freeze the parameter"
     yield "one large gradient", of_table, what, change
 
