@@ -82,7 +82,7 @@ POLICIES: dict[str, tuple[Any, str]] = {
     ),
     "a range backwards": (rules("3-1"), r"layers\[0\]\.match: malformed match '3-1': .* write '1-3'"),
     "a layer too many": (rules("9"), r"the rule '9' matches no layer; the layers are 0-2 \(layers\.0"),
-    "a rule behind another": (rules("0-2", "1"), "the rule '1' never takes effect: .* '0-2'. Move this rule up"),
+    "a rule behind another": (rules("0-2", "1"), "the rule '1' never takes effect: .* '0-2'. Move this"),
     "an unknown store": (
         policy(store={"kind": "nvme"}),
         "store.kind: must be 'auto', 'gds', 'file' or 'host'",
