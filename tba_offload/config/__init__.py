@@ -399,7 +399,7 @@ def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
 
 
 def _read_text(text: str, layers: Layers) -> OffloadConfig:
-    """Return the configuration that a word, YAML text or a path stands for."""
+    """Return the configuration for a word, YAML text or a path."""
     if "\n" in text or ": " in text:
         return OffloadConfig.from_yaml(text, layers=layers)
     with contextlib.suppress(ValueError):

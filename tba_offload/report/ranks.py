@@ -132,5 +132,5 @@ _SPECIAL: dict[str, Callable[[list[Any]], Any]] = {
     "peak_samples": min,
     "loss": lambda values: sum(values) / len(values),
     "skipped": any,
-    "activation_budget_bytes": min,  # the rank with the smallest difference counts
+    "activation_budget_bytes": min,  # the smallest budget of all ranks counts
 }

@@ -45,7 +45,7 @@ _FULLER = 1 + 1 / 64
 """Ratio of bytes above which a later moment replaces an earlier moment as the peak of its phase."""
 
 _MOST = 20_000
-"""Upper limit of the runs, waits, points and transfers in one timeline, for a line of few MiB in the log."""
+"""Upper limit of the runs, waits, points and transfers in a timeline. Its line in the log has few MiB."""
 
 
 class Memory:
@@ -321,7 +321,7 @@ class _Section:
     whole: int = 0
 
 
-# Memory over time
+# The timeline of memory
 
 
 class StepCurve:

@@ -108,7 +108,7 @@ def test_host_memory_saves_nothing_of_a_model_on_the_cpu(monkeypatch: pytest.Mon
     host, shm = "activations from host memory to host memory", "/dev/shm is in host memory"
     arguments: tuple[tuple[object, dict[str, str], str], ...] = (
         ({"store": {"kind": "host"}}, {}, f"kind: host moves {host}"),
-        ({}, {"directories": "/dev/shm"}, f"{shm}; name a directory on a drive"),
+        ({}, {"directories": "/dev/shm"}, f"{shm}; choose a directory on a drive"),
     )
     for config, given, message in arguments:
         (warning,) = warned(config, **given)
