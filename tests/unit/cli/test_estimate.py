@@ -117,6 +117,6 @@ def test_a_configuration_that_names_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     result = call("estimate", "--config", tmp_path, *drives)
     assert result.exit_code == 1
-    assert 'Name a class for text or images, such as "architectures": ["LlamaForCausalLM"]' in result.stderr
+    assert 'class for text or images, such as "architectures": ["LlamaForCausalLM"]' in result.stderr
     (tmp_path / "config.json").write_text("{}")
     assert "not a configuration of transformers" in call("estimate", "--config", tmp_path, *drives).stderr
