@@ -13,10 +13,10 @@ _COUNT = click.IntRange(min=1)
 
 @click.command()
 @click.option("--config", type=click.Path(exists=True), help="config.json of transformers, or its folder.")
-@click.option("--layers", type=_COUNT, help="Without --config: the number of layers of a Llama.")
-@click.option("--hidden", type=_COUNT, help="The width of that model.")
-@click.option("--heads", type=_COUNT, help="The number of its attention heads.")
-@click.option("--vocab", type=_COUNT, help="The size of its vocabulary.")
+@click.option("--layers", "num_hidden_layers", type=_COUNT, help="Layers of a Llama, without --config.")
+@click.option("--hidden", "hidden_size", type=_COUNT, help="The width of that model.")
+@click.option("--heads", "num_attention_heads", type=_COUNT, help="The number of its attention heads.")
+@click.option("--vocab", "vocab_size", type=_COUNT, help="The size of its vocabulary.")
 @click.option("--sequence", type=_COUNT, default=1024, show_default=True, help="Tokens of a sequence.")
 @click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences of a micro-batch.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
@@ -48,8 +48,8 @@ def estimate(**options: Any) -> None:
     bandwidth = bandwidth_of(options)
     if bandwidth is None:
         raise click.UsageError("give the rates of the drives: --write and --read, or --dir")
-    numbers = {options[name] for name in ("layers", "hidden", "heads", "vocab")}
-    if options["config"] is None and None in numbers:
+    sizes = "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
+    if options["config"] is None and None in map(options.get, sizes):
         raise click.UsageError("give the model: --config, or --layers, --hidden, --heads and --vocab")
     from tba_offload.estimate import run_on_console
 

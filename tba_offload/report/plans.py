@@ -7,13 +7,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.errors import ConfigError
-from tba_offload.formatting import BYTES, grouped, layers_by_placement, readable_size, scale, significant
+from tba_offload.formatting import (
+    BYTES,
+    grouped,
+    layers_by_placement,
+    readable_rate,
+    readable_size,
+    scale,
+    significant,
+)
 from tba_offload.report.rok import COLOURS, INK, RING, WIDTH, finish, short, write_picture
 from tba_offload.report.text import Table
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from matplotlib.figure import Figure
 
@@ -107,6 +115,27 @@ class PlanReport:
         if self.keep_seconds:
             speed = f"step {step.seconds / self.keep_seconds:.2f} x keep"
         return f"Use {policy_file or '-o policy.yaml'}: {what}. Peak {peak} (keep: {keep}), {speed}."
+
+
+_FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "Placement": ("placement", str),
+    "Activation peak": ("activation_peak_bytes", readable_size),
+    "Step s": ("seconds", significant),
+    "x keep": ("times_keep", "{:.2f}".format),
+    "Drives need": ("drives_need", readable_rate),
+    "Written": ("written_bytes", readable_size),
+    "TB a day": ("written_bytes_per_day", lambda nbytes: significant(nbytes / 1e12)),
+    "Years": ("years", significant),
+    "Fits": ("fits", lambda fits: "yes" if fits else "no"),
+}
+"""Key and format of each column of :func:`placements_table`."""
+
+
+def placements_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table of the figures of placements. A column without figures is left out."""
+    shown = {name: each for name, each in _FIGURES.items() if any(row[each[0]] is not None for row in rows)}
+    cells = [["-" if row[key] is None else words(row[key]) for key, words in shown.values()] for row in rows]
+    return Table(list(shown), cells, right=shown.keys() - {"Placement"})
 
 
 def draw_frontier(report: PlanReport, path: str | os.PathLike[str]) -> None:

@@ -72,9 +72,7 @@ def test_it_foretells_what_runs_measure(name: str, dtype: str, tmp_path: Path) -
     for row in found["placements"]:
         peak, sent = measured(name, config, kind, row["placement"], policy)
         assert row["activation_peak_bytes"] == pytest.approx(peak, rel=0.1), row["placement"]
-        assert row["written_bytes"] + row["forwarded_bytes"] == pytest.approx(sent, rel=0.05), row[
-            "placement"
-        ]
+        assert row["written_bytes"] == pytest.approx(sent, rel=0.05), row["placement"]
 
 
 def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
@@ -117,6 +115,9 @@ def test_a_configuration_that_names_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     result = call("estimate", "--config", tmp_path, *drives)
     assert result.exit_code == 1
-    assert 'class for text or images, such as "architectures": ["LlamaForCausalLM"]' in result.stderr
+    assert (
+        'must name a language model with one stack of layers, such as "architectures": ["LlamaForCausalLM"]'
+        in result.stderr
+    )
     (tmp_path / "config.json").write_text("{}")
     assert "not a configuration of transformers" in call("estimate", "--config", tmp_path, *drives).stderr
