@@ -17,7 +17,6 @@ from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import click
 import torch
@@ -159,15 +158,16 @@ def create(*, config: str | None, dtype: str, batch: int, sequence: int, **sizes
         except (OSError, ValueError) as error:
             raise ConfigError(f"{config}: not a configuration of transformers: {error}") from error
     found.use_cache = True  # a model without a cache reads values to decide whether it needs a mask
-    name = next(iter(found.architectures or ()), "")
-    kind = getattr(transformers, name, None)
+    usual = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), None)
+    name = next(iter(found.architectures or ()), getattr(usual, "__name__", ""))
+    kind: Any = getattr(transformers, name, None)
     if kind is None or not name.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM")):
         known = 'a language model with one stack of layers, such as "architectures": ["LlamaForCausalLM"]'
         raise UnsupportedError(f"the configuration names the class {name!r}. It must name {known}")
-    # Some functions that initialize weights read their values.
-    unfilled = mock.patch.object(transformers.PreTrainedModel, "initialize_weights")
-    with torch.device(default_device().torch_device), unfilled:
-        model = kind._from_config(found, dtype=DTYPES[dtype]).train()
+    # Some functions that initialize weights read the values of the weights.
+    unfilled: Any = type(name, (kind,), {"initialize_weights": lambda _: None})
+    with torch.device(default_device().torch_device):
+        model = unfilled._from_config(found, dtype=DTYPES[dtype]).train()
         return model, torch.zeros(batch, sequence, dtype=torch.long)
 
 

@@ -112,7 +112,7 @@ def test_a_wrong_command_line_has_exit_status_2(arguments: tuple[object, ...], m
 
 def test_a_configuration_that_names_no_model_is_refused(tmp_path: Path) -> None:
     drives = "--flops", "20G", "--write", "1GB/s"
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     result = call("estimate", "--config", tmp_path, *drives)
     assert result.exit_code == 1
     assert (
