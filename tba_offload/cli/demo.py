@@ -26,15 +26,15 @@ class _PolicyType(click.Path):
     show_default=True,
     help="Directory for run logs, pictures and summary.",
 )
-@click.option("--layers", type=_COUNT, help="Layers.  [default: by machine, 8 on a CPU]")
-@click.option("--hidden", type=_COUNT, help="Hidden size.  [default: by machine]")
-@click.option("--sequence", type=_COUNT, help="Tokens of a sequence.  [default: by machine]")
+@click.option("--layers", type=_COUNT, help="Layers.  [default: depends on the machine, 8 on a CPU]")
+@click.option("--hidden", type=_COUNT, help="Hidden size.  [default: depends on the machine]")
+@click.option("--sequence", type=_COUNT, help="Tokens of a sequence.  [default: depends on the machine]")
 @click.option(
     "--batch-size",
     "batch_sizes",
     type=_COUNT,
     multiple=True,
-    help="Sequences in a step. You can repeat this option.  [default: by machine]",
+    help="Sequences in a step. Repeat the option for several sizes.  [default: depends on the machine]",
 )
 @click.option("--steps", type=click.IntRange(min=8), help="For each strategy.  [default: 8, on a GPU 20]")
 @click.option(
@@ -58,7 +58,7 @@ class _PolicyType(click.Path):
     help="Add a strategy that also offloads optimizer states.",
 )
 @click.option("--threads", type=_COUNT, help="Compute threads of each process.")
-@click.option("--control", is_flag=True, help="Train keep twice, to show the noise of the machine.")
+@click.option("--control", is_flag=True, help="Train 'keep' twice, to show how much step times vary.")
 @click.option("--time-limit", metavar="MINUTES", type=float, default=10, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON and nothing else.")
 def demo(**options: Any) -> None:

@@ -77,7 +77,7 @@ def written_a_day(case: Case, plan: Plan) -> str | None:
 def over_writes(case: Case, plan: Plan) -> str:
     """Return the warning that every plan exceeds the limit of written bytes."""
     allowed, written = readable_size(case.limits.written_per_day or 0), written_a_day(case, plan)
-    what = f"store.write_bytes_per_day of {allowed} cannot be met: the best plan found {written}"
+    what = f"store.write_bytes_per_day of {allowed} cannot be met: even the best plan {written}"
     return f"{what}. Raise the limit, or offload fewer layers"
 
 

@@ -88,8 +88,8 @@ class Situation:
         event: Any = next((each for each in reversed(log.others) if each["event"] == PLAN), None)
         if event is None:
             raise RunLogError(
-                f"{log.path}: there is nothing to plan from. Log at least three steps in which all layers "
-                "are 'keep', or 'offload' or 'auto' layers save more than budget.in_flight_bytes"
+                f"{log.path}: there is nothing to plan from. Log at least three steps. All layers must be "
+                "'keep', or 'offload' and 'auto' layers must save more bytes than budget.in_flight_bytes"
             )
         config = OffloadConfig.from_yaml(log.header.policy or "")
         in_backward = config.states is not None and config.states.when == "backward"

@@ -396,7 +396,7 @@ class Loop:
 
 
 class _Hook(InstalledHook):
-    """Hook on a model or on all optimizers that keeps no loop alive."""
+    """A hook on a model or on all optimizers. It has only a weak reference to its :class:`Loop`."""
 
     def __init__(self, loop: weakref.ref[Loop], method: Callable[..., Any]) -> None:
         self._loop, self._method = loop, method
@@ -437,7 +437,7 @@ def token_counter(tokens: Tokens | None) -> Callable[..., int | None]:
     if callable(tokens):
         return tokens
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise ConfigError(f"tokens is {tokens!r}. Pass the tokens of one micro-batch, or a function")
+        raise ConfigError(f"tokens is {tokens!r}. Pass their number in a micro-batch, or a function")
     return lambda *_, **__: tokens
 
 

@@ -284,9 +284,13 @@ class FileStore(Store):
         """
         mode = (run.st_mode | file.st_mode) & 0o777
         if run.st_uid != file.st_uid or mode & 0o077:
-            what = f"a new file there belongs to user {file.st_uid}, its directory to {run.st_uid}"
+            what = f"other users may read files there: a new file belongs to user {file.st_uid}"
             remedy = "choose a directory that only you may write to, and mount it with umask=077"
-            raise StoreError(errno.EPERM, f"{what}, with mode {mode:04o}; {remedy}", self.name)
+            raise StoreError(
+                errno.EPERM,
+                f"{what}, its directory to {run.st_uid}, and the mode is {mode:04o}; {remedy}",
+                self.name,
+            )
 
     def _remove(self, parent: int) -> None:
         try:

@@ -140,7 +140,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         tba.ConfigError,
         r"on_step is 's\.csv'\. Pass a function",
     ),
-    "no tokens": ({"tokens": 0}, tba.ConfigError, r"tokens is 0\. Pass the tokens of one micro-batch, or"),
+    "no tokens": ({"tokens": 0}, tba.ConfigError, r"tokens is 0\. Pass their number in a micro-batch, or"),
     "a log in no directory": (
         {"run_log": "no/run.jsonl"},
         tba.RunLogError,
