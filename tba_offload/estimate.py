@@ -30,7 +30,7 @@ from tba_offload.capture.views import StaticStorages
 from tba_offload.config import OffloadConfig
 from tba_offload.days import bytes_per_day
 from tba_offload.device import default_device
-from tba_offload.device.meters import LiveBytes
+from tba_offload.device.meters import FITTING, LiveBytes
 from tba_offload.errors import ConfigError, MissingDependencyError, TbaError, UnsupportedError
 from tba_offload.formatting import layers_by_placement, readable_size
 from tba_offload.layers.find import find_layers
@@ -60,7 +60,9 @@ def run_on_console(
     chosen = {way: case.uniform(Placement(way)) for way in WAYS}
     if device_bytes is not None:
         gradients = step.gradients.nbytes
-        share = DeviceShare(device_bytes, step.weight_bytes + 2 * gradients, gradients)
+        share = DeviceShare(int(FITTING * device_bytes), step.weight_bytes + 2 * gradients, gradients)
+        if share.left <= 0:
+            raise ConfigError(f"nothing is left for activations {share}. Choose a larger device")
         case = replace(case, limits=limits.on_device(share))
         chosen["fit"] = solve(case)
         notes += [
@@ -167,7 +169,10 @@ def create(*, config: str | None, dtype: str, batch: int, sequence: int, **sizes
     # Some functions that initialize weights read the values of the weights.
     unfilled: Any = type(name, (kind,), {"initialize_weights": lambda _: None})
     with torch.device(default_device().torch_device):
-        model = unfilled._from_config(found, dtype=DTYPES[dtype]).train()
+        try:
+            model = unfilled._from_config(found, dtype=DTYPES[dtype]).train()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"the configuration gives no model: {error}") from error
         return model, torch.zeros(batch, sequence, dtype=torch.long)
 
 

@@ -54,7 +54,7 @@ class BudgetConfig:
     in_flight_bytes: values.Window = None
     """Size of the in-flight window: upper limit of activations that are being written, or that were read back
     and are not used yet. The default is 256MiB in the first step. Later, it is an eighth of the bytes that a
-    step saves, at most 256MiB. 0 means no limit."""
+    step saves, at most 256MiB, or the largest tensor. 0 means no limit."""
 
     objective: Objective | None = None
     """Goal of the planner for ``auto`` layers: the shortest step (``time``), or the lowest peak without

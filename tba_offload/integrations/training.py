@@ -47,6 +47,7 @@ class Training:
             raise TypeError(
                 f"OffloadCallback has no argument {name!r}. It takes those of attach(): {', '.join(known)}"
             )
+        read_config(config)  # a wrong policy is an error before the training
         self.session: Session | None = None
         self._config, self._run_log, self._options = config, run_log, options
         self._reported = 0

@@ -65,7 +65,7 @@ OFF, OFF_STEPS, OTHER_RATE = 0.1, 3, 1 / 3
 """Limits for a new plan: the change of step times, the number of steps in a row, and the change of a store
 rate."""
 
-ROOM_CHANGED = "the memory available for activations has changed"
+ROOM_CHANGED = "the limits of the plan have changed"
 
 WORTH_IT = 0.02
 """Smallest relative gain of a new plan that replaces the current plan. I/O waits below this share of a step

@@ -563,6 +563,10 @@ def describe_step(record: StepRecord) -> str:
     return "; ".join(parts)
 
 
+_ENOUGH = 3
+"""Smallest number of steps whose median describes a plan."""
+
+
 def describe_run(log: RunLog, keep: Prediction | None, *, wears: bool) -> str | None:
     """Return a line with the cost of a run; ``None`` if fewer than two steps have a measured peak.
 
@@ -575,11 +579,14 @@ def describe_run(log: RunLog, keep: Prediction | None, *, wears: bool) -> str | 
     peak = max((step.activation_peak_bytes or 0 for step in steps), default=0)
     if not peak:
         return None
+    if len({step.tokens for step in steps}) > 1:
+        keep = None  # it is predicted for one size of batches
     of_keep = "" if keep is None else f" (keep: {readable_size(keep.activation_peak)})"
     parts = [f"activation peak {readable_size(peak)}{of_keep}"]
     # The plan of the last step counts. Earlier steps measured what other placements cost.
-    steps = [step for step in steps if step.predicted_seconds == steps[-1].predicted_seconds]
-    if keep is not None:
+    planned = [step for step in steps if step.predicted_seconds == steps[-1].predicted_seconds]
+    steps = planned if len(planned) >= _ENOUGH else steps[-_ENOUGH:]
+    if keep is not None and keep.seconds > 0:
         ratio = statistics.median(step.seconds for step in timed_steps(steps)) / keep.seconds
         parts.append(f"step {significant(ratio)} x keep as predicted")
     states: Any = [each["written_bytes"] for each in log.others if each["event"] == "states"]

@@ -391,7 +391,8 @@ class Loop:
     def _miss_optimizer(self, step: Step, passes: int) -> None:
         """Warn if a step has many backward passes and the session never saw an optimizer of the model."""
         session, count = self.session, len(self.session.capture.trace.backward_ends)
-        if count >= passes and not (step.updates or session.optimizers or step.has_failed):
+        is_updated = step.updates or session.optimizers or session.gradients.updated
+        if count >= passes and not (is_updated or step.has_failed):
             session.notices.warn_once("no update", count, category=NoEffectWarning)
 
 

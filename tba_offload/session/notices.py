@@ -44,8 +44,8 @@ _MESSAGES = {
     "no layer": "no activation is offloaded or recomputed: {}, although the model was trained. Close the "
     "session, and attach the layers that train: attach(model, config, layers=[...])",
     "no update": "backward made gradients {} times, and no optimizer of the model's parameters was seen to "
-    "update them. Call its step(). If the program updates copies of them, put each step and its update "
-    "into one `with session.step():`",
+    "update them. Call its step(). If a gradient scaler skipped these steps, ignore this warning. If the "
+    "program updates copies of them, put each step and its update into one `with session.step():`",
     "stale": "optimizer.step() was called {} times, but no optimizer of the model's parameters was seen: "
     "this {} updates other tensors. Create the optimizer from the parameters of this model. If it updates "
     "copies of them, put each step into one `with session.step():`",

@@ -47,6 +47,13 @@ _REMEMBERED = {MEMORY: "step", "states": "optimizer"}
 field."""
 
 
+def rank_of_process() -> tuple[int, int]:
+    """Return the rank of this process, and the number of ranks: 0 and 1 without ``torch.distributed``."""
+    world = torch.distributed
+    is_alone = not (world.is_available() and world.is_initialized())
+    return (0, 1) if is_alone else (world.get_rank(), world.get_world_size())
+
+
 def run_log_path(
     path: str | os.PathLike[str], *, agreed: Callable[[int], int] = lambda number: number
 ) -> Path:
@@ -60,9 +67,7 @@ def run_log_path(
         agreed: Collective function that returns one number for all ranks. By default each rank uses its own
             number.
     """
-    world = torch.distributed
-    is_alone = not (world.is_available() and world.is_initialized())
-    rank, ranks = (0, 1) if is_alone else (world.get_rank(), world.get_world_size())
+    rank, ranks = rank_of_process()
     wanted, taken = free_run_log(path, rank, ranks, agreed=agreed)
     if taken != wanted and rank == 0:
         tell(f"{wanted} is the log of an earlier run, so this run is logged to {taken}")

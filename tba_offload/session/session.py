@@ -44,7 +44,15 @@ from tba_offload.session.layers import BackwardWatch, LayerRuns
 from tba_offload.session.loop import Loop, Step, Tokens, token_counter
 from tba_offload.session.memory import Memory
 from tba_offload.session.notices import OTHER_RANKS, Notices, tell, warn_after
-from tba_offload.session.record import Recorder, explained, header_of, learn, memory_event, record_of
+from tba_offload.session.record import (
+    Recorder,
+    explained,
+    header_of,
+    learn,
+    memory_event,
+    rank_of_process,
+    record_of,
+)
 from tba_offload.states import OptimizerStates, offload_optimizer
 from tba_offload.store.base import close_after
 from tba_offload.store.doctor import measure
@@ -443,8 +451,9 @@ class Session:
         self.recorder.write(wait=True)
         wears = self.config.store.kind != "host"
         line = describe_run(self.recorder.log(), self._controller.keep, wears=wears)
-        if self.world.rank == 0 and line is not None:
-            tell(line)
+        rank, ranks = rank_of_process()
+        if rank == 0 and line is not None:
+            tell(line if ranks == 1 else f"{line} (rank 0 of {ranks})")
 
     def _uninstall(self) -> None:
         for site in self.sites:

@@ -23,7 +23,14 @@ MODELS: dict[str, Any] = {
     "LlamaForCausalLM": lambda: transformers.LlamaConfig(
         hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=3, vocab_size=512
     ),
-    "GPT2LMHeadModel": lambda: transformers.GPT2Config(n_embd=192, n_layer=6, n_head=3, vocab_size=512),
+    "OPTForCausalLM": lambda: transformers.OPTConfig(
+        hidden_size=192,
+        ffn_dim=768,
+        num_hidden_layers=6,
+        num_attention_heads=3,
+        vocab_size=512,
+        word_embed_proj_dim=192,
+    ),
     "BertForMaskedLM": lambda: transformers.BertConfig(
         hidden_size=192, intermediate_size=768, num_hidden_layers=6, num_attention_heads=3, vocab_size=512
     ),
@@ -56,7 +63,7 @@ def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) 
     ("name", "dtype"),
     [
         ("LlamaForCausalLM", "bf16"),
-        ("GPT2LMHeadModel", "fp32"),
+        ("OPTForCausalLM", "fp32"),
         ("BertForMaskedLM", "bf16"),
     ],
 )

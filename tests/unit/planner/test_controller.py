@@ -393,6 +393,6 @@ def test_an_error_of_the_planner_ends_no_step_and_is_told_once() -> None:
     machine.run(2)
     before = machine.plan
     seen: Any = SimpleNamespace(plan=before, loads=None)  # a record that nothing can be made of
-    with pytest.warns(RuntimeWarning, match="no plan could be made after step 3: .*please report") as told:
+    with pytest.warns(RuntimeWarning, match="no plan could be made after step 3: .*Please report") as told:
         assert [machine.controller.observe(seen) for _ in range(2)] == [before] * 2
     assert len(told) == 1
