@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import gt
 from pathlib import Path
@@ -75,9 +76,7 @@ def judge(program: Program) -> Verdict:
         if verdict.is_fault:
             return verdict
         remains = left_over(directory)
-        more = own_objects() - before
-        if more and not leaves_a_graph(program):
-            remains += [f"{count} {name}" for name, count in more.items()]
+        remains += [f"{count} {name}" for name, count in (own_objects() - before).items()]
         if open_files() > descriptors:
             remains.append(f"{open_files() - descriptors} descriptors")
         if any(map(gt, left, plain_left)):  # once more: what is made once in a process is not left each time
@@ -87,20 +86,27 @@ def judge(program: Program) -> Verdict:
         return Verdict("left", ", ".join(remains)) if remains else verdict
 
 
-def leaves_a_graph(program: Program) -> bool:
-    """Whether PyTorch keeps tensors of plain training, as of a failed pass: that keeps our objects too."""
-    before, _ = alive()
-    trained(program, None)
-    return alive()[0] > before
-
-
 def trained(program: Program, directory: Path | None) -> tuple[History, tuple[int, int]]:
     """What a training has computed, and how many more storages of how many bytes there are then."""
+    fail_once()
     count, nbytes = alive()
     training = Training(program, directory)
     history = training.run()
+    del training
+    fail_once()
     count_after, nbytes_after = alive()
     return history, (count_after - count, nbytes_after - nbytes)
+
+
+def fail_once() -> None:
+    """Lets a small backward pass fail. PyTorch keeps the graph of a failed pass until another pass fails."""
+    changed = torch.ones(1, requires_grad=True).exp()
+    result = changed.exp()
+    with torch.no_grad():
+        result.zero_()
+    with suppress(RuntimeError):
+        result.backward()
+    gc.collect()  # what that graph held is found by the next collection only
 
 
 def compared(found: History, expected: History) -> Verdict:

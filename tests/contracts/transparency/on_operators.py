@@ -57,7 +57,8 @@ ALWAYS = (
 """Operators of all kinds of saving."""
 
 TABLE = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db if op.supports_autograd}
-CHANGES_ARGUMENTS = "its forward changes its argument"
+REFUSED = ("its forward changes its argument", "whose bytes cannot be compared")
+"""What a layer cannot be recomputed for."""
 
 
 class Operator(nn.Module):
@@ -172,7 +173,7 @@ def test_an_operator_has_the_bits_of_plain_training(name: str) -> None:
             try:
                 found = offloaded(layers, placement)
             except UnsupportedError as error:
-                if placement.startswith("recompute") and CHANGES_ARGUMENTS in str(error):
+                if placement.startswith("recompute") and any(why in str(error) for why in REFUSED):
                     continue  # as it should be
                 raise
             if not all(map(same, found, expected)):
