@@ -9,13 +9,9 @@ the layer may give other bits without compilation.
 
 from __future__ import annotations
 
-import copy
-import copyreg
-import functools
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.capture.trace import ScopeKey
@@ -23,7 +19,7 @@ from tba_offload.errors import SessionError, warn
 from tba_offload.torch_private import CALLS, is_compiled, is_recomputation, not_traced, switch_tracer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from types import FrameType
 
     from torch import nn
@@ -43,55 +39,7 @@ Run = Callable[["Site", tuple[object, ...], dict[str, object]], object]
 """A function that runs a layer in place of the layer's own forward."""
 
 
-class InstalledHook:
-    """A hook on a module, or a function among its attributes, that belongs to one session.
-
-    Attributes:
-        replaced: The attribute that this object replaced; ``None`` if there was none.
-    """
-
-    replaced: object = None
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        # A module with its own copy methods gets a function of the standard library that does nothing.
-        return getattr, (nullcontext(), "__exit__")
-
-
-def copy_without_hooks(modules: Iterable[nn.Module]) -> None:
-    """Make copies and pickles of modules leave out every :class:`InstalledHook`.
-
-    A file saved from an attached model then equals a file of the bare model. ``torch.load`` needs no other
-    safe globals, and needs no tba-offload. The reducers are registered by class in ``copyreg``. A reducer
-    gets the object that is copied, even if this object shares the attributes of another module. Classes stay
-    registered, because a module without an :class:`InstalledHook` is copied as before.
-    """
-    for kind in set(map(type, modules)) - copyreg.dispatch_table.keys():
-        copyreg.pickle(kind, _reduce_without_hooks)
-
-
-def _reduce_without_hooks(module: nn.Module) -> Any:
-    reduced = module.__reduce_ex__(2)
-    if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-        return reduced
-    hooks = {name: held for name, held in reduced[2].items() if type(held) is OrderedDict and "hooks" in name}
-    ours = {
-        key
-        for held in hooks.values()
-        for key, hook in held.items()
-        if isinstance(getattr(hook, "hook", hook), InstalledHook)  # PyTorch wraps some hooks
-    }
-    state: dict[str, object] = {}
-    for name, value in reduced[2].items():
-        if name in hooks and not ours.isdisjoint(value):  # the other dictionaries of hooks have the same keys
-            state[name] = OrderedDict((key, hook) for key, hook in value.items() if key not in ours)
-        elif not isinstance(value, InstalledHook):
-            state[name] = value
-        elif value.replaced is not None:
-            state[name] = value.replaced
-    return (*reduced[:2], state, *reduced[3:])
-
-
-class Site(InstalledHook):
+class Site:
     """The callable that replaces a layer's forward while a session is open.
 
     A ``Site`` replaces the forward and adds no module hooks, because only its ``finally`` also runs after a
@@ -112,7 +60,7 @@ class Site(InstalledHook):
 
     def __init__(self, layer: Layer, index: int) -> None:
         self.own: Callable[..., Any] = layer.module.forward
-        functools.update_wrapper(self, self.own)
+        update_wrapper(self, self.own)
         self.layer, self.index = layer, index
         self.runs = self.waiting = 0
         self.tracer: Tracer = None
@@ -125,7 +73,6 @@ class Site(InstalledHook):
         """
         self._run = run
         self.layer.module.forward = self
-        copy_without_hooks([self.layer.module])
 
     def uninstall(self) -> None:
         """Restore the layer's own forward: the method of its class or an attribute of the instance."""
@@ -193,16 +140,8 @@ class Site(InstalledHook):
         """Whether the layer's forward is the method of its class, and not an attribute of the instance."""
         return getattr(self.own, "__self__", None) is self.layer.module
 
-    @property
-    def replaced(self) -> object:  # type: ignore[override]
-        """The forward that was an attribute of the instance; ``None`` if there was none."""
-        return None if self.is_method else self.own
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> object:
-        return copy.deepcopy(self.own, memo)
-
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return getattr, (self.layer.module, "forward")
+        return (getattr, (self.layer.module, "forward")) if self.is_method else (partial, (self.own,))
 
 
 def check_unattached(layers: Sequence[Layer]) -> None:

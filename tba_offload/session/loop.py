@@ -19,13 +19,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tba_offload.capture.site import InstalledHook, copy_without_hooks
 from tba_offload.errors import ConfigError, NoEffectWarning, SessionError
 from tba_offload.report.log import StepRecord, read_event
 from tba_offload.report.timeline import TimelineEvent
@@ -176,7 +176,6 @@ class Loop:
     def _install(self, callers: Sequence[nn.Module]) -> None:
         """Register hooks on the model's forwards and on the steps of all optimizers."""
         own = weakref.ref(self)  # the hooks are global, and must not keep a model alive
-        copy_without_hooks(callers)
         self._handles += [
             register_optimizer_step_pre_hook(_Hook(own, Loop._optimizer_begins)),
             register_optimizer_step_post_hook(_Hook(own, Loop._optimizer_ended)),
@@ -396,7 +395,7 @@ class Loop:
             session.notices.warn_once("no update", count, category=NoEffectWarning)
 
 
-class _Hook(InstalledHook):
+class _Hook:
     """A hook on a model or on all optimizers. It has only a weak reference to its :class:`Loop`."""
 
     def __init__(self, loop: weakref.ref[Loop], method: Callable[..., Any]) -> None:
@@ -405,6 +404,9 @@ class _Hook(InstalledHook):
     def __call__(self, *arguments: object) -> Any:
         loop = self._loop()
         return None if loop is None else self._method(loop, *arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return getattr, (nullcontext(), "__exit__")  # does nothing, and a file loads without this package
 
 
 class _ModelHook(_Hook):
