@@ -6,8 +6,7 @@ arguments in its place. Autograd saves most of these arguments anyway. Backward 
 digest of every byte is compared before the optimizer's step.
 
 PyTorch does not show modes the calls of modules, and of autograd functions written in Python. Some of these
-classes are therefore wrapped. PyTorch also does not show which functions a function calls in C++. For the
-functions in :data:`COMPOSED`, a second mode records them.
+classes are therefore wrapped.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tba_offload.capture.trace import ActivationKey, ActivationTrace, Treatment
 from tba_offload.capture.views import View, is_understood, restore, version_probe, view_of, viewed
 from tba_offload.layers.graph import check_version
 from tba_offload.recompute.digest import fold, mix
-from tba_offload.torch_private import TorchDispatchMode, untraced
+from tba_offload.torch_private import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,13 +40,9 @@ _NAMES = (
     "half hardswish layer_norm leaky_relu logsigmoid mean mish mul neg pow reciprocal relu relu6 rms_norm "
     "rsqrt selu sigmoid silu sin softplus sqrt square sub tanh to type_as where"
 )
-_PARTS = {torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor}
 
-CHEAP = {getattr(room, x, None) for x in _NAMES.split() for room in (torch, Tensor, nn.functional)} | _PARTS
+CHEAP = {getattr(room, x, None) for x in _NAMES.split() for room in (torch, Tensor, nn.functional)}
 """Functions without random numbers whose time is limited by memory bandwidth."""
-
-COMPOSED = {nn.functional.dropout, torch.dropout, nn.functional.rms_norm, torch.rms_norm}
-"""Functions that are one kernel on a GPU. On a CPU they call other functions and save their outputs."""
 
 DEEPEST = 12
 """Largest number of calls in the chain that rebuilds one saved tensor."""
@@ -97,14 +92,10 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Call a PyTorch function, and record the call if the function is cheap."""
+        kwargs = kwargs or {}
+        output = function(*args, **kwargs)
         # The compiler traces through this code, and compiles the same graph as without a mode.
-        kwargs, is_compiling = kwargs or {}, torch.compiler.is_compiling()
-        if function in COMPOSED and self.capture.device.type == "cpu" and not is_compiling:
-            with _Parts(self):
-                output = function(*args, **kwargs)
-        else:
-            output = function(*args, **kwargs)
-        if function in CHEAP and not is_compiling and torch.is_grad_enabled():
+        if function in CHEAP and not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self.note(function, args, kwargs, output)
         return output
 
@@ -178,17 +169,6 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         static = storage in capture.static or any(isinstance(x, nn.Parameter) for x in (tensor, tensor._base))
         is_known = capture.is_kept(storage) or capture.find(storage, tensor) is not None
         return static or is_known or tensor.nbytes < capture.min_tensor_bytes
-
-
-class _Parts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that passes each function that a composed function calls to the hooks of a layer."""
-
-    def __init__(self, hooks: RematerializingHooks) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._hooks = hooks
-
-    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        return self._hooks.__torch_function__(function, types, args, kwargs)
 
 
 class _Call:

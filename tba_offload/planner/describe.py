@@ -60,9 +60,7 @@ def _store(case: Case) -> str:
     seconds = sum(profile.timing(slot.layer, Placement.KEEP).forward + slot.gap for slot in slots)
     saved = sum(profile.kind_of(slot.layer).whole_bytes for slot in slots)
     needed = saved / seconds if seconds else 0.0
-    if needed > case.bandwidth.write:
-        return f"The store writes {given}, and offloading all without waits needs {readable_rate(needed)}"
-    return f"The store writes {given}, and offloading all without waits needs only {readable_rate(needed)}"
+    return f"The store writes {given}, and offloading all without waits needs {readable_rate(needed)}"
 
 
 def written_a_day(case: Case, plan: Plan) -> str | None:

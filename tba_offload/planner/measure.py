@@ -159,7 +159,7 @@ def profile_of(
     clock = _clock(times.stalls)
     slots, last = _slots(runs, clock(times.began), seen.record.gradient_peak_bytes if nets else None)
     if before is not None:
-        slots = _with_skipped(_with_gradients(slots, before.slots), {slot.layer for slot in before.slots})
+        slots = _with_skipped(slots, {slot.layer for slot in before.slots})
     return StepProfile(
         kinds=kinds,
         layers=of_layers,
@@ -225,14 +225,6 @@ def _slots(runs: Sequence[_Run], began: float, most_gradients: int | None) -> tu
         slots.append(Slot(run.layer, run.scope.key.micro_batch, backward, max(start - last, 0.0), gradients))
         last = end
     return tuple(slots), last
-
-
-def _with_gradients(slots: tuple[Slot, ...], before: Sequence[Slot]) -> tuple[Slot, ...]:
-    """Return the slots with the larger gradients of two steps. Steps may train different parameters."""
-    if [slot[:3] for slot in slots] != [slot[:3] for slot in before]:
-        return slots
-    pairs = zip(slots, before, strict=True)
-    return tuple(new._replace(gradients=max(new.gradients, old.gradients)) for new, old in pairs)
 
 
 def _with_skipped(slots: Sequence[Slot], layers: set[int]) -> tuple[Slot, ...]:

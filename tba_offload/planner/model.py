@@ -278,10 +278,6 @@ class Bandwidth:
     read: float
     capacity: int | None = None
 
-    def __post_init__(self) -> None:
-        if not (self.write > 0 and self.read > 0 and (self.capacity or 0) >= 0):
-            raise ValueError(f"rates must be positive, and the capacity not negative: {self}")
-
     def scaled(self, factor: float) -> Bandwidth:
         """Return the rates multiplied by ``factor``."""
         return replace(self, write=self.write * factor, read=self.read * factor)
@@ -391,9 +387,7 @@ class Prediction:
         written_bytes: Bytes written to the store.
         activation_peak: Activation peak in bytes.
         held_bytes: Largest part of ``peak_bytes`` that is not in flight.
-        read_bytes: Bytes read back.
         forwarded_bytes: Bytes of offloaded layers that backward found in memory.
-        fallback_bytes: Bytes that stayed in memory because the store was full.
     """
 
     seconds: float
@@ -402,9 +396,7 @@ class Prediction:
     written_bytes: int
     activation_peak: int
     held_bytes: int = 0
-    read_bytes: int = 0
     forwarded_bytes: int = 0
-    fallback_bytes: int = 0
 
     @property
     def sent_bytes(self) -> int:

@@ -133,7 +133,7 @@ class _Step:
         self._batch_from = self._window.held_back + self._window.batch
         self._writing: deque[_Item] = deque()
         self._next_written = INFINITY
-        self._written = self._read = self._forwarded = self._fallback = 0
+        self._written = self._forwarded = 0
         # reads, in the order of backward
         self._reader_free = 0.0
         self._read_ahead_bytes = 0
@@ -154,9 +154,7 @@ class _Step:
             max(self._activations + self._headroom, 0),
             # A negative headroom was measured at the peak, so it may not apply at other times.
             self._held + max(self._headroom, 0),
-            self._read,
             self._forwarded,
-            self._fallback,
         )
 
     # ---- slots -----------------------------------------------------------------------------------
@@ -280,7 +278,6 @@ class _Step:
             item.waits = False
             if item.blocks > self._room:
                 item.stays, item.in_memory, item.arrives = True, False, self._now
-                self._fallback += item.nbytes
                 self._in_flight -= item.nbytes
                 self._hold(item.nbytes)
                 continue
@@ -334,7 +331,6 @@ class _Step:
     def _start_read(self, item: _Item) -> None:
         begin = max(self._reader_free, self._now, item.written)
         self._reader_free = item.arrives = begin + item.nbytes / self._bandwidth.read
-        self._read += item.nbytes
 
     def _fill_window(self) -> None:
         """Read the next activations for backward until the window is full."""

@@ -81,11 +81,10 @@ class Machine:
             stall_seconds=stall,
             activation_peak_bytes=int(peak * found.peak_bytes),
             own_peak_bytes=found.peak_bytes - self.profile.headroom,
-            fallback_kept_bytes=found.fallback_bytes,
         )
         load = DriveLoad(
             Load(found.written_bytes, found.written_bytes / rates.write),
-            Load(found.read_bytes, found.read_bytes / rates.read),
+            Load(found.written_bytes, found.written_bytes / rates.read),
         )
         stalls = [(ended, ended + stall)] if stall else []
         seen = StepObservation(trace, stalls, [load], plan, record, 0.0, not_recomputed=self.never)
