@@ -31,7 +31,6 @@ from tba_offload.config import format_size, load_config, parse_size
 from tba_offload.device.host_memory import keep_freed_pages
 from tba_offload.device.meters import available_bytes
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
-from tba_offload.files import write_regular
 from tba_offload.formatting import readable_size
 from tba_offload.report.log import counted_steps, read_run_log
 from tba_offload.report.rok import draw, points, require_matplotlib
@@ -226,7 +225,7 @@ def run_demo(job: Job, say: Say, *, time_limit: float = math.inf) -> dict[str, A
     drawn = points(compared, memory="device" if job.states else "activations")
     for name in ("rok.svg", "rok.png"):
         draw(drawn, job.output / name)
-    write_regular(job.output / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+    (job.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
 
 

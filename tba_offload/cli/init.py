@@ -13,7 +13,6 @@ import click
 import yaml
 
 from tba_offload.cli.shared import DIRECTORIES, JSON, writing
-from tba_offload.files import write_regular
 from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: b
         )
     found = {path: _look_at(path) for path in map(str, directories or _drives())}
     with writing(output):
-        write_regular(output, _policy(found).encode())
+        output.write_bytes(_policy(found).encode())
     if as_json:
         places = [{"directory": path, **place._asdict()} for path, place in found.items()]
         click.echo(json.dumps({"policy": str(output), "directories": places}, indent=2))

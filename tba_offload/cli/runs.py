@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tba_offload.cli.shared import FILE, JSON, RATED, bandwidth_of, rates, say, size, writing
-from tba_offload.files import write_regular
 from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from click.decorators import FC
 
@@ -83,7 +82,7 @@ def rok(
             report.draw(points, picture)
     if csv_file is not None and csv_file != "-":
         with writing(csv_file, runs):
-            write_regular(csv_file, report.csv_text(points).encode())
+            Path(csv_file).write_bytes(report.csv_text(points).encode())
     if as_json:
         click.echo(json.dumps({"points": report.rows(points), "advice": report.advice(points)}, indent=2))
     elif csv_file == "-":
@@ -163,7 +162,7 @@ def _write_policy(path: Path, text: str, *, force: bool) -> None:
             f"{path}: the file was not written by this command, so it was not replaced. Choose another name, "
             "or use --force"
         )
-    write_regular(path, (_PLANNED + text).encode())
+    path.write_bytes((_PLANNED + text).encode())
 
 
 @click.command()
@@ -220,7 +219,7 @@ def report(runs: tuple[Path, ...], output: Path, *, as_json: bool) -> None:
     logs = read_runs(runs)
     content = page(logs)
     with writing(output, runs):
-        write_regular(output, content)
+        output.write_bytes(content)
     if as_json:
         click.echo(json.dumps({"page": str(output), "bytes": len(content), "runs": len(logs)}))
     else:

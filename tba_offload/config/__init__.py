@@ -24,7 +24,6 @@ from tba_offload.config.policy import Objective, Placement, Policy, Rule
 from tba_offload.config.values import format_size as format_size
 from tba_offload.config.values import parse_size as parse_size
 from tba_offload.errors import ConfigError
-from tba_offload.files import read_regular
 from tba_offload.formatting import quoted
 from tba_offload.placements import names
 
@@ -439,10 +438,6 @@ def with_directories(config: OffloadConfig, directories: Paths | None) -> Offloa
     return replace(config, store=store)
 
 
-MOST_TEXT = 2**20
-"""Bytes of the largest policy file, enough for thousands of rules."""
-
-
 def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
     """Read a configuration from a YAML file.
 
@@ -455,7 +450,7 @@ def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
     """
     file = str(path)
     try:
-        text = read_regular(Path(path), MOST_TEXT).decode("utf-8-sig")
+        text = Path(path).read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"is not UTF-8 text: {error.reason}", file=file) from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name

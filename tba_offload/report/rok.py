@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tba_offload.errors import ConfigError, MissingDependencyError, RunLogError
-from tba_offload.files import write_regular
 from tba_offload.formatting import BYTES, readable_size, scale, significant, visible
 from tba_offload.report.log import counted_steps, timed_steps
 from tba_offload.report.ranks import read_runs
@@ -371,7 +370,7 @@ def write_picture(path: str | os.PathLike[str], figure_of: Callable[[], Figure])
     kind = picture_kind(path)
     with drawing():
         content = rendered(figure_of(), kind)
-    write_regular(path, content)
+    Path(path).write_bytes(content)
 
 
 def draw(points: Sequence[RokPoint], path: str | os.PathLike[str]) -> None:

@@ -6,10 +6,10 @@ import json
 import math
 import textwrap
 from bisect import bisect
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_offload.errors import RunLogError
-from tba_offload.files import write_regular
 from tba_offload.formatting import BYTES, RATES, readable_size, scale, visible
 from tba_offload.report.log import TIMELINE, Bytes, Event, Seconds
 from tba_offload.report.rok import COLOURS, GREY, INK, WIDTH, finish, picture_kind, write_picture
@@ -166,7 +166,7 @@ class TimelineEvent(Event):
             OSError: The file cannot be written.
         """
         if picture_kind(path, TRACE) == TRACE:
-            write_regular(path, json.dumps(trace_of(self)).encode())
+            Path(path).write_text(json.dumps(trace_of(self)))
         else:
             write_picture(path, lambda: timeline_figure(self))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import KIB, made, session_for
+from harness import made, session_for
 from later import Later
 from models import Model, loss_of, make_model, make_tokens, one_step, same_bits
 
