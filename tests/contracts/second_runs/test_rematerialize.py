@@ -81,10 +81,6 @@ class WrittenNorm(nn.Module):
         return self.weight * wide.to(h.dtype)
 
 
-def dropped(h: Tensor) -> Tensor:
-    return F.gelu(F.dropout(torch.tanh(h), 0.2)) * h
-
-
 class ScriptedGate(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         return F.silu(h) * h
@@ -102,8 +98,7 @@ MADE_AGAIN: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "norm of a function": (mixing(lambda h: F.layer_norm(F.gelu(h), (INNER,))), 2 * ONE),
     "by names": (mixing(lambda h: F.layer_norm(h, normalized_shape=(INNER,), eps=1e-4)), ONE),
     "a view": (mixing(lambda h: F.gelu(h).view(ROWS * LENGTH, INNER).view(ROWS, LENGTH, INNER)), ONE),
-    "dropout inside a chain": (mixing(dropped), 3 * ONE),
-    "rms norm": (normed(nn.RMSNorm, INNER), 2 * ONE),
+    "rms norm": (normed(nn.RMSNorm, INNER), ONE),
 }
 """Bytes of each layer that are made again."""
 
