@@ -5,8 +5,8 @@ records the function, the arguments and the output. If autograd saves this outpu
 arguments in its place. Autograd saves most of these arguments anyway. Backward calls the function again. A
 digest of every byte is compared before the optimizer's step.
 
-PyTorch does not show modes the calls of modules, and of autograd functions written in Python. Some of these
-classes are therefore wrapped.
+PyTorch does not show modes the calls of autograd functions written in Python. Some of these classes are
+therefore wrapped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import weakref
 from functools import partial
-from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,18 +47,16 @@ DEEPEST = 12
 """Largest number of calls in the chain that rebuilds one saved tensor."""
 
 _CLASSES = (
-    ("apex.normalization", "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm"),
-    ("transformer_engine.pytorch", "LayerNorm RMSNorm"),
     ("megatron.core.fusions.fused_bias_gelu", "GeLUFunction"),
     ("megatron.core.fusions.fused_bias_geglu", "GeGLUFunction BiasGeGLUFunction"),
     ("megatron.core.fusions.fused_bias_geglu", "WeightedQuickGeGLUFunction WeightedBiasQuickGeGLUFunction"),
     ("megatron.core.fusions.fused_bias_swiglu", "SwiGLUFunction BiasSwiGLUFunction WeightedSwiGLUFunction"),
     ("megatron.core.fusions.fused_weighted_squared_relu", "WeightedSquaredReLUFunction"),
 )
-"""Cheap modules and autograd functions that modes do not see, for each Python module."""
+"""Cheap autograd functions of each module. Modes do not see these functions."""
 
-_wrapped: dict[Any, tuple[str, Any, Any]] = {}
-"""The wrapped classes. Each value has the name of the method, the original method, and the wrapper."""
+_wrapped: dict[Any, Any] = {}
+"""The wrapped classes, each with the wrapper of its method ``apply``."""
 
 
 class RematerializingHooks(LayerHooks, TorchFunctionMode):
@@ -285,20 +282,18 @@ def _wrap_classes() -> None:
         for name in names.split() if module in sys.modules else ():
             found: Any = getattr(sys.modules[module], name, None)
             if found is not None and found not in _wrapped:
-                method = "apply" if issubclass(found, torch.autograd.Function) else "forward"
-                own = getattr_static(found, method)
                 # Dispatch only to the class and to the mode, so that tensor subclasses see no additional
                 # calls.
-                shown = wrap_torch_function(lambda owner, *_, **__: (owner,))(getattr(own, "__func__", own))
+                shown = wrap_torch_function(lambda owner, *_, **__: (owner,))(found.apply.__func__)
                 shown.__name__ = name
                 CHEAP.add(shown)
-                _wrapped[found] = method, own, shown
-                setattr(found, method, classmethod(shown) if isinstance(own, classmethod) else shown)
+                _wrapped[found] = shown
+                found.apply = classmethod(shown)
 
 
 def unwrap_classes() -> None:
-    """Restore the methods of the wrapped classes. A layer that runs later wraps them again."""
+    """Remove the wrappers. A layer that runs later wraps the classes again."""
     while _wrapped:
-        found, (method, own, shown) = _wrapped.popitem()
-        setattr(found, method, own)
+        found, shown = _wrapped.popitem()
+        del found.apply
         CHEAP.remove(shown)
