@@ -101,7 +101,7 @@ def rok(
     help="Limit for all bytes of the device, such as 70GiB, instead of --budget.",
 )
 @click.option("--layers", type=click.IntRange(1, 10_000), help="Plan for this number of layers.")
-@click.option("--drives", type=float, default=1, help="Plan for this many times the drives of the run.")
+@click.option("--drives", type=click.FloatRange(0.1), default=1, help="Plan for this many times the drives.")
 @rates
 @RATED
 @_output("Write the plan as a policy file. Only a file that this command wrote is replaced.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import statistics
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -123,13 +122,7 @@ class Situation:
         )
 
     def changed(self, *, layers: int | None = None, drives: float = 1) -> Situation:
-        """Return the situation with another number of layers, or with ``drives`` times the drives.
-
-        Raises:
-            ConfigError: ``drives`` is not a finite number above 0.
-        """
-        if not 0 < drives < math.inf:
-            raise ConfigError(f"{drives:g} is not a number of drives. Pass a finite number above 0")
+        """Return the situation with another number of layers, or with ``drives`` times the drives."""
         run = self.run if drives == 1 else None
         situation = replace(self, bandwidth=self.bandwidth.scaled(drives), run=run)
         if layers is None or layers == len(self.names):
