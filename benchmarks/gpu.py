@@ -291,7 +291,7 @@ class Way:
                 figures |= {"peak": max(peak - base, 0), "reserved": reserved}
         figures |= {"seconds": end - start, "forward": turn - start, "backward": end - turn}
         if self.session is not None:
-            self.session.offloader.quiesce()  # what is still under way must not disturb the next
+            self.session.offloader.make_room(sys.maxsize)  # what is still under way must not disturb the next
             record = self.session.records[-1]
             figures |= {
                 "stall": record.stall_seconds,

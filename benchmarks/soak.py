@@ -125,16 +125,14 @@ class Soak:
     def look(self, session: Session, step: int) -> dict[str, int]:
         """Return what the process holds now; in bytes unless the name says otherwise."""
         gc.collect()
-        session.offloader.quiesce()
-        while session.store.pending():
-            time.sleep(0.001)
-        session.offloader.quiesce()
+        session.offloader.make_room(sys.maxsize)  # waits for all that is in flight
+        session.offloader.prefetch(())  # looks at dropped handles
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {
             "step": step,
             "descriptors": len(list(Path("/proc/self/fd").iterdir())),
             "threads": len(list(Path("/proc/self/task").iterdir())),
-            "extents": session.store.used_bytes,
+            "extents": sum(place.extents.used for place in session.store._places),
             "window": session.offloader.window.in_flight,
             "resident": pages * os.sysconf("SC_PAGESIZE"),
             "run_log": self.log.stat().st_size,

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,9 +64,7 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: b
 
 def _drives() -> list[str]:
     """Return the mount point of each NVMe drive, or the directory for temporary files."""
-    from tba_offload.store.open import temporary_directory
-
-    temporary = temporary_directory()
+    temporary = tempfile.gettempdir()
     first = {Path(temporary).stat().st_dev: temporary}  # used if it is on the drive
     found = []
     for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines():

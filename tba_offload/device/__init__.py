@@ -325,13 +325,7 @@ class ByteRange:
         return cls(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes)
 
     def part(self, start: int, nbytes: int) -> ByteRange:
-        """Return ``nbytes`` bytes of this range, beginning at its byte ``start``.
-
-        Raises:
-            ValueError: The range is shorter.
-        """
-        if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
-            raise ValueError(f"bytes {start} to {start + nbytes} are not within {self.nbytes}")
+        """Return ``nbytes`` bytes of this range, beginning at its byte ``start``."""
         return ByteRange(self.storage, self.start + start, nbytes)
 
     def tensor(self) -> torch.Tensor:

@@ -180,16 +180,6 @@ class Checksum:
             hasher.update(posix.view(address, nbytes))
             self.seconds += time.thread_time() - began  # without a lock, an addition may be lost
 
-    def of(self, address: int, nbytes: int) -> int | None:
-        """Return the checksum of bytes of host memory; ``None`` without checksums."""
-        if not self.on:
-            return None
-        began = time.thread_time()
-        hasher = xxh3_64()
-        hasher.update(posix.view(address, nbytes))
-        self.seconds += time.thread_time() - began
-        return hasher.intdigest()
-
 
 class Load(NamedTuple):
     """Transfers of one drive in one direction.

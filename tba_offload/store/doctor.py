@@ -15,7 +15,7 @@ import torch
 from tba_offload.device import ByteRange, aligned_range
 from tba_offload.errors import StoreError
 from tba_offload.formatting import readable_rate, readable_size, visible
-from tba_offload.store import gds, posix
+from tba_offload.store import posix
 from tba_offload.store.file import opened_directory
 from tba_offload.store.open import open_store
 from tba_offload.store.pool import Transfer
@@ -109,7 +109,6 @@ def measure(
 _DOUBTS = {
     posix.MEMORY: "offloaded bytes still take memory",
     posix.NETWORK: "a process that is killed may leave files there, and a full server may lose a write",
-    posix.LAYERS: "its bytes pass through another file system, which may be slow",
 }
 
 
@@ -118,14 +117,10 @@ class Location(NamedTuple):
 
     Attributes:
         words: A text with the kernel's name of the file system, the mounted device, and the free space.
-        device: Number of the device. Two directories with the same number share a drive.
-        free_bytes: Free bytes for this user.
         findings: Reasons why offloading there is unsafe or slow, each with a remedy.
     """
 
     words: str
-    device: int
-    free_bytes: int
     findings: list[str]
 
 
@@ -136,7 +131,7 @@ def location_of(directory: str) -> Location:
         StoreError: The directory cannot be reached.
     """
     with opened_directory(directory) as fd:
-        mount, room, device = posix.mount_of(f"/proc/self/fd/{fd}"), os.fstatvfs(fd), os.fstat(fd).st_dev
+        mount, room = posix.mount_of(f"/proc/self/fd/{fd}"), os.fstatvfs(fd)
     free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     mounted = f"{mount.kind} on {mount.source or 'an unknown device'}"
     words = f"{mounted}; {readable_size(free)} free of {readable_size(total)}"
@@ -144,7 +139,7 @@ def location_of(directory: str) -> Location:
     if mount.place in _DOUBTS:
         doubt = f"{mount.kind} is a file system of {mount.place}: {_DOUBTS[mount.place]}"
         findings.append(f"{doubt}. Choose a directory on a local NVMe drive with ext4 or XFS")
-    return Location(words, device, free, findings)
+    return Location(words, findings)
 
 
 def examine(directories: Sequence[str], device: Device, *, bench: bool = False) -> dict[str, Any]:
@@ -167,7 +162,6 @@ def examine(directories: Sequence[str], device: Device, *, bench: bool = False) 
         "kernel": platform.release(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        **gds.driver_versions(),
     }
     found = {directory: _examine(directory, device, bench=bench) for directory in directories}
     return {"machine": machine, "directories": found}

@@ -21,7 +21,6 @@ import mmap
 import os
 import secrets
 import shlex
-import stat
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +47,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)  # a container may forbid unknown calls
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 20, 1 << 30  # a twentieth of the file system, at least 1 GiB
 _GROWTH = 64 << 20  # a file grows by this many bytes more than needed
-_MOST_LINKS = 40
 # Small blocks save memory, because a buffer for a read is padded to blocks. Other file systems may accept
 # transfers smaller than their own block, and use the page cache for these transfers without an error.
 _SMALL_BLOCKS, _KEEPS_DIRECT = (512, BLOCK), ("ext4", "xfs")
@@ -77,7 +75,7 @@ class FileStore(Store):
         path: The I/O path. ``reason`` is a text with the reason if a better path exists.
 
     Raises:
-        StoreError: The directory cannot be used, or other users could tamper with its path.
+        StoreError: The directory cannot be used, or other users could read files there.
     """
 
     kind = "file"
@@ -120,15 +118,15 @@ class FileStore(Store):
         lead, nbytes, block = extent.lead, extent.nbytes, self.block
         span = -(-(lead + nbytes) // block) * block
         is_still = span == nbytes or not self._stable_pages  # bytes next to the payload may change
-        if is_still and source.address % block == lead and not self.device.pins_memory:
-            checksum = self.checksum.of(source.address, nbytes)
-            self._move("write", posix.pwrite, source.address - lead, span, extent.offset)
-            return checksum
         hasher = self.checksum.begin()
-        for staged, data, address, length, offset in self._pieces(extent, source, span):
-            self.device.copy(staged, data, READY)
-            self.checksum.add(hasher, staged.data_ptr(), staged.numel())
-            self._move("write", posix.pwrite, address, length, offset)
+        if is_still and source.address % block == lead and not self.device.pins_memory:
+            self.checksum.add(hasher, source.address, nbytes)
+            self._move("write", posix.pwrite, source.address - lead, span, extent.offset)
+        else:
+            for staged, data, address, length, offset in self._pieces(extent, source, span):
+                self.device.copy(staged, data, READY)
+                self.checksum.add(hasher, staged.data_ptr(), staged.numel())
+                self._move("write", posix.pwrite, address, length, offset)
         return None if hasher is None else hasher.intdigest()
 
     def read(self, extent: Extent, target: ByteRange) -> int | None:
@@ -136,14 +134,15 @@ class FileStore(Store):
         lead, nbytes, block = extent.lead, extent.nbytes, self.block
         span = -(-(lead + nbytes) // block) * block
         has_padding = 0 <= target.start - lead <= target.storage.nbytes() - span
+        hasher = self.checksum.begin()
         if has_padding and target.address % block == lead and not self.device.pins_memory:
             self._move("read", posix.pread, target.address - lead, span, extent.offset)
-            return self.checksum.of(target.address, nbytes)
-        hasher = self.checksum.begin()
-        for staged, data, address, length, offset in self._pieces(extent, target, span):
-            self._move("read", posix.pread, address, length, offset)
-            self.checksum.add(hasher, staged.data_ptr(), staged.numel())
-            self.device.copy(data, staged, READY)
+            self.checksum.add(hasher, target.address, nbytes)
+        else:
+            for staged, data, address, length, offset in self._pieces(extent, target, span):
+                self._move("read", posix.pread, address, length, offset)
+                self.checksum.add(hasher, staged.data_ptr(), staged.numel())
+                self.device.copy(data, staged, READY)
         return None if hasher is None else hasher.intdigest()
 
     def _pieces(
@@ -209,18 +208,15 @@ class FileStore(Store):
         what = f"the file cannot grow from {self.size} to {end} bytes: {room}"
         if end > limit:
             raise store_error(what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.name)
-        for size in (min(end + _GROWTH, limit), end):  # statvfs does not know the quota of a user
-            try:
-                posix.fallocate(self.fd, self.size, size - self.size)
-            except OSError as error:
-                if error.errno not in _NO_FALLOCATE:
-                    os.ftruncate(self.fd, self.size)  # frees the blocks that the failed call has allocated
-                    if size > end:
-                        continue
-                    raise store_error(what, error, self.name) from error
-                os.ftruncate(self.fd, size)
-            self.size = size
-            return
+        size = min(end + _GROWTH, limit)
+        try:
+            posix.fallocate(self.fd, self.size, size - self.size)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                os.ftruncate(self.fd, self.size)  # frees the blocks that the failed call has allocated
+                raise store_error(what, error, self.name) from error
+            os.ftruncate(self.fd, size)
+        self.size = size
 
     def shrink(self, end: int) -> None:
         """Free the blocks beyond ``end``, a multiple of 4096.
@@ -239,8 +235,7 @@ class FileStore(Store):
         """
         with suppress(OSError):
             os.close(self.fd)
-        with suppress(OSError):
-            self._run.rmdir()  # the directory still exists if the file system kept the name of the file
+        self._remove()
         self._slabs.clear()
 
     def abandon(self) -> None:
@@ -260,7 +255,7 @@ class FileStore(Store):
         """Create the file in a new directory that other users cannot access, and remove both names."""
         with opened_directory(self.name) as parent, ExitStack() as stack:
             os.mkdir(self._run.name, 0o700, dir_fd=parent)
-            stack.callback(self._remove, parent)
+            stack.callback(self._remove)
             run = os.open(self._run.name, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
             stack.callback(os.close, run)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -268,8 +263,6 @@ class FileStore(Store):
             stack.callback(os.unlink, "extents", dir_fd=run)
             try:
                 self.mount = posix.mount_of(f"/proc/self/fd/{self.fd}")
-                if self.mount.kind == "btrfs":
-                    posix.overwrite_in_place(self.fd)
                 self._check_own(os.fstat(run), os.fstat(self.fd))
                 self.start()
             except BaseException:
@@ -292,12 +285,9 @@ class FileStore(Store):
                 self.name,
             )
 
-    def _remove(self, parent: int) -> None:
-        try:
-            os.rmdir(self._run.name, dir_fd=parent)
-        except OSError:
-            why = "the file system keeps the names of open files, as network file systems do"
-            logger.warning("%s stays until the store is closed: %s", self._run, why)
+    def _remove(self) -> None:
+        with suppress(OSError):  # network file systems keep the name of an open file in its directory
+            self._run.rmdir()
 
     def start(self) -> None:
         """Use direct I/O with the smallest block that the file system can write and read.
@@ -343,43 +333,29 @@ def check_directory(path: str) -> None:
 def opened_directory(path: str) -> Iterator[int]:
     """Open a directory, for use as ``dir_fd``.
 
-    Symbolic links are followed. The exception is a link of another user in a directory that everybody may
-    write to. A missing directory is not created: its path may have a typing error, or its drive may not be
-    mounted. In the second case, the files would fill the system's disk.
+    A missing directory is not created: its path may have a typing error, or its drive may not be mounted. In
+    the second case, the files would fill the system's disk.
 
     Raises:
         StoreError: The directory cannot be used, or the block raised an ``OSError``.
     """
+    here = Path(path).expanduser().absolute()
     try:
-        fd = _open_directory(path)
+        fd = os.open(here, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             yield fd
         finally:
             os.close(fd)
     except StoreError:
         raise
-    except OSError as error:
-        raise store_error("cannot create a file there", error, path) from error
-
-
-def _open_directory(path: str) -> int:
-    here = Path(path).expanduser().absolute()
-    for _ in range(_MOST_LINKS):
-        link = next((part for part in (*reversed(here.parents), here) if part.is_symlink()), None)
-        if link is None:
-            break
-        if link.parent.stat().st_mode & stat.S_IWOTH and link.lstat().st_uid not in {0, os.geteuid()}:
-            why = f"another user put the link {link.name!r} into a directory that everybody may write to"
-            raise StoreError(errno.ELOOP, f"{why}; use the directory to which the link points", path)
-        here = link.parent / link.readlink() / here.relative_to(link)
-    try:
-        return os.open(here, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
-        wrong = next(part for part in (*reversed(here.parents), here) if not part.is_dir())
+        wrong = next((part for part in (*reversed(here.parents), here) if not part.is_dir()), here)
         if wrong.exists():
             raise StoreError(error.errno, f"{wrong.name!r} is not a directory; choose one", path) from None
         remedy = f"mount its drive, or create it if the path is right: mkdir -p {shlex.quote(str(here))}"
         raise StoreError(errno.ENOENT, f"{wrong.name!r} does not exist; {remedy}", path) from None
+    except OSError as error:
+        raise store_error("cannot create a file there", error, path) from error
 
 
 def store_error(what: str, error: OSError, directory: str) -> StoreError:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,15 +63,12 @@ class GdsStore(FileStore):
     """
 
     kind = "gds"
-
-    def __init__(self, directory: str | Path, **settings: Any) -> None:
-        self._kvikio = import_kvikio()
-        self._cufile: Any = None
-        super().__init__(directory, **settings)
+    _cufile: Any = None
 
     def start(self) -> None:
         """Register the file with cuFile, which opens it by name. Write one block and read it back."""
-        if self._kvikio.defaults.is_compat_mode_preferred():
+        kvikio = import_kvikio()
+        if kvikio.defaults.is_compat_mode_preferred():
             why = f"KVIKIO_COMPAT_MODE is ON, libcufile is not found, or the container has no {UDEV}"
             raise self._refused(f"kvikio is in compatibility mode: {why}, where cuFile looks for drives")
         try:
@@ -88,7 +84,7 @@ class GdsStore(FileStore):
         self._move("read", self._cufile.read, back.data_ptr(), BLOCK, 0)
         if not torch.equal(block, back):
             raise self._refused("a block that was written and read back has changed")
-        self.path, self.reason = _path_of(self._kvikio)
+        self.path, self.reason = _path_of(kvikio)
 
     def write(self, extent: Extent, source: ByteRange) -> int | None:
         """Write the bytes of an extent from the device's memory. See :meth:`Store.write`."""
@@ -137,18 +133,6 @@ def import_kvikio() -> Any:
         extra = "gds-cu13" if (torch.version.cuda or "").startswith("13.") else "gds-cu12"
         raise MissingDependencyError(f"kvikio ({error})", "store kind 'gds'", extra=extra) from error
     return kvikio
-
-
-def driver_versions() -> dict[str, str | None]:
-    """Return the versions of kvikio, cuFile and the nvidia-fs driver; ``None`` for a missing one."""
-    found: dict[str, str | None] = {"kvikio": None, "cufile": None, "nvidia_fs": None}
-    with suppress(OSError):
-        found["nvidia_fs"] = NVIDIA_FS.with_name("version").read_text().strip().removeprefix("version: ")
-    with suppress(MissingDependencyError, RuntimeError, AttributeError):  # absent in some versions of kvikio
-        kvikio = import_kvikio()
-        found["kvikio"] = str(kvikio.__version__)
-        found["cufile"] = ".".join(map(str, kvikio.cufile_driver.libcufile_version()))
-    return found
 
 
 def _path_of(kvikio: Any) -> tuple[str, str | None]:

@@ -340,15 +340,6 @@ class MultiStore:
         for place in self._places:
             place.trim(self._lock)
 
-    def pending(self) -> int:
-        """Return the number of transfers that are queued or running."""
-        return len(self._transfers)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that extents occupy now, including padding."""
-        return sum(place.extents.used for place in self._places)
-
     @property
     def description(self) -> dict[str, object]:
         """The places and their I/O paths, for the run log, as plain JSON values."""
@@ -382,11 +373,6 @@ class MultiStore:
         """Return the places that went out of service since the last call: the name and the cause for each."""
         outages, self._outages = self._outages, []
         return outages
-
-    def suspend(self, extent: Extent, cause: BaseException) -> None:
-        """Take the place of an extent out of service, because repeated reads from it failed."""
-        with self._lock:
-            self._leave_alone(self._places[extent.drive], cause)
 
     def resume(self) -> None:
         """Put all places that answer back in service. The next write shows whether they work."""
@@ -487,7 +473,11 @@ def _store_error(failure: BaseException, what: str) -> StoreError:
     if isinstance(failure, StoreError):
         error = failure
     elif is_device_failure(failure):
-        error = DeviceError(f"the device failed before it could {what}: {failure}")
+        error = DeviceError(
+            f"the device failed before it could {what}: {failure}; no drive is at fault: an operation of the "
+            "training program failed on the device, and this transfer was the first to wait for it. With "
+            "CUDA_LAUNCH_BLOCKING=1 the operation raises the error"
+        )
     else:
         number = errno.ENOMEM if isinstance(failure, MemoryError) else getattr(failure, "errno", None)
         text = f"could not {what}: {failure!r}"

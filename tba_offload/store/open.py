@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import StoreConfig
-from tba_offload.config.values import BLOCK, KINDS
-from tba_offload.errors import ConfigError, MissingDependencyError, StoreError, UnsupportedError, warn
+from tba_offload.config.values import KINDS
+from tba_offload.errors import MissingDependencyError, StoreError, UnsupportedError
 from tba_offload.store import gds, posix
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
@@ -42,7 +41,7 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
             ``capacity``. These settings are used if there is no ``config``.
 
     Raises:
-        ConfigError: A setting is wrong, or two directories are the same place.
+        ConfigError: A setting is wrong.
         MissingDependencyError: The kind is "gds" and kvikio is missing.
         UnsupportedError: The kind is "gds" and activations are on the CPU.
         StoreError: A directory cannot be used.
@@ -51,7 +50,7 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
     readers, writers = config.readers or usual, config.writers or usual
     config = replace(config, readers=readers, writers=writers)
     if not config.directories and config.kind != "host":
-        config = replace(config, directories=(Path(temporary_directory()),))
+        config = replace(config, directories=(Path(tempfile.gettempdir()),))
     with ExitStack() as stack:  # if a place cannot be opened, the places before it are closed again
         places = [stack.enter_context(closing(place)) for place in _places(config, device)]
         store = MultiStore(places, readers=readers, writers=writers, stall_seconds=config.stall_seconds)
@@ -66,7 +65,6 @@ def _places(config: StoreConfig, device: Device) -> Iterator[Store]:
     elif (opener := _openers.get(config.kind)) is not None:
         yield opener(config, device=device)
     else:
-        _check_drives(config)
         if config.kind == "gds" and not device.pins_memory:
             raise UnsupportedError("store kind 'gds' moves GPU memory; on a CPU use 'file'")
         for directory in config.directories:
@@ -94,20 +92,6 @@ def _open_drive(directory: str, config: StoreConfig, device: Device) -> Store:
     return store
 
 
-def _check_drives(config: StoreConfig) -> None:
-    """Check that all directories, with links resolved, are different and have room for an extent.
-
-    Raises:
-        ConfigError: Two directories are the same place, or the capacity is too small for all of them.
-    """
-    real = [os.path.realpath(path) for path in config.directories]
-    if twice := next((path for path in real if real.count(path) > 1), None):
-        raise ConfigError(f"two directories are the same place: {twice!r}. Name one directory for each drive")
-    if config.capacity is not None and config.capacity // len(real) < BLOCK:
-        least = f"Set store.capacity to at least {BLOCK} bytes for each drive"
-        raise ConfigError(f"a capacity of {config.capacity} bytes holds no extent. {least}")
-
-
 def threads_per_direction() -> int:
     """Return the number of threads that read from each drive. The same number of threads write to it.
 
@@ -115,20 +99,6 @@ def threads_per_direction() -> int:
     one thread is as fast.
     """
     return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 2
-
-
-# ---- directories -------------------------------------------------------------------------------------------
-
-
-def temporary_directory() -> str:
-    """Return the directory for temporary files. Warn if the environment names an unusable one."""
-    found = tempfile.gettempdir()
-    named = os.environ.get("TMPDIR") or os.environ.get("TEMP") or os.environ.get("TMP")
-    if named and not os.access(named, os.W_OK | os.X_OK):
-        why = "cannot be written to" if Path(named).exists() else "does not exist"
-        remedy = f"mkdir -p {shlex.quote(named)}, or set store.directories"
-        warn(f"TMPDIR names {named!r}, which {why}, so files go to {found}. {remedy}")
-    return found
 
 
 def saves_nothing(config: StoreConfig) -> str | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import time
 from collections import deque
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from tba_offload.errors import StoreFullError
 from tba_offload.store.base import DRIVE_TIER, DriveLoad, Load
 from tba_offload.store.extents import Extents
 from tba_offload.store.pool import WorkerPool
@@ -115,12 +113,10 @@ class Place:
         """Make room up to ``end`` bytes.
 
         Raises:
-            StoreFullError: There is no room, or an attempt a moment ago found no room.
+            StoreFullError: There is no room.
         """
         with self._growing:
             if end > self.grown:
-                if time.monotonic() < self._full_until:
-                    raise StoreFullError(errno.ENOSPC, f"no room beyond {self.grown} bytes", self.store.name)
                 self.store.grow(end)
                 self.grown = end
 

@@ -118,16 +118,12 @@ class WorkerPool:
         self._reads: _Queue = SimpleQueue()
         self._writers, self._readers = writers, readers
         self._threads: list[threading.Thread] = []
-        try:
-            for number in range(writers + readers):
-                verb, queue = ("write", self._writes) if number < writers else ("read", self._reads)
-                thread = threading.Thread(target=self._work, args=(queue,), name=f"tba-{verb}-{name}")
-                thread.daemon = True
-                thread.start()
-                self._threads.append(thread)
-        except RuntimeError:
-            self.stop()
-            raise
+        for number in range(writers + readers):
+            verb, queue = ("write", self._writes) if number < writers else ("read", self._reads)
+            thread = threading.Thread(target=self._work, args=(queue,), name=f"tba-{verb}-{name}")
+            thread.daemon = True
+            thread.start()
+            self._threads.append(thread)
 
     def submit(self, transfers: list[Transfer], *, writes: bool) -> None:
         """Queue transfers in one batch for each thread, because each ``put`` takes time to wake a thread."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import re
-from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +18,6 @@ from typing import NamedTuple
 Call = Callable[[int, int, int, int], int]
 """Type of :func:`pwrite` and :func:`pread`. They take a descriptor, an address, a number of bytes and an
 offset. They return the number of bytes moved."""
-
-_GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602  # FS_IOC_GETFLAGS and FS_IOC_SETFLAGS of most architectures
-_NO_COPY_ON_WRITE = 0x00800000  # FS_NOCOW_FL
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -87,29 +82,15 @@ def needs_stable_pages(fd: int) -> bool:
     return True
 
 
-def overwrite_in_place(fd: int) -> None:
-    """Set Btrfs to overwrite an empty file in place. By default, Btrfs writes each block to a new place.
-
-    The default takes up to twice the room, because it uses allocated blocks only once. After this call, the
-    file system keeps no checksums of the file.
-    """
-    flags = array("i", [0])
-    with suppress(OSError):
-        fcntl.ioctl(fd, _GET_FLAGS, flags)
-        flags[0] |= _NO_COPY_ON_WRITE
-        fcntl.ioctl(fd, _SET_FLAGS, flags)
-
-
 # ---- file systems -----------------------------------------------------------------------------------------
 
-MEMORY, NETWORK, LAYERS, DRIVE = "memory", "network", "layers", "drive"
+MEMORY, NETWORK, DRIVE = "memory", "network", "drive"
 """The places in which a file system keeps its bytes: the values of :attr:`Mount.place`."""
 
 _PLACES = {
     **dict.fromkeys(("tmpfs", "ramfs", "rootfs", "hugetlbfs"), MEMORY),
     **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "afs"), NETWORK),
     **dict.fromkeys(("9p", "virtiofs", "orangefs", "gfs2", "ocfs2"), NETWORK),
-    "overlay": LAYERS,
 }
 
 
@@ -120,9 +101,8 @@ class Mount(NamedTuple):
         kind: The kernel's name of the file system, such as ``"nfs4"`` or ``"fuse.sshfs"``; ``"unknown"`` if
             the kernel does not say.
         source: The mounted device or export, such as ``"/dev/nvme0n1p1"``; empty if unknown.
-        place: The place of the bytes: ``"memory"``, ``"network"``, ``"layers"`` or ``"drive"``. File systems
-            in user space count as ``"network"``. ``"layers"`` is an overlay, unless its upper layer is known
-            to be in memory. All other file systems are ``"drive"``.
+        place: The place of the bytes: ``"memory"``, ``"network"`` or ``"drive"``. File systems in user space
+            count as ``"network"``. All other file systems are ``"drive"``.
     """
 
     kind: str = "unknown"
@@ -142,17 +122,7 @@ def mount_of(path: str) -> Mount:
     except OSError:
         return Mount()
     number = re.search(r"^mnt_id:\s*(\d+)$", info, re.MULTILINE)
-    line = number and re.search(rf"^{number[1]} .* - (\S*) (\S*) (\S*)$", mounts, re.MULTILINE)
+    line = number and re.search(rf"^{number[1]} .* - (\S*) (\S*) \S*$", mounts, re.MULTILINE)
     if not line:
         return Mount()
-    kind, source, options = map(_unescaped, line.groups())
-    place = NETWORK if kind.startswith("fuse") else _PLACES.get(kind, DRIVE)
-    upper = re.search(r"(?:^|,)upperdir=(/[^,]*)", options)  # a container cannot see its host's directory
-    if upper and mount_of(upper[1]).place == MEMORY:
-        place = MEMORY
-    return Mount(kind, source, place)
-
-
-def _unescaped(text: str) -> str:
-    """Decode a word of ``mountinfo``, in which white space and backslashes are octal numbers."""
-    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text)
+    return Mount(line[1], line[2], NETWORK if line[1].startswith("fuse") else _PLACES.get(line[1], DRIVE))

@@ -19,10 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tba_offload.device import ByteRange, aligned_range, check_not_captured
-from tba_offload.errors import DeviceError, HangingError, StoreError, TransferError, is_of_drive, warn
+from tba_offload.errors import (
+    DeviceError,
+    HangingError,
+    SessionError,
+    StoreError,
+    StoreFullError,
+    TransferError,
+    is_of_drive,
+    warn,
+)
 from tba_offload.store.pool import Transfer
 from tba_offload.torch_private import keeps_graph
-from tba_offload.transfer.errors import is_full, outage, transfer_error, unusable
 from tba_offload.transfer.saved import FIRST, Handle, SavedRef, SavedStorage, State
 from tba_offload.transfer.window import NOTICEABLE, InFlightWindow
 
@@ -183,13 +191,19 @@ class Offloader:
         """
         saved = handle.saved
         if self._is_inert:  # a thread of the parent may have held the lock
-            raise unusable(saved.key, is_inert=True)
+            raise SessionError(
+                f"{saved.key} was saved before this process was forked. Only the parent can run backward "
+                "through that graph, not a forked child"
+            )
         with self._lock:
             if self._completed or self._dead:
                 self._drain()
             ref = saved.ref
             if ref.epoch != self._epoch:
-                raise unusable(saved.key, is_inert=False)
+                raise SessionError(
+                    f"{saved.key} belongs to a step that failed or was interrupted, and its bytes were "
+                    "discarded. Run the forward of this graph again"
+                )
             memory = saved.alive()
             if memory is not None and memory.nbytes() < saved.nbytes:  # the owner has resized it
                 memory = None
@@ -248,7 +262,7 @@ class Offloader:
             self._wait(ref.write, ref)
             self._drain()
         if ref.extent is None:
-            raise transfer_error("keep", ref.key, ref.nbytes, "its owner has freed or resized its memory")
+            raise _transfer_error("keep", ref, "its owner has freed or resized its memory")
         try:
             room = self._allocate(saved)
         except torch.OutOfMemoryError:
@@ -309,10 +323,8 @@ class Offloader:
                 break
             if pause is None or isinstance(error, DeviceError):
                 self._end_ahead(ref)
-                if is_of_drive(error):
-                    self.store.suspend(extent, error)
                 where = f" from {self.store.place(extent)}, offset {extent.offset}"
-                raise transfer_error("read", ref.key, ref.nbytes, error, where) from error
+                raise _transfer_error("read", ref, error, where)
             time.sleep(pause)
             ref.read = read = Transfer(room, self.device.event(), extent=extent)
             self.store.read([read])
@@ -480,9 +492,9 @@ class Offloader:
         self.window.settle(ref)
         if self.keep_when_full and is_of_drive(error):
             self.window.stats.fallback_kept += ref.nbytes if is_new else 0
-            self.window.stats.full |= is_full(error)
+            self.window.stats.full |= type(error) is StoreFullError  # a drive out of service is not full
         elif is_new:
-            self._failures.append(transfer_error("write", ref.key, ref.nbytes, error))
+            self._failures.append(_transfer_error("write", ref, error))
 
     def release_memory(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         """Stop using the memory of a storage before its owner resizes the storage.
@@ -518,8 +530,7 @@ class Offloader:
         try:
             self.store.wait(transfer)
         except HangingError as error:
-            verb = "write" if transfer.is_write else "read"
-            raise transfer_error(verb, ref.key, ref.nbytes, error) from error
+            raise _transfer_error("write" if transfer.is_write else "read", ref, error) from error
         except StoreError:
             pass  # the caller checks the error of the transfer
 
@@ -604,18 +615,6 @@ class Offloader:
             self.window.reset()
             self._is_open = False
 
-    def quiesce(self) -> None:
-        """Wait until every write has ended, and process dropped handles.
-
-        Raises:
-            TransferError: A transfer failed.
-        """
-        with self._lock:
-            self._flush(0)
-            while self._finish_writes():
-                self._flush(0)
-        self.raise_failures()
-
     def raise_failures(self) -> None:
         """Raise the error of a failed transfer, if there is one. Warn once about each drive that failed.
 
@@ -625,7 +624,12 @@ class Offloader:
         for place, cause in self.store.take_outages():
             if self.keep_when_full and place not in self._warned_places:
                 self._warned_places.add(place)
-                warn(outage(place, cause), RuntimeWarning)
+                warn(
+                    f"a drive failed and is left alone: {place}: {cause}. Its writes go to other drives, or "
+                    "stay in memory, even beyond budget.activation_bytes. After a pause the drive is tried "
+                    "again. Check the drive, or choose another directory",
+                    RuntimeWarning,
+                )
         if self._failures:
             try:  # a variable for the error would form a cycle and keep the graph of the step alive
                 raise self._failures[0]
@@ -640,3 +644,20 @@ class Offloader:
     def become_inert(self) -> None:
         """Make the offloader unusable, because this is a forked child."""
         self._is_inert = True
+
+
+_REMEDIES = {
+    "write": "check the drive and the system log, free space, choose another directory under "
+    "store.directories, or set on_full: keep",
+    "read": "training cannot continue without these bytes. Check the drive with the tools of its vendor",
+    "keep": "change a copy instead, or set the placement of the layer to 'keep'",
+}
+
+
+def _transfer_error(verb: str, ref: SavedRef, cause: BaseException | str, where: str = "") -> TransferError:
+    """Return the error of a failed transfer. Its text has the layer, the cause and the remedy."""
+    # These two errors have their own remedy.
+    ending = "" if isinstance(cause, (HangingError, DeviceError)) else f"; {_REMEDIES[verb]}"
+    error = TransferError(f"could not {verb} {ref.nbytes} bytes of {ref.key}{where}: {cause}{ending}")
+    error.__cause__ = cause if isinstance(cause, BaseException) else None
+    return error

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from harness import quiesce
 from models import assert_same_tensors
 from torch import Tensor, nn
 
@@ -92,7 +93,7 @@ def run(
             with attached.step() if attached else nullcontext():
                 loss = model(x).pow(2).mean()
                 if attached:
-                    attached.offloader.quiesce()
+                    quiesce(attached.offloader)
                 loss.backward()
             found += [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]  # type: ignore[list-item]
             model.zero_grad(set_to_none=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from harness import assert_all_given_back, session_for
+from harness import assert_all_given_back, quiesce, session_for
 from models import same_bits
 from torch import Tensor, nn
 
@@ -146,7 +147,7 @@ def attached(
 ) -> Iterator[tuple[Net, Session]]:
     net = make_net(block, depth)
     with session_for(net, layers=list(net.layers), **settings) as session:
-        net.settle = session.offloader.quiesce
+        net.settle = partial(quiesce, session.offloader)
         yield net, session
 
 

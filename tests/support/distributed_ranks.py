@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import KIB, PATIENCE, Drive, assert_all_given_back, session_for
+from harness import KIB, PATIENCE, Drive, assert_all_given_back, quiesce, session_for
 from models import same_bits
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -206,7 +206,7 @@ def forward_backward(
     generator = torch.Generator().manual_seed(step if is_shared else RANKS * step + rank)
     loss = model(torch.randn(ROWS, LENGTH, WIDTH, generator=generator)).float().pow(2).mean()
     if session is not None:
-        session.offloader.quiesce()  # or what is forwarded while it is written counts twice
+        quiesce(session.offloader)  # or what is forwarded while it is written counts twice
     loss.backward()
     return [local(loss.detach())]
 

@@ -52,10 +52,8 @@ def install(**driver: Any) -> types.ModuleType:
         types.ModuleType(name) for name in ("kvikio", "kvikio.defaults", "kvikio.cufile_driver")
     )
     driver = {"compat": False, "is_gds_available": True} | driver
-    package.__version__ = "fake"  # type: ignore[attr-defined]
     package.defaults, package.cufile_driver = defaults, cufile  # type: ignore[attr-defined]
     defaults.is_compat_mode_preferred = lambda: driver["compat"]  # type: ignore[attr-defined]
     cufile.get = driver.__getitem__  # type: ignore[attr-defined]
-    cufile.libcufile_version = lambda: (1, 15)  # type: ignore[attr-defined]
     sys.modules.update({module.__name__: module for module in (package, defaults, cufile)})
     return package

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tba_offload.device import ByteRange
     from tba_offload.session import Session
     from tba_offload.store.base import Extent
+    from tba_offload.transfer.offloader import Offloader
 
 Result = TypeVar("Result")
 
@@ -225,11 +226,23 @@ def in_time(work: Callable[[], Result]) -> Result:
     return future.result(PATIENCE)
 
 
+def quiesce(offloader: Offloader) -> None:
+    """Wait until every write has ended, and let the offloader look at them and at dropped handles."""
+    offloader.flush()
+    for write in list(offloader._writes):
+        assert write.wait(PATIENCE), "a write does not end"
+    offloader.prefetch(())
+    offloader.raise_failures()
+
+
+def used_bytes(store: MultiStore) -> int:
+    """Bytes that extents occupy now, including padding."""
+    return sum(place.extents.used for place in store._places)
+
+
 def assert_all_given_back(session: Session) -> None:
     """No graph is alive any more: no byte may be in flight and no extent taken."""
-    in_time(session.offloader.quiesce)
-    wait_until(lambda: session.store.pending() == 0, "transfers are still pending")
-    session.offloader.quiesce()
+    in_time(lambda: quiesce(session.offloader))
     window = session.offloader.window
     wait_until(lambda: window.in_flight == 0, f"{window.in_flight} bytes in flight")
-    wait_until(lambda: session.store.used_bytes == 0, f"{session.store.used_bytes} bytes of extents")
+    wait_until(lambda: used_bytes(session.store) == 0, f"{used_bytes(session.store)} bytes of extents")

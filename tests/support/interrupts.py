@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from unittest import mock
 
 import torch
-from harness import KIB, PATIENCE, Drive, assert_all_given_back, session_for
+from harness import KIB, PATIENCE, Drive, assert_all_given_back, session_for, used_bytes
 from models import same_bits
 from optimizers import Training, pair, policy, train
 from torch import Tensor, nn
@@ -177,7 +177,7 @@ def trial_of_update(place: Path, at: int) -> tuple[str | None, int]:
 
 
 def interrupted_update(found: Training, expected: Training, aim: Aim, store: MultiStore) -> str | None:
-    used = store.used_bytes
+    used = used_bytes(store)
     before = values(expected)
     expected.step(2)
     after = values(expected)
@@ -195,7 +195,7 @@ def interrupted_update(found: Training, expected: Training, aim: Aim, store: Mul
             return f"{name} is neither that of before nor that of after"
     for seed in (3, 4):
         found.step(seed)
-    left = store.used_bytes
+    left = used_bytes(store)
     return None if left == used else f"{left} bytes of the store are in use, not {used}"
 
 

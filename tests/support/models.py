@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from harness import quiesce
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def all_written(
 
     def settled(model: nn.Module, number: int) -> Tensor:
         found = loss(model, number)
-        session.offloader.quiesce()
+        quiesce(session.offloader)
         return found
 
     return settled

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from blocks import INNER, LENGTH, ONE, ROWS, Block, assert_same, attached, make_input, make_net, run
 from covering import in_turn
-from harness import KIB
+from harness import KIB, quiesce
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -85,7 +85,7 @@ def written_at_once(mix: Callable[[Tensor], Tensor], **settings: Any) -> Iterato
         def waiting(write: Callable[..., object]) -> Callable[..., Any]:
             def wait(*arguments: Any, **options: Any) -> object:
                 found = write(*arguments, **options)
-                offloader.quiesce()
+                quiesce(offloader)
                 return found
 
             return wait

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from blocks import SCHEDULES, assert_same, forward_backward, make_net, run, schedule
 from faults import inject
-from harness import KIB, assert_all_given_back, made, session_for
+from harness import KIB, assert_all_given_back, made, quiesce, session_for
 from models import History, assert_same_history, make_model, train
 
 import tba_offload as tba
@@ -86,7 +86,7 @@ def test_a_read_is_made_again_a_few_times_only_and_the_next_step_is_right(
     net = make_net()
     named = rf"could not read .*layer 2 \(layers.2\), micro-batch 0, activation .* from {tmp_path}, offset"
     with session_for(net, directory=tmp_path, in_flight=16 * KIB) as session:
-        net.layers[-1].register_forward_hook(lambda *_: session.offloader.quiesce())
+        net.layers[-1].register_forward_hook(lambda *_: quiesce(session.offloader))
         expected = run(net, forward_backward, session, 1)
         with inject(f"fail-read:errno={number}") as faults, pytest.raises(TransferError, match=named):
             run(net, forward_backward, session, 1)

@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import pytest
 import torch
 from covering import EVERYTHING, of_which
-from harness import KIB, PATIENCE, PLACEMENTS, assert_all_given_back, session_for, wait_until
+from harness import (
+    KIB,
+    PATIENCE,
+    PLACEMENTS,
+    assert_all_given_back,
+    quiesce,
+    session_for,
+    used_bytes,
+    wait_until,
+)
 from models import History, Model, assert_same_history, loss_of, make_model, make_tokens, same_bits
 from places import ROOT, SUPPORT
 from torch import Tensor, nn
@@ -58,14 +67,14 @@ class Footprint(NamedTuple):
 
 def footprint(session: Session) -> Footprint:
     gc.collect()
-    session.offloader.quiesce()
+    quiesce(session.offloader)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Footprint(
         descriptors=len(open_files()),
         threads=len(list(Path("/proc/self/task").iterdir())),
         live_bytes=MallocMeter().live(),
         resident_bytes=pages * os.sysconf("SC_PAGESIZE"),
-        extents=session.store.used_bytes,
+        extents=used_bytes(session.store),
         objects=own_objects(),
     )
 
@@ -160,10 +169,10 @@ def test_a_loop_that_holds_its_loss_until_the_next_one_grows_by_records_only(
     loss, record = torch.zeros(()), f"{StepRecord.__module__}.StepRecord"
     with session_for(model, default=placement, measure_memory=True) as session:
         steps()
-        session.offloader.quiesce()
+        quiesce(session.offloader)
         before = all_objects()
         steps()
-        session.offloader.quiesce()
+        quiesce(session.offloader)
         assert session.records[-1].activation_peak_bytes
         assert (all_objects() - before)[record] == LONG
         # One in each step would be as many. A worker drops cancelled transfers when it comes to them.
@@ -192,7 +201,7 @@ def start(script: str, directory: Path) -> subprocess.Popen[str]:
     """Runs a script with a trained model ``model``, and a session over a file in ``directory``."""
     prelude = """
         import sys, torch, warnings
-        from harness import session_for
+        from harness import quiesce, session_for, used_bytes
         from models import make_model, loss_of, make_tokens, train
         from tba_offload import NothingSavedWarning
         warnings.simplefilter("ignore", NothingSavedWarning)  # a wide window leaves much I/O pending
@@ -216,8 +225,8 @@ def test_nothing_is_left_after_a_kill(tmp_path: Path) -> None:
     script = """
         with session.step():
             loss = loss_of(model, make_tokens(0))
-            session.offloader.quiesce()
-            print(session.store.used_bytes, flush=True)
+            quiesce(session.offloader)
+            print(used_bytes(session.store), flush=True)
             sys.stdin.read()
     """
     process = start(script, tmp_path)
@@ -289,7 +298,7 @@ def step_with_fork(
     """A step in the middle of which a child is forked; the gradients, and what the child returned."""
     loss = loss_of(model, make_tokens(0))
     if session is not None:
-        session.offloader.quiesce()
+        quiesce(session.offloader)
     result = in_child(work)
     loss.backward()
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None], result
@@ -319,7 +328,7 @@ def refused(action: Callable[[], object]) -> str:
 def test_a_forked_child_cannot_use_the_session(model: Model) -> None:
     with session_for(model) as session, session.step():
         loss = loss_of(model, make_tokens(0))
-        session.offloader.quiesce()
+        quiesce(session.offloader)
         steps = in_child(lambda: refused(session.step().__enter__))
         assert "parent process" in steps
         assert "Call attach() in the child" in steps

@@ -22,7 +22,7 @@ import pytest
 import store_contract
 import torch
 from covering import each_once, full, of_which
-from harness import KIB, MIB, PLACEMENTS, config_for
+from harness import KIB, MIB, PLACEMENTS, config_for, quiesce
 from models import assert_same_history, loss_of, make_model, make_tokens, same_bits, train
 from optimizers import MAKERS, policy
 from store_contract import StoreContract
@@ -211,7 +211,7 @@ def test_a_read_comes_after_the_last_work_with_the_memory_that_it_fills(
     with MultiStore([HostStore(device=device, capacity=4 * MIB)]) as store:
         offloader = Offloader(store, device)
         handle = Handle(offloader.save(expected.clone().untyped_storage(), "layer 0"))
-        offloader.quiesce()
+        quiesce(offloader)
 
         def just_freed(*settings: Any) -> ByteRange:
             room = aligned_range(*settings)
@@ -340,7 +340,7 @@ def test_reading_ahead_takes_no_memory_that_is_not_there() -> None:
     with tba.attach(model, config_for(in_flight=None), layers=list(model)) as session:
         with session.step() as step:
             output = model(x)
-            session.offloader.quiesce()
+            quiesce(session.offloader)
             torch.accelerator.empty_cache()
             with lagging.memory_of(torch.accelerator.memory_allocated() + 8 * ONE):
                 found = gradients_of(model, output)
@@ -417,7 +417,7 @@ def test_an_operation_that_fails_is_not_taken_for_a_drive_that_failed(store: str
             loss = loss_on_lagging(model, 0)
             lagging.fail()
             loss_on_lagging(model, 1)
-            session.offloader.quiesce()
+            quiesce(session.offloader)
             loss.backward()
         assert isinstance(caught.value.__cause__, DeviceError)
         assert session.store.take_outages() == []
@@ -461,7 +461,7 @@ def test_a_graph_that_is_captured_inside_a_layer_is_noticed(where: str) -> None:
         try:
             with pytest.raises(UnsupportedError, match="Capture no graph in attached layers"), session.step():
                 y = layer(x)
-                session.offloader.quiesce()
+                quiesce(session.offloader)
                 y.sum().backward()
         finally:
             module.is_capturing = False

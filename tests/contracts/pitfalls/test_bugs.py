@@ -42,7 +42,7 @@ from blocks import (
     schedule,
 )
 from covering import in_turn
-from harness import KIB, PATIENCE, Drive, assert_all_given_back, wait_until
+from harness import KIB, PATIENCE, Drive, assert_all_given_back, quiesce, wait_until
 from models import same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -668,7 +668,7 @@ def test_11c_a_small_view_does_not_keep_a_large_storage(
                 x = make_input(number)
                 torch.manual_seed(number)
                 loss = net(x).pow(2).mean()
-                session.offloader.quiesce()
+                quiesce(session.offloader)
                 assert [layer.large() for layer in net.layers] == [None] * 3  # type: ignore[union-attr,operator]
                 loss.backward()
             assert_same([[loss.detach(), x.grad, *gradients(net)]], [expected])  # type: ignore[list-item]

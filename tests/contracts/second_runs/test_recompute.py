@@ -28,7 +28,7 @@ from blocks import (
     schedule,
 )
 from covering import in_turn
-from harness import KIB, Drive, assert_all_given_back, session_for
+from harness import KIB, Drive, assert_all_given_back, quiesce, session_for
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -139,7 +139,7 @@ def decode(decoder: Decoder, session: Session | None, *, steps: int = 3) -> list
         with session.step() if session is not None else nullcontext():
             loss = decoder(x).pow(2).mean()
             if session is not None:
-                session.offloader.quiesce()
+                quiesce(session.offloader)
             loss.backward()
         assert x.grad is not None
         history.append([loss.detach(), x.grad, *gradients(decoder)])
@@ -161,7 +161,7 @@ def test_inputs_are_freed_however_they_were_given() -> None:
     decoder = make_decoder()
     with session_for(decoder, default=INPUTS) as session, session.step():
         loss = decoder(torch.randn(ROWS, WIDTH)).sum()
-        session.offloader.quiesce()
+        quiesce(session.offloader)
         assert len(decoder.given) == 4 * LAYERS
         assert [storage() for storage in decoder.given] == [None] * 4 * LAYERS
         loss.backward()

@@ -25,7 +25,7 @@ from blocks import (
     plain,
     run,
 )
-from harness import KIB, assert_all_given_back, session_for
+from harness import KIB, assert_all_given_back, quiesce, session_for
 from later import Later
 from models import all_written, assert_same_history, loss_of, make_model, make_tokens, train
 from torch import Tensor, nn
@@ -207,14 +207,14 @@ def test_neither_arguments_nor_outputs_stay_between_forward_and_backward() -> No
     with attached(partial(Watched, gated), in_flight=4 * ONE, **REMAT) as (net, session):
         with session.step() as step:
             loss = net(make_input()).sum()
-            session.offloader.quiesce()
+            quiesce(session.offloader)
             assert (len(Watched.seen), alive()) == (2 * LAYERS, 0)
             loss.backward()
         assert step.record is not None
         assert 0 < step.record.read_bytes <= step.record.offloaded_bytes  # once, though both ask for it
         with session.step():
             net(make_input()).sum()  # and no backward
-            session.offloader.quiesce()  # threads that write hold what they write
+            quiesce(session.offloader)  # threads that write hold what they write
         gc.collect()
         assert alive() == 0
         assert_all_given_back(session)
@@ -297,6 +297,6 @@ def test_what_is_changed_in_place_is_noticed(what: str) -> None:
         with torch.no_grad():
             Taking.taken[what].add_(1)
         Taking.taken.clear()
-        session.offloader.quiesce()
+        quiesce(session.offloader)
         with pytest.raises(SavedTensorModifiedError, match="changed in place"):
             loss.backward()

@@ -18,7 +18,7 @@ import harness
 import pytest
 import torch
 from covering import EVERYTHING, of_which
-from harness import KIB, session_for
+from harness import KIB, quiesce, session_for
 from models import same_bits
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -117,7 +117,7 @@ def train(layers: list[Operator], session: Session | None, step: int) -> list[Te
             outputs += differentiable(layer(*[x.clone() if x.requires_grad else x for x in leaves]))
         found += [output.detach().clone() for output in outputs]
         if session is not None:
-            session.offloader.quiesce()
+            quiesce(session.offloader)
         torch.autograd.backward(
             outputs, [torch.randn_like(output) for output in outputs]
         ) if outputs else None

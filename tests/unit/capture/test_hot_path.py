@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import KIB, MIB, assert_all_given_back, session_for
+from harness import KIB, MIB, assert_all_given_back, quiesce, session_for
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ SHARED = SimpleNamespace(**{f"width_{number}": number for number in range(200)},
 """Settings as frameworks have them in each module of a layer."""
 
 
-WAITS = {"_read_to_end", "_make_room", "quiesce"}
+WAITS = {"_read_to_end", "_make_room"}
 """Functions in which the training thread waits for drives: how often it asks there is their affair."""
 
 
@@ -89,7 +89,7 @@ def step(model: nn.Module, session: Session, *, written: bool) -> Calls:
             if written:
                 session.offloader.flush()
         if written:
-            session.offloader.quiesce()
+            quiesce(session.offloader)
         with calls:
             loss.backward()
     return calls

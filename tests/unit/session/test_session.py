@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from harness import KIB, config_for, session_for
+from harness import KIB, config_for, quiesce, session_for
 from models import assert_same_tensors, loss_of, make_model, make_tokens, one_step, train
 from torch import nn
 
@@ -31,7 +31,7 @@ def model() -> Model:
 def test_a_step_has_a_record(model: Model) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    model.layers[-1].register_forward_hook(lambda *_: session.offloader.quiesce())
+    model.layers[-1].register_forward_hook(lambda *_: quiesce(session.offloader))
     with session_for(model, in_flight=1 << 20, measure_memory=True) as session:
         with session.step(tokens=128, model_flops=1e9) as step:
             assert step.record is None
@@ -162,7 +162,7 @@ def test_a_backward_after_the_step_or_after_the_session(model: Model) -> None:
     with session_for(model) as session:
         with session.step():
             losses = [loss_of(model, make_tokens(0)) for _ in range(2)]
-            session.offloader.quiesce()
+            quiesce(session.offloader)
         with pytest.warns(UserWarning, match="backward runs outside of the step"):
             losses[0].backward()
         found = [parameter.grad for parameter in model.parameters()]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from covering import of_which
 from exact_memory import exact_memory
-from harness import PATIENCE, Drive, config_for, session_for
+from harness import PATIENCE, Drive, config_for, quiesce, session_for
 from models import assert_same_tensors, loss_of, make_model, make_tokens
 from torch import Tensor, nn
 
@@ -447,7 +447,7 @@ def test_a_failed_write_is_raised_before_the_weights_change(model: Model) -> Non
     optimizer = adam(model)
     before = [parameter.clone() for parameter in model.parameters()]
     # Without this everything might be used from memory before its write begins.
-    model.layers[-1].register_forward_hook(lambda *_: session.offloader.quiesce())
+    model.layers[-1].register_forward_hook(lambda *_: quiesce(session.offloader))
     with session_for(model, drive=drive, on_full="error") as session:
         drive.writes.fail_with(lambda: OSError(5, "Input/output error"))
         with pytest.raises(tba.TransferError):
