@@ -266,11 +266,6 @@ def device_of_model(modules: Iterable[torch.nn.Module]) -> Device:
     return device_of("cpu" if parameter is None else parameter.device)
 
 
-def is_device_failure(error: BaseException) -> bool:
-    """Return True if work failed on a device, perhaps long before the error was noticed."""
-    return isinstance(error, torch.AcceleratorError)
-
-
 def check_not_captured(device: Device) -> None:
     """Check that no CUDA graph is captured, because the bytes of its tensors may never be computed.
 

@@ -17,8 +17,9 @@ import weakref
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from tba_offload.config.values import STALL_SECONDS
-from tba_offload.device import is_device_failure
 from tba_offload.errors import (
     ChecksumError,
     DeviceError,
@@ -144,10 +145,7 @@ class MultiStore:
                     place.unreserved += nbytes
                 else:
                     extent.transfers += 1
-                if place in batches:
-                    batches[place].append(transfer)
-                else:
-                    batches[place] = [transfer]
+                batches.setdefault(place, []).append(transfer)
         for place, batch in batches.items():
             place.pool.submit(batch, writes=writes)
 
@@ -163,13 +161,10 @@ class MultiStore:
             _check_still_there(memory)
             with self._lock:
                 extent: Any = place.reserve(transfer, memory.address) if is_new else transfer.extent
-                end = extent.offset + extent.length
-                if not writes or end <= place.grown:
-                    began = meter.note(1)
-            if not began:
-                place.grow(end)  # growing is rare, and is not part of the measured rate
-                with self._lock:
-                    began = meter.note(1)
+            if writes and extent.offset + extent.length > place.grown:
+                place.grow(extent.offset + extent.length)  # not a part of the measured rate
+            with self._lock:
+                began = meter.note(1)
             move(place, extent, memory)
             nbytes = transfer.nbytes  # a failed transfer may end at once, so it does not count in the rate
         except BaseException as failure:  # noqa: BLE001 - the waiting thread must get every error
@@ -472,7 +467,7 @@ def _store_error(failure: BaseException, what: str) -> StoreError:
     """Return an exception of an I/O thread as a store's error, without references to frames or memory."""
     if isinstance(failure, StoreError):
         error = failure
-    elif is_device_failure(failure):
+    elif isinstance(failure, torch.AcceleratorError):  # perhaps of work long before
         error = DeviceError(
             f"the device failed before it could {what}: {failure}; no drive is at fault: an operation of the "
             "training program failed on the device, and this transfer was the first to wait for it. With "

@@ -242,7 +242,11 @@ def used_bytes(store: MultiStore) -> int:
 
 def assert_all_given_back(session: Session) -> None:
     """No graph is alive any more: no byte may be in flight and no extent taken."""
-    in_time(lambda: quiesce(session.offloader))
     window = session.offloader.window
-    wait_until(lambda: window.in_flight == 0, f"{window.in_flight} bytes in flight")
+
+    def is_idle() -> bool:
+        in_time(lambda: quiesce(session.offloader))
+        return window.in_flight == 0
+
+    wait_until(is_idle, "bytes are still in flight")
     wait_until(lambda: used_bytes(session.store) == 0, f"{used_bytes(session.store)} bytes of extents")
