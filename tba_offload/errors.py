@@ -29,6 +29,7 @@ Every message says which operation failed, where, and how to solve the problem.
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from contextlib import nullcontext
@@ -192,6 +193,18 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         frame, level = frame.f_back, level + 1
     with without_bars():
         warnings.warn(message, category, stacklevel=level)
+
+
+def log_warning(name: str, message: str, *figures: object) -> None:
+    """Log a warning to the logger of a module. Open progress bars of tqdm are hidden meanwhile.
+
+    Args:
+        name: The name of the module.
+        message: The message, with placeholders.
+        figures: Values for the placeholders.
+    """
+    with without_bars():
+        logging.getLogger(name).warning(message, *figures, stacklevel=2)
 
 
 def without_bars() -> AbstractContextManager[object]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
-
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""Environment variables of a single process. For several processes, torchrun sets these variables."""
 
 
 @click.command()
@@ -45,6 +41,4 @@ def launch(*, cpu: bool, script: str, arguments: tuple[str, ...]) -> None:
     """
     from tba_offload.megatron.launch import CPU, launch
 
-    if "RANK" not in os.environ:
-        os.environ.update({name: os.environ.get(name, value) for name, value in _ALONE.items()})
     launch([*([CPU] if cpu else []), script, *arguments])

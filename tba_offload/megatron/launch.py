@@ -10,6 +10,7 @@ checkout that contains the script.
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -27,6 +28,10 @@ _REMEDIES = dict.fromkeys(("psutil", "regex", "six", "tensorboard"), "'tba-offlo
     "triton": "triton"
 }
 """Packages that the scripts of some releases import, and how to install them."""
+
+
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""Environment variables of a single process. For several processes, torchrun sets these variables."""
 
 
 def launch(arguments: Sequence[str]) -> None:
@@ -53,6 +58,8 @@ def prepare(arguments: Sequence[str]) -> Path:
     Raises:
         TbaError: As for :func:`launch`.
     """
+    if "RANK" not in os.environ:
+        os.environ.update({name: os.environ.get(name, value) for name, value in _ALONE.items()})
     on_cpu = list(arguments[:1]) == [CPU]
     path = enter(arguments[on_cpu:])
     if on_cpu:

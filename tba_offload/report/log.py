@@ -22,7 +22,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import logging
 import math
 import os
 import shlex
@@ -36,15 +35,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from tba_offload.days import bytes_per_day
-from tba_offload.errors import RunLogError
+from tba_offload.errors import RunLogError, log_warning
 from tba_offload.formatting import readable_size, significant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from tba_offload.planner.model import Prediction
-
-logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 
@@ -477,7 +474,7 @@ class RunLogWriter(AbstractContextManager["RunLogWriter"]):
         except OSError as error:
             message = "%s: the run log cannot be written: %s. Training continues without it. Free disk space"
             if not self._has_ended:
-                logger.warning(message, self.path, error.strerror or error)
+                log_warning(__name__, message, self.path, error.strerror or error)
             self._has_ended = True
 
     def __exit__(self, *_: object) -> None:
@@ -567,13 +564,12 @@ _ENOUGH = 3
 """Smallest number of steps whose median describes a plan."""
 
 
-def describe_run(log: RunLog, keep: Prediction | None, *, wears: bool) -> str | None:
+def describe_run(log: RunLog, keep: Prediction | None) -> str | None:
     """Return a line with the cost of a run; ``None`` if fewer than two steps have a measured peak.
 
     Args:
         log: The run.
         keep: Predicted figures of a step that keeps all layers, if known.
-        wears: Whether the store is on drives, so that written bytes wear them.
     """
     steps = counted_steps(log) if len(log.steps) > 1 else []
     peak = max((step.activation_peak_bytes or 0 for step in steps), default=0)
@@ -591,7 +587,8 @@ def describe_run(log: RunLog, keep: Prediction | None, *, wears: bool) -> str | 
         parts.append(f"step {significant(ratio)} x keep as predicted")
     states: Any = [each["written_bytes"] for each in log.others if each["event"] == "states"]
     written = sum(states) + statistics.median(step.offloaded_bytes for step in steps)
-    if written and wears:
+    store = log.header.store
+    if written and store.get("kind") != "host" and "lies in memory" not in str(store):
         seconds = statistics.median(step.seconds_with_update for step in steps)
         year = significant(365 * bytes_per_day(written, seconds) / 1e12)
         parts.append(f"{readable_size(written)} written a step: {year} TB a year at this rate")

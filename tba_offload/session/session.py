@@ -449,8 +449,7 @@ class Session:
     def say_summary(self) -> None:
         """Log a line with the cost of the run, if at least two steps were recorded."""
         self.recorder.write(wait=True)
-        wears = self.config.store.kind != "host"
-        line = describe_run(self.recorder.log(), self._controller.keep, wears=wears)
+        line = describe_run(self.recorder.log(), self._controller.keep)
         rank, ranks = rank_of_process()
         if rank == 0 and line is not None:
             tell(line if ranks == 1 else f"{line} (rank 0 of {ranks})")

@@ -9,14 +9,13 @@ plain training would use in the update. Reading a freed gradient raises an error
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
 
-from tba_offload.errors import SessionError
+from tba_offload.errors import SessionError, log_warning
 from tba_offload.recompute.digest import digest
 from tba_offload.states.away import FreedGradient
 from tba_offload.states.parameters import distributed, local, parameters_of, spec_of
@@ -37,8 +36,6 @@ them."""
 
 _HALFWAY = "backward ended halfway through its updates. Load a checkpoint of the model and the optimizer"
 
-logger = logging.getLogger(__name__)
-
 
 class BackwardUpdates(Updates):
     """Updates the parameters of one optimizer in the last backward pass before each of its steps.
@@ -58,9 +55,10 @@ class BackwardUpdates(Updates):
         self._steps = 0
         self._task: int | None = None
         self._forget()
-        logger.warning(
+        log_warning(
+            __name__,
             "states.when is 'backward': parameters have their new values when backward() returns. Code that "
-            "reads them before optimizer.step() gets the new values"
+            "reads them before optimizer.step() gets the new values",
         )
 
     def _forget(self) -> None:
@@ -90,7 +88,7 @@ class BackwardUpdates(Updates):
         while self._handles:
             self._handles.popitem()[1].remove()
         if self._made is not None:
-            logger.warning("a backward pass has updated parameters, and no optimizer.step() followed")
+            log_warning(__name__, "a backward pass has updated parameters, and no optimizer.step() followed")
 
     # ---- backward --------------------------------------------------------------------------------
 

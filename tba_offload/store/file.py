@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import secrets
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from tba_offload.device import READY
 from tba_offload.device.host_memory import never_freed
-from tba_offload.errors import ShortTransferError, StoreError, StoreFullError
+from tba_offload.errors import ShortTransferError, StoreError, StoreFullError, log_warning
 from tba_offload.store import posix
 from tba_offload.store.base import BLOCK, Checksum, Store
 
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
     from tba_offload.device import ByteRange, Device
     from tba_offload.store.base import Extent
-
-logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 8 << 20
 
@@ -313,7 +310,7 @@ class FileStore(Store):
         self.path = "buffered"
         fcntl.fcntl(self.fd, fcntl.F_SETFL, flags)
         what = "buffered I/O instead of direct I/O, so bytes pass through the page cache"
-        logger.warning("%s: %s: %s", self.name, what, self.reason)
+        log_warning(__name__, "%s: %s: %s", self.name, what, self.reason)
 
 
 # ---- directories -------------------------------------------------------------------------------------------

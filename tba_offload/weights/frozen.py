@@ -6,7 +6,6 @@ the weights of the next layer are read. The weights are written once, when offlo
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections import deque
@@ -20,7 +19,7 @@ from torch import nn
 
 from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
 from tba_offload.device import device_of_model
-from tba_offload.errors import SessionError, UnsupportedError
+from tba_offload.errors import SessionError, UnsupportedError, log_warning
 from tba_offload.layers.find import explicit_layers, find_layers
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.placements import Staying
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 
     Modules = Sequence[nn.Module]
     Tell = Callable[[str], object]
-
-logger = logging.getLogger(__name__)
 
 _ONLY = "Only weights of class torch.nn.Parameter on the device of the first parameter can be offloaded"
 _NONE = (
@@ -94,7 +91,8 @@ def offload_frozen(
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     stack = find_layers(chunks) if layers is None else explicit_layers(chunks, layers)
     chosen = with_directories(read_config(config), directories)
-    return FrozenWeights(chunks, [layer.module for layer in stack.layers], chosen, tell=logger.warning)
+    tell = partial(log_warning, __name__)
+    return FrozenWeights(chunks, [layer.module for layer in stack.layers], chosen, tell=tell)
 
 
 class FrozenWeights:

@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,8 +18,6 @@ import tba_offload as tba
 from tba_offload.formatting import readable_size
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from warm import Warm
 
 
@@ -96,18 +95,19 @@ def test_a_window_that_holds_most_of_a_step_is_told(layers: int, window: int) ->
 
 
 def test_a_run_ends_with_one_line_of_what_it_cost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = config_for(in_flight=64 * KIB, directory=tmp_path)
-    for steps in (1, 4):
+    memory = Path("/dev/shm")
+    for steps, place in ((1, tmp_path), (4, memory), (4, tmp_path)):
         caplog.clear()
-        model = make_model(layers=6)
+        model, config = make_model(layers=6), config_for(in_flight=64 * KIB, directory=place)
         with (
             caplog.at_level(logging.INFO, logger="tba_offload.session"),
             tba.attach(model, config) as session,
         ):
             train(model, steps=steps)
             peaks = [record.activation_peak_bytes for record in session.records]
-        told = [record.getMessage() for record in caplog.records]
+        told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
         assert len(told) == (steps > 1)
+        assert ("TB a year" in str(told)) == (steps > 1 and place != memory)
     size = r"[\d.]+ [KM]iB"
     shape = (
         rf"activation peak {size} \(keep: {size}\), step [\d.]+ x keep as predicted, "
@@ -128,10 +128,12 @@ def test_no_line_lands_inside_a_progress_bar(monkeypatch: pytest.MonkeyPatch) ->
             pass
         with pytest.warns(tba.NoEffectWarning, match="^no such thing$"):
             tba.errors.warn("no such thing", tba.NoEffectWarning)
+        tba.errors.log_warning("tba_offload", "tba-offload: %s", "slow drive")
     bar.close()
     for line in re.split(r"\r|\n", screen.getvalue()):
         assert ("tba-offload: " in line) <= line.startswith("tba-offload: "), screen.getvalue()
     assert "tba-offload: step 1" in screen.getvalue()
+    assert "tba-offload: slow drive" in screen.getvalue()
 
 
 # The in-flight window
