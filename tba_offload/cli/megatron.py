@@ -15,7 +15,7 @@ def patch(directory: Path, *, check: bool, reverse: bool) -> None:
     """Add the --tba- flags to the scripts of a Megatron-LM checkout.
 
     DIR is the root of the checkout. Patching a second time changes nothing. The command refuses a release
-    without a patch, and uncommitted changes in the files that it would patch.
+    without a patch, and files that differ from those of the release where the patch changes them.
     """
     from tba_offload.megatron.patch import Checkout
 
@@ -39,6 +39,6 @@ def launch(*, cpu: bool, script: str, arguments: tuple[str, ...]) -> None:
     SCRIPT is pretrain_gpt.py of a checkout. Its ARGUMENTS may contain the --tba- flags, which its own --help
     lists. For several processes, use: torchrun ... -m tba_offload.megatron.launch SCRIPT ARGUMENTS.
     """
-    from tba_offload.megatron.launch import CPU, launch
+    from tba_offload.megatron.launch import CPU, prepare, run
 
-    launch([*([CPU] if cpu else []), script, *arguments])
+    run(prepare([*([CPU] if cpu else []), script, *arguments]))

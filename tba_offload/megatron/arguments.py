@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from tba_offload.config import FIT, OffloadConfig, StatesConfig, load_config
 from tba_offload.config.document import Source
-from tba_offload.config.policy import Placement
 from tba_offload.errors import ConfigError, StoreError
 from tba_offload.store.file import check_directory
 
@@ -95,7 +94,6 @@ CONFLICTS = (
     Conflict("--delay-wgrad-compute", _OUTSIDE),
     Conflict("--yaml-cfg", "it makes Megatron ignore the command line, including the flags of tba-offload"),
     Conflict("--use-megatron-fsdp", _FSDP),
-    Conflict("--use-custom-fsdp", _FSDP),
     Conflict("--use-torch-fsdp2", _FSDP),
 )
 
@@ -136,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         arguments, rest = parse(*args, **kwargs)
         try:
             if is_on(arguments):
-                _check(arguments, config_of(arguments))
+                refuse_conflicts(arguments, config_of(arguments))
         except (ConfigError, StoreError) as error:
             # error() would first print a usage text of thousands of lines.
             parser.exit(2, f"{parser.prog}: error: {error}\n")
@@ -165,12 +163,12 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
         value = getattr(arguments, f"tba_{flag.replace('-', '_')}")
         if name and value is not None:
             given[section][name] = value
+    placement = arguments.tba_placement
     states = {"keep": None, "offload": config.states or StatesConfig(), None: config.states}
     try:
-        if arguments.tba_placement is not None:
-            config = _placed(config, arguments.tba_placement)
         return replace(
             config,
+            default={FIT: "auto", None: config.default}.get(placement, placement),
             source=Source(config.file) if given["budget"] else config.source,  # a flag has no line
             budget=replace(config.budget, **given["budget"]),
             store=replace(config.store, **given["store"]),
@@ -180,28 +178,8 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
         raise ConfigError(f"with the --tba- flags, {error}") from None
 
 
-def _placed(config: OffloadConfig, default: str) -> OffloadConfig:
-    """Return the configuration with another default. If no layer is ``auto``, drop the objective."""
-    config = replace(config, default="auto" if default == FIT else default)  # type: ignore[arg-type]
-    if Placement.AUTO in {config.default, *(rule.placement for rule in config.layers)}:
-        return config
-    return replace(config, budget=replace(config.budget, objective=None))
-
-
-def _check(arguments: argparse.Namespace, config: OffloadConfig) -> None:
-    """Check directories and Megatron's own settings.
-
-    Raises:
-        ConfigError: A setting is incompatible with offloading.
-        StoreError: A directory is missing or not accessible.
-    """
-    for directory in map(str, config.store.directories):
-        check_directory(directory)
-    refuse_conflicts(arguments, config)
-
-
 def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> None:
-    """Check Megatron's own settings.
+    """Check directories and Megatron's own settings.
 
     Args:
         arguments: All arguments.
@@ -209,7 +187,10 @@ def refuse_conflicts(arguments: argparse.Namespace, config: OffloadConfig) -> No
 
     Raises:
         ConfigError: A setting is incompatible with offloading. The message names its flag.
+        StoreError: A directory is missing or not accessible.
     """
+    for directory in map(str, config.store.directories):
+        check_directory(directory)
     conflicts = [*CONFLICTS, *(STATES_CONFLICTS if config.states is not None else ())]
     if config.states is not None and config.states.masters == "offload":
         conflicts += MASTERS_CONFLICTS

@@ -29,34 +29,24 @@ _REMEDIES = dict.fromkeys(("psutil", "regex", "six", "tensorboard"), "'tba-offlo
 }
 """Packages that the scripts of some releases import, and how to install them."""
 
-
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """Environment variables of a single process. For several processes, torchrun sets these variables."""
 
 
-def launch(arguments: Sequence[str]) -> None:
-    """Run a script as ``__main__`` with its arguments.
+def prepare(arguments: Sequence[str]) -> Path:
+    """Prepare this process for a script and its arguments. :func:`run` then runs the script.
 
     Args:
         arguments: Optionally ``--cpu``, then the script and its arguments.
+
+    Returns:
+        The path of the script.
 
     Raises:
         ConfigError: The script does not exist.
         MissingDependencyError: megatron-core is not installed.
         UnsupportedError: ``megatron.training`` or a module that it imports is missing, or ``--cpu`` is used
             although there is a GPU.
-    """
-    run(prepare(arguments))
-
-
-def prepare(arguments: Sequence[str]) -> Path:
-    """Do everything that :func:`launch` does before the script runs.
-
-    Returns:
-        The path of the script.
-
-    Raises:
-        TbaError: As for :func:`launch`.
     """
     if "RANK" not in os.environ:
         os.environ.update({name: os.environ.get(name, value) for name, value in _ALONE.items()})
@@ -71,9 +61,7 @@ def prepare(arguments: Sequence[str]) -> Path:
     try:
         install()
     except ModuleNotFoundError as error:
-        if (explained := _why_missing(error.name or "", path)) is None:
-            raise
-        raise explained from error
+        raise _why_missing(error.name or "", path) from error
     return path
 
 
@@ -100,8 +88,7 @@ def run(script: Path) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _why_missing(module: str, script: Path) -> TbaError | None:
-    """Return an error that explains a missing module; ``None`` for modules of Megatron or this package."""
+def _why_missing(module: str, script: Path) -> TbaError:
     package = module.partition(".")[0]
     if module in {"megatron", "megatron.core"}:
         return MissingDependencyError("megatron-core", f"{script.name}: megatron.training", extra="megatron")
@@ -111,8 +98,6 @@ def _why_missing(module: str, script: Path) -> TbaError | None:
             "Pass a script at the root of a Megatron-LM checkout, such as pretrain_gpt.py, or add the "
             "checkout to PYTHONPATH"
         )
-    if package in {"", "megatron", "tba_offload", "tba_lab"}:
-        return None
     remedy = f". Run pip install {_REMEDIES[package]}" if package in _REMEDIES else ""
     return UnsupportedError(
         f"{script.name}: megatron.training needs the module {module}, which is missing{remedy}"

@@ -35,6 +35,14 @@ def find_stack(
 ) -> LayerStack:
     """Return the layers of a Megatron model, with the micro-batch numbers and random generators of Megatron.
 
+    Numbers start from 0 and continue over all pipeline stages and model chunks. Names are the module names of
+    the model without wrappers such as ``Float16Module``. They have the global number of the layer
+    (``decoder.layers.7``). An id includes the stack (``encoder``) only if numbers alone are ambiguous. A
+    layer inside another layer is not listed, because it is part of the outer layer.
+
+    Layers are in order of chunks, and within a chunk in order of registration. There are none if the model is
+    not a Megatron model.
+
     Args:
         model: The model, or the list of its chunks on this rank, with or without wrappers.
         gather: Takes the layers of this rank, and returns the layers of all ranks. By default, there are no
@@ -52,11 +60,7 @@ def find_stack(
     own = [layer.id for layer in found]
     ids = shorten(own, gather(own) if gather is not None else own)
     layers = tuple(replace(layer, id=short) for layer, short in zip(found, ids, strict=True))
-    return LayerStack(
-        layers,
-        micro_batch=current_microbatch,
-        states=_states,
-    )
+    return LayerStack(layers, micro_batch=current_microbatch, states=_states)
 
 
 def _states() -> Sequence[State]:
@@ -81,27 +85,6 @@ def _logged() -> dict[str, Tensor]:
 def _put_logged(values: Mapping[str, Tensor]) -> None:
     for name, summed in _logged().items():
         summed.copy_(values[name]) if name in values else summed.zero_()
-
-
-def find_layers(model: nn.Module | Sequence[nn.Module]) -> list[Layer]:
-    """Find the transformer and Mamba layers of a model on this rank.
-
-    Numbers start from 0 and continue over all pipeline stages and model chunks. Names are the module names of
-    the model without wrappers such as ``Float16Module``. They have the global number of the layer
-    (``decoder.layers.7``). An id includes the stack (``encoder``) only if numbers alone are ambiguous. A
-    layer inside another layer is not listed, because it is part of the outer layer.
-
-    Args:
-        model: The model, or the list of its chunks on this rank, with or without wrappers.
-
-    Returns:
-        The layers in order of chunks, and within a chunk in order of registration. The list is empty if the
-        model is not a Megatron model.
-
-    Raises:
-        UnsupportedError: A layer has no number.
-    """
-    return list(find_stack(model).layers)
 
 
 def shorten(layers: Sequence[LayerId], everywhere: Sequence[LayerId]) -> list[LayerId]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ import torch
 from tba_offload.errors import UnsupportedError
 from tba_offload.states.away import is_away
 from tba_offload.states.groups import MASTER
-from tba_offload.states.parameters import gathered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,9 +29,8 @@ _GROUPS = (
 """Names of the attributes with 16-bit parameters and their masters. A distributed optimizer has the first
 pair of names, and the other class has the second pair."""
 
-_SAVED = ("fp32_from_fp16_params", "fp32_from_fp16")
-"""Keys of the masters in checkpoints of optimizers that are not distributed. Old checkpoints use the second
-key."""
+_SAVED = "fp32_from_fp16_params"
+"""Key of the masters in checkpoints of optimizers that are not distributed."""
 
 
 def children_of(optimizer: Any, config: StatesConfig) -> list[Any]:
@@ -191,13 +189,12 @@ def _follow_checkpoints_of_masters(child: Any, states: OptimizerStates) -> None:
 
     def save(*arguments: Any, **options: Any) -> dict[str, Any]:
         saved: dict[str, Any] = save_plain(*arguments, **options)
-        return saved | {_SAVED[0]: [[*map(read, group)] for group in saved[_SAVED[0]]]}
+        return saved | {_SAVED: [[*map(read, group)] for group in saved[_SAVED]]}
 
     def load(state_dict: dict[str, Any]) -> None:
         with _narrowed(child, set()):
             load_plain(state_dict)
-        saved = next(state_dict[name] for name in _SAVED if name in state_dict)
-        for group, values in zip(child.fp32_from_float16_groups, saved, strict=True):
+        for group, values in zip(child.fp32_from_float16_groups, state_dict[_SAVED], strict=True):
             for main, value in zip(group, values, strict=True):
                 with states.setting(main, states=False):
                     main.data.copy_(value.data)
@@ -214,14 +211,11 @@ def _follow_copies(child: Any, states: OptimizerStates) -> None:
             to_model()
 
     def copy_to_masters(*arguments: Any, **options: Any) -> None:
-        # After loading a checkpoint without optimizer: copy one sub-group at a time.
+        # After loading a checkpoint without optimizer: copy one master at a time.
         mains = [main for _, main in _pairs(child)]
-        away = [main for main in mains if main is not None and is_away(main)]
-        for some in gathered(away, max(states.sizes, default=0), lambda main: main.nbytes):
-            with ExitStack() as taken:
-                for main in some:
-                    taken.enter_context(states.setting(main, states=False))
-                with _narrowed(child, set(some)):
+        for main in mains:
+            if main is not None and is_away(main):
+                with states.setting(main, states=False), _narrowed(child, {main}):
                     to_masters(*arguments, **options)
         with _narrowed(child, {main for main in mains if not is_away(main)}):
             to_masters(*arguments, **options)

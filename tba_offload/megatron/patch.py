@@ -20,7 +20,6 @@ RELEASES = {"core_v0.16.1": "0.16", "core_v0.19.0": "0.19", "main": "0.20"}
 
 _VERSION_FILE = Path("megatron/core/package_info.py")
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
-_TARGET = re.compile(r"^\+\+\+ b/(.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,6 @@ class Checkout:
         """
         if not self._fault("--check", "--reverse"):
             return False
-        if changed := self._own_changes():
-            names = ", ".join(changed)
-            raise PatchError(f"{self.directory}: {names} has uncommitted changes. Commit or stash them first")
         if self._fault("--check"):
             raise PatchError(
                 f"{self.directory}: the patch for {self.release} does not match, because the files differ. "
@@ -109,26 +105,15 @@ class Checkout:
 
     def _fault(self, *options: str) -> str:
         """Return why ``git apply`` with these options fails, or an empty string on success."""
-        done = self._git("apply", *options, str(self._patch))
-        return done.stderr.strip() or "unknown error" if done.returncode else ""
-
-    def _own_changes(self) -> list[str]:
-        """Return the files of the patch that have uncommitted changes; an empty list without a repository."""
-        targets = _TARGET.findall(self._patch.read_text(encoding="utf-8"))
-        status = self._git("status", "--porcelain", "--untracked-files=no", "--", *targets)
-        return [line[3:] for line in status.stdout.splitlines()] if status.returncode == 0 else []
-
-    @property
-    def _patch(self) -> Path:
-        return Path(__file__).parent.resolve() / "patches" / self.release / "tba-offload.patch"
-
-    def _git(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         git = shutil.which("git")
         if git is None:
             raise PatchError("patching a checkout needs git. Install git")
         # Do not search for a repository above the checkout.
         root = self.directory.resolve()
         environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent), "LC_ALL": "C"}
-        return subprocess.run(  # noqa: S603 - no shell, and this module builds the arguments
-            [git, *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False
+        patch = Path(__file__).parent.resolve() / "patches" / self.release / "tba-offload.patch"
+        command = [git, "apply", *options, str(patch)]
+        done = subprocess.run(  # noqa: S603 - no shell, and this module builds the arguments
+            command, cwd=root, env=environment, capture_output=True, text=True, check=False
         )
+        return done.stderr.strip() or "unknown error" if done.returncode else ""

@@ -19,9 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from tba_offload.config import OffloadConfig, read_config
 from tba_offload.errors import ConfigError, TbaError, UnsupportedError
@@ -31,9 +28,10 @@ from tba_offload.megatron.arguments import add_arguments, config_of, is_on
 from tba_offload.megatron.layers import find_stack
 from tba_offload.megatron.optimizer import children_of, follow, inner_of, masters_of
 from tba_offload.report.log import curves_of
+from tba_offload.report.text import Table, show
 from tba_offload.session import Session, World
 from tba_offload.session.notices import warn_of_doubts
-from tba_offload.session.record import run_log_path
+from tba_offload.session.record import rank_of_process, run_log_path
 
 if TYPE_CHECKING:
     import argparse
@@ -61,9 +59,6 @@ def install() -> None:
     """
     from megatron.training import arguments, training
 
-    if hasattr(training, _MARK):
-        return
-    setattr(training, _MARK, True)
     _wrap(arguments, "add_megatron_arguments", lambda add: lambda parser: add_arguments(add(parser)))
     _wrap(training, "setup_model_and_optimizer", _attaching)
     if hasattr(training, "load_checkpoint"):
@@ -194,7 +189,7 @@ def open_session(
     if world.rank == 0:
         on_gpu = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
         warn_of_doubts(config, world.layers, on_cpu=not on_gpu)
-    own = _patient(_with_own_drives(config), arguments)
+    own = _with_own_drives(config)
     run_log = arguments.tba_run_log
     if run_log is not None:
         run_log = run_log_path(run_log, agreed=lambda number: max(_of_all_ranks([number])))
@@ -226,23 +221,15 @@ def open_session(
 # Communication between ranks
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _place() -> str:
-    return f"rank {_rank()} on {socket.gethostname()}"
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return f"rank {rank_of_process()[0]} on {socket.gethostname()}"
 
 
 def _of_all_ranks(own: list[_Item]) -> list[_Item]:
     """Return the items of all ranks in rank order. Every rank must call this."""
     if not dist.is_initialized():
         return own
-    gathered: list[list[_Item]] = [[]] * _ranks()
+    gathered: list[list[_Item]] = [[]] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     return [each for part in gathered for each in part]
 
@@ -254,10 +241,11 @@ def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
     layer must recompute it together.
     """
     placements = OffloadConfig(default=config.default, layers=config.layers).to_yaml()
+    own_rank, ranks = rank_of_process()
     for rank, others in enumerate(_of_all_ranks([placements])):
         if others != placements:
             raise ConfigError(
-                f"rank {rank} has a different policy from rank {_rank()}, but all ranks of a model need one "
+                f"rank {rank} has a different policy from rank {own_rank}, but all ranks of a model need one "
                 "policy. Use the same policy file on every node"
             )
     layers = _of_all_ranks(own)
@@ -266,9 +254,7 @@ def _world_of(own: list[LayerId], config: OffloadConfig) -> World:
     stacks = list(dict.fromkeys(layer.stack for layer in layers))
     layers = sorted(set(layers), key=lambda layer: (stacks.index(layer.stack), layer.number))
     run = _of_all_ranks([uuid.uuid4().hex])[0]
-    if _ranks() == 1:
-        return World(tuple(layers))
-    return World(tuple(layers), _rank(), _ranks(), run, _agree)
+    return World(tuple(layers)) if ranks == 1 else World(tuple(layers), own_rank, ranks, run, _agree)
 
 
 def _agree(proposed: dict[str, Placement], need: tuple[float, float]) -> dict[str, Placement]:
@@ -306,24 +292,13 @@ def _failing_together() -> Iterator[None]:
 
 def _with_own_drives(config: OffloadConfig) -> OffloadConfig:
     """Return the config with this rank's share of the node's drives. The share has at least one drive."""
-    hosts = _of_all_ranks([socket.gethostname()])
-    neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[_rank()]]
-    place, directories = neighbours.index(_rank()), config.store.directories
+    hosts, own_rank = _of_all_ranks([socket.gethostname()]), rank_of_process()[0]
+    neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[own_rank]]
+    place, directories = neighbours.index(own_rank), config.store.directories
     own = directories[place :: len(neighbours)]
     if directories and not own:
         own = (directories[place % len(directories)],)
     return replace(config, store=replace(config.store, directories=own))
-
-
-def _patient(config: OffloadConfig, arguments: argparse.Namespace) -> OffloadConfig:
-    """Return the config with ``stall_seconds`` of at most half the timeout of collective operations."""
-    minutes = getattr(arguments, "distributed_timeout_minutes", None)
-    later = getattr(arguments, "distributed_timeout_seconds_after_init", None)
-    limits = [seconds / 2 for seconds in (minutes and 60 * minutes, later) if seconds]
-    if config.store.stall_seconds is None or not limits:
-        return config
-    stall_seconds = min(config.store.stall_seconds, *limits)
-    return replace(config, store=replace(config.store, stall_seconds=stall_seconds))
 
 
 # Figures of a step
@@ -335,7 +310,7 @@ def _work_of_a_step() -> dict[str, Any]:
     from megatron.training import training
     from megatron.training.global_vars import get_args
 
-    arguments, batch, ranks = get_args(), get_current_global_batch_size(), _ranks()
+    arguments, batch, (_, ranks) = get_args(), get_current_global_batch_size(), rank_of_process()
     flops = float(training.num_floating_point_operations(arguments, batch))
     return {"tokens": round(batch * arguments.seq_length / ranks), "model_flops": flops / ranks}
 
@@ -377,11 +352,8 @@ def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
     """
     explained = [policy.explain(layer) for layer in layers]
     groups = grouped([layer.name for layer in layers], explained)
-    table = Table("Layers", "Name", "Placement", "Why", title="tba-offload")
-    for group in groups:
-        placement, why = explained[group.first]
-        table.add_row(layers[group.first].numbers(group.size), group.name, placement.value, Text(why))
-    Console(width=100).print(table)
+    rows = [(layers[each.first].numbers(each.size), each.name, *explained[each.first]) for each in groups]
+    show(Table(("Layers", "Name", "Placement", "Why"), rows, title="tba-offload"))
 
 
 def draw_curves(record: StepRecord) -> None:

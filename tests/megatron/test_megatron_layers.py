@@ -14,7 +14,7 @@ from tba_lab.gpt import GptShape, build_gpt
 from tba_lab.megatron_cpu import single_process
 from tba_offload.config.policy import LayerId
 from tba_offload.errors import UnsupportedError
-from tba_offload.megatron.layers import find_layers, is_megatron, shorten
+from tba_offload.megatron.layers import find_stack, is_megatron, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +39,7 @@ def megatron() -> Iterator[None]:
 def test_the_layers_of_a_model(dtype: Literal["fp32", "bf16"]) -> None:
     """The bf16 model is wrapped; its names are those of the bare one."""
     model = build_gpt(dataclasses.replace(SHAPE, dtype=dtype), seed=0)
-    found = find_layers(model)
+    found = find_stack(model).layers
     assert [layer.id for layer in found] == [LayerId(n, f"decoder.layers.{n}") for n in range(3)]
     assert {layer.chunk for layer in found} == {0}
     modules = dict(model.named_modules())
@@ -50,7 +50,7 @@ def test_the_layers_of_a_model(dtype: Literal["fp32", "bf16"]) -> None:
 def test_the_layers_of_a_model_with_two_stacks() -> None:
     layout = Layout((("encoder:0", "encoder:1", "decoder:0", "decoder:1"),), model="t5")
     model = make_t5(layout, make_config(layout), pre_process=True, post_process=True)
-    assert [layer.id for layer in find_layers(model)] == [
+    assert [layer.id for layer in find_stack(model).layers] == [
         LayerId(0, "encoder.layers.0", "encoder"),
         LayerId(1, "encoder.layers.1", "encoder"),
         LayerId(0, "decoder.layers.0", "decoder"),
@@ -60,9 +60,9 @@ def test_the_layers_of_a_model_with_two_stacks() -> None:
 
 def test_layers_need_numbers() -> None:
     model = build_gpt(SHAPE, seed=0)
-    del find_layers(model)[1].module.layer_number
+    del find_stack(model).layers[1].module.layer_number
     with pytest.raises(UnsupportedError, match=r"'module\.decoder\.layers\.1' .* has no layer_number"):
-        find_layers(model)
+        find_stack(model)
 
 
 class Mixer(nn.Module):
@@ -98,7 +98,7 @@ def build_mamba() -> nn.Module:
 def test_mamba_layers_are_found() -> None:
     model = build_mamba()
     assert is_megatron(model)
-    assert [layer.id for layer in find_layers(model)] == [
+    assert [layer.id for layer in find_stack(model).layers] == [
         LayerId(number, f"decoder.layers.{number}") for number in range(3)
     ]
 
@@ -108,7 +108,7 @@ def test_layers_that_predict_further_tokens_are_found() -> None:
     layout = Layout((("0", "1", "2"),), model="mtp")
     config = dataclasses.replace(make_config(layout), mtp_num_layers=2)
     model = make_gpt(layout, config, pre_process=True, post_process=True)
-    ids = [layer.id for layer in find_layers(model)]
+    ids = [layer.id for layer in find_stack(model).layers]
     assert [id_.name for id_ in ids[:3]] == [f"decoder.layers.{number}" for number in range(3)]
     assert [id_.name.rpartition(".")[0] for id_ in ids[3:]] == ["mtp.layers.0", "mtp.layers.1"]
     assert len({(id_.stack, id_.number) for id_ in ids}) == 5

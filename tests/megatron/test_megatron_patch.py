@@ -94,20 +94,6 @@ def test_a_patch_goes_in_once_and_comes_out_again(committed: bool, tree: Path) -
     assert contents(root) == before
 
 
-def test_uncommitted_changes_are_refused(tree: Path) -> None:
-    checkout = commit(tree)
-    path = checkout / "megatron/training/arguments.py"
-    path.write_text(path.read_text() + "# mine\n")
-    before = contents(checkout)
-    with pytest.raises(PatchError, match=r"megatron/training/arguments\.py has uncommitted changes"):
-        Checkout.at(checkout).patch()
-    assert contents(checkout) == before
-    git(checkout, "checkout", "--", ".")
-    elsewhere = checkout / "megatron/core/package_info.py"
-    elsewhere.write_text(elsewhere.read_text() + "# mine\n")
-    assert Checkout.at(checkout).patch()
-
-
 def test_other_files_are_refused(tree: Path) -> None:
     path = tree / "megatron/training/arguments.py"
     path.write_text("# another file\n")

@@ -289,6 +289,5 @@ def test_every_conflict_is_a_setting_of_some_release(python_with_scripts: Warm) 
     """A flag that is renamed must not slip through."""
     _, text = fork(python_with_scripts, (*OFFLOADING, str(SCRIPT), "--help"), 1)
     known = {name.replace("-", "_") for name in re.findall(r"--([a-z0-9-]+)", text)}
-    older = {"use_custom_fsdp"}
     settings_only = {"cpu_offloading"}  # of the model's configuration, without a flag
-    assert {conflict.name for conflict in CONFLICTS} - known <= older | settings_only
+    assert {conflict.name for conflict in CONFLICTS} - known <= settings_only
