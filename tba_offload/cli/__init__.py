@@ -6,7 +6,6 @@ of tba-offload is printed as one line on stderr with exit status 1. A wrong comm
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import click
@@ -20,7 +19,7 @@ from tba_offload.cli.init import init
 from tba_offload.cli.megatron import launch, patch
 from tba_offload.cli.runs import plan, report, rok, timeline, why
 from tba_offload.errors import ConfigError, TbaError
-from tba_offload.formatting import quoted, visible
+from tba_offload.formatting import visible
 
 _COMPLETION = (
     'Tab completion in bash: eval "$(_TBA_OFFLOAD_COMPLETE=bash_source tba-offload)". In zsh and fish, write '
@@ -42,21 +41,8 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_COMPLETION)
 @click.version_option(__version__, prog_name="tba-offload")
-@click.option(
-    "--import",
-    "modules",
-    metavar="MODULE",
-    multiple=True,
-    help="Import a module that registers kinds of stores. You can repeat this option.",
-)
-def main(modules: tuple[str, ...]) -> None:
+def main() -> None:
     """Offload activations to NVMe drives while a large model trains."""
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            message = f"{quoted(module)} cannot be imported: {error}. Add its folder to PYTHONPATH"
-            raise click.BadParameter(message, param_hint="'--import'") from error
 
 
 for command in (init, estimate, check, rok, plan, why, timeline, report, demo, doctor, patch, launch):

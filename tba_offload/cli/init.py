@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 import yaml
 
-from tba_offload.cli.shared import DIRECTORIES, JSON, writing
+from tba_offload.cli.shared import DIRECTORIES, FORCE, JSON, must_be_new, writing
 from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _POLICY = Path(__file__).with_name("policy.yaml")
     metavar="FILE",
     help="The policy to write.",
 )
-@click.option("--force", is_flag=True, help="Replace the file if it exists.")
+@FORCE
 @JSON
 def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: bool) -> None:
     """Write a policy with comments that fits the device ("fit"), on the drives of this machine.
@@ -43,10 +43,7 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: b
     mounted NVMe drive that you may write to. Without NVMe drives, it names the directory for temporary files.
     To measure drives, use tba-offload doctor.
     """
-    if output.exists() and not force:
-        raise click.ClickException(
-            f"{output}: the file exists, so it was not replaced. Choose another name with -o, or use --force"
-        )
+    must_be_new(output, force=force)
     found = {path: _look_at(path) for path in map(str, directories or _drives())}
     with writing(output):
         output.write_bytes(_policy(found).encode())

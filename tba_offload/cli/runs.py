@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tba_offload.cli.shared import FILE, JSON, RATED, bandwidth_of, rates, say, size, writing
+from tba_offload.cli.shared import FILE, FORCE, JSON, RATED, bandwidth_of, must_be_new, rates, size, writing
 from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from click.decorators import FC
+
+    from tba_offload.report.rok import Memory
 
 _RUN = click.argument("run", metavar="RUN.jsonl", type=FILE)
 _RUNS = click.argument("runs", metavar="RUN.jsonl...", nargs=-1, required=True, type=FILE)
@@ -56,14 +58,8 @@ def why(run: Path, *, as_json: bool) -> None:
     help="Compare the activation peak, or the peak of all live bytes on the device: weights, gradients, "
     "optimizer states and activations. On a CPU, all live bytes are those of the process.",
 )
-@click.option(
-    "--warmup",
-    metavar="N",
-    type=click.IntRange(min=0),
-    help="Steps to skip at the start of each run.  [default: 3 of more than 6 steps, 1 of two to six]",
-)
 def rok(
-    runs: tuple[Path, ...], output: tuple[Path, ...], csv_file: str | None, *, as_json: bool, **options: Any
+    runs: tuple[Path, ...], output: tuple[Path, ...], csv_file: str | None, *, as_json: bool, memory: Memory
 ) -> None:
     """Compare runs by memory peak and throughput (the ROK curve: recompute, offload, keep).
 
@@ -76,7 +72,7 @@ def rok(
         raise click.UsageError("--json and --csv - both write to the standard output. Use one of them")
     for picture in output:
         report.picture_kind(picture)
-    points = report.points(runs, left_out=say, **options)
+    points = report.points(runs, memory=memory)
     for picture in output:
         with writing(picture, runs):
             report.draw(points, picture)
@@ -104,8 +100,8 @@ def rok(
 @click.option("--drives", type=click.FloatRange(0.1), default=1, help="Plan for this many times the drives.")
 @rates
 @RATED
-@_output("Write the plan as a policy file. Only a file that this command wrote is replaced.")
-@click.option("--force", is_flag=True, help="Replace any file that --output names, except run logs.")
+@_output("Write the plan as a policy file.")
+@FORCE
 @click.option("--picture", type=FILE, metavar="FILE", help="Draw the best plans as .svg or .png.")
 @JSON
 def plan(
@@ -137,6 +133,8 @@ def plan(
         raise click.UsageError("--budget and --device-bytes both limit activations. Use one of them")
     if picture is not None:
         picture_kind(picture)
+    if output is not None:
+        must_be_new(output, force=force)
     situation = Situation.of(run, bandwidth_of(goal)).changed(layers=layers, drives=drives)
     report, policy = situation.report(**goal)
     if picture is not None:
@@ -144,25 +142,11 @@ def plan(
             draw_frontier(report, picture)
     if output is not None:
         with writing(output, (run,)):
-            _write_policy(output, policy.to_yaml(), force=force)
+            output.write_bytes(policy.to_yaml().encode())
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=2))
     else:
         text.show(*report.parts(None if output is None else str(output)))
-
-
-_PLANNED = "# Written by tba-offload plan, which replaces this file if it begins with this line.\n"
-
-
-def _write_policy(path: Path, text: str, *, force: bool) -> None:
-    """Write a planned policy. An existing file is replaced only if ``tba-offload plan`` wrote it."""
-    was_planned = path.is_file() and path.read_bytes().startswith(_PLANNED.encode())
-    if path.exists() and not force and not was_planned:
-        raise click.ClickException(
-            f"{path}: the file was not written by this command, so it was not replaced. Choose another name, "
-            "or use --force"
-        )
-    path.write_bytes((_PLANNED + text).encode())
 
 
 @click.command()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tba_offload.errors import ConfigError
-from tba_offload.formatting import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -24,6 +23,11 @@ FILE: Any = click.Path(dir_okay=False, path_type=Path)
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 """Option for output that programs read."""
+
+FORCE = click.option(
+    "--force", is_flag=True, help="Replace the file if it exists. Run logs are not replaced."
+)
+"""Option to replace the file that a command writes."""
 
 DIRECTORIES = click.argument(
     "directories", metavar="[DIR]...", nargs=-1, type=click.Path(readable=False, path_type=Path)
@@ -85,9 +89,12 @@ def bandwidth_of(options: dict[str, Any]) -> Bandwidth | None:
         return Bandwidth(*measure(store, device)[:2])
 
 
-def say(line: str) -> None:
-    """Print a line on stderr."""
-    click.echo(visible(line), err=True)
+def must_be_new(path: Path, *, force: bool) -> None:
+    """End the command if a file exists, unless ``--force`` is given."""
+    if path.exists() and not force:
+        raise click.ClickException(
+            f"{path}: the file exists, so it was not replaced. Choose another name with -o, or use --force"
+        )
 
 
 @contextlib.contextmanager

@@ -264,14 +264,12 @@ class RunLog:
         header: The facts that are the same for every step.
         steps: The steps, in the order of the file.
         path: The file.
-        truncated: True if the last line is incomplete, for example after a crash. The line is left out.
         others: All other events, unparsed, in the order of the file.
     """
 
     header: RunHeader
     steps: tuple[StepRecord, ...]
     path: Path
-    truncated: bool = False
     others: tuple[Json, ...] = ()
 
     def events(self, model: type[AnyEvent]) -> list[AnyEvent]:
@@ -294,27 +292,14 @@ class RunLog:
 # and a time is the median of `timed_steps(counted_steps(log))`.
 
 
-def warm_up_steps(total: int) -> int:
-    """Return the number of first steps of a run that are ignored in figures.
+def counted_steps(log: RunLog) -> list[StepRecord]:
+    """Return the steps that count for figures: steps after the warm-up whose update was not skipped.
 
     The first step allocates memory, and the times of the next steps are irregular. If a run has more than six
     steps, three steps are ignored. If it has two to six steps, one step is ignored.
-
-    Args:
-        total: The number of steps of the run.
     """
-    return 3 if total > 6 else int(total > 1)
-
-
-def counted_steps(log: RunLog, warm_up: int | None = None) -> list[StepRecord]:
-    """Return the steps that count for figures: steps after the warm-up whose update was not skipped.
-
-    Args:
-        log: The run log.
-        warm_up: Steps to ignore at the start. Default: :func:`warm_up_steps`.
-    """
-    late = log.steps[warm_up_steps(len(log.steps)) if warm_up is None else warm_up :]
-    return [step for step in late if not step.skipped]
+    warm_up = 3 if len(log.steps) > 6 else int(len(log.steps) > 1)
+    return [step for step in log.steps[warm_up:] if not step.skipped]
 
 
 def timed_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
@@ -336,7 +321,7 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
     """
     path = Path(path)
     try:
-        *lines, last = path.read_bytes().split(b"\n")
+        *lines, _ = path.read_bytes().split(b"\n")
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = getattr(error, "strerror", None) or error
         raise RunLogError(f"{path}: the run log cannot be read: {reason}") from error
@@ -357,7 +342,6 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
         header=header,
         steps=tuple(each for each in others if isinstance(each, StepRecord)),
         path=path,
-        truncated=bool(last.strip()),
         others=tuple(each for each in others if isinstance(each, dict)),
     )
 

@@ -109,7 +109,6 @@ def merged(logs: Sequence[RunLog]) -> RunLog:
         first,
         path=first.path.with_name(_RANK.sub("", first.path.name)),
         steps=tuple(_merged_step([steps[number] for steps in by_number]) for number in common),
-        truncated=any(log.truncated for log in logs),
     )
 
 

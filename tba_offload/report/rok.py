@@ -100,34 +100,22 @@ def points(
     paths: Iterable[str | os.PathLike[str]],
     *,
     memory: Memory = "activations",
-    warmup: int | None = None,
-    left_out: Callable[[str], object] | None = None,
 ) -> list[RokPoint]:
     """Read run logs and return one point for each run. All points have the same unit of throughput.
 
     Args:
         paths: The run logs. The logs of all ranks of a run give one point.
         memory: The memory for which points are compared.
-        warmup: Steps to ignore at the start of each run. Default: the result of ``log.warm_up_steps``.
-        left_out: A function that receives a message for each run without steps. Default: raise an error.
 
     Raises:
         RunLogError: A log cannot be read, or has no peak, no throughput, or no counted step.
     """
-    logs = read_runs(paths)
-    if left_out is not None and any(log.steps for log in logs):
-        for log in logs:
-            if not log.steps:
-                left_out(f"{log.path}: left out, because the run log has no steps")
-        logs = [log for log in logs if log.steps]
-    return points_of(logs, memory=memory, warmup=warmup)
+    return points_of(read_runs(paths), memory=memory)
 
 
-def points_of(
-    logs: Sequence[RunLog], *, memory: Memory = "activations", warmup: int | None = None
-) -> list[RokPoint]:
+def points_of(logs: Sequence[RunLog], *, memory: Memory = "activations") -> list[RokPoint]:
     """Return one point for each run log, as :func:`points` does."""
-    counted = [counted_steps(log, warmup) for log in logs]
+    counted = [counted_steps(log) for log in logs]
     for log, steps in zip(logs, counted, strict=True):
         if not steps:
             raise RunLogError(f"{log.path}: {len(log.steps)} steps, none after the warm-up. Train more steps")
@@ -381,10 +369,8 @@ def draw(points: Sequence[RokPoint], path: str | os.PathLike[str]) -> None:
         path: The picture to write, SVG or PNG.
 
     Raises:
-        ConfigError: There are no points, their units differ, or the suffix is wrong.
+        ConfigError: The suffix is neither ``.svg`` nor ``.png``.
     """
-    if len({each.unit for each in points}) != 1:
-        raise ConfigError("a ROK curve needs points, all with the same unit of throughput")
     write_picture(path, lambda: rok_figure(points))
 
 

@@ -58,7 +58,6 @@ def test_json_and_csv_are_alone_on_the_standard_output(runs: list[str]) -> None:
     ("arguments", "message"),
     [
         ((), "Missing argument 'RUN.jsonl...'"),
-        (("a.jsonl", "--warmup", "-1"), "-1 is not in the range x>=0"),
         (("a.jsonl", "--json", "--csv", "-"), "--json and --csv - both write to the standard output"),
     ],
 )

@@ -24,7 +24,6 @@ from tba_offload.report.log import (
     counted_steps,
     read_run_log,
     timed_steps,
-    warm_up_steps,
 )
 
 HEADER = RunHeader(
@@ -60,7 +59,7 @@ def test_every_field_comes_back(tmp_path: Path) -> None:
     path = write_log(tmp_path / "run.jsonl", RECORD, plain)
     log = read_run_log(path)
     assert (log.header, log.steps, log.path) == (HEADER, (RECORD, plain), path)
-    assert (log.others, log.truncated) == ((), False)
+    assert log.others == ()
     assert all(line.isascii() for line in path.read_text().splitlines())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -103,7 +102,6 @@ def test_cut_anywhere_a_log_keeps_its_whole_lines(tmp_path: Path) -> None:
         cut.write_bytes(content[:length])
         log = read_run_log(cut)
         assert len(log.steps) == sum(end <= length for end in ends) - 1
-        assert log.truncated == (length not in ends)
     for begin in (b"", b"\n\n", content[: ends[0] - 1]):
         cut.write_bytes(begin)
         with pytest.raises(RunLogError, match="not a run log: it has no complete line"):
@@ -157,7 +155,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_ends(
     assert "run.jsonl: the run log cannot be written: " in record.getMessage()
     assert "Training continues without it. Free disk space" in record.getMessage()
     if cause == "full":
-        assert (read_run_log(path).steps, read_run_log(path).truncated) == ((RECORD,), True)
+        assert read_run_log(path).steps == (RECORD,)
 
 
 # What is no run log is named
@@ -175,7 +173,6 @@ def test_another_schema_is_refused_and_both_are_named(tmp_path: Path, schema: ob
 
 
 def test_steps_that_count_for_figures_are_told_by_one_rule() -> None:
-    assert [warm_up_steps(total) for total in (0, 1, 2, 6, 7, 100)] == [0, 0, 1, 1, 3, 3]
     sources = {1: "mallinfo2", 6: "mallinfo2"}
     steps = tuple(
         StepRecord(step=number, seconds=1.0, skipped=number == 5, peak_source=sources.get(number))
@@ -186,4 +183,5 @@ def test_steps_that_count_for_figures_are_told_by_one_rule() -> None:
     assert [step.step for step in counted] == [4, 6, 7, 8]
     assert [step.step for step in timed_steps(counted)] == [4, 7, 8]
     assert timed_steps(counted[1:2]) == counted[1:2]  # better than none
-    assert len(counted_steps(log, warm_up=0)) == 7
+    counts = [len(counted_steps(replace(log, steps=steps[:total]))) for total in (0, 1, 2, 7)]
+    assert counts == [0, 1, 1, 3]

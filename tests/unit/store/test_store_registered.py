@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from commands import call
 from harness import MIB, assert_all_given_back
 from models import assert_same_history, make_model, train
 
@@ -118,24 +116,3 @@ def test_a_name_is_given_once_and_forgotten_names_are_unknown(opened: list[Shelf
     with pytest.raises(tba.ConfigError, match="must be 'auto', 'gds', 'file' or 'host', not 'shelf'"):
         tba.StoreConfig(kind="shelf")
     assert not opened
-
-
-def test_commands_import_what_registers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, module = tmp_path / "policy.yaml", "registers_shelf"
-    policy.write_text(json.dumps(POLICY))
-    code = "from tba_offload import store\nstore.register_kind('shelf', store.open_store)\n"
-    (tmp_path / f"{module}.py").write_text(code)
-
-    def check(*options: Any) -> Any:
-        return call(*options, "check", policy, "--layers", 2)
-
-    unknown = check("--import", module)
-    assert unknown.exit_code == 2
-    assert f"'{module}' cannot be imported: No module named '{module}'. Add its folder" in unknown.stderr
-    assert "must be 'auto', 'gds', 'file' or 'host', not 'shelf'" in check().stderr
-    monkeypatch.syspath_prepend(str(tmp_path))
-    try:
-        assert check("--import", module).exit_code == 0
-    finally:
-        unregister_kind("shelf")
-        sys.modules.pop(module, None)
