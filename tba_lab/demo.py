@@ -77,7 +77,6 @@ class Job:
     budget: float | None = None
     device_budget: float | None = None
     states: tba.StatesConfig | None = None
-    threads: int | None = None
     control: bool = False
 
     @property
@@ -148,6 +147,8 @@ def job_of(say: Say, options: dict[str, Any]) -> Job:
         raise ConfigError("--states auto needs --device-budget")
     if window is not None and policy is not None:
         raise ConfigError("--window has no effect with --policy. Set budget.in_flight_bytes in the policy")
+    if policy not in {None, Path("auto")}:
+        load_config(str(policy))  # an error of the file comes before all work
     device = training_device()
     dtype, why = choose_dtype(options.pop("dtype"), device)
     say(why)
@@ -257,8 +258,6 @@ class Trainer:
     def __init__(self, *, job: Job, config: str, strategy: str, size: int, log: Path) -> None:
         keep_freed_pages()
         logging.getLogger("tba_offload").addHandler(logging.NullHandler())  # the table says more
-        if job.threads is not None:
-            torch.set_num_threads(job.threads)
         self._job, self._size, self._done, self._text = job, size, 0, read_text()
         stack = contextlib.ExitStack()
         stack.enter_context(single_process(seed=SEED))

@@ -11,13 +11,6 @@ _COUNT = click.IntRange(min=1)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-class _PolicyType(click.Path):
-    """An existing file, or the word auto."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return Path(value) if value == "auto" else super().convert(value, param, ctx)
-
-
 @click.command()
 @click.option(
     "--output",
@@ -44,9 +37,7 @@ class _PolicyType(click.Path):
     "--directory", "directories", type=_FOLDER, multiple=True, help="Store directory, one for each drive."
 )
 @click.option("--window", help="In-flight window at the smallest batch size.  [default: by the model]")
-@click.option(
-    "--policy", type=_PolicyType(exists=True, path_type=Path), help="Policy file of the offload run, or auto."
-)
+@click.option("--policy", type=click.Path(path_type=Path), help="Policy file of the offload run, or auto.")
 @click.option("--budget", metavar="SIZE|SHARE", help="Activation budget of auto: 64MiB, or 35% of keep.")
 @click.option(
     "--device-budget", metavar="SIZE|SHARE", help="Device budget of auto, or of states with --states."
@@ -57,7 +48,6 @@ class _PolicyType(click.Path):
     default="keep",
     help="Add a strategy that also offloads optimizer states.",
 )
-@click.option("--threads", type=_COUNT, help="Compute threads of each process.")
 @click.option("--control", is_flag=True, help="Train 'keep' twice, to show how much step times vary.")
 @click.option("--time-limit", metavar="MINUTES", type=float, default=10, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON and nothing else.")

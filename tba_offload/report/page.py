@@ -68,13 +68,11 @@ def page(logs: Sequence[RunLog]) -> bytes:
 
 
 def _names(logs: Sequence[RunLog]) -> list[str]:
-    """Return a short name for each run: its strategy, with the batch size or the file if needed."""
+    """Return a short name for each run: its strategy, with the file if needed."""
     names = [visible(log.header.strategy) for log in logs]
-    sizes = [visible(str(log.header.model.get("batch_size"))) for log in logs]
-    for more in ([f"batch size {size}" for size in sizes], [visible(log.path.stem[-24:]) for log in logs]):
-        if len(set(names)) < len(logs):
-            names = [f"{visible(log.header.strategy)}, {text}" for log, text in zip(logs, more, strict=True)]
-    return names
+    if len(set(names)) == len(logs):
+        return names
+    return [f"{name}, {visible(log.path.stem[-24:])}" for name, log in zip(names, logs, strict=True)]
 
 
 def _comparison(logs: Sequence[RunLog]) -> tuple[dict[str, str] | None, list[Table | str]]:

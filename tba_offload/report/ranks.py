@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections import defaultdict
@@ -23,36 +22,6 @@ def path_of_rank(path: str | os.PathLike[str], rank: int) -> Path:
     """Return the name of one rank's log: ``run.rank3.jsonl`` for ``run.jsonl`` and rank 3."""
     name = Path(path)
     return name.with_name(f"{name.name.removesuffix('.jsonl')}.rank{rank}.jsonl")
-
-
-def free_run_log(
-    path: str | os.PathLike[str],
-    rank: int,
-    ranks: int,
-    *,
-    agreed: Callable[[int], int] = lambda number: number,
-) -> tuple[Path, Path]:
-    """Return the run log that the user named for a rank, and the first name that is free.
-
-    The second run to ``run.jsonl`` writes ``run.2.jsonl``.
-
-    Args:
-        path: The path that the user gave.
-        rank: The rank.
-        ranks: The number of ranks. A single rank has no rank number in its file name.
-        agreed: A function that makes all ranks use one run number. Default: each rank uses its own number.
-    """
-    name = Path(path)
-    if ranks > 1:  # a program may have put the rank into the name itself
-        name = name.with_name(name.name.replace(f".rank{rank}.jsonl", ".jsonl"))
-    stem = name.name.removesuffix(".jsonl")
-
-    def own(number: int) -> Path:
-        found = name.with_name(f"{stem}.{number}.jsonl") if number > 1 else name
-        return path_of_rank(found, rank) if ranks > 1 else found
-
-    free = next(number for number in itertools.count(1) if not os.path.lexists(own(number)))
-    return own(1), own(agreed(free))
 
 
 def paths_of_ranks(path: str | os.PathLike[str]) -> list[Path]:

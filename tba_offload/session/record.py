@@ -11,7 +11,7 @@ import platform
 from collections import deque
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from tba_offload.placements import Placement
 from tba_offload.planner.measure import StepObservation
 from tba_offload.planner.model import Plan
 from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter, StepRecord
-from tba_offload.report.ranks import free_run_log
+from tba_offload.report.ranks import path_of_rank
 from tba_offload.session.memory import new_bytes, static_bytes
 from tba_offload.session.notices import tell
 
@@ -60,7 +60,7 @@ def run_log_path(
     """Return a path for the run log of this process that no earlier run and no other rank uses.
 
     The second run to ``run.jsonl`` writes ``run.2.jsonl``. Each of several processes writes its own log, such
-    as ``run.rank0.jsonl``, even if ``path`` already names a rank.
+    as ``run.rank0.jsonl``.
 
     Args:
         path: The path that the user gave.
@@ -68,9 +68,16 @@ def run_log_path(
             number.
     """
     rank, ranks = rank_of_process()
-    wanted, taken = free_run_log(path, rank, ranks, agreed=agreed)
-    if taken != wanted and rank == 0:
-        tell(f"{wanted} is the log of an earlier run, so this run is logged to {taken}")
+    name = Path(path)
+
+    def own(number: int) -> Path:
+        found = name.with_name(f"{name.name.removesuffix('.jsonl')}.{number}.jsonl") if number > 1 else name
+        return path_of_rank(found, rank) if ranks > 1 else found
+
+    free = next(number for number in count(1) if not os.path.lexists(own(number)))
+    taken = own(agreed(free))
+    if taken != own(1) and rank == 0:
+        tell(f"{own(1)} is the log of an earlier run, so this run is logged to {taken}")
     return taken
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.megatron
 
 TINY = (
-    *("--layers", "2", "--hidden", "64", "--sequence", "32", "--steps", "8", "--threads", "1"),
+    *("--layers", "2", "--hidden", "64", "--sequence", "32", "--steps", "8"),
     *("--batch-size", "2", "--dtype", "fp32", "--window", "64KiB"),
 )
 
@@ -72,7 +72,7 @@ def test_a_lane_that_offloads_optimizer_states_too(states: str, tmp_path: Path) 
     [
         (("--dtype", "fp64"), 2, "'fp64' is not one of"),
         (("--steps", "3"), 2, "3 is not in the range x>=8"),
-        (("--policy", "no-such-policy.yaml"), 2, "does not exist"),
+        (("--policy", "no-such-policy.yaml"), 1, "no-such-policy.yaml: cannot be read"),
         (("--window", "10"), 1, "'10' has no unit; write a number and a unit"),
         (("--window", "1MiB", "--policy", "auto"), 1, "--window has no effect with --policy"),
         (("--budget", "64MiB"), 1, "a budget needs --policy auto"),
