@@ -283,7 +283,7 @@ class RunLog:
         """
         found = [event for event in self.others if event["event"] == model.EVENT]
         try:
-            return [read_event(model, event) for event in found]
+            return [_valid(model.model_validate, model.EVENT, event) for event in found]
         except RunLogError as error:
             raise RunLogError(f"{self.path}: {error}") from None
 
@@ -589,15 +589,6 @@ class Event(BaseModel):
 
 
 AnyEvent = TypeVar("AnyEvent", bound=Event)
-
-
-def read_event(model: type[AnyEvent], event: Mapping[str, object]) -> AnyEvent:
-    """Return an event, parsed.
-
-    Raises:
-        RunLogError: A field is missing or has the wrong type. The message names the field.
-    """
-    return _valid(model.model_validate, model.EVENT, event)  # type: ignore[no-any-return]
 
 
 class PlanEvent(Event):

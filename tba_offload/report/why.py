@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +62,6 @@ _SLOTS, _LARGEST_SUB_GROUP = 3, 64
 
 _OF_THE_MODEL = ("one large gradient", "gradients", "optimizer states", "frozen weights", "one layer")
 """Causes other than activations. Only changes of these can lower backward below gradients and one layer."""
-
-_CPU = ("mallinfo2",)
-"""Prefixes of ``peak_source`` on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +297,7 @@ def _peak_of(step: StepRecord) -> int:
 
 
 def _is_on_cpu(step: StepRecord) -> bool:
-    return (step.peak_source or "").startswith(_CPU)
+    return (step.peak_source or "").startswith("mallinfo2")
 
 
 def _lasting(log: RunLog, step: StepRecord, memory: MemoryEvent) -> dict[str, int]:
@@ -400,14 +396,14 @@ def _placements(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
             how = "keep their activations" if holder == "kept" else "are recomputed and keep their inputs"
             what = f"{len(names)} of {len(placed)} layers {how}: {readable_size(seen.most(holder))}"
             change = _change_of_plan(seen, names, better)
-            yield "placements", partial(_beyond_one_layer, holder, len(names)), what, change
+            yield "placements", _but_one_layer(holder, len(names)), what, change
     others = _known_elsewhere(seen) + seen.step.fallback_kept_bytes
     what = f"tensors smaller than min_tensor_bytes take {readable_size(max(seen.most('small') - others, 0))}"
     yield "small tensors", lambda phase: phase.of("small") - others, what, "lower min_tensor_bytes"
 
 
-def _beyond_one_layer(holder: str, layers: int, phase: Phase) -> int:
-    return phase.of(holder) * (layers - 1) // layers
+def _but_one_layer(holder: str, layers: int) -> Callable[[Phase], int]:
+    return lambda phase: phase.of(holder) * (layers - 1) // layers
 
 
 def _change_of_plan(seen: Evidence, names: list[str], better: str) -> str:

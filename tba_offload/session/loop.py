@@ -27,7 +27,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tba_offload.errors import ConfigError, NoEffectWarning, SessionError
-from tba_offload.report.log import StepRecord, read_event
 from tba_offload.report.timeline import TimelineEvent
 from tba_offload.session.notices import EARLY, MOST_UNSEEN
 from tba_offload.states.parameters import parameters_of
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from tba_offload.device.meters import MemoryMeter
+    from tba_offload.report.log import StepRecord
     from tba_offload.session.session import Session
 
 Tokens = int | Callable[..., int | None]
@@ -115,7 +115,7 @@ class Step:
             raise SessionError(
                 "no timeline was recorded for this step. Ask for one with session.step(trace=True)"
             )
-        return read_event(TimelineEvent, self.over_time)
+        return TimelineEvent.model_validate(self.over_time)
 
     # ---- optimizers ------------------------------------------------------------------------------
 
