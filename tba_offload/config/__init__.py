@@ -243,12 +243,7 @@ class OffloadConfig:
     @property
     def policy(self) -> Policy:
         """The rules and the default placement, for matching against the layers of a model."""
-        return Policy(self.default, self.layers, self.file)
-
-    @property
-    def file(self) -> str | None:
-        """The file that the configuration was read from."""
-        return self.source.file
+        return Policy(self.default, self.layers, self.source.file)
 
     @property
     def frozen_percent(self) -> int:
@@ -282,17 +277,13 @@ class OffloadConfig:
         """
         return _checked(lambda: (_plain(document), Source(), []), layers)
 
-    def problems(self, layers: Sequence[LayerId]) -> list[ConfigError]:
-        """Return an error for each rule that cannot take effect on the layers of all ranks."""
-        return self.policy.problems(layers)
-
     def doubts(self, layers: Sequence[LayerId]) -> list[str]:
         """Return a message for each valid setting without effect, or with less effect than expected.
 
         Args:
             layers: The layers of all ranks.
         """
-        found, placements = self.policy.doubts(layers), self.policy.placements(layers)
+        found, placements = list[str](), self.policy.placements(layers)
         has_auto, in_flight = Placement.AUTO in placements, self.budget.in_flight_bytes
         moves = has_auto or any(placement.offloads for placement in placements)
         window = MOST_IN_FLIGHT if in_flight is None else in_flight or 2**60
@@ -352,7 +343,7 @@ def _checked(read: Callable[[], Any], layers: Layers, file: str | None = None) -
     if config is not None:
         known = (replace(rule, line=source.line(("layers", n))) for n, rule in enumerate(config.layers))
         config = replace(config, layers=tuple(known), source=source)
-        errors += config.problems(layers) if layers is not None else []
+        errors += config.policy.problems(layers) if layers is not None else []
     if errors or config is None:
         raise ConfigError.joined(errors)
     return config
@@ -392,7 +383,7 @@ def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
     if not isinstance(config, OffloadConfig):
         remedy = "pass a word such as 'fit', the path of a YAML file, a dict, or an OffloadConfig"  # type: ignore[unreachable]
         raise ConfigError(f"the policy is {quoted(config)}: {remedy}")
-    if layers is not None and (problems := config.problems(layers)):
+    if layers is not None and (problems := config.policy.problems(layers)):
         raise ConfigError.joined(problems)
     return config
 

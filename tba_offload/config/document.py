@@ -234,6 +234,7 @@ _MESSAGES = {
     "literal_error": "must be {expected}, not {shown}",
     "string_pattern_mismatch": "must be one of {words}, not {shown}",
     "greater_than_equal": "must be {ge} or more, not {shown}",
+    "less_than_equal": "must be {le} or less, not {shown}",
     "bool_type": "must be true or false, not {shown}",
     "tuple_type": "must be a list, not {shown}",
     "dataclass_type": "must be a mapping with the keys {inner}, not {shown}",

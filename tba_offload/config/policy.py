@@ -42,8 +42,6 @@ _LEGAL_FORMS = (
 )
 _ONLY_NUMBERS = re.compile(r"(?:[0-9,\-\s]|last\s)*")
 _ITEM = re.compile(r"last\s+0*([1-9][0-9]{0,17})|([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_GLOB_BRACKETS = re.compile(r"\[!?\]?[^\]]*\]")
-_NOT_IN_NAMES = re.compile(r"[\s,:\[\]]")
 
 
 class Objective(StrEnum):
@@ -121,11 +119,6 @@ class _Match:
         is_inside = is_last or any(first <= layer.number <= last for first, last in self.ranges)
         return is_inside and self.stack in {None, layer.stack}
 
-    def exceeds(self, layers: Iterable[LayerId]) -> bool:
-        """Return True if the match has a number that is not the number of any layer."""
-        depth = max((layer.number + 1 for layer in layers if self.stack in {None, layer.stack}), default=0)
-        return self.from_end > depth or any(last >= depth for _, last in self.ranges)
-
 
 @functools.lru_cache(maxsize=1024)
 def _matcher(match: str) -> _Match:
@@ -138,7 +131,7 @@ def _matcher(match: str) -> _Match:
     if stack.strip().isdecimal():
         raise _malformed(match, f"a range is written {quoted(f'{stack}-{numbers}')}, with both ends included")
     if not colon and not _ONLY_NUMBERS.fullmatch(numbers):
-        return _Match(_checked_name(match, numbers))
+        return _Match(numbers)
     ranges, from_end = [], 0
     for item in (item.strip() for item in numbers.split(",")):
         found = _ITEM.fullmatch(item)
@@ -151,16 +144,7 @@ def _matcher(match: str) -> _Match:
             from_end = max(from_end, int(found[1]))
         else:
             ranges.append((first, last))
-    return _Match(None, tuple(ranges), from_end, _checked_name(match, stack) if colon else None)
-
-
-def _checked_name(match: str, name: str) -> str:
-    """Return the name. Raise an error if no module or stack can have this name."""
-    unexpected = _NOT_IN_NAMES.search(_GLOB_BRACKETS.sub("", name))
-    if unexpected is not None or not name:
-        problem = f"unexpected {unexpected[0]!r}" if unexpected else "the stack's name is missing"
-        raise _malformed(match, f"{problem}; {_LEGAL_FORMS}")
-    return name
+    return _Match(None, tuple(ranges), from_end, stack if colon else None)
 
 
 def _malformed(match: str, problem: str) -> ConfigError:
@@ -290,19 +274,6 @@ class Policy:
             return []
         by_name = [rule for rule in self.rules if _matcher(rule.match).glob is not None]
         return [rule for rule in by_name if not any(map(rule.matches, everywhere))]
-
-    def doubts(self, everywhere: Sequence[LayerId]) -> list[str]:
-        """Return a message for each rule that has numbers of layers that do not exist.
-
-        These numbers are not an error, because a policy may be used for models of different depths.
-        """
-        everywhere = with_depths(everywhere, everywhere)
-        found = []
-        for rule in self.rules:
-            if _matcher(rule.match).exceeds(everywhere) and any(map(rule.matches, everywhere)):
-                why = f"names layers that do not exist; {_described(everywhere)}"
-                found.append(str(self._error(rule, why)))
-        return found
 
     def _error(self, rule: Rule, why: str) -> ConfigError:
         return ConfigError(f"the rule {rule} {why}", file=self.file, line=rule.line)

@@ -56,8 +56,6 @@ def parse_size(text: str) -> int:
 
 def format_size(size: int) -> str:
     """Return a number of bytes as exact text, in the largest binary unit without a fraction: ``12GiB``."""
-    if size < 0:
-        raise ConfigError(f"a size cannot be negative: {size}")
     for unit, factor in reversed(_BINARY.items()):
         if size and size % factor == 0:
             return f"{size // factor}{unit}"
@@ -97,18 +95,11 @@ def _seconds(value: object) -> float | None:
     raise ConfigError(f"{quoted(value)} is not a time; write seconds, such as 300, or 0 for no limit")
 
 
-def _threads(value: object) -> int | None:
-    if value is None:
-        return None
-    if not str(value).isdecimal() or not 1 <= int(str(value)) <= 256:
-        raise ConfigError(f"{quoted(value)} is not a number of threads; write a number from 1 to 256")
-    return int(str(value))
-
-
-def _passes(value: object) -> int:
-    if not str(value).isdecimal() or not int(str(value)):
-        raise ConfigError(f"{quoted(value)} is not a number of backward passes; write a number above 0")
-    return int(str(value))
+def _count(value: object) -> int | None:
+    """Return a whole number. The reader of YAML passes numbers as text."""
+    if value is not None and not str(value).isdecimal():
+        raise ConfigError(f"must be a whole number, not {quoted(value)}")
+    return None if value is None else int(str(value))
 
 
 def _directories(value: object) -> tuple[Path, ...]:
@@ -179,9 +170,9 @@ Capacity = Annotated[
 Window = Annotated[int | None, BeforeValidator(_window), _WRITTEN, WithJsonSchema(_LIMIT_TEXTS)]
 Threshold = Annotated[int, BeforeValidator(_bytes), _WRITTEN, WithJsonSchema(_SIZE_TEXTS)]
 Seconds = Annotated[float | None, Field(ge=0, le=_LONGEST), BeforeValidator(_seconds)]
-Threads = Annotated[int | None, BeforeValidator(_threads)]
+Threads = Annotated[int | None, Field(ge=1, le=256), BeforeValidator(_count)]
 Kind = Annotated[str, BeforeValidator(_kind), WithJsonSchema({"enum": KINDS[:4]})]
 Directories = Annotated[tuple[Path, ...], BeforeValidator(_directories), WithJsonSchema(_PATH_TEXTS)]
 PlacementName = Annotated[Placement, BeforeValidator(placement), WithJsonSchema(_PLACEMENT_TEXTS)]
-Passes = Annotated[int, Field(ge=1), BeforeValidator(_passes)]
+Passes = Annotated[int, Field(ge=1), BeforeValidator(_count)]
 Share = Annotated[str, Field(pattern=r"^(keep|offload|offload-[1-9][0-9]?%)$")]

@@ -169,7 +169,7 @@ def config_of(arguments: argparse.Namespace) -> OffloadConfig:
         return replace(
             config,
             default={FIT: "auto", None: config.default}.get(placement, placement),
-            source=Source(config.file) if given["budget"] else config.source,  # a flag has no line
+            source=Source(config.source.file) if given["budget"] else config.source,  # a flag has no line
             budget=replace(config.budget, **given["budget"]),
             store=replace(config.store, **given["store"]),
             states=states[arguments.tba_optimizer_states],

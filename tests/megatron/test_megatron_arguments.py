@@ -84,7 +84,7 @@ def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
     )
     assert (config.default, config.layers) == (Placement.OFFLOAD, (Rule("0-3", Placement.KEEP),))
     assert config.budget == BudgetConfig(activation_bytes=8 * GIB, in_flight_bytes=GIB)
-    assert (config.min_tensor_bytes, config.file) == (2**20, str(policy))
+    assert (config.min_tensor_bytes, config.policy.file) == (2**20, str(policy))
 
 
 @pytest.mark.parametrize(
