@@ -188,11 +188,6 @@ class BackwardUpdates(Updates):
 
     # ---- the step --------------------------------------------------------------------------------
 
-    def clearing(self) -> None:
-        """Restart the count of passes, because cleared gradients are not part of an update."""
-        if not self._is_updating:
-            self._passes = 0
-
     def step(self, options: Mapping[str, Any]) -> StatesRecord:
         """Return the record of the update that backward has made.
 

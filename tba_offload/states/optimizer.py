@@ -75,7 +75,7 @@ class OptimizerStates:
             optimizer.register_load_state_dict_pre_hook(_wrap_states),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded(), prepend=True),
         ]
-        self._takeover.begin(self._step, self._updates.clearing)
+        self._takeover.begin(self._step)
 
     def read(self, parameter: torch.Tensor, *, master: bool = False) -> dict[str, Any]:
         """Return the states of a parameter. Offloaded states are copied to host memory.

@@ -136,9 +136,8 @@ def _is_number(value: object) -> TypeGuard[torch.Tensor]:
 
 _taken: dict[Kind, Kind] = {}
 
-_STEP, _CLEARING = "_tba_offload_step", "_tba_offload_clearing"
-"""Names of attributes of an optimizer. They hold the functions that its methods call, and exist as long as
-the optimizer."""
+_STEP = "_tba_offload_step"
+"""Name of an attribute of an optimizer: the function that its ``step`` calls."""
 
 
 class Takeover:
@@ -164,21 +163,19 @@ class Takeover:
                 "states first, and replace step afterwards"
             )
 
-    def begin(self, step: Step, clearing: Step) -> None:
+    def begin(self, step: Step) -> None:
         """Make ``optimizer.step(closure, **options)`` call ``step(closure, options)`` from now on.
 
         Args:
             step: The function.
-            clearing: Called before gradients are cleared.
         """
         vars(self._optimizer).pop("step", None)
-        vars(self._optimizer).update({_STEP: step, _CLEARING: clearing})
+        vars(self._optimizer)[_STEP] = step
         self._optimizer.__class__ = _class_for(self.kind)
 
     def end(self) -> None:
         """Restore the optimizer's class and step."""
-        for name in (_STEP, _CLEARING):
-            vars(self._optimizer).pop(name, None)
+        vars(self._optimizer).pop(_STEP, None)
         self._optimizer.__class__ = self.kind
         if self._instance_step is not None:
             vars(self._optimizer)["step"] = self._instance_step
@@ -192,7 +189,7 @@ def is_taken(optimizer: torch.optim.Optimizer) -> bool:
 def _class_for(kind: Kind) -> Kind:
     if kind not in _taken:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        methods = {"step": _hooked(kind), "zero_grad": _clearing(kind), "__reduce_ex__": _refuse_copy}
+        methods = {"step": _hooked(kind), "__reduce_ex__": _refuse_copy}
         _taken[kind] = type(kind.__name__, (kind,), names | methods)
     return _taken[kind]
 
@@ -210,17 +207,6 @@ def _hooked(kind: Kind) -> Step:
     hooked._wrapped_by_lr_sched = True  # schedulers then do not wrap it either
     made: Step = hooked
     return made
-
-
-def _clearing(kind: Kind) -> Step:
-    """Return a ``zero_grad`` that first calls the ``clearing`` function of :meth:`Takeover.begin`."""
-
-    @functools.wraps(kind.zero_grad)
-    def zero_grad(self: torch.optim.Optimizer, *arguments: Any, **options: Any) -> None:
-        vars(self)[_CLEARING]()
-        kind.zero_grad(self, *arguments, **options)
-
-    return zero_grad
 
 
 def _refuse_copy(self: torch.optim.Optimizer, _: object) -> NoReturn:

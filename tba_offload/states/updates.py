@@ -210,9 +210,6 @@ class Updates:
                     self.entries.slots.drop(group)
             self.follow()
 
-    def clearing(self) -> None:
-        """Prepare for the clearing of gradients. Only updates in backward need this method."""
-
     def close(self) -> None:
         """End helper threads and hooks."""
         self._host.close()
