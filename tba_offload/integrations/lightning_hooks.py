@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from tba_offload.errors import UnsupportedError
 from tba_offload.integrations.training import Training
-from tba_offload.layers.find import find_layers
 
 if TYPE_CHECKING:
     import os
+
+    from torch import nn
 
     from tba_offload.config import ConfigLike
     from tba_offload.session import Session
@@ -26,8 +24,7 @@ class LightningHooks:
         config: As for :func:`tba_offload.attach`, such as ``"fit"`` or a placement. If the policy has
             ``states``, the states of the trainer's optimizers are offloaded too.
         module: Name of the attribute of the LightningModule that is the model, such as ``"model"`` or
-            ``"model.encoder"``. By default the LightningModule itself. If it has no ``forward``, its only
-            child that contains all layers.
+            ``"model.encoder"``. By default the LightningModule itself.
         run_log: As for :func:`tba_offload.attach`.
         options: More arguments for :func:`tba_offload.attach`.
     """
@@ -51,7 +48,7 @@ class LightningHooks:
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Attach the model, after Lightning has moved, wrapped and checked it."""
-        model = _called(pl_module) if self._module is None else pl_module.get_submodule(self._module)
+        model = pl_module if self._module is None else pl_module.get_submodule(self._module)
         self._training.begin(model, optimizers=trainer.optimizers)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: object) -> None:
@@ -67,25 +64,3 @@ class LightningHooks:
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Close the session, which restores the model."""
         self._training.end()
-
-
-def _called(module: nn.Module) -> nn.Module:
-    """Return the module whose ``forward`` the training calls."""
-    if _has_forward(module):
-        return module
-    held = [part for part in module.children() if _has_forward(part) and _holds_layers(part, module)]
-    return held[0] if len(held) == 1 else module
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """Return True if a module has its own ``forward``, not only that of PyTorch or Lightning."""
-    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-    return owner is not nn.Module and owner.__name__ != "LightningModule"
-
-
-def _holds_layers(part: nn.Module, module: nn.Module) -> bool:
-    try:
-        inner = {layer.module for layer in find_layers(part).layers}
-        return inner == {layer.module for layer in find_layers(module).layers}
-    except UnsupportedError:
-        return False

@@ -10,6 +10,7 @@ from tba_offload.attachment import attach
 from tba_offload.config import read_config
 from tba_offload.formatting import significant
 from tba_offload.report.log import curves_of
+from tba_offload.session import session_of
 
 if TYPE_CHECKING:
     import os
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from tba_offload.session.loop import Step
 
 
-_open: weakref.WeakSet[Training] = weakref.WeakSet()
-"""Trainings that have begun and not ended."""
+_begun: weakref.WeakSet[Session] = weakref.WeakSet()
+"""The sessions of all trainings."""
 
 
 class Training:
@@ -69,10 +70,9 @@ class Training:
                 ``model_info``.
         """
         self.end()
-        for other in list(_open):  # an exception may have stopped an earlier training, as in a notebook
-            if other.session is not None and other.holds(model):
-                other.end()
-        _open.add(self)
+        left = session_of(model)
+        if left is not None and left in _begun:  # an exception has stopped that training, as in a notebook
+            left.__exit__(None, InterruptedError(), None)
         self._reported = 0
         config = read_config(self._config)
         options = {
@@ -80,6 +80,7 @@ class Training:
             "model_info": None if batch_size is None else {"batch_size": batch_size},
         } | self._options
         self.session = attach(model, config, run_log=self._run_log, **options)
+        _begun.add(self.session)
 
     def begin_step(self) -> None:
         """Open a step, for a trainer whose optimizer updates copies of the parameters."""
@@ -105,11 +106,6 @@ class Training:
             step.__exit__(InterruptedError, None, None)
         if self.session is not None:
             self.session.__exit__(None if error is None else type(error), error, None)
-
-    def holds(self, model: nn.Module) -> bool:
-        """Return True if the session is attached to layers of a model."""
-        layers = {layer.module for layer in self.session.layers} if self.session is not None else set()
-        return not layers.isdisjoint(model.modules())
 
     def news(self) -> dict[str, float]:
         """Return activation peak and stall of the last step, once for each step, with three digits."""
