@@ -89,14 +89,21 @@ def make(layers: int, width: int) -> Lane:
     return Lane(nn.Sequential(*(Layer(width) for _ in range(layers))))
 
 
-def taken_over(lane: Lane, directory: str, share: int, meter: MallocMeter) -> tuple[tba.FrozenWeights, int]:
-    """Offload a share, in percent, of the frozen weights of a lane; return them and the bytes freed."""
+def taken_over(lane: Lane, directory: str, share: int, meter: MallocMeter) -> tuple[tba.Session, int]:
+    """Offload a share of the frozen weights of a lane. Return its session and the bytes freed."""
     frozen = "offload" if share == 100 else f"offload-{share}%"
-    policy = {"store": {"directories": [directory]}, "weights": {"frozen": frozen}}
+    store = {"directories": [directory]}
+    policy = {"default": "keep", "store": store, "weights": {"frozen": frozen}}
     before = meter.live()
-    weights = tba.offload_frozen(lane.model, policy, layers=list(lane.model))
-    taken, weights.peak_bytes = before - meter.live(), 0
-    return weights, taken
+    session = tba.attach(lane.model, policy, layers=list(lane.model), measure_memory=False)
+    taken, weights_of(session).peak_bytes = before - meter.live(), 0
+    return session, taken
+
+
+def weights_of(session: tba.Session) -> tba.FrozenWeights:
+    """Return the offloaded weights of a session."""
+    assert session.weights is not None
+    return session.weights
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
@@ -126,8 +133,8 @@ def main(*, directory: str, layers: int, width: int, rows: int, steps: int, shar
             x = torch.randn(rows, width)
             for lane in lanes if number % 2 else lanes[::-1]:
                 lane.step(x)
-        peaks = [weights.peak_bytes for weights, _ in away]
-        sizes = [weights.nbytes for weights, _ in away]
+        peaks = [weights_of(session).peak_bytes for session, _ in away]
+        sizes = [weights_of(session).nbytes for session, _ in away]
     where = f"fp32 on {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     usual = statistics.median(kept.seconds[WARM_UP:])
     click.echo(f"{where}; {layers} layers of width {width}, {rows} rows: {usual:.2f} s a step")

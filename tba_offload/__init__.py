@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from tba_offload.states import StatesRecord as StatesRecord
     from tba_offload.states import offload_optimizer as offload_optimizer
     from tba_offload.weights import FrozenWeights as FrozenWeights
-    from tba_offload.weights import offload_frozen as offload_frozen
 
 __version__ = "0.1.0"
 
@@ -74,7 +73,7 @@ _HOMES = {
         "session": "Session session_of",
         "session.loop": "Step",
         "states": "OptimizerStates StatesRecord offload_optimizer",
-        "weights": "FrozenWeights offload_frozen",
+        "weights": "FrozenWeights",
     }.items()
     for name in names.split()
 }

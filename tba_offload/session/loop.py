@@ -199,9 +199,12 @@ class Loop:
         """Begin a step.
 
         Raises:
-            SessionError: No step can begin here.
+            SessionError: No step can begin here, the session is closed, or the process is a forked child.
         """
-        self.check_usable()
+        if self.is_inert:
+            raise SessionError("this session belongs to the parent process. Call attach() in the child")
+        if self.session is None:
+            raise SessionError("this session is closed. Call attach() again")
         if not step.opened_itself:
             self.finish()
         if self.step is not None:
@@ -265,17 +268,6 @@ class Loop:
         self._outermost = None
         if self.step is not None:
             self.step.has_failed = True
-
-    def check_usable(self) -> None:
-        """Check that the session can have steps.
-
-        Raises:
-            SessionError: The session is closed, or the process is a forked child.
-        """
-        if self.is_inert:
-            raise SessionError("this session belongs to the parent process. Call attach() in the child")
-        if self.session is None:
-            raise SessionError("this session is closed. Call attach() again")
 
     def _own_step(self) -> Step | None:
         """Return the open step, if it opened by itself and may end here."""

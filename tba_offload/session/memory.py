@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tba_offload.session.session import Session
     from tba_offload.store.base import Moved
     from tba_offload.transfer.window import InFlightWindow
+    from tba_offload.weights import FrozenWeights
 
 FORWARD, LOSS, BACKWARD, EMBEDDINGS = "forward", "loss", "backward", "embeddings"
 BETWEEN, UPDATE = "between", "update"
@@ -72,7 +73,7 @@ class Memory:
         self._capture, self._offloader, self._notices = session.capture, session.offloader, session.notices
         self._names = [layer.id.name for layer in session.layers]
         self._resident = ResidentPeak()
-        self._store, self._states, self._traffic = session.store, session.states, session.weights_traffic
+        self._store, self._states = session.store, session.states
         self._meter: MemoryMeter | None = None
         self._forget()
 
@@ -110,11 +111,12 @@ class Memory:
 
     # ---- one step --------------------------------------------------------------------------------
 
-    def begin_step(self, step: Step, *, wanted: bool) -> None:
+    def begin_step(self, step: Step, weights: FrozenWeights | None, *, wanted: bool) -> None:
         """Measure the live bytes at the start of a step.
 
         Args:
             step: The step.
+            weights: The offloaded frozen weights.
             wanted: Whether to measure memory before each run of a layer.
         """
         meter, number = step.meter, step.number
@@ -124,9 +126,9 @@ class Memory:
         # The first step allocates optimizer states. From the third step, drives also have their usual speed.
         self.is_due = meter is not None and (number <= 3 or number.bit_count() == 1)
         if step.is_traced or (self.is_due and number >= 3):
-            movers = [("", self._store), ("frozen weights", self._traffic)]
+            movers = [("", self._store), ("frozen weights", weights)]
             movers += [("optimizer states", states) for states in self._states]
-            self.curve = StepCurve(self._offloader.window, movers)
+            self.curve = StepCurve(self._offloader.window, [each for each in movers if each[1] is not None])
         if meter is None:
             return
         self.meter = meter

@@ -53,8 +53,6 @@ _MESSAGES = {
     "store.directories, or set store.capacity. Without it, a twentieth of a disk, at least 1 GiB, stays free",
     "nothing left": "budget.device_bytes of {} leaves nothing for activations: other memory on the device "
     "takes {}. Offload optimizer states (states:) or frozen weights (weights:), or raise budget.device_bytes",
-    "window": "offloading frees little memory: the layers save {} in a step, and budget.in_flight_bytes lets "
-    "{} stay in memory at a time. Remove budget.in_flight_bytes. By default an eighth is in flight",
 }
 OTHER_RANKS = (
     "the planner recomputes no layer, because other ranks may run the same layers and would have to recompute"
@@ -142,9 +140,7 @@ class Notices:
 
 
 EARLY = 3
-"""Number of first steps. A mistake in the training loop is reported after this number of steps. The in-flight
-window is checked only in these steps.
-"""
+"""Number of first steps. A mistake in the training loop is reported after this number of steps."""
 
 MOST_UNSEEN = 128
 """Number of backward passes without an update. After this number the step ends, and a warning is given.
@@ -173,12 +169,6 @@ def warn_after(session: Session, record: StepRecord) -> None:
     if (share := budget.share) is not None and share.left <= 0:
         held = readable_size(share.base_bytes + share.gradient_bytes)
         notices.warn_once("nothing left", readable_size(share.device_bytes), held, category=RuntimeWarning)
-    window, saved = budget.limits.window, sum(activation.nbytes for activation in trace.activations)
-    is_offload = Placement.OFFLOAD in session.plan.placements and not session.planning.chosen
-    is_set = number <= EARLY and session.config.budget.in_flight_bytes
-    if is_set and is_offload and window is not None and window > saved / 2 > 0:
-        sizes = readable_size(saved), readable_size(window)
-        notices.warn_once("window", *sizes, category=NothingSavedWarning)
 
 
 def warn_of_doubts(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: bool) -> None:
@@ -191,9 +181,6 @@ def warn_of_doubts(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: 
     """
     for doubt in config.doubts(layers):
         warn(doubt, NoEffectWarning)
-    if on_cpu and config.states is not None and config.states.update != "device":
-        idle = "has no effect: the model is on the CPU, so the processor makes all updates. Remove it"
-        warn(str(config.source.error(("states", "update"), idle)), NoEffectWarning)
     if on_cpu and (why := saves_nothing(config.store)) is not None:
         warn(f"the model is on the CPU, so offloading saves little or no memory: {why}", NothingSavedWarning)
 

@@ -27,11 +27,10 @@ from tba_offload.capture.gradients import Gradients
 from tba_offload.capture.hooks import Capture
 from tba_offload.capture.rematerialize import unwrap_classes
 from tba_offload.capture.site import Site, check_unattached
-from tba_offload.config import ConfigLike, OffloadConfig, read_config
 from tba_offload.config.policy import LayerId, Objective, Placement
 from tba_offload.device import device_of_model, has_peers
 from tba_offload.device.meters import fitting_bytes
-from tba_offload.errors import ConfigError, SessionError, TransferError, UnsupportedError
+from tba_offload.errors import SessionError, TransferError, UnsupportedError
 from tba_offload.layers.find import LayerStack, check_disjoint, chunks_of
 from tba_offload.planner.auto import Agree, Controller, Task
 from tba_offload.planner.model import DeviceShare, Limits, Plan
@@ -46,7 +45,6 @@ from tba_offload.session.memory import Memory
 from tba_offload.session.notices import OTHER_RANKS, Notices, tell, warn_after
 from tba_offload.session.record import (
     Recorder,
-    explained,
     header_of,
     learn,
     memory_event,
@@ -58,13 +56,15 @@ from tba_offload.store.base import close_after
 from tba_offload.store.doctor import measure
 from tba_offload.store.open import open_store
 from tba_offload.transfer.offloader import Offloader
-from tba_offload.weights import FrozenWeights, WeightsTraffic
+from tba_offload.weights import FrozenWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+    from tba_offload.config import OffloadConfig
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Session:
         trace_steps: Numbers of the steps whose timeline is recorded.
 
     Attributes:
-        config: The policy that was applied last.
+        config: The policy.
         layers: The layers.
         states: The offloaded states of each optimizer.
         weights: The offloaded frozen weights; ``None`` if the policy offloads none.
@@ -196,11 +196,11 @@ class Session:
             keep_when_full=config.on_full == "keep",
         )
         self.capture = Capture(self.offloader, min_tensor_bytes=config.min_tensor_bytes)
-        numbers = [layer.id.number for layer in layers]
+        ids, window = [layer.id for layer in layers], config.budget.window()
+        plan = Plan.from_policy(config.policy, ids, self.world.layers, window=window)
         probe = partial(measure, self.store, device, extent_bytes=256 << 10, seconds=0.05)
-        self.planning = Planning(self._plan_of(config), numbers, self.capture, self.offloader, probe)
+        self.planning = Planning(plan, [each.number for each in ids], self.capture, self.offloader, probe)
         # The observers.
-        self.weights_traffic = WeightsTraffic()
         self.gradients = Gradients(modules, device.torch_device, lambda nbytes: memory.sample(nbytes))  # noqa: PLW0108 - comes later
         self._closers.append(self.gradients.close)
         self.memory = memory = Memory(self)
@@ -210,7 +210,7 @@ class Session:
 
     def _open_control(self, count_tokens: Callable[..., int | None] | None) -> None:
         """Install the session in front of the layers, and watch the model and its optimizers."""
-        self._start_planning(self.config)
+        self._start_planning()
         self._closers.append(self.say_summary)
         self.loop = Loop(self, count_tokens)
         self._closers.append(self.loop.close)
@@ -236,9 +236,8 @@ class Session:
             self._states_beside = StatesBeside(self.planning, self.budget, self.states, told)
             self._closers.append(self._states_beside.close)
         if config.frozen_percent:
-            blocks, traffic = [layer.module for layer in self.layers], self.weights_traffic
-            count = self.gradients.live.shift
-            self.weights = FrozenWeights(modules, blocks, config, count=count, tell=tell, traffic=traffic)
+            blocks, count = [layer.module for layer in self.layers], self.gradients.live.shift
+            self.weights = FrozenWeights(modules, blocks, config, count=count, tell=tell)
             self._closers.append(self.weights.close)
 
     # ---- one step, as the loop asks for it -------------------------------------------------------
@@ -254,8 +253,8 @@ class Session:
         self.raise_failures()
         offloader.begin_step()
         self.store.take_loads()
-        # A compiled model has already read the frozen weights of its first layers.
-        self.weights_traffic.begin_step(gradients.live.parts[1])
+        if self.weights is not None:  # a compiled model has already read those of its first layers
+            self.weights.begin_step()
         # The model may have other buffers and parameters now, and trainers switch checkpointing on late.
         self.capture.static.refresh(self.modules)
         self.notices.checkpointing(self)
@@ -276,7 +275,7 @@ class Session:
         if self.budget.limits.nets_gradients:
             self.capture.trace.gradients = gradients.alone
         step.number = self.recorder.last_step + 1
-        memory.begin_step(step, wanted=step.is_traced or self.planning.wants_memory)
+        memory.begin_step(step, self.weights, wanted=step.is_traced or self.planning.wants_memory)
         step.began = time.perf_counter()
         # Other memory on the device may have grown, so less memory than planned may be free for activations.
         self.budget.begin_step(memory.base_bytes)
@@ -324,7 +323,7 @@ class Session:
     def record_step(self, step: Step) -> StepRecord:
         """Record a step that ended without an exception, and plan the next one."""
         self.gradients.count()
-        loads, moved = self.store.take_loads(), self.weights_traffic.take()
+        loads, moved = self.store.take_loads(), None if self.weights is None else self.weights.take()
         record = self.recorder.add(record_of(self, step, loads, moved), step, self.capture.trace)
         if self.memory.is_due:
             self.recorder.note(MEMORY, memory_event(self, step))
@@ -398,33 +397,6 @@ class Session:
         self.recorder.write()
         return self.recorder
 
-    def apply(self, config: ConfigLike) -> None:
-        """Change the policy between steps: placements, ``min_tensor_bytes``, ``on_full`` and ``on_slow``.
-
-        The other settings must be those that the session was opened with. The run log records the new policy.
-
-        Raises:
-            SessionError: A step is open, or the session is closed.
-            ConfigError: The policy is wrong, or changes another setting. The old policy stays in force.
-        """
-        self.loop.check_usable()
-        self.loop.settle()
-        if self.loop.step is not None:
-            raise SessionError("placements cannot change inside a step. Apply the policy between steps")
-        wanted = read_config(config, layers=self.world.layers)
-        if not wanted.store.directories:
-            wanted = replace(wanted, store=replace(wanted.store, directories=self.config.store.directories))
-        fixed = "store", "budget", "states", "weights"
-        if others := [name for name in fixed if getattr(wanted, name) != getattr(self.config, name)]:
-            how = "cannot change while a session is open. Close the session, and call attach() again"
-            raise ConfigError(f"{' and '.join(others)} {how}", file=wanted.file)
-        self._start_planning(wanted)
-        self.config = wanted
-        self.capture.min_tensor_bytes = wanted.min_tensor_bytes
-        self.offloader.keep_when_full = wanted.on_full == "keep"
-        applied = {"policy": wanted.to_yaml(), "plan": explained(wanted.policy, self.world.layers)}
-        self.recorder.note("policy", {"step": self.recorder.last_step, **applied})
-
     def why(self) -> Diagnosis:
         """Return the holders of memory at the peak, and the change that helps most: ``print(session.why())``.
 
@@ -488,11 +460,7 @@ class Session:
 
     # ---- the plan --------------------------------------------------------------------------------
 
-    def _plan_of(self, config: OffloadConfig) -> Plan:
-        ids, window = [layer.id for layer in self.layers], config.budget.window(*self.saved[1:])
-        return Plan.from_policy(config.policy, ids, self.world.layers, window=window)
-
-    def _limits(self, config: OffloadConfig) -> Limits:
+    def _limits(self) -> Limits:
         """Return the limits of plans before the first step, as if the whole device was free.
 
         Without a budget, plans for ``auto`` layers fit the device if its memory can be measured.
@@ -500,9 +468,8 @@ class Session:
         Raises:
             UnsupportedError: The policy sets budget.device_bytes, and the memory cannot be measured.
         """
-        budget, device = config.budget, self.device.torch_device
-        window = budget.window(*self.saved[1:])
-        limits = Limits(budget.activation_bytes, window, config.store.write_bytes_per_day)
+        config, budget = self.config, self.config.budget
+        limits = Limits(budget.activation_bytes, budget.window(), config.store.write_bytes_per_day)
         if budget.device_bytes is not None:
             if self.memory.meter_of_step() is None:
                 why = "the memory of this device cannot be measured. Set budget.activation_bytes instead"
@@ -512,17 +479,16 @@ class Session:
         is_fit = is_auto and budget.activation_bytes is None and budget.objective is not Objective.MEMORY
         if not is_fit or self.memory.meter_of_step() is None:
             return limits
-        return replace(limits.on_device(DeviceShare(fitting_bytes(device))), is_fit=True)
+        return replace(limits.on_device(DeviceShare(fitting_bytes(self.device.torch_device))), is_fit=True)
 
-    def _start_planning(self, config: OffloadConfig) -> None:
+    def _start_planning(self) -> None:
         """Set the first plan from the policy, and create the controller that learns from steps.
 
         Without ``auto`` layers the controller measures the first steps, for the run log and the summary.
         """
-        limits, plan = self._limits(config), self._plan_of(config)
-        if self._states_beside is None:  # it contains the budget, which cannot change
-            self.budget = Budget(limits, self.planning, self.gradients.live)
-            self.capture.budget_bytes = limits.budget
+        config, limits, plan = self.config, self._limits(), self.planning.plan
+        self.budget = Budget(limits, self.planning, self.gradients.live)
+        self.capture.budget_bytes = limits.budget
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)
         self.notes_inputs |= is_auto
         task = Task(

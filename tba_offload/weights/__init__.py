@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tba_offload.weights.frozen import FrozenWeights, WeightsMoved, WeightsTraffic, offload_frozen
+from tba_offload.weights.frozen import FrozenWeights, WeightsMoved
 
-__all__ = ["FrozenWeights", "WeightsMoved", "WeightsTraffic", "offload_frozen"]
+__all__ = ["FrozenWeights", "WeightsMoved"]

@@ -12,19 +12,16 @@ from collections import deque
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from tba_offload.config import ConfigLike, OffloadConfig, Paths, read_config, with_directories
 from tba_offload.device import device_of_model
-from tba_offload.errors import SessionError, UnsupportedError, log_warning
-from tba_offload.layers.find import explicit_layers, find_layers
+from tba_offload.errors import SessionError, UnsupportedError
 from tba_offload.layers.nested import TooManyError, tensors_in
 from tba_offload.placements import Staying
 from tba_offload.states.home import Home, Homes
-from tba_offload.store.base import close_after
 from tba_offload.store.open import open_store
 from tba_offload.torch_private import (
     call_after_backward,
@@ -40,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
+    from tba_offload.config import OffloadConfig
     from tba_offload.store.base import Moved
 
     Modules = Sequence[nn.Module]
@@ -55,46 +53,6 @@ _MOST_WAITS = 20_000
 """Largest number of recorded waits. A timeline has the same limit."""
 
 
-def offload_frozen(
-    model: nn.Module | Modules,
-    config: ConfigLike = None,
-    *,
-    layers: Modules | None = None,
-    directories: Paths | None = None,
-) -> FrozenWeights:
-    """Keep the frozen weights of a model's layers in a store, except the weights of the layer that computes.
-
-    A weight is frozen if its ``requires_grad`` is False at the time of this call. Only a
-    ``torch.nn.Parameter`` of at least ``min_tensor_bytes`` is offloaded, and only if no other layer and
-    nothing outside the layers uses its memory. While the layer does not compute, an offloaded weight reads as
-    NaN. ``state_dict()`` returns the values in host memory.
-
-    Args:
-        model: The model, or its chunks.
-        config: The configuration, as for :func:`tba_offload.attach`. Only ``store``, ``min_tensor_bytes`` and
-            the percentage in ``weights`` are used.
-        layers: The layers. They are needed only if the automatic search finds no layers, or finds other
-            layers than wanted.
-        directories: Directories of the store: one path, or one for each drive. They replace the directories
-            in the policy.
-
-    Returns:
-        The weights. Call ``close()``, or use the object as a context manager, to bring the weights back into
-        memory.
-
-    Raises:
-        ConfigError: The configuration is wrong, or no layers were found.
-        StoreError: The store cannot be opened.
-        TransferError: A weight cannot be written.
-        UnsupportedError: No weight can be offloaded, because of the classes or the device of the weights.
-    """
-    chunks = [model] if isinstance(model, nn.Module) else list(model)
-    stack = find_layers(chunks) if layers is None else explicit_layers(chunks, layers)
-    chosen = with_directories(read_config(config), directories)
-    tell = partial(log_warning, __name__)
-    return FrozenWeights(chunks, [layer.module for layer in stack.layers], chosen, tell=tell)
-
-
 class FrozenWeights:
     """The frozen weights of some layers.
 
@@ -105,7 +63,6 @@ class FrozenWeights:
             used.
         count: Called with each change of the device memory, in bytes.
         tell: Called with a message if weights stay in memory.
-        traffic: Counts the bytes that are read. By default, no bytes are counted.
 
     Attributes:
         nbytes: Bytes of all weights in the store.
@@ -119,9 +76,8 @@ class FrozenWeights:
         layers: Modules,
         config: OffloadConfig,
         *,
-        count: Callable[[int], object] = lambda _: None,
-        tell: Tell = lambda _: None,
-        traffic: WeightsTraffic | None = None,
+        count: Callable[[int], object],
+        tell: Tell,
     ) -> None:
         self.nbytes = self.resident_bytes = self.peak_bytes = 0
         self._count = count
@@ -131,13 +87,11 @@ class FrozenWeights:
         self._in_memory: set[int] = set()
         self._handles: list[RemovableHandle] = []
         self._pieces: list[list[FrozenWeight]] = [[] for _ in layers]
-        self._traffic = traffic or WeightsTraffic()
+        self._before = 0, 0.0
         device = device_of_model(chunks)
-        self._store = open_store(config.store, device=device)
-        homes = Homes(self._store, device)
+        self._homes = Homes(open_store(config.store, device=device), device)
         try:
-            self._take_over(chunks, layers, config, homes, tell)
-            self._traffic.begin(homes)
+            self._take_over(chunks, layers, config, tell)
             for number, layer in enumerate(layers):
                 if self._pieces[number]:
                     self._handles += self._watch(layer, number)
@@ -162,27 +116,37 @@ class FrozenWeights:
 
     def _close_store(self) -> None:
         if all(piece.is_back for piece in chain.from_iterable(self._pieces)):
-            self._traffic.begin(None)
-            self._store.close()
+            self._homes.store.close()
 
-    def __enter__(self) -> Self:
-        return self
+    # ---- counts ----------------------------------------------------------------------------------
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        close_after(error, self.close)
+    def begin_step(self) -> None:
+        """Begin the count of a step. Weights that are already in memory count as read in this step."""
+        self.take()
+        read, waited = self._before
+        self._before = read - self.resident_bytes, waited
+
+    def take(self) -> WeightsMoved:
+        """Return the reads since the last call or the start of the step."""
+        homes, (read, waited) = self._homes, self._before
+        self._before = homes.read_bytes, homes.waited
+        waits, homes.waits = homes.waits, deque(maxlen=_MOST_WAITS)
+        return WeightsMoved(homes.read_bytes - read, homes.waited - waited, tuple(waits))
+
+    def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
+        """Call a function after each call that moves bytes. See :meth:`MultiStore.watch_moves`."""
+        self._homes.store.watch_moves(seen)
 
     # ---- taking over -----------------------------------------------------------------------------
 
-    def _take_over(
-        self, chunks: Modules, layers: Modules, config: OffloadConfig, homes: Homes, tell: Tell
-    ) -> None:
-        at_least, device = config.min_tensor_bytes, homes.device.torch_device
+    def _take_over(self, chunks: Modules, layers: Modules, config: OffloadConfig, tell: Tell) -> None:
+        at_least, device = config.min_tensor_bytes, self._homes.device.torch_device
         found = list(own_weights(chunks, layers, at_least, device))
-        share = Staying(config.frozen_percent or 100)
+        share = Staying(config.frozen_percent)
         for number, name, weight in found:
             if share.stays(weight.untyped_storage().nbytes()):
                 continue
-            piece = FrozenWeight(name, weight, Home(homes, name, "frozen weights"), self._grow)
+            piece = FrozenWeight(name, weight, Home(self._homes, name, "frozen weights"), self._grow)
             # Record the weight before the write, so that an interrupt does not lose the bytes.
             self._pieces[number].append(piece)
             piece.write()
@@ -373,40 +337,3 @@ class WeightsMoved(NamedTuple):
     read_bytes: int
     waited_seconds: float
     waits: tuple[tuple[float, float], ...]
-
-
-class WeightsTraffic:
-    """A counter of the bytes that are read for the offloaded frozen weights of a model."""
-
-    def __init__(self) -> None:
-        self._homes: Homes | None = None
-        self._before = 0, 0.0
-
-    def begin(self, homes: Homes | None) -> None:
-        """Count reads through ``homes`` from now on. Pass ``None`` if the weights are in memory."""
-        self._homes = homes
-        self.take()
-
-    def begin_step(self, resident: int) -> None:
-        """Start the count of a step. Weights that are already in memory count as read in this step.
-
-        Args:
-            resident: Bytes of weights that are in memory.
-        """
-        self.take()
-        read, waited = self._before
-        self._before = read - resident, waited
-
-    def take(self) -> WeightsMoved | None:
-        """Return the reads since the last call or the start of the step. Return ``None`` without a store."""
-        homes = self._homes
-        if homes is None:
-            return None
-        (read, waited), self._before = self._before, (homes.read_bytes, homes.waited)
-        waits, homes.waits = homes.waits, deque(maxlen=_MOST_WAITS)
-        return WeightsMoved(self._before[0] - read, self._before[1] - waited, tuple(waits))
-
-    def watch_moves(self, seen: Callable[[Moved], object] | None) -> None:
-        """Call a function after each call that moves bytes. See :meth:`MultiStore.watch_moves`."""
-        if self._homes is not None:
-            self._homes.store.watch_moves(seen)

@@ -76,7 +76,7 @@ class Program:
     ema: str = among("none", "averaged", "deep copy", often=0.1)
     model_round_trip: str = among("none", "same", "to the first", often=0.1)
     optimizer_round_trip: bool = among(False, True, often=0.1)
-    reattach: str = among("no", "once", "to other placements", often=0.1)
+    reattach: str = among("no", "once", often=0.1)
     other_lengths: bool = among(False, True)
     closure: bool = among(False, True, often=0.08)
     freezes: bool = among(False, True, often=0.08)

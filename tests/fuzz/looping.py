@@ -185,15 +185,6 @@ class Training:
                 stack.callback(each.close)
             self.attached = []
 
-    def attach_again(self) -> None:
-        if self.program.reattach == "once":
-            self.close()
-            self.attach()
-        elif self.directory is not None and self.program.attached == "session" and self.attached:
-            policy = policies.policy_of(self.program, self.directory)
-            policy["layers"] = policies.rules(self.program, shifted=1)
-            self.attached[0].apply(policy)
-
     def block(self) -> AbstractContextManager[Any]:
         by_hand = self.program.opened != "by itself" and self.attached and self.program.attached == "session"
         block: AbstractContextManager[Any] = self.attached[0].step() if by_hand else nullcontext()
@@ -242,7 +233,8 @@ class Training:
     def what_happens_once(self) -> None:
         program = self.program
         if program.reattach != "no":
-            self.attach_again()
+            self.close()
+            self.attach()
         if program.freezes:
             self.model.layers[0].requires_grad_(False)
         if self.late:

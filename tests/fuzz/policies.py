@@ -20,7 +20,7 @@ def policy_of(program: Program, directory: Path) -> dict[str, Any]:
         budget[f"{which}_bytes"] = size
     made: dict[str, Any] = {
         "default": program.layers[0].placement,
-        "layers": rules(program, shifted=0),
+        "layers": [{"match": str(n), "placement": each.placement} for n, each in enumerate(program.layers)],
         "budget": budget,
         "store": store_of(program, directory),
         "min_tensor_bytes": program.min_tensor_bytes,
@@ -31,15 +31,6 @@ def policy_of(program: Program, directory: Path) -> dict[str, Any]:
     if program.frozen_weights != "keep":
         made["weights"] = {"frozen": program.frozen_weights}
     return made
-
-
-def rules(program: Program, *, shifted: int) -> list[dict[str, Any]]:
-    """The placement of each layer, or of the one after it."""
-    layers = program.layers
-    return [
-        {"match": str(number), "placement": layers[(number + shifted) % len(layers)].placement}
-        for number in range(len(layers))
-    ]
 
 
 def store_of(program: Program, directory: Path) -> dict[str, Any]:

@@ -189,11 +189,6 @@ def nested(session: tba.Session) -> None:
         pass
 
 
-def applied(session: tba.Session) -> None:
-    with session.step():
-        session.apply("keep")
-
-
 def closed(session: tba.Session) -> None:
     with session.step():
         session.close()
@@ -213,16 +208,11 @@ def untraced(session: tba.Session) -> None:
 
 SESSIONS: dict[str, tuple[Callable[[tba.Session], object], str]] = {
     "a step in a step": (nested, "another step of this session is still open. End that step"),
-    "a policy in a step": (applied, "placements cannot change inside a step. Apply the policy between steps"),
     "closed in a step": (closed, "cannot be closed inside one of its steps. End the step first"),
     "used after it was closed": (used_late, r"this session is closed. Call attach\(\) again"),
     "a timeline of a plain step": (
         untraced,
         r"no timeline was recorded for this step. Ask for one with session\.step\(trace=True",
-    ),
-    "another budget": (
-        lambda session: session.apply(budget(in_flight_bytes=KIB)),
-        r"budget cannot change while a session is open. Close the session, and call attach\(\) again",
     ),
     "why before any step": (lambda session: session.why(), "no step"),
 }

@@ -126,8 +126,10 @@ def test_frozen_weights_of_another_device_stay(kind: str, tmp_path: Path) -> Non
     """What copies them would know nothing of the order of work there."""
     expected, model = train(seeded(Spread, frozen=True)), seeded(Spread, frozen=True)
     before = [parameter.detach().cpu() for parameter in model.parameters() if not parameter.requires_grad]
-    with lagging.late(operations=LATE), tba.offload_frozen(model, policy(tmp_path, kind)) as weights:
-        assert weights.nbytes == LAYERS // 2 * WIDTH * WIDTH * 4
+    wanted = policy(tmp_path, kind, default="keep", weights={"frozen": "offload"})
+    with lagging.late(operations=LATE), tba.attach(model, wanted) as session:
+        assert session.weights is not None
+        assert session.weights.nbytes == LAYERS // 2 * WIDTH * WIDTH * 4
         assert train(model) == expected
     after = [parameter.detach().cpu() for parameter in model.parameters() if not parameter.requires_grad]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -138,7 +140,8 @@ def test_frozen_weights_that_are_read_ahead_on_one_stream_and_used_on_another(
     kind: str, tmp_path: Path
 ) -> None:
     expected, model = train(seeded(InTurn, frozen=True)), seeded(InTurn, frozen=True)
-    with lagging.late(operations=LATE), tba.offload_frozen(model, policy(tmp_path, kind)):
+    wanted = policy(tmp_path, kind, default="keep", weights={"frozen": "offload"})
+    with lagging.late(operations=LATE), tba.attach(model, wanted):
         assert train(model) == expected
 
 
@@ -148,14 +151,16 @@ def test_a_pass_that_fails_on_a_thread_of_the_engine_holds_no_weights(tmp_path: 
     def fail(_: Tensor) -> None:
         raise ZeroDivisionError
 
-    with tba.offload_frozen(model, policy(tmp_path)) as weights:
+    wanted = policy(tmp_path, default="keep", weights={"frozen": "offload"})
+    with tba.attach(model, wanted) as session:
         for number in range(1, LAYERS):
             handle = model.layers[number].side.weight.register_hook(fail)
             with pytest.raises(ZeroDivisionError):
                 train(model)
             handle.remove()
         train(model)
-        assert weights.resident_bytes == 0
+        assert session.weights is not None
+        assert session.weights.resident_bytes == 0
 
 
 def test_a_loss_on_another_device_is_read_when_that_has_come_to_it(tmp_path: Path) -> None:

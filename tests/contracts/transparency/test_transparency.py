@@ -207,23 +207,6 @@ def test_bytes_really_go_out_and_come_back(kind: str, tmp_path: Path) -> None:
     assert record.in_flight_peak_bytes <= 1.5 * WINDOW
 
 
-def test_placements_change_between_steps(kind: str, tmp_path: Path) -> None:
-    placements = ["offload", "recompute", "mixed"]
-    expected = plain(kind, "fp32", 0.1, steps=len(placements))
-    model = make(kind, "fp32", 0.1)
-    with tba.attach(model, config_for("offload", "file", tmp_path), measure_memory=False) as session:
-        found = history_of(
-            kind,
-            model,
-            session,
-            steps=len(placements),
-            before_step=lambda step: session.apply(config_for(placements[step], "file", tmp_path)),
-        )
-        recomputed = [record.recomputed_scopes for record in session.records]
-    assert_same_history(found, expected)
-    assert recomputed == [0, LAYERS, 1]
-
-
 FIRST = """
 import random, torch
 random.seed(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +21,7 @@ from tba_offload.errors import SessionError, TransferError
 from tba_offload.report.log import read_run_log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 LAYERS, WIDTH = 5, 48
@@ -92,11 +93,15 @@ def trained(model: Model, *, steps: int = 3) -> list[Tensor]:
 
 def policy(directory: Path, **settings: Any) -> dict[str, Any]:
     store = {"kind": "file", "directories": [str(directory)]}
-    return {"min_tensor_bytes": "2KiB", "weights": {"frozen": "offload"}, "store": store} | settings
+    made = {"default": "keep", "min_tensor_bytes": "2KiB", "weights": {"frozen": "offload"}, "store": store}
+    return made | settings
 
 
-def offloaded(model: Model, directory: Path, **settings: Any) -> tba.FrozenWeights:
-    return tba.offload_frozen(model, policy(directory, **settings))
+@contextmanager
+def offloaded(model: Model, directory: Path, **settings: Any) -> Iterator[tba.FrozenWeights]:
+    with tba.attach(model, policy(directory, **settings), measure_memory=False) as session:
+        assert session.weights is not None
+        yield session.weights
 
 
 def frozen(model: nn.Module) -> list[Tensor]:
@@ -155,7 +160,7 @@ def test_the_same_bits_beside_activations_that_travel(placement: str, tmp_path: 
         assert session.records[-1].weights_read_bytes
         session.weights.close()
         trained(model, steps=1)
-        assert session.records[-1].weights_read_bytes is None
+        assert not session.records[-1].weights_read_bytes
 
 
 def test_the_run_log_tells_what_weights_move_and_how_long_layers_wait_for_them(tmp_path: Path) -> None:
@@ -205,7 +210,7 @@ def test_a_model_of_transformers_with_lora(tmp_path: Path) -> None:
         return [*losses, *(p.detach().clone() for p in model.parameters() if p.requires_grad)]
 
     expected, model = run(made()), made()
-    with tba.offload_frozen(model, {"min_tensor_bytes": "1KiB"}, directories=tmp_path) as weights:
+    with offloaded(model, tmp_path, min_tensor_bytes="1KiB") as weights:
         assert weights.nbytes == 3 * 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
         assert_same_tensors(run(model), expected)
 
@@ -261,12 +266,11 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("said", CHANGES)
 def test_a_weight_that_was_changed_while_it_was_away_is_named(said: str, tmp_path: Path) -> None:
     model, expected = Model(), Model()
-    weights = offloaded(model, tmp_path)
-    for each in (model, expected):
-        CHANGES[said](each.layers[1].one.base.weight)
-    with pytest.raises(SessionError, match=f"one.base.weight {said} while its values are in the store"):
-        model(torch.ones(1, WIDTH))
-    weights.close()
+    with offloaded(model, tmp_path):
+        for each in (model, expected):
+            CHANGES[said](each.layers[1].one.base.weight)
+        with pytest.raises(SessionError, match=f"one.base.weight {said} while its values are in the store"):
+            model(torch.ones(1, WIDTH))
     assert_same_tensors(model.parameters(), expected.parameters())
 
 
@@ -303,7 +307,7 @@ def test_a_drive_that_is_full(tmp_path: Path) -> None:
     store = {"kind": "file", "directories": [str(tmp_path)], "capacity": "32KiB"}
     model = Model()
     with pytest.raises(TransferError, match=r"frozen weights of .* cannot be written.* Make room"):
-        offloaded(model, tmp_path, store=store)
+        tba.attach(model, policy(tmp_path, store=store))
     assert_same_tensors(model.parameters(), Model().parameters())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -106,50 +106,10 @@ def test_nothing_is_left_attached_when_the_store_cannot_be_opened(model: Model, 
     assert threading.active_count() == threads
 
 
-def test_apply_changes_placements_between_steps_and_the_run_log_tells_it(
-    model: Model, tmp_path: Path
-) -> None:
-    log, wanted = tmp_path / "run.jsonl", config_for(default="recompute", min_tensor_bytes=123)
-    with tba.attach(model, config_for(), run_log=log) as session:
-        assert one_step(session, model).recomputed_scopes == 0
-        session.apply(wanted)
-        assert one_step(session, model).recomputed_scopes == 3
-        session.apply(config_for(default="keep"))
-        record = one_step(session, model)
-        assert (record.recomputed_scopes, record.offloaded_bytes, record.forwarded_bytes) == (0, 0, 0)
-    event, _ = (each for each in read_run_log(log).others if each["event"] == "policy")
-    assert event["step"] == 1
-    assert tba.OffloadConfig.from_yaml(event["policy"]) == wanted
-    assert [said["placement"] for said in event["plan"].values()] == ["recompute"] * 3
-
-
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    [
-        ("budget", {"in_flight": 123 * KIB}),
-        ("store", {"capacity": 123 * KIB}),
-        ("states", {"states": tba.StatesConfig()}),
-        ("weights", {"weights": tba.WeightsConfig()}),
-    ],
-)
-def test_apply_refuses_what_it_cannot_change(model: Model, name: str, changed: dict[str, Any]) -> None:
+def test_close_is_refused_inside_a_step(model: Model) -> None:
     with session_for(model) as session:
-        with pytest.raises(tba.ConfigError, match=f"{name} cannot change while a session is open"):
-            session.apply(config_for(default="keep", **changed))
-        assert one_step(session, model).offloaded_bytes + session.records[-1].forwarded_bytes
-
-
-def test_apply_and_close_are_refused_inside_a_step(model: Model) -> None:
-    with session_for(model) as session:
-        with session.step():
-            with pytest.raises(tba.SessionError, match="between steps"):
-                session.apply(config_for(default="keep"))
-            with pytest.raises(tba.SessionError, match="inside one of its steps"):
-                session.close()
-        plan = session.plan
-        with pytest.raises(tba.ConfigError, match="99"):
-            session.apply(config_for(rules=(tba.Rule("99", tba.Placement.KEEP),)))
-        assert session.plan is plan
+        with session.step(), pytest.raises(tba.SessionError, match="inside one of its steps"):
+            session.close()
         one_step(session, model)
 
 

@@ -100,7 +100,6 @@ def test_an_evaluation_is_no_part_of_a_step(model: Model) -> None:
             loss_of(model, make_tokens(0)).item()
             one_step(model, optimizer)
         loss_of(model, make_tokens(0)).item()
-        session.apply(config_for(default=tba.Placement.KEEP))
         assert scopes_of(session) == [2 * LAYERS, LAYERS, LAYERS]
 
 
