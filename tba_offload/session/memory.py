@@ -126,7 +126,7 @@ class Memory:
         # The first step allocates optimizer states. From the third step, drives also have their usual speed.
         self.is_due = meter is not None and (number <= 3 or number.bit_count() == 1)
         if step.is_traced or (self.is_due and number >= 3):
-            movers = [("", self._store), ("frozen weights", weights)]
+            movers: list[tuple[str, Any]] = [("", self._store), ("frozen weights", weights)]
             movers += [("optimizer states", states) for states in self._states]
             self.curve = StepCurve(self._offloader.window, [each for each in movers if each[1] is not None])
         if meter is None:

@@ -116,6 +116,7 @@ class FrozenWeights:
 
     def _close_store(self) -> None:
         if all(piece.is_back for piece in chain.from_iterable(self._pieces)):
+            self.resident_bytes = 0  # none of them is offloaded now
             self._homes.store.close()
 
     # ---- counts ----------------------------------------------------------------------------------
