@@ -1,48 +1,61 @@
 """The command ``tba-offload estimate``.
 
-It estimates the cost of each placement from a step of a model without data.
+It estimates the cost of each placement from steps of a model without data.
 
-The model's own code runs forward and backward on tensors that have only shapes, so autograd saves the same
-tensors as in training. A dispatch mode sees each operation. It counts live bytes, and it counts FLOPs to
-estimate the time. Bytes and times form a profile. In training, the planner measures this profile. The
-planner's simulator then computes the cost.
+The model's own code runs forward and backward on tensors that have only shapes, with the hooks and the
+offloader of training. A dispatch mode sees each operation. It counts live bytes, and it counts FLOPs to
+estimate the time. Transfers move no bytes, and take the time that the drives need for them.
 """
 
 from __future__ import annotations
 
 import json
-import weakref
+import warnings
+from bisect import insort
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from tba_offload.capture import trace as traces
 from tba_offload.capture.gradients import Gradients
+from tba_offload.capture.hooks import Capture, LayerHooks
 from tba_offload.capture.rematerialize import RematerializingHooks, unwrap_classes
-from tba_offload.capture.views import StaticStorages
+from tba_offload.capture.trace import ScopeKey
 from tba_offload.config import OffloadConfig
 from tba_offload.days import bytes_per_day
-from tba_offload.device import default_device
+from tba_offload.device import Device, blank, default_device
 from tba_offload.device.meters import FITTING, LiveBytes
 from tba_offload.errors import ConfigError, MissingDependencyError, TbaError, UnsupportedError
 from tba_offload.formatting import layers_by_placement, readable_size
 from tba_offload.layers.find import find_layers
 from tba_offload.layers.graph import first_differentiable
-from tba_offload.placements import Placement
-from tba_offload.planner.measure import SeenBeside, StepObservation, profile_of, with_beside
-from tba_offload.planner.model import Bandwidth, Beside, DeviceShare, Limits, Plan, StepProfile
+from tba_offload.placements import Placement, Staying
+from tba_offload.planner.measure import StepObservation, profile_of
+from tba_offload.planner.model import Bandwidth, DeviceShare, Limits, Plan, Prediction
 from tba_offload.planner.solve import Case, solve
+from tba_offload.recompute.digest import digest
 from tba_offload.report import plans, text
 from tba_offload.report.log import StepRecord
+from tba_offload.store.base import BLOCK, Extent
 from tba_offload.torch_private import TorchDispatchMode, tensors_without_data, tree_leaves
+from tba_offload.transfer.offloader import Offloader
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tba_offload.capture.trace import ScopeTrace
+    from tba_offload.store.pool import Transfer
+
+_SET = torch.ops.aten.set_.source_Storage_storage_offset
 WAYS = "keep", "offload", "offload-remat", "recompute", "recompute-offload"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -51,57 +64,65 @@ def run_on_console(
     *, bandwidth: Bandwidth, device_bytes: int | None, rated: int | None, as_json: bool, **model: Any
 ) -> None:
     """Print the cost of each placement, as ``tba-offload estimate --help`` says."""
-    profile, step = dry_run(**model)
-    saved = sum(profile.kind_of(layer).nbytes for layer in range(len(step.names)))
-    limits = Limits(window=OffloadConfig().budget.window(saved, profile.largest_bytes))
-    window = readable_size(limits.window or 0)
-    notes = [f"{len(step.names)} layers; the drives: {bandwidth}; in-flight window {window}."]
-    case = Case(profile, bandwidth, limits, (Placement.AUTO,) * len(step.names))
-    chosen = {way: case.uniform(Placement(way)) for way in WAYS}
-    if device_bytes is not None:
-        gradients = step.gradients.nbytes
-        share = DeviceShare(int(FITTING * device_bytes), step.weight_bytes + 2 * gradients, gradients)
-        if share.left <= 0:
-            raise ConfigError(f"nothing is left for activations {share}. Choose a larger device")
-        case = replace(case, limits=limits.on_device(share))
-        chosen["fit"] = solve(case)
-        notes += [
-            f"{readable_size(share.budget)} are left for activations {share}.",
-            "Activations may also use the room of gradients that do not exist yet.",
-            f"The row fit: {layers_by_placement(step.names, chosen['fit'].placements)}.",
-        ]
-    rows = [_row(way, case, plan, step, rated) for way, plan in chosen.items()]
+    with dry_model(bandwidth=bandwidth, **model) as dry:
+        names = dry.names
+        dry.step(Plan((Placement.OFFLOAD,) * len(names)))
+        profile: Any = dry.profile
+        saved = sum(profile.kind_of(layer).nbytes for layer in range(len(names)))
+        limits = Limits(window=OffloadConfig().budget.window(saved, profile.largest_bytes))
+        placed = {way: Plan((Placement(way),) * len(names), window=limits.window) for way in WAYS}
+        steps = {way: dry.step(plan) for way, plan in placed.items()}
+        window = readable_size(limits.window or 0)
+        notes, share = [f"{len(names)} layers; the drives: {bandwidth}; in-flight window {window}."], None
+        if device_bytes is not None:
+            gradients = profile.gradient_bytes
+            share = DeviceShare(int(FITTING * device_bytes), dry.weight_bytes + 2 * gradients, gradients)
+            if share.left <= 0:
+                raise ConfigError(f"nothing is left for activations {share}. Choose a larger device")
+            auto = (Placement.AUTO,) * len(names)
+            case = Case(dry.profile, bandwidth, limits.on_device(share), auto)
+            # The profile has only activations. Each step shows how much memory there is beside them.
+            beside = (steps[way].activation_peak - case.played(placed[way]).activation_peak for way in WAYS)
+            placed["fit"] = solve(replace(case, profile=replace(dry.profile, headroom=max(beside))))
+            steps["fit"] = dry.step(placed["fit"])
+            notes += [
+                f"{readable_size(share.budget)} are left for activations {share}.",
+                "Activations may also use the room of gradients that do not exist yet.",
+                f"The row fit: {layers_by_placement(names, placed['fit'].placements)}.",
+            ]
+    rows, runs = [], [slot.layer for slot in profile.slots if not slot.backward]
+    forward = sum(profile.timing(layer, Placement.KEEP).forward for layer in runs)
+    for way, step in steps.items():
+        # Backward finds some bytes in memory before they are written. Their number depends on the speed of
+        # the drives, so all bytes count that a step sends.
+        sent, day = step.sent_bytes, bytes_per_day(step.sent_bytes, step.seconds)
+        row = {
+            "placement": way,
+            "placements": placed[way].placements,
+            "activation_peak_bytes": step.activation_peak,
+            "seconds": step.seconds,
+            "times_keep": step.seconds / steps["keep"].seconds,
+            "drives_need": sent / forward if sent else None,
+            "written_bytes": sent,
+            "written_bytes_per_day": day,
+            "years": rated / day / 365 if rated and day else None,
+            "fits": None if share is None else step.peak_bytes <= share.left,
+        }
+        rows.append(row)
     if as_json:
-        found = {"layers": step.names, "in_flight_bytes": limits.window, "placements": rows}
+        found = {"layers": names, "in_flight_bytes": limits.window, "placements": rows}
         click.echo(json.dumps(found, indent=2))
     else:
         text.show(*notes, plans.placements_table(rows))
 
 
-def _row(name: str, case: Case, plan: Plan, step: DryStep, rated: int | None) -> dict[str, Any]:
-    found = case.played(plan)
-    # Backward finds some bytes in memory before they are written. Their number depends on the speed of the
-    # drives, so all bytes count that a step sends.
-    day = bytes_per_day(found.sent_bytes, found.seconds)
-    return {
-        "placement": name,
-        "placements": plan.placements,
-        "activation_peak_bytes": max(found.activation_peak, step.beside[-1].whole),
-        "seconds": found.seconds,
-        "times_keep": found.seconds / case.keep.seconds,
-        "drives_need": found.sent_bytes / step.trace.forward_seconds() if day else None,
-        "written_bytes": found.sent_bytes,
-        "written_bytes_per_day": day,
-        "years": rated / day / 365 if rated and day else None,
-        "fits": None if case.limits.device is None else case.fits(plan),
-    }
-
-
-def dry_run(*, flops: float, **model: Any) -> tuple[StepProfile, DryStep]:
-    """Return the profile of a step, and the step.
+@contextmanager
+def dry_model(*, flops: float, bandwidth: Bandwidth, **model: Any) -> Iterator[DryModel]:
+    """Yield a model whose tensors have no data.
 
     Args:
         flops: FLOPs that the device computes in a second.
+        bandwidth: Rates of the drives.
         model: The arguments of :func:`create`.
 
     Raises:
@@ -110,34 +131,26 @@ def dry_run(*, flops: float, **model: Any) -> tuple[StepProfile, DryStep]:
         UnsupportedError: The model does not run without data, no layers are found, or backward reaches no
             layer.
     """
-
-    def run(way: Placement, before: StepProfile | None) -> tuple[StepProfile, DryStep]:
-        try:
-            with tensors_without_data():
-                step = DryStep(way, *create(**model), flops)
-        except TbaError:
-            raise
-        except Exception as error:
-            instead = "Instead, train three steps with 'keep' and a run log, and use tba-offload plan"
-            raise UnsupportedError(f"the model does not run without data: {error!r}. {instead}") from error
-        record = StepRecord(step=1, seconds=step.clock, gradient_peak_bytes=step.gradients.nbytes)
-        seen = StepObservation(step.trace, (), (), Plan(()), record, began=0.0)
-        profile = profile_of(seen, [(0, name) for name in step.names], before, nets=True)
-        if profile is None:
-            raise UnsupportedError("backward reaches no layer, so there is nothing to offload")
-        return profile, step
-
-    # The first run shows which tensors offload-remat rebuilds, but holds tensors longer. Bytes are counted in
-    # the second run.
-    rebuilt, _ = run(Placement.OFFLOAD_REMAT, None)
-    unwrap_classes()
-    profile, step = run(Placement.OFFLOAD, replace(rebuilt, timings=({},) * len(rebuilt.kinds)))
-    *beside, outside = step.beside
-    return with_beside(profile, SeenBeside(outside.forward, beside), (Placement.OFFLOAD,) * len(beside)), step
+    digest(torch.zeros(1, device=default_device().torch_device))  # it caches a tensor, which needs data
+    blank.cache_clear()
+    try:
+        # The address of a tensor without data is 0, and PyTorch warns of its use.
+        with warnings.catch_warnings(action="ignore", category=UserWarning), tensors_without_data() as mode:
+            yield DryModel(*create(**model), flops, _Machine(bandwidth), mode)
+    except TbaError:
+        raise
+    except Exception as error:
+        instead = "Instead, train three steps with 'keep' and a run log, and use tba-offload plan"
+        raise UnsupportedError(f"the model does not run without data: {error!r}. {instead}") from error
+    finally:
+        unwrap_classes()
+        blank.cache_clear()
 
 
-def create(*, config: str | None, dtype: str, batch: int, sequence: int, **sizes: int) -> tuple[Any, Tensor]:
-    """Return a model of transformers, and the tokens of a micro-batch.
+def create(
+    *, config: str | None, dtype: str, batch: int, sequence: int, **sizes: int
+) -> tuple[Any, dict[str, Any]]:
+    """Return a model of transformers, and the arguments of its forward for a micro-batch.
 
     Args:
         config: A configuration: a file, or the folder of ``config.json``.
@@ -159,169 +172,206 @@ def create(*, config: str | None, dtype: str, batch: int, sequence: int, **sizes
             found = transformers.AutoConfig.from_pretrained(config)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{config}: not a configuration of transformers: {error}") from error
-    found.use_cache = True  # a model without a cache reads values to decide whether it needs a mask
+    found.use_cache = False
     usual = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(found), None)
     name = next(iter(found.architectures or ()), getattr(usual, "__name__", ""))
     kind: Any = getattr(transformers, name, None)
     if kind is None or not name.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM")):
         known = 'a language model with one stack of layers, such as "architectures": ["LlamaForCausalLM"]'
         raise UnsupportedError(f"the configuration names the class {name!r}. It must name {known}")
-    # Some functions that initialize weights read the values of the weights.
-    unfilled: Any = type(name, (kind,), {"initialize_weights": lambda _: None})
+    most = getattr(found, "max_position_embeddings", None)
+    if most and sequence > most and not hasattr(found, "rope_parameters"):
+        known = found.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+        raise ConfigError(f"--sequence {sequence}: {name} has {most} positions ({known}). Use at most {most}")
+    # Some functions that initialize weights read the values of the weights. transformers reads the source of
+    # a model's module to learn which implementations of experts the model supports.
+    own = {"initialize_weights": lambda _: None, "__module__": kind.__module__}
+    unfilled: Any = type(name, (kind,), own)
     with torch.device(default_device().torch_device):
         try:
             model = unfilled._from_config(found, dtype=DTYPES[dtype]).train()
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"the configuration gives no model: {error}") from error
-        return model, torch.zeros(batch, sequence, dtype=torch.long)
+        tokens = torch.zeros(batch, sequence, dtype=torch.long)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    # Without a cache, a model reads values to decide whether it needs a mask. This cache holds nothing.
+    holds_nothing = {"update": lambda _, keys, values, *__, **___: (keys, values)}
+    for given in signature(kind.forward).parameters.keys() & {"cache", "past_key_values"}:
+        inputs[given] = type("NoCache", (transformers.DynamicCache,), holds_nothing)()
+    return model, inputs
 
 
 def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
     """Return the FLOPs of an operation; 0 if PyTorch has no formula for it.
 
-    PyTorch has no formula for attention on a CPU, so the formula of the same kernel on a GPU is used.
+    PyTorch has no formula for attention on a CPU, so the formula of the same kernel on a GPU is used. It has
+    none for experts.
     """
     name = getattr(getattr(function, "_overloadpacket", None), "__name__", "none").replace("_for_cpu", "")
+    if name == "_grouped_mm":
+        return 2 * int(args[0].numel()) * int(args[1].shape[-1])
     formula = flop_registry.get(getattr(torch.ops.aten, name, None))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
 
 
-class _RebuildingHooks(RematerializingHooks):
-    """Hooks that record and keep the tensors that ``offload-remat`` would rebuild."""
+class _Machine(Device):
+    """A device and drives without data. The offloader uses it as its device and as its store.
 
-    capture: Any
+    Attributes:
+        clock: Seconds of compute, and of waits for I/O.
+        live: Counts the bytes of storages.
+    """
 
-    probe: Any = staticmethod(lambda _: SimpleNamespace(_version=0))
-    understands: Any = staticmethod(lambda tensor, _: tensor.layout is torch.strided)
+    torch_device = torch.device("meta")  # storages without data are on this device
+    alignment, beside, spill_bytes, take_outages = BLOCK, None, 0, tuple
+    completed: Any
 
-    def pack(self, tensor: Tensor) -> Any:
-        call, step = self._call_of(tensor), self.capture
-        if call is None or not call.save_arguments(partial(step.record, treatment=None)):
-            return step.record(tensor)
-        call.cost = 0
-        return step.record(tensor, traces.Treatment.REBUILT)
+    def __init__(self, bandwidth: Bandwidth) -> None:
+        self.clock, self.live = 0.0, LiveBytes(self.torch_device)
+        self._rates, self._free_at = (bandwidth.read, bandwidth.write), [0.0, 0.0]
+        self._queue: list[tuple[float, float, int, Any]] = []  # ends and starts of transfers, ordered by end
+        self.read, self.write = partial(self._submit, writes=False), partial(self._submit, writes=True)
+        self.release = self.resume = self.trim = lambda *_: None
 
-    def _is_saved(self, tensor: Tensor) -> bool:
-        storage, step = tensor.untyped_storage(), self.capture
-        found = step.traces.get(storage)
-        is_saved = found is not None and found.treatment is not traces.Treatment.REBUILT
-        return is_saved or storage in step.static or tensor.nbytes < step.min_tensor_bytes
+    def mark(self) -> float:
+        """Return the clock."""
+        return self.clock
+
+    def _submit(self, transfers: Sequence[Transfer], *, writes: bool) -> None:
+        for each in transfers:
+            memory: Any = each.memory
+            self.live.add_storage(memory.storage)
+            began, each.is_write = max(self.clock, self._free_at[writes]), writes
+            self._free_at[writes] = began + each.nbytes / self._rates[writes]
+            insort(self._queue, (self._free_at[writes], began, id(each), each))
+
+    def cancel(self, transfer: Transfer) -> bool:
+        """Cancel a transfer if it has not started."""
+        waiting = [entry for entry in self._queue if entry[-1] is transfer and entry[1] > self.clock]
+        for entry in waiting:
+            self._queue.remove(entry)
+            transfer.memory = None
+            transfer.finish()
+        return bool(waiting)
+
+    def wait(self, transfer: Transfer) -> None:
+        """Set the clock to the end of a transfer."""
+        while not transfer.is_done:
+            self.clock = max(self.clock, self._queue[0][0])
+            self.settle()
+
+    def settle(self) -> None:
+        """End the transfers whose time is over."""
+        while self._queue and self._queue[0][0] <= self.clock:
+            transfer = self._queue.pop(0)[-1]
+            if transfer.is_write:
+                transfer.memory, transfer.extent = None, Extent(0, 0, transfer.nbytes)
+            self.completed.append(transfer)
+            transfer.finish()
 
 
-class DryStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One simulated step. For hooks, this object has the interface of a session's capture.
+class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A model whose tensors have no data, with the hooks and the offloader of training.
 
     Attributes:
         names: Module names of the layers.
         weight_bytes: Bytes of parameters and buffers.
-        clock: Seconds of compute.
-        gradients: Counts the bytes of gradients.
-        beside: For each layer, the largest number of live bytes beside saved bytes. The last entry is for all
-            other code.
+        profile: The profile of all steps so far.
     """
 
-    def __init__(self, way: Placement, model: Any, tokens: Tensor, flops: float) -> None:
+    def __init__(
+        self, model: Any, inputs: dict[str, Any], flops: float, machine: _Machine, mode: Any
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.min_tensor_bytes = model.device, OffloadConfig().min_tensor_bytes
-        # An offloader without transfers.
-        self.offloader = SimpleNamespace(raise_failures=int, flush=int, device=SimpleNamespace(stream=int))
-        self.static, self.trace, self.learned = StaticStorages(), traces.StepTrace(), dict[int, Any]()
-        self.static.refresh([model])
-        where = torch.device("meta")  # storages without data are on this device
-        self._live, self._saved = LiveBytes(where), LiveBytes(where)
-        self._gradients = Gradients([model], where, lambda _: None)
-        self.gradients, self.weight_bytes = self._gradients.live, model.get_memory_footprint()
-        self.clock, self._flops, self._way = 1e-9, flops, way
-        self.traces = weakref.WeakKeyDictionary[torch.UntypedStorage, traces.ActivationTrace]()
-        self._now = self._outside = traces.ScopeTrace(traces.ScopeKey(-1, 0, 0, ""), way, 0.0)
-        self._saved_before = self._peak = 0
+        self._model, self._inputs, self._mode = model, inputs, mode
+        self._machine, self._flops = machine, flops
+        store: Any = machine
+        self._capture = Capture(Offloader(store, machine), min_tensor_bytes=OffloadConfig().min_tensor_bytes)
+        self._capture.offloader.marks_stalls, self._capture.device = True, model.device
+        self._capture.static.refresh([model])
+        self._verifier: Any = SimpleNamespace(add=lambda *_: None)  # there are no bytes to compare
+        self._gradients = Gradients([model], machine.torch_device, lambda _: None)
+        self.weight_bytes: int = model.get_memory_footprint()
+        self.profile: Any = None
         layers = find_layers(model).layers
         self.names = tuple(layer.id.name for layer in layers)
-        self.beside = [Beside()] * (len(layers) + 1)
         for index, layer in enumerate(layers):
             layer.module.forward = partial(self._call, index, layer.module.forward)
-        with self:
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-        self._turn(self._outside, loss)
 
-    # ---- saved tensors ---------------------------------------------------------------------------
+    def step(self, plan: Plan) -> Prediction:
+        """Return the figures of a step under a plan.
 
-    def record(self, tensor: Tensor, treatment: Any = traces.Treatment.OFFLOADED) -> Tensor:
-        """Keep a saved tensor. The tensor is an activation of the first layer that saves it.
-
-        Args:
-            tensor: The tensor.
-            treatment: ``None`` if only other tensors are rebuilt from it.
+        As in training, an earlier step has shown in which order backward uses activations.
         """
-        storage = tensor.untyped_storage()
-        if storage not in self.traces and storage not in self.static:
-            nbytes = storage.nbytes()
-            key, kind = traces.ActivationKey(self._now.key, 0), treatment or traces.Treatment.OFFLOADED
-            found = self.traces[storage] = traces.ActivationTrace(key, nbytes, kind, self.clock)
-            self._saved.add_storage(storage)
-            if nbytes < self.min_tensor_bytes:
-                self.trace.kept_bytes += nbytes
-            else:
-                (self.trace.sources if treatment is None else self.trace.activations).append(found)
-        return tensor.detach()
+        self._capture.learned.clear()
+        if any(way.offloads for way in plan.placements):
+            self._run(plan)
+        return self._run(plan)
 
-    def unpack(self, tensor: Tensor) -> Tensor:
-        """Return a saved tensor."""
-        return tensor
-
-    # ---- layers ----------------------------------------------------------------------------------
+    def _run(self, plan: Plan) -> Prediction:
+        capture, offloader, machine = self._capture, self._capture.offloader, self._machine
+        offloader.resize_window(plan.window)
+        offloader.begin_step()
+        capture.begin_step()
+        trace, began, stats = capture.trace, machine.clock, offloader.window.stats
+        trace.mark_times(machine)
+        trace.gradients = lambda: self._gradients.live.nbytes
+        self._placements, self._peak, self._whole = plan.placements, 0, 0
+        with self:
+            loss = self._model(**self._inputs).loss
+            loss.backward()
+        trace.backward_ended()
+        trace.end_step()
+        capture.end_step(failed=False, is_broken=False)
+        gradients, seconds = self._gradients.live.nbytes, machine.clock - began
+        self._model.zero_grad()
+        record = StepRecord(step=1, seconds=0.0, gradient_peak_bytes=gradients)
+        on_device = partial(trace.device_times, stats.marked_stalls)
+        seen = StepObservation(trace, (), (), plan, record, began=0.0, on_device=on_device)
+        self.profile = profile_of(seen, [(0, name) for name in self.names], self.profile, nets=True)
+        if self.profile is None:
+            raise UnsupportedError("backward reaches no layer, so there is nothing to offload")
+        stalled = sum(ended - began for began, ended in stats.marked_stalls)
+        peaks = self._whole - gradients, stats.offloaded, self._peak
+        return Prediction(seconds, stalled, *peaks, forwarded_bytes=stats.forwarded)
 
     def _call(self, index: int, forward: Any, *args: Any, **kwargs: Any) -> object:
-        """Run a layer, and add hooks that show the start of its backward."""
-        number = sum(scope.key.layer == index for scope in self.trace.scopes)
-        key, given = traces.ScopeKey(index, number, 0, self.names[index]), (*args, *kwargs.values())
-        scope = traces.ScopeTrace(key, self._way, self.clock, forward_gradients=self.gradients.nbytes)
-        scope.input_bytes = sum(x.nbytes for x in given if isinstance(x, Tensor) and x.requires_grad)
-        self.trace.scopes.append(scope)
-        self._turn(scope)
-        if index == number == 0:
-            self._watch(given, self._outside)
-        rebuilding: Any = _RebuildingHooks  # it needs no session here
-        hooks = torch.autograd.graph.saved_tensors_hooks(self.record, self.unpack)
-        if self._way.rebuilds:
-            hooks = rebuilding(self, key, None, when_slow=True)
+        """Run a layer with its placement, and add a hook that is called when backward reaches the layer."""
+        trace, way = self._capture.trace, self._placements[index].as_run
+        number = sum(scope.key.layer == index for scope in trace.scopes)
+        key, given = ScopeKey(index, number, 0, self.names[index]), (*args, *kwargs.values())
+        inputs = sum(x.nbytes for x in given if isinstance(x, Tensor) and x.requires_grad)
+        scope = trace.begin_scope(key, way, inputs=inputs)
+        hooks: Any = nullcontext()
+        if way.rebuilds:
+            hooks = RematerializingHooks(self._capture, key, self._verifier, when_slow=False)
+        elif way.offloads:
+            stays = Staying(way.percent).stays if way.percent < 100 else None
+            hooks = LayerHooks(self._capture, key, when_slow=False, stays=stays)
+        hooks.understands = lambda tensor, _: tensor.layout is torch.strided
+        if way.recomputes:
+            forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
         with hooks:
             output = forward(*args, **kwargs)
-        scope.forward_ended = self.clock
-        self._turn(self._outside)
-        self._watch(output, scope)
-        return output
-
-    def _watch(self, output: object, scope: traces.ScopeTrace) -> None:
+        trace.end_scope(scope)
         tensor = first_differentiable(output)
         if tensor is not None and tensor.grad_fn is not None:
-            tensor.register_hook(partial(self._turn, scope))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(self._came_back, scope))  # type: ignore[no-untyped-call]
+        return output
 
-    def _turn(self, scope: traces.ScopeTrace, gradient: Tensor | None = None) -> None:
-        """End the current part of the step, and begin the forward or backward of a layer.
-
-        It is the backward if there is a gradient.
-        """
-        last = self._now.key.layer
-        if not self._now.backward_began:  # all that the layer has saved is in memory now
-            self.beside[last] = self.beside[last].at_least(Beside(self._peak - self._saved.nbytes))
-        if gradient is not None:
-            scope.backward_began, scope.backward_gradients = self.clock, self.gradients.nbytes
-            self.trace.backward_ends.append(self.clock)
-        self._now, self._saved_before, self._peak = scope, self._saved.nbytes, 0
-
-    # ---- memory and time -------------------------------------------------------------------------
+    def _came_back(self, scope: ScopeTrace, _: Tensor) -> None:
+        self._capture.trace.backward_reached(scope)
+        self._capture.schedule.reached()
 
     def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        self.clock += _flops_of(function, args, kwargs or {}, output) / self._flops
+        self._mode.cache_enabled = function is not _SET  # a cached call would keep the storage alive
+        output, machine = function(*args, **(kwargs or {})), self._machine
+        machine.clock += _flops_of(function, args, kwargs or {}, output) / self._flops
         for storage in (each.untyped_storage() for each in tree_leaves(output) if isinstance(each, Tensor)):
-            if storage not in self.static:
-                self._live.add_storage(storage)
-        live, layer = self._live.nbytes - self.gradients.nbytes, self._now.key.layer
-        self._peak = max(self._peak, live)
-        if self._now.backward_began:
-            seen = Beside(0, live - self._saved.nbytes, live - self._saved_before)
-            self.beside[layer] = self.beside[layer].at_least(seen)
+            if storage not in self._capture.static:
+                machine.live.add_storage(storage)
+        whole = machine.live.nbytes
+        self._peak = max(self._peak, whole - self._gradients.live.nbytes)
+        self._whole = max(self._whole, whole)
+        machine.settle()
         return output

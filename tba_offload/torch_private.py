@@ -122,7 +122,7 @@ tree_leaves = _pytree.tree_leaves
 
 
 def tensors_without_data() -> Any:
-    """Return a context manager that creates tensors with a shape and no memory."""
+    """Return a context manager that creates tensors with a shape and no memory. Their address is 0."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # the import takes half a second
 
     return FakeTensorMode(allow_non_fake_inputs=True)

@@ -259,6 +259,7 @@ class LayerHooks:
     """
 
     is_of_tba_offload = True  # torch.func transforms start with these hooks removed
+    understands = staticmethod(views.is_understood)
 
     def __init__(
         self, capture: Capture, key: ScopeKey, *, when_slow: bool, stays: Callable[[int], bool] | None = None
@@ -306,7 +307,7 @@ class LayerHooks:
         if type(tensor) is torch.nn.Parameter or torch_private.current_backward() != -1:
             return Kept(tensor)
         local = tensor if type(tensor) is torch.Tensor else views.local_of(tensor)
-        if type(local) is not torch.Tensor and not views.is_understood(local, capture.device):
+        if type(local) is not torch.Tensor and not self.understands(local, capture.device):
             return self._keep_odd(tensor)
         try:
             storage = local.untyped_storage()
@@ -326,7 +327,7 @@ class LayerHooks:
             capture.trace.kept_bytes += nbytes
             return Kept(tensor)
         # This check is last, because it takes as much time as all checks before it.
-        if not views.is_understood(local, capture.device):
+        if not self.understands(local, capture.device):
             return self._keep_odd(tensor)
         if address in capture.saved and (saved := capture.find(storage, tensor)) is not None:
             return self._packed(tensor, local, saved)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from tba_offload.capture.hooks import LayerHooks, Packed
 from tba_offload.capture.trace import ActivationKey, ActivationTrace, Treatment
-from tba_offload.capture.views import View, is_understood, restore, version_probe, view_of, viewed
+from tba_offload.capture.views import View, restore, version_probe, view_of, viewed
 from tba_offload.layers.graph import check_version
 from tba_offload.recompute.digest import fold, mix
 from tba_offload.torch_private import untraced
@@ -68,8 +68,6 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         verifier: Collects the results of comparisons.
         when_slow: Whether activations may stay in memory when the window is full.
     """
-
-    understands, probe = staticmethod(is_understood), staticmethod(version_probe)
 
     def __init__(self, capture: Capture, key: ScopeKey, verifier: Verifier, *, when_slow: bool) -> None:
         LayerHooks.__init__(self, capture, key, when_slow=when_slow)
@@ -196,7 +194,7 @@ class _Call:
         self.digest: Tensor | None = None
         self.waiting: weakref.WeakSet[_Remade] = weakref.WeakSet()
         self._held: torch.UntypedStorage | None = None
-        self._probe, self.view = hooks.probe(output), view_of(output)
+        self._probe, self.view = version_probe(output), view_of(output)
         self._alive, self._stream = weakref.ref(output.untyped_storage()), hooks.stream()
         kind = output.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)

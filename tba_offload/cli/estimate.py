@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import click
 
-from tba_offload.cli.shared import JSON, RATED, bandwidth_of, rate, rates, size
+from tba_offload.cli.shared import JSON, RATED, bandwidth_of, rates, size
 
 _COUNT = click.IntRange(min=1)
+_UNITS = {"G": 1e9, "T": 1e12, "P": 1e15}
+
+
+def _flops(_context: click.Context, _parameter: click.Parameter, text: str) -> float:
+    found = re.fullmatch("([0-9]+(?:[.][0-9]+)?)([GTP])(/s)?", text)
+    if found is None or not float(found[1]):
+        raise click.BadParameter(f"{text!r} is not a number of FLOPs a second, such as 400T (units: G, T, P)")
+    return float(found[1]) * _UNITS[found[2]]
 
 
 @click.command()
@@ -20,7 +29,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--sequence", type=_COUNT, default=1024, show_default=True, help="Tokens of a sequence.")
 @click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences of a micro-batch.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
-@click.option("--flops", callback=rate, required=True, help="FLOPs a second in training, such as 400T.")
+@click.option("--flops", callback=_flops, required=True, help="FLOPs a second in training, such as 400T.")
 @rates
 @click.option(
     "--device-bytes",

@@ -49,9 +49,8 @@ def size(_context: click.Context, _parameter: click.Parameter, text: str | None)
 
 
 def rate(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """Return the value of an option for a rate: bytes such as ``6GB/s``, or FLOPs such as ``400T``."""
-    found = text and text.removesuffix("/s")
-    return size(context, parameter, f"{found}B" if found and found[-1] in "GT" else found)
+    """Return the bytes in a second of an option such as ``6GB/s``."""
+    return size(context, parameter, text and text.removesuffix("/s"))
 
 
 RATED = click.option(

@@ -332,7 +332,10 @@ class ByteRange:
 @functools.cache
 def blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return an empty tensor of a dtype. The tensor is shared and must not be written."""
-    return torch.empty(0, dtype=dtype, device=device)
+    # A storage without data is on the device "meta", but its tensors are on the device of the model.
+    return torch.empty(
+        0, dtype=dtype, device=default_device().torch_device if device.type == "meta" else device
+    )
 
 
 def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,6 +33,15 @@ MODELS: dict[str, Any] = {
         vocab_size=512,
         word_embed_proj_dim=192,
     ),
+    "Qwen3ForCausalLM": lambda: transformers.Qwen3Config(
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=64,
+        vocab_size=512,
+    ),
     "BertForMaskedLM": lambda: transformers.BertConfig(
         hidden_size=192, intermediate_size=768, num_hidden_layers=6, num_attention_heads=3, vocab_size=512
     ),
@@ -46,18 +56,18 @@ def estimate(*arguments: object) -> Any:
 
 
 def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) -> tuple[int, int]:
-    """The activation peak of a real run, and what a step of it offloads: written, or used before it was."""
+    """The median peak of a real run, and what a step of it offloads: written, or used before it was."""
     torch.manual_seed(1)
     model = getattr(transformers, name)._from_config(config, dtype=dtype).train()
     tokens = torch.randint(0, 512, (BATCH, SEQUENCE))
     with tba.attach(model, {"default": way, **policy}) as session:
-        for _ in range(3):
+        for _ in range(6):
             with session.step():
                 model(input_ids=tokens, labels=tokens).loss.backward()
             model.zero_grad()
         records = session.records[1:]
     peaks = (each.activation_peak_bytes or each.sampled_peak_bytes or 0 for each in records)
-    return max(peaks), max(each.offloaded_bytes + each.forwarded_bytes for each in records)
+    return int(statistics.median(peaks)), max(each.offloaded_bytes + each.forwarded_bytes for each in records)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +76,7 @@ def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) 
         ("LlamaForCausalLM", "bf16"),
         ("OPTForCausalLM", "fp32"),
         ("GPT2LMHeadModel", "fp32"),
+        ("Qwen3ForCausalLM", "fp32"),
         ("BertForMaskedLM", "bf16"),
     ],
 )
@@ -80,9 +91,7 @@ def test_it_foretells_what_runs_measure(name: str, dtype: str, tmp_path: Path) -
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
     for row in found["placements"]:
         peak, sent = measured(name, config, kind, row["placement"], policy)
-        # The peak of a GPT-2 that is offloaded was estimated 10 to 14 % too high.
-        if (name, row["placement"]) != ("GPT2LMHeadModel", "offload"):
-            assert row["activation_peak_bytes"] == pytest.approx(peak, rel=0.1), row["placement"]
+        assert row["activation_peak_bytes"] == pytest.approx(peak, rel=0.1), row["placement"]
         assert row["written_bytes"] == pytest.approx(sent, rel=0.05), row["placement"]
 
 
@@ -111,7 +120,7 @@ def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
     [
         (("--flops", "20G", "--write", "1GB/s"), "give the model: --config, or --layers"),
         (("--flops", "20G", "--layers", 2), "give the rates of the drives: --write and --read, or --dir"),
-        (("--flops", "fast", "--write", "1GB/s"), "'fast' is not a size"),
+        (("--flops", "fast", "--write", "1GB/s"), "'fast' is not a number of FLOPs a second"),
         (("--write", "1GB/s"), "Missing option '--flops'"),
     ],
 )
@@ -130,5 +139,8 @@ def test_a_configuration_that_names_no_model_is_refused(tmp_path: Path) -> None:
         'must name a language model with one stack of layers, such as "architectures": ["LlamaForCausalLM"]'
         in result.stderr
     )
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    long = call("estimate", "--config", tmp_path, "--sequence", 2048, *drives)
+    assert "--sequence 2048: GPT2LMHeadModel has 1024 positions (n_positions)" in long.stderr
     (tmp_path / "config.json").write_text("{}")
     assert "not a configuration of transformers" in call("estimate", "--config", tmp_path, *drives).stderr
