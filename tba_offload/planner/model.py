@@ -11,17 +11,12 @@ import functools
 import math
 import statistics
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tba_offload.config.policy import Placement
 from tba_offload.days import DAY
 from tba_offload.formatting import readable_rate, readable_size
 from tba_offload.placements import staying
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tba_offload.config.policy import LayerId, Policy
 
 MARGIN = 0.02
 """Fraction of the budget that plans leave free, because predictions are not exact."""
@@ -437,29 +432,6 @@ class Plan:
     placements: tuple[Placement, ...]
     window: int | None = field(default=None, kw_only=True)
     prediction: Prediction | None = field(default=None, kw_only=True, compare=False)
-
-    @classmethod
-    def from_policy(
-        cls,
-        policy: Policy,
-        layers: Sequence[LayerId],
-        everywhere: Sequence[LayerId] | None = None,
-        *,
-        window: int | None = None,
-    ) -> Plan:
-        """Return the plan of a policy.
-
-        Args:
-            policy: The rules.
-            layers: The layers of this process.
-            everywhere: The layers of all processes. Each rule must match one of these layers.
-            window: Largest number of bytes in flight. ``None`` for no limit.
-
-        Raises:
-            ConfigError: A rule has no effect.
-        """
-        resolved = policy.resolve(layers, everywhere)
-        return cls(tuple(resolved[index] for index in range(len(layers))), window=window)
 
     @property
     def strategy(self) -> str:

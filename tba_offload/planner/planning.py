@@ -54,18 +54,14 @@ class Planning:
         probe: Callable[[], Sequence[float]],
     ) -> None:
         self._layers, self._capture, self._offloader, self._probe = layers, capture, offloader, probe
-        self.start(plan, None)
+        self.plan = plan
+        self.start(None)
 
-    def start(self, plan: Plan, controller: Controller | None) -> None:
-        """Start with the plan of a policy, or with the first plan of a new controller.
-
-        Args:
-            plan: The plan of the policy.
-            controller: Makes the next plans.
-        """
+    def start(self, controller: Controller | None) -> None:
+        """Start with the plan of the policy, or with the first plan of a controller."""
         self.controller = controller
         self.seconds: float | None = None if controller is None else 0.0
-        self.plan = plan if controller is None else controller.task.first()
+        self.plan = self.plan if controller is None else controller.task.first()
         policy = () if controller is None else controller.task.policy
         self.chosen = frozenset(index for index, wanted in enumerate(policy) if wanted is Placement.AUTO)
         self._outgrown: Plan | None = None  # plan at the start of this step, if the step outgrew it

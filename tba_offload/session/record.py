@@ -351,7 +351,7 @@ def header_of(
     processor, module = platform.processor() or platform.machine(), torch.get_device_module(device)
     parameters = chain.from_iterable(module.parameters() for module in session.modules)
     has_weights = config.frozen_percent > 0 and any(not each.requires_grad for each in parameters)
-    label = Plan.from_policy(config.policy, world.layers).strategy
+    label = Plan(tuple(config.policy.resolve(world.layers).values())).strategy
     label += " + states" * has_states + " + weights" * has_weights
     return RunHeader(
         strategy=strategy or label,

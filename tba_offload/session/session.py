@@ -196,8 +196,9 @@ class Session:
             keep_when_full=config.on_full == "keep",
         )
         self.capture = Capture(self.offloader, min_tensor_bytes=config.min_tensor_bytes)
-        ids, window = [layer.id for layer in layers], config.budget.window()
-        plan = Plan.from_policy(config.policy, ids, self.world.layers, window=window)
+        ids = [layer.id for layer in layers]
+        placed = config.policy.resolve(ids, self.world.layers)
+        plan = Plan(tuple(placed.values()), window=config.budget.window())
         probe = partial(measure, self.store, device, extent_bytes=256 << 10, seconds=0.05)
         self.planning = Planning(plan, [each.number for each in ids], self.capture, self.offloader, probe)
         # The observers.
@@ -501,7 +502,7 @@ class Session:
         self._controller = Controller(task)
         # Its measurements wait for an asynchronous device, so they are made only for plans and the run log.
         is_worth_it = self.notes_inputs or not self.device.runs_behind
-        self.planning.start(plan, self._controller if is_worth_it else None)
+        self.planning.start(self._controller if is_worth_it else None)
         if task.may_recompute and not self.world.may_plan_recomputation:
             tell(OTHER_RANKS)
         if task.may_recompute or any(placement.recomputes for placement in plan.placements):
