@@ -99,8 +99,13 @@ class RunHeader:
     @property
     def title(self) -> str:
         """The model and the machine in one line, without the batch size."""
+        return self.title_without()
+
+    def title_without(self, *names: str) -> str:
+        """Return the title without the given facts."""
         facts = {**self.model, **self.hardware}
-        words = [f"{name.replace('_', ' ')} {facts[name]}" for name in _TITLE if facts.get(name)]
+        shown = [name for name in _TITLE if name not in names and facts.get(name)]
+        words = [f"{name.replace('_', ' ')} {facts[name]}" for name in shown]
         return ", ".join(words).removeprefix("name ")
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from tba_offload.report.log import RunLog, StepRecord
+    from tba_offload.report.log import RunHeader, RunLog, StepRecord
 
 Unit = Literal["FLOP/s", "tokens/s"]
 
@@ -60,7 +60,8 @@ class RokPoint:
         source: The run log.
         memory: The memory for which points are compared.
         peak_source: The method that measured the peak. None if the log does not say.
-        title: The model and the machine, without the batch size.
+        title: The model and the machine, without the numbers that label points.
+        sequence: Tokens of a sequence. None if the log does not say, or if all points have the same number.
     """
 
     strategy: str
@@ -77,6 +78,7 @@ class RokPoint:
     device_peak_bytes: int | None = None
     peak_source: str | None = None
     title: str = ""
+    sequence: int | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -91,9 +93,13 @@ class RokPoint:
     @property
     def name(self) -> str:
         """A name for sentences, for example ``"offload at batch size 8"``."""
-        if self.batch_size is None:
-            return f"{self.strategy} ({self.source})"
-        return f"{self.strategy} at batch size {self.batch_size}"
+        return f"{self.strategy} at {self.size}" if self.size else f"{self.strategy} ({self.source})"
+
+    @property
+    def size(self) -> str:
+        """The batch size and the tokens of a sequence as text. Empty if both are None."""
+        known = {"batch size {}": self.batch_size, "{} tokens": self.sequence}
+        return " and ".join(text.format(number) for text, number in known.items() if number is not None)
 
 
 def points(
@@ -121,14 +127,23 @@ def points_of(logs: Sequence[RunLog], *, memory: Memory = "activations") -> list
             raise RunLogError(f"{log.path}: {len(log.steps)} steps, none after the warm-up. Train more steps")
     for unit, work in _WORK.items():
         if all(getattr(step, work) for steps in counted for step in steps):
-            return [_point(*each, memory, unit) for each in zip(logs, counted, strict=True)]
+            varies = len({_sequence(log.header) for log in logs}) > 1
+            pairs = zip(logs, counted, strict=True)
+            return [_point(*each, memory, unit, sequence_varies=varies) for each in pairs]
     raise RunLogError(
         f"{', '.join(str(log.path) for log in logs)}: no unit of throughput is known for every step. Pass "
         "tokens= or model_flops= to session.step() in each run, or compare these runs separately."
     )
 
 
-def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit) -> RokPoint:
+def _sequence(header: RunHeader) -> int | None:
+    found = header.model.get("sequence", header.model.get("seq_length"))
+    return found if type(found) is int else None
+
+
+def _point(
+    log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit, *, sequence_varies: bool
+) -> RokPoint:
     """Return the point of a run: its largest peak and its median time."""
     peaks = {name: max(getattr(step, name) or 0 for step in steps) or None for name in _PEAKS.values()}
     if peaks[_PEAKS[memory]] is None:
@@ -138,9 +153,11 @@ def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit)
     spread = seconds if len(seconds) > 1 else seconds * 2  # a single time is also both quartiles
     low, median, high = statistics.quantiles(spread, n=4, method="inclusive")
     batch_size: Any = log.header.model.get("batch_size")
+    hidden = ("sequence", "seq_length") if sequence_varies else ()
     return RokPoint(
         strategy=log.header.strategy,
         batch_size=batch_size if type(batch_size) is int else None,
+        sequence=_sequence(log.header) if sequence_varies else None,
         **peaks,
         memory=memory,
         throughput=statistics.median(getattr(step, _WORK[unit]) for step in timed) / median,
@@ -151,14 +168,14 @@ def _point(log: RunLog, steps: Sequence[StepRecord], memory: Memory, unit: Unit)
         steps=len(timed),
         source=str(log.path),
         peak_source=next((step.peak_source for step in steps if step.peak_source), None),
-        title=log.header.title,
+        title=log.header.title_without(*hidden),
     )
 
 
 def lines(points: Sequence[RokPoint]) -> dict[str, list[RokPoint]]:
-    """Return the points of each strategy, ordered by batch size."""
+    """Return the points of each strategy, ordered by batch size and sequence length."""
     grouped: dict[str, list[RokPoint]] = {each.strategy: [] for each in points}
-    for each in sorted(points, key=lambda each: (each.batch_size or 0, each.peak_bytes)):
+    for each in sorted(points, key=lambda each: (each.batch_size or 0, each.sequence or 0, each.peak_bytes)):
         grouped[each.strategy].append(each)
     return grouped
 
@@ -195,6 +212,8 @@ def table(points: Sequence[RokPoint]) -> Table:
         "Steps": lambda each: str(each.steps),
         "Run": lambda each: each.source,
     }
+    if any(each.sequence for each in points):
+        columns["Tokens"] = lambda each: "?" if each.sequence is None else str(each.sequence)
     rows = [[cell(each) for cell in columns.values()] for line in lines(points).values() for each in line]
     sources = " / ".join(dict.fromkeys(each.peak_source or "not stated" for each in points))
     caption = (
@@ -235,12 +254,13 @@ def advice(points: Sequence[RokPoint]) -> list[str]:
     """Return comparisons of the runs as sentences."""
     few = ", ".join(each.name for each in points if each.steps < 3)
     doubts = [f"Fewer than 3 steps count for {few}. Train more steps for reliable times."] if few else []
-    return [*_at_equal_batch_size(points), *doubts]
+    return [*_at_equal_size(points), *doubts]
 
 
-def _at_equal_batch_size(points: Sequence[RokPoint]) -> Iterator[str]:
-    for batch_size in sorted({each.batch_size for each in points if each.batch_size is not None}):
-        group = [each for each in points if each.batch_size == batch_size]
+def _at_equal_size(points: Sequence[RokPoint]) -> Iterator[str]:
+    ordered = sorted(points, key=lambda each: (each.batch_size or 0, each.sequence or 0))
+    for size in dict.fromkeys(each.size for each in ordered if each.size):
+        group = [each for each in points if each.size == size]
         fastest, *slower = sorted(group, key=lambda each: (-each.throughput, each.peak_bytes))
         savings = "; ".join(
             f"{each.strategy} needs {1 - each.peak_bytes / fastest.peak_bytes:.0%} less memory at "
@@ -250,7 +270,7 @@ def _at_equal_batch_size(points: Sequence[RokPoint]) -> Iterator[str]:
         )
         if len(lines(group)) > 1:
             yield (
-                f"At batch size {batch_size}, {fastest.strategy} is the fastest ({fastest.peak_name} "
+                f"At {size}, {fastest.strategy} is the fastest ({fastest.peak_name} "
                 f"{readable_size(fastest.peak_bytes)}): {savings or 'no other run needs less memory'}."
             )
 
@@ -391,13 +411,17 @@ def rok_figure(points: Sequence[RokPoint]) -> Figure:
     axes.plot(*zip(*best, strict=True), zorder=4, label="Pareto set", **RING)
     finish(axes, f"Model throughput ({y_unit})", " / ".join(dict.fromkeys(each.title for each in points)))
     axes.set(xlabel=f"{points[0].peak_name.capitalize()} ({x_unit})", xlim=(0, None))
-    _write_batch_sizes(axes, [each.batch_size for line in grouped.values() for each in line])
-    numbers = "Numbers are batch sizes" if any(each.batch_size for each in points) else None
+    varied, what = "batch_size", "batch sizes"
+    if any(each.sequence for each in points):
+        varied, what = "sequence", "tokens of a sequence"
+    labels = [getattr(each, varied) for line in grouped.values() for each in line]
+    _write_numbers(axes, labels)
+    numbers = f"Numbers are {what}" if any(labels) else None
     figure.legend(loc="outside upper left", ncols=2, title=numbers, alignment="left", title_fontsize="small")
     return figure
 
 
-def _write_batch_sizes(axes: Axes, sizes: Sequence[int | None]) -> None:
+def _write_numbers(axes: Axes, numbers: Sequence[int | None]) -> None:
     """Write a number beside each point, in the direction that is farthest from lines and other numbers."""
     import numpy as np
 
@@ -407,14 +431,14 @@ def _write_batch_sizes(axes: Axes, sizes: Sequence[int | None]) -> None:
     colours = [line.get_color() for line, curve in zip(drawn, curves, strict=True) for _ in curve]
     angles = np.linspace(0, 2 * np.pi, 16, endpoint=False)
     around = axes.figure.dpi / 6 * np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    for point, size, colour in zip(np.vstack(curves), sizes, colours, strict=True):
+    for point, number, colour in zip(np.vstack(curves), numbers, colours, strict=True):
         spots = point + around
         distances = np.linalg.norm(spots[:, None] - taken, axis=-1).min(axis=1)
         best = spots[np.argmax(distances * (spots[:, 0] > axes.bbox.x0))]
         taken = np.vstack([taken, best])
-        if size is not None:
+        if number is not None:
             x, y = axes.transData.inverted().transform(best)
-            axes.text(x, y, str(size), ha="center", va="center", color=colour, fontsize="small")
+            axes.text(x, y, str(number), ha="center", va="center", color=colour, fontsize="small")
 
 
 RING: dict[str, Any] = {"marker": "o", "markersize": 13, "mfc": "none", "color": INK, "linestyle": "none"}

@@ -60,6 +60,9 @@ _WORTH, _OTHERS = 1 / 32, 2
 _SLOTS, _LARGEST_SUB_GROUP = 3, 64
 """The number of sub-groups of offloaded states in memory at one time, and the largest advised size in MiB."""
 
+_CHUNK = 1024
+"""Tokens in a chunk of the advised loss. With 8 chunks of a long sequence, logits would still be large."""
+
 _OF_THE_MODEL = ("one large gradient", "gradients", "optimizer states", "frozen weights", "one layer")
 """Causes other than activations. Only changes of these can lower backward below gradients and one layer."""
 
@@ -418,13 +421,16 @@ def _change_of_plan(seen: Evidence, names: list[str], better: str) -> str:
 
 def _loss(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
     spared = 2 * memory.outside[1] + _left_out(seen, memory)
+    micro_batches = max(seen.step.scopes // max(len(memory.names), 1), 1)
+    chunks = max((seen.step.tokens or 0) // micro_batches // _CHUNK, 8)
 
     def chunked(phase: Phase) -> int:
         """Return the bytes that chunks free. Each chunk still computes a gradient of the whole head."""
-        return (phase.of("running") - spared) * 7 // 8 if phase.name in {"loss", "between"} else 0
+        is_of_loss = phase.name in {"loss", "between"}
+        return (phase.of("running") - spared) * (chunks - 1) // chunks if is_of_loss else 0
 
     what = f"logits and loss take {readable_size(seen.most('running', 'loss', 'between'))} after the layers"
-    change = "compute the loss in 8 chunks of tokens, or with a fused linear cross-entropy"
+    change = f"compute the loss in {chunks} chunks of tokens, or with a fused linear cross-entropy"
     yield "logits and loss", chunked, what, change
 
 
@@ -496,7 +502,8 @@ def _one_layer(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
 
     whole = ", including its recomputed activations" if again else ""
     what = f"{seen.where(seen.peak)} needs {readable_size(seen.peak.of('running'))} at once{whole}"
-    yield "one layer", freed, what, "use twice as many micro-batches of half the size"
+    change = "use twice as many micro-batches of half the size; with one long sequence, run the MLP in chunks"
+    yield "one layer", freed, what, change
 
 
 _RULES = (

@@ -15,10 +15,14 @@ if TYPE_CHECKING:
     Around = Callable[[str, Extent], AbstractContextManager[object]]
 
 
-def put_around(store: MultiStore, around: Around) -> None:
-    """Run every transfer of a store inside a context, on its I/O thread; it should not refer to the store."""
+def put_around(store: MultiStore, around: Around, *, tier: str | None = None) -> None:
+    """Run every transfer of a store inside a context, on its I/O thread; it should not refer to the store.
+
+    With a tier, only transfers to and from its places.
+    """
     for place in store._places:
-        _surround(place.store, around)
+        if tier in {None, place.store.tier}:
+            _surround(place.store, around)
 
 
 def _surround(store: Store, around: Around) -> None:

@@ -317,23 +317,28 @@ def test_lightning_with_offloaded_optimizer_states(package: types.ModuleType, ca
 
 TWICE = """
 import os, runpy, sys
-folder, example, *placements = sys.argv[1:]
+folder, example, options, *placements = sys.argv[1:]
 os.chdir(folder)
 os.environ["HF_HUB_OFFLINE"] = "1"
 for placement in placements:
-    sys.argv = [example, "--steps", "2", "--placement", placement]
+    sys.argv = [example, *options.split(), "--steps", "2", "--placement", placement]
     print("placement:", placement, flush=True)
     runpy.run_path(example, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("name", of_which(["pytorch", "huggingface", "accelerate", "lightning"], "pytorch"))
+PROGRAMS = ["pytorch", "huggingface", "accelerate", "lightning", "long_context"]
+OPTIONS = {"long_context": "--length 1024 --chunk 128"}
+
+
+@pytest.mark.parametrize("name", of_which(PROGRAMS, "pytorch"))
 def test_an_example(name: str, tmp_path: Path, python_with_torch: Warm) -> None:
     """Its losses are the same to the last bit, and its peak is a fraction."""
     policy = tmp_path / "policy.yaml"
     policy.write_text("default: offload\nbudget:\n  in_flight_bytes: 4MiB\n")
     example = str(EXAMPLES / f"train_{name}.py")
-    done = python_with_torch.run("-c", TWICE, str(tmp_path), example, "keep", "offload", str(policy))
+    arguments = example, OPTIONS.get(name, ""), "keep", "offload", str(policy)
+    done = python_with_torch.run("-c", TWICE, str(tmp_path), *arguments)
     assert done.returncode == 0, done.stderr
     runs = done.stdout.split("placement: ")[1:]
     losses = [re.findall(r"loss ([\d.]+),", run) for run in runs]

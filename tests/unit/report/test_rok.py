@@ -131,6 +131,30 @@ def test_the_picture_has_axes_from_zero_and_a_line_for_each_strategy() -> None:
     assert sorted(text.get_text() for text in axes.texts) == ["1", "1", "2", "2", "2", "4", "4"]
 
 
+def test_runs_of_several_contexts_are_labelled_by_the_tokens_of_a_sequence(tmp_path: Path) -> None:
+    logs = []
+    for strategy, scale in (("keep", 4), ("recompute-offload", 1)):
+        for length in (4096, 8192):
+            path, model = tmp_path / f"{strategy}-{length}.jsonl", {"name": "Llama", "seq_length": length}
+            peaks = [scale * length] * 3
+            logs.append(save(path, [2, 2, 2], peaks, strategy=strategy, model=model, tokens=length))
+    found = rok.points(logs)
+    assert [point.sequence for point in found] == [4096, 8192, 4096, 8192]
+    assert {point.title for point in found} == {"Llama"}
+    assert found[0].name == "keep at 4096 tokens"
+    assert [sentence.partition(",")[0] for sentence in rok.advice(found)[:2]] == [
+        "At 4096 tokens",
+        "At 8192 tokens",
+    ]
+    assert "Tokens" in rok.table(found).headings
+    with rok.drawing():
+        figure = rok.rok_figure(found)
+    assert figure.legends[0].get_title().get_text() == "Numbers are tokens of a sequence"
+    assert sorted(text.get_text() for text in figure.axes[0].texts) == ["4096", "4096", "8192", "8192"]
+    (alone,) = rok.points(logs[:1])
+    assert (alone.sequence, alone.title) == (None, "Llama, seq length 4096")
+
+
 def test_what_cannot_be_drawn_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"must end in \.svg or \.png"):
         rok.draw(CURVES, tmp_path / "a.pdf")

@@ -48,6 +48,11 @@ def test_the_peak_is_that_of_the_fullest_phase_by_holder(tmp_path: Path) -> None
     assert "The peak would be about 60.0 MiB, not 110 MiB." in str(found)
 
 
+def test_a_long_sequence_needs_more_chunks(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, event(), tokens=2 * 32 * 1024)
+    assert (found.cause, "compute the loss in 32 chunks" in str(found)) == ("logits and loss", True)
+
+
 def test_the_first_step_and_steps_of_another_plan_do_not_count(tmp_path: Path) -> None:
     assert diagnosed(tmp_path, event(1)).evidence.step.step == 1
     assert diagnosed(tmp_path, event(1), event(2), event(4)).evidence.step.step == 2

@@ -1,0 +1,454 @@
+"""What long contexts cost: recompute-offload beside the checkpointing of transformers.
+
+    python benchmarks/long_context.py                                   a Llama of width 512, 2k to 16k tokens
+    python benchmarks/long_context.py --context 2048 --layers 6 --layers 24    is the peak flat in depth?
+    python benchmarks/long_context.py --context 8192 --rate 1.2x --rate 0.8x   a drive that is held to rates
+    python benchmarks/long_context.py --device cuda --model 8b --context 32768 --json 8b.json
+
+A step is forward and backward of one sequence of random tokens, with a loss in chunks of tokens. Every lane
+trains in a process of its own, and single steps alternate. Ratios are to ``checkpointing``, transformers'
+switch; that of ``checkpointing again`` is noise. ``checkpointing to host`` is the switch's own offloading, on
+an accelerator only. ``keep`` races if the estimate of its peak is at most --memory. ``host`` and ``drive``
+are recompute-offload. With --rate, a second race has drives that read and write R bytes a second, without and
+with host memory first; 1.2x is 1.2 times the need of the lane ``drive``.
+
+FILE of --json is written after each race; what is in it is not raced again, and is drawn too.
+
+Need: the bytes that layers save by the time of their forward, and in brackets the need at the shorter context
+before it, scaled by what ``tba-offload estimate`` says of both. Had: the rate of the drive while it wrote.
+Expected waits: the time to write all but a window of the bytes, less the time in which the layers compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import torch
+from lanes import directory_option, json_option, show, shown_race, write_json
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import tba_offload as tba
+from tba_lab.gpt import DTYPES
+from tba_lab.race import Entrant, Spread, paired_ratio
+from tba_offload.config import parse_size
+from tba_offload.days import bytes_per_day
+from tba_offload.device import device_of
+from tba_offload.device.host_memory import keep_freed_pages
+from tba_offload.device.meters import meter_of
+from tba_offload.formatting import readable_size
+from tba_offload.report import rok
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from around import put_around
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from tba_offload.store.base import Extent, Moved
+
+    Figures = dict[str, Any]
+
+BASE, CONTROL = "checkpointing", "checkpointing again"
+WARM_UP = 2
+"""Rounds that do not count. On a CPU only the second one measures memory, because samples take time."""
+
+CHUNK = 512
+"""Tokens in a chunk of the loss."""
+
+SMALL = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 4, "vocab_size": 4096}
+LARGE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 128256}
+MODELS: dict[str, Figures] = {"small": SMALL, "8b": LARGE | {"num_key_value_heads": 8}}
+"""Sizes of Llamas; ``8b`` has the layers of an 8B."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A model and its context."""
+
+    model: str
+    layers: int
+    context: int
+    dtype: str
+
+    def config(self) -> Any:
+        """Return the configuration of transformers."""
+        import transformers
+
+        sizes = {"num_hidden_layers": self.layers, "max_position_embeddings": self.context}
+        return transformers.LlamaConfig(**MODELS[self.model], **sizes, use_cache=False)
+
+    def build(self, device: str) -> Any:
+        """Return the model, with gradients of zero: they shall not count as activations."""
+        import transformers
+
+        torch.manual_seed(1)
+        torch.set_default_dtype(DTYPES[self.dtype])
+        with torch.device(device):
+            model = transformers.LlamaForCausalLM(self.config()).train()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return model
+
+
+# Lanes
+
+
+class ContextRunner:
+    """A model that trains on one sequence a step.
+
+    Args:
+        shape: The model.
+        device: Where it trains.
+        switch: Arguments of transformers' switch for checkpointing; ``None`` leaves it off.
+        policy: Of this package; ``None`` if it takes no part.
+        rate: To which the drive is held, bytes a second in each direction; ``None`` if it is not.
+    """
+
+    def __init__(
+        self, shape: Shape, device: str, *, switch: Any = None, policy: Any = None, rate: float | None = None
+    ) -> None:
+        keep_freed_pages()
+        self._shape, self._device, self._count = shape, device_of(torch.device(device)), 0
+        self._stack = contextlib.ExitStack()
+        self.close = self._stack.close
+        self._model = shape.build(device)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        if switch is not None:
+            self._model.activation_checkpointing_enable(**switch)
+        self._meter = meter_of(self._device)
+        self._stack.callback(self._meter.close)
+        self._session: tba.Session | None = None
+        if policy is not None:
+            session = tba.attach(self._model, policy, measure_memory=False)
+            self._session = self._stack.enter_context(session)
+            if rate is not None:
+                put_around(session.store, partial(taking_time, rate), tier="drive")
+
+    def step(self) -> Figures:
+        """Do one step; return its times, loss, transfers and waits, and its peak if it was measured."""
+        number, self._count = self._count, self._count + 1
+        session, moves = self._session, list[Any]()
+        size, generator = (1, self._shape.context + 1), torch.Generator().manual_seed(number)
+        tokens = torch.randint(MODELS[self._shape.model]["vocab_size"], size, generator=generator)
+        tokens = tokens.to(self._device.torch_device)
+        is_measured = not self._meter.samples or number == WARM_UP - 1
+        if session is not None:
+            session.store.watch_moves(moves.append)
+        if is_measured:
+            self._meter.reset()
+            base = self._meter.live()
+        times = [self._now()]
+        with session.step(measure_memory=False) if session else contextlib.nullcontext():
+            hidden = self._model.model(input_ids=tokens[:, :-1]).last_hidden_state
+            times.append(self._now())
+            loss = chunked_loss(self._model.lm_head, hidden, tokens[:, 1:])
+            del hidden
+            loss.backward()
+            times.append(self._now())
+        peak = self._meter.peak() - base if is_measured else None
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=False)
+        if self._meter.samples is False:
+            torch.cuda.empty_cache()  # the processes share the device
+        began, turned, ended = times
+        found = {"forward": turned - began, "seconds": ended - began, "peak": peak}
+        found["loss"] = float(loss.detach())
+        return found if session is None else found | transfers(session.records[-1], moves)
+
+    def _now(self) -> float:
+        """Return the time at which the device has done all its work."""
+        if self._device.runs_behind:
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+@contextlib.contextmanager
+def taking_time(rate: float, _: str, extent: Extent) -> Iterator[None]:
+    """Take the time of a transfer at a rate."""
+    began = time.perf_counter()
+    yield
+    time.sleep(max(extent.nbytes / rate - (time.perf_counter() - began), 0.0))
+
+
+def chunked_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss, with the logits of one chunk at a time in memory."""
+
+    def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = head(hidden).float().flatten(0, 1)
+        return functional.cross_entropy(logits, targets.flatten(), reduction="sum")
+
+    chunks = zip(hidden.split(CHUNK, 1), targets.split(CHUNK, 1), strict=True)
+    losses = [checkpoint(loss_of, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(losses).sum() / targets.numel()
+
+
+def transfers(record: tba.StepRecord, moves: Sequence[Moved]) -> Figures:
+    """Return what a step saved and wrote to the drive, the drive's rate while it wrote, and the wait."""
+    writes = [each for each in moves if each.writes and each.place != "host memory"]
+    busy = until = 0.0
+    for each in sorted(writes, key=lambda each: each.began):
+        busy += max(each.ended - max(each.began, until), 0.0)
+        until = max(until, each.ended)
+    written = sum(each.nbytes for each in writes)
+    saved = record.offloaded_bytes + record.forwarded_bytes
+    had = written / busy if busy else None
+    return {"saved": saved, "written": written, "had": had, "wait": record.stall_seconds}
+
+
+# Races
+
+
+@dataclasses.dataclass
+class Bench:
+    """The races of one model at one context."""
+
+    shape: Shape
+    device: str
+    place: str
+    steps: int
+    window: int
+
+    def race(self, lanes: Mapping[str, Figures]) -> dict[str, Figures]:
+        """Race lanes beside checkpointing; return a row of figures for each."""
+        lanes = {BASE: {"switch": {}}, CONTROL: {"switch": {}}, **lanes}
+        common = {"shape": self.shape, "device": self.device}
+        entrants = {name: Entrant(ContextRunner, common | lane) for name, lane in lanes.items()}
+        results = shown_race(entrants, self.steps + WARM_UP)
+        return {name: row_of(name, self.shape, results[name], results[BASE]) for name in results}
+
+    def policy(self, **store: Any) -> Figures:
+        """Return a lane of this package with a store."""
+        budget = {"in_flight_bytes": self.window}
+        return {"policy": {"default": "recompute-offload", "budget": budget, "store": store}}
+
+    def unheld(self, memory: int, wanted: Sequence[str]) -> dict[str, Figures]:
+        """Race everything that runs as it is, or the lanes that are wanted."""
+        estimated = self.estimate()
+        lanes = {"host": self.policy(kind="host")}
+        lanes["drive"] = self.policy(kind="file", directories=[self.place])
+        if self.device != "cpu":
+            lanes["checkpointing to host"] = {"switch": {"offload": True}}
+        if estimated["keep"]["activation_peak_bytes"] <= memory:
+            lanes["keep"] = {}
+        rows = self.race({name: lane for name, lane in lanes.items() if name in (wanted or lanes)})
+        for row in rows.values():
+            row["estimated_need"] = estimated["recompute-offload"]["drives_need"]
+        return rows
+
+    def held(self, drive: Figures, rates: Sequence[str], capacity: int) -> dict[str, Figures]:
+        """Race drives that are held to rates, without and with host memory first."""
+        store = {"kind": "file", "directories": [self.place], "readers": 1, "writers": 1}
+        first = {"order": ["host", "drive"], "host_capacity": capacity}
+        lanes = {}
+        for name in rates:
+            rate = float(name[:-1]) * drive["need"] if name.endswith("x") else parse_size(name)
+            lanes[f"drive at {name}"] = {"rate": rate} | self.policy(**store)
+            lanes[f"host first at {name}"] = {"rate": rate} | self.policy(**store, **first)
+        rows = self.race(lanes)
+        for name, lane in lanes.items():
+            room = capacity if "order" in lane["policy"]["store"] else 0
+            rows[name]["expected_wait"] = self.expected_wait(drive, lane["rate"], room)
+        return {name: rows[name] | {"rate": lane["rate"]} for name, lane in lanes.items()}
+
+    def expected_wait(self, drive: Figures, rate: float, room: int) -> float:
+        """Return how long the layers wait for a drive, beside host memory with room for some inputs."""
+        each, layer = drive["saved"] / self.shape.layers, drive["forward"] / self.shape.layers
+        count = self.shape.layers - room // each
+        return max((count * each - self.window) / rate - (count - 1) * layer, 0.0)
+
+    def estimate(self) -> dict[str, Figures]:
+        """Return the rows of ``tba-offload estimate``, for 1 TFLOP/s and endlessly fast drives."""
+        config = self.shape.config()
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(self.place)
+        sizes = "--config", self.place, "--sequence", str(self.shape.context), "--dtype", self.shape.dtype
+        rates = "--flops", "1T", "--write", "1000TB/s", "--read", "1000TB/s"
+        command = [sys.executable, "-m", "tba_offload", "estimate", "--json", *sizes, *rates]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        return {row["placement"]: row for row in json.loads(done.stdout)["placements"]}
+
+
+def row_of(name: str, shape: Shape, steps: Sequence[Figures], base: Sequence[Figures]) -> Figures:
+    """Return the figures of a lane."""
+    timed = steps[WARM_UP:]
+    row = {"name": name, "steps": len(timed), **dataclasses.asdict(shape)}
+    for key in ("seconds", "forward", "saved", "written", "had", "wait"):
+        known = [step[key] for step in timed if step.get(key) is not None]
+        row[key] = statistics.median(known) if known else None
+    seconds = [[step["seconds"] for step in lane[WARM_UP:]] for lane in (steps, base)]
+    return row | {
+        "peak": max(step["peak"] or 0 for step in steps[1:]),
+        "need": row["saved"] and row["saved"] / row["forward"],
+        "written_per_day": row["written"] and bytes_per_day(row["written"], row["seconds"]),
+        "spread": dataclasses.asdict(Spread.of(seconds[0])),
+        "over": dataclasses.asdict(paired_ratio(*seconds)),
+        "same_losses": [step["loss"] for step in steps] == [step["loss"] for step in base],
+    }
+
+
+# What is shown
+
+
+def show_rows(rows: Sequence[Figures], title: str) -> None:
+    """Print the rows of one context."""
+
+    def cell(row: Figures, key: str, form: str, by: float = 1.0, beside: str = "") -> str:
+        known = [f"{row[each] / by:{form}}" for each in (key, beside) if row.get(each) is not None]
+        return known[0] + "".join(f" ({each})" for each in known[1:]) if row.get(key) is not None else ""
+
+    columns = {
+        "": lambda row: row["name"],
+        "peak MiB": lambda row: cell(row, "peak", ".1f", 2**20),
+        "step s": lambda row: cell(row, "seconds", ".3f"),
+        "x checkpointing (quartiles)": lambda row: str(Spread(**row["over"])),
+        "tokens/s": lambda row: f"{row['context'] / row['seconds']:.0f}",
+        "need MB/s (predicted)": lambda row: cell(row, "need", ".1f", 1e6, "predicted_need"),
+        "had MB/s": lambda row: cell(row, "had", ".0f", 1e6),
+        "wait s (expected)": lambda row: cell(row, "wait", ".3f", 1.0, "expected_wait"),
+        "TB a day": lambda row: cell(row, "written_per_day", ".2f", 1e12),
+        "losses": lambda row: "same bits" if row["same_losses"] else "differ",
+    }
+    show(list(columns), [[text(row) for text in columns.values()] for row in rows], title)
+
+
+def predict(rows: Sequence[Figures], found: Mapping[str, Figures]) -> None:
+    """Add the needs of new rows as predicted from those at the next shorter context."""
+    keys = "name", "model", "layers", "dtype"
+    for row in found.values():
+        shorter = [each for each in rows if each["context"] < row["context"] and "rate" not in each]
+        like = [each for each in shorter if all(each[key] == row[key] for key in keys) and each["need"]]
+        if like and "rate" not in row:
+            last = max(like, key=lambda row: row["context"])
+            row["predicted_need"] = last["need"] * row["estimated_need"] / last["estimated_need"]
+
+
+def lines_of(rows: Sequence[Figures]) -> dict[str, list[Figures]]:
+    """Return the rows of each model and lane by context, without those of drives held to rates."""
+    found: dict[str, list[Figures]] = {}
+    deep, mixed = (len({row[key] for row in rows}) > 1 for key in ("layers", "dtype"))
+    for row in sorted(rows, key=lambda row: row["context"]):
+        if row["name"] != CONTROL and "rate" not in row:
+            name = row["name"] + f", {row['layers']} layers" * deep + f", {row['dtype']}" * mixed
+            found.setdefault(name, []).append(row)
+    return found
+
+
+def show_growth(rows: Sequence[Figures], memory: int) -> None:
+    """Print how peaks grow with depth, and the longest contexts by the lines through two peaks."""
+    for name, line in lines_of(rows).items():
+        for row in line:
+            like = [
+                each for each in rows if all(each[key] == row[key] for key in ("name", "dtype", "context"))
+            ]
+            least = min(like, key=lambda row: row["layers"])
+            if row is not least:
+                ratio = row["peak"] / least["peak"]
+                click.echo(f"{name}, {row['context']} tokens: peak {ratio:.3f} x {least['layers']} layers'")
+        for short, long in itertools.pairwise(line[-2:]):
+            slope = (long["peak"] - short["peak"]) / (long["context"] - short["context"])
+            fits = long["context"] + (memory - long["peak"]) / slope
+            click.echo(f"{name}: about {fits:,.0f} tokens fit {readable_size(memory)} of activations")
+
+
+def draw(rows: Sequence[Figures], prefix: str) -> None:
+    """Draw tokens a second over peaks, and contexts over memory."""
+    points = [
+        rok.RokPoint(
+            strategy=name,
+            batch_size=1,
+            sequence=row["context"],
+            activation_peak_bytes=row["peak"],
+            throughput=row["context"] / row["seconds"],
+            unit="tokens/s",
+            step_seconds=row["seconds"],
+            lower_quartile_seconds=row["spread"]["low"],
+            upper_quartile_seconds=row["spread"]["high"],
+            steps=row["steps"],
+            source=name,
+            title=f"Llama, {row['model']}, {row['layers']} layers, {row['dtype']}",
+        )
+        for name, line in lines_of(rows).items()
+        for row in line
+    ]
+    rok.draw(points, f"{prefix}-rok.svg")
+    rok.write_picture(f"{prefix}-contexts.svg", lambda: contexts_figure(points))
+
+
+def contexts_figure(points: Sequence[rok.RokPoint]) -> Any:
+    """Return the contexts that fit over memory, a line a lane."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(rok.WIDTH, 4.2), layout="constrained")
+    axes, grouped = figure.add_subplot(), rok.lines(points)
+    for name, line in grouped.items():
+        colour, marker, dashes = rok.looks(grouped)[name]
+        memory = [each.peak_bytes / 2**20 for each in line]
+        contexts = [each.sequence or 0 for each in line]
+        axes.plot(memory, contexts, dashes, marker=marker, color=colour, label=rok.short(name))
+    rok.finish(axes, "Context (tokens)", points[0].title)
+    axes.set(xlabel="Activation peak (MiB)", xlim=(0, None))
+    figure.legend(loc="outside upper left", ncols=2)
+    return figure
+
+
+@click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
+@click.option("--context", "contexts", type=int, multiple=True, default=(2048, 4096, 8192, 16384))
+@click.option("--layers", "depths", type=int, multiple=True, default=(6,))
+@click.option("--dtype", "dtypes", type=click.Choice(list(DTYPES)), multiple=True, default=("fp32",))
+@click.option("--model", type=click.Choice(list(MODELS)), default="small")
+@click.option("--device", default="cpu")
+@click.option("--steps", type=click.IntRange(min=1), default=5, help="Timed steps of a lane.")
+@click.option("--lane", "wanted", multiple=True, help="Race this one beside checkpointing.  [default: all]")
+@click.option("--rate", "rates", multiple=True, help="Hold the drive to a rate: 200MB, or 1.2x of the need.")
+@click.option("--share", default=0.5, help="Share of the bytes that host memory takes first.")
+@click.option("--window", default=2.0, help="Bytes in flight, in inputs of a layer.")
+@click.option("--memory", default="4GiB", help="Memory for activations.")
+@click.option("--picture", help="Draw PICTURE-rok.svg and PICTURE-contexts.svg.")
+@directory_option
+@json_option
+def main(
+    *, contexts: Any, depths: Any, dtypes: Any, model: str, json_file: str | None, **options: Any
+) -> None:
+    """Race at every context."""
+    memory = parse_size(options["memory"])
+    rows: list[Figures] = json.loads(Path(json_file).read_text()) if Path(json_file or "").is_file() else []
+    with tempfile.TemporaryDirectory(prefix="tba-bench-", dir=options["directory"]) as place:
+        for dtype, layers, context in itertools.product(dtypes, depths, contexts):
+            shape = Shape(model, layers, context, dtype)
+            if any(dataclasses.asdict(shape).items() <= row.items() for row in rows):
+                continue  # it is in the file
+            each = MODELS[model]["hidden_size"] * context * DTYPES[dtype].itemsize
+            window = int(options["window"] * each)
+            bench = Bench(shape, options["device"], place, options["steps"], window)
+            found = bench.unheld(memory, options["wanted"])
+            if options["rates"]:
+                room = int(options["share"] * found["drive"]["saved"])
+                found |= bench.held(found["drive"], options["rates"], room)
+            title = f"{model}, {layers} layers, {dtype}, {context} tokens, window {readable_size(window)}"
+            predict(rows, found)
+            show_rows(list(found.values()), title)
+            rows += found.values()
+            write_json(rows, json_file)
+    show_growth(rows, memory)
+    if options["picture"] is not None:
+        draw(rows, options["picture"])
+
+
+if __name__ == "__main__":
+    main()
