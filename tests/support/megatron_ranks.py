@@ -438,7 +438,7 @@ def watch_planner(history: History, *, at_odds: bool) -> None:
         return agree(proposed, need)
 
     kind = at_odds_with_others() if at_odds else type(controller)
-    session.planning.start(session.plan, kind(dataclasses.replace(controller.task, agree=noting)))
+    session.planning.start(kind(dataclasses.replace(controller.task, agree=noting)))
 
 
 def at_odds_with_others() -> type[Controller]:
