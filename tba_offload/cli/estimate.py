@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tba_offload.cli.shared import JSON, RATED, bandwidth_of, rates, size
+from tba_offload.cli.shared import JSON, RATED, bandwidth_of, rates, size, with_host_memory
 
 _COUNT = click.IntRange(min=1)
 _UNITS = {"G": 1e9, "T": 1e12, "P": 1e15}
@@ -37,9 +37,10 @@ def _flops(_context: click.Context, _parameter: click.Parameter, text: str) -> f
     metavar="SIZE",
     help="Memory of the device, such as 80GiB, for weights, gradients, Adam's two moments and activations.",
 )
+@click.option("--host-capacity", callback=size, metavar="SIZE", help="Host memory, filled before the drives.")
 @RATED
 @JSON
-def estimate(**options: Any) -> None:
+def estimate(*, host_capacity: int | None, **options: Any) -> None:
     """Compute the cost of each placement before any run.
 
     The placements are keep (activations stay in memory), offload (they are written to drives and read back),
@@ -51,7 +52,7 @@ def estimate(**options: Any) -> None:
     all bytes during the forward pass, the bytes written, and the life of the drives. The model runs one step
     on tensors without bytes. The planner's simulator computes the rest. The model is a language model of
     transformers with one stack of layers. The bytes written are the most that a step can write: drives write
-    fewer if backward still finds some in memory.
+    fewer if backward still finds some in memory. The rates of host memory are measured on this machine.
 
     The kernels are those of this machine. On a CPU, dropout and attention with dropout save more than on a
     GPU.
@@ -59,6 +60,8 @@ def estimate(**options: Any) -> None:
     bandwidth = bandwidth_of(options)
     if bandwidth is None:
         raise click.UsageError("give the rates of the drives: --write and --read, or --dir")
+    if host_capacity is not None:
+        bandwidth = with_host_memory(bandwidth, host_capacity)
     sizes = "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
     if options["config"] is None and None in map(options.get, sizes):
         raise click.UsageError("give the model: --config, or --layers, --hidden, --heads and --vocab")

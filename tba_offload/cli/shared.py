@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,15 +78,24 @@ def bandwidth_of(options: dict[str, Any]) -> Bandwidth | None:
     write, read, place = (options.pop(name) for name in ("write", "read", "place"))
     if write is not None:
         return Bandwidth(write, read or write)
-    if place is None:
-        return None
+    return None if place is None else Bandwidth(*_measured(directories=place))
+
+
+def with_host_memory(drives: Bandwidth, capacity: int) -> Bandwidth:
+    """Return the rates of drives after host memory, whose rates are measured on this machine."""
+    host = type(drives)(*_measured(kind="host", capacity=64 << 20), capacity)
+    return replace(drives, host=host, host_first=True)
+
+
+def _measured(**settings: Any) -> tuple[float, float]:
+    """Return the rates of writes and reads of a store."""
     from tba_offload.device import default_device
     from tba_offload.store.doctor import measure
     from tba_offload.store.open import open_store
 
     device = default_device()
-    with open_store(directories=place, device=device) as store:
-        return Bandwidth(*measure(store, device)[:2])
+    with open_store(**settings, device=device) as store:
+        return measure(store, device)[:2]
 
 
 def must_be_new(path: Path, *, force: bool) -> None:

@@ -92,8 +92,13 @@ class StoreConfig:
     except for a reserve: a twentieth of the disk, at least 1 GiB."""
 
     host_capacity: values.Capacity = None
-    """Bytes of host memory for activations that the drives cannot write in time. Not allowed with kind
-    ``host``. By default 0: no host memory is used."""
+    """Bytes of host memory for activations, in addition to the drives. On a GPU, opening the store pins all
+    of them. Not allowed with kind ``host``. By default 0: no host memory is used."""
+
+    order: values.Order | None = None
+    """With host_capacity, the place that takes writes first. ``[host, drive]`` fills host memory, so drives
+    get only the rest. ``[drive, host]`` uses host memory if the drives cannot write in time or are full. By
+    default ``[host, drive]``."""
 
     write_bytes_per_day: values.Limit = None
     """Upper limit of the activation bytes that one process writes to the drives in a day of continuous steps.
@@ -115,9 +120,16 @@ class StoreConfig:
     """Writing threads for each directory. By default one on a machine with at most two cores, else two."""
 
     def __post_init__(self) -> None:
-        for setting in ("directories", "host_capacity", "write_bytes_per_day"):
+        for setting in ("directories", "host_capacity", "order", "write_bytes_per_day"):
             if self.kind == "host" and getattr(self, setting):
                 raise conflict(setting, "has no effect with kind: host, which uses no drive. Remove it")
+        if self.order and not self.host_capacity:
+            raise conflict("order", "has no effect without host_capacity. Set host_capacity, or remove it")
+
+    @property
+    def drives(self) -> StoreConfig:
+        """The store without host memory, for data that is not activations."""
+        return replace(self, host_capacity=None, order=None)
 
 
 _ON_CPU, _ON_ACCELERATOR = 64 * 2**20, 256 * 2**20

@@ -138,6 +138,13 @@ def _kind(value: object) -> object:
     return value
 
 
+def _order(value: object) -> object:
+    """Check that an order of host memory and drives has both, once each."""
+    if isinstance(value, list | tuple) and sorted(map(str, value)) == ["drive", "host"]:
+        return tuple(value)
+    raise ConfigError(f"must be [host, drive] or [drive, host], not {quoted(value)}")
+
+
 def placement(word: object) -> Placement:
     """Return the placement of a name.
 
@@ -172,6 +179,9 @@ Threshold = Annotated[int, BeforeValidator(_bytes), _WRITTEN, WithJsonSchema(_SI
 Seconds = Annotated[float | None, Field(ge=0, le=_LONGEST), BeforeValidator(_seconds)]
 Threads = Annotated[int | None, Field(ge=1, le=256), BeforeValidator(_count)]
 Kind = Annotated[str, BeforeValidator(_kind), WithJsonSchema({"enum": KINDS[:4]})]
+Order = Annotated[
+    tuple[str, ...], BeforeValidator(_order), WithJsonSchema({"enum": [["host", "drive"], ["drive", "host"]]})
+]
 Directories = Annotated[tuple[Path, ...], BeforeValidator(_directories), WithJsonSchema(_PATH_TEXTS)]
 PlacementName = Annotated[Placement, BeforeValidator(placement), WithJsonSchema(_PLACEMENT_TEXTS)]
 Passes = Annotated[int, Field(ge=1), BeforeValidator(_count)]

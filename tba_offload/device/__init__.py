@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tba_offload.device.host_memory import mapped_memory
-from tba_offload.errors import UnsupportedError
+from tba_offload.errors import UnsupportedError, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -68,8 +68,10 @@ class Device:
         pins_memory: Whether system calls cannot access the device's memory. Bytes are then copied through
             pinned :meth:`host_memory`, whose allocation blocks the device.
         runs_behind: Whether the device runs asynchronously. Work may then run after its call returns.
+        refuses_pinning: Whether pinning has failed, so that :meth:`host_memory` is pageable.
     """
 
+    refuses_pinning = False
     torch_device = torch.device("cpu")
     pins_memory = False
     runs_behind = False
@@ -232,10 +234,20 @@ class Accelerator(Device):
             target.copy_(source, non_blocking=True)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Map and pin pages on CUDA. On other accelerators, PyTorch allocates pinned memory."""
-        if self.torch_device.type == "cuda":
-            return mapped_memory(nbytes, pinned=True)
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        """Map and pin pages on CUDA. On other accelerators, PyTorch allocates pinned memory.
+
+        If pinning fails, as in a container with a limit of locked memory, all later memory is pageable.
+        """
+        if not self.refuses_pinning:
+            try:
+                if self.torch_device.type == "cuda":
+                    return mapped_memory(nbytes, pinned=True)
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                self.refuses_pinning = True
+                what = f"host memory cannot be pinned: {error}. Pageable memory is used, which is slower"
+                warn(f"{what}. Raise the limit of locked memory (ulimit -l)", RuntimeWarning)
+        return mapped_memory(nbytes)
 
     def is_capturing(self) -> bool:
         """Return True if a CUDA graph is captured on the current stream."""

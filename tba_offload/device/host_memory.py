@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,10 +56,10 @@ def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         pages.madvise(mmap.MADV_DONTFORK)
         status = runtime.cudaHostRegister(address, nbytes, PORTABLE)
         if int(status):
-            raise RuntimeError(
-                f"CUDA cannot pin {nbytes} bytes of host memory: {runtime.cudaGetErrorString(status)}. "
-                "Lower store.host_capacity, or raise the limit of locked memory (ulimit -l)"
-            )
+            # CUDA reports the failed call again at the next launch of a kernel, unless it is read before.
+            with suppress(RuntimeError, AssertionError):
+                torch.zeros(1, device="cuda")
+            raise RuntimeError(f"CUDA cannot pin {nbytes} bytes: {runtime.cudaGetErrorString(status)}")
         # A forked child must not call CUDA.
         pid, owner = os.getpid, os.getpid()
         pages.unpin = lambda: pid() == owner and runtime.cudaHostUnregister(address)

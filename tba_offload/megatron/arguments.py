@@ -32,7 +32,7 @@ _FLAGS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("in-flight-bytes", "budget.in_flight_bytes", _SIZE, "Size of the in-flight window, such as 1GiB."),
     ("objective", "budget.objective", {"metavar": "GOAL"}, "Goal of the planner: time or memory."),
     ("store", "store.kind", {"metavar": "KIND"}, "Kind of store: auto, gds, file or host."),
-    ("host-capacity", "store.host_capacity", _SIZE, "Host memory for writes while the drives are busy."),
+    ("host-capacity", "store.host_capacity", _SIZE, "Host memory that fills up before the drives."),
     ("checksum", "store.checksum", _SWITCH, "Compare the checksums of reads and writes (default)."),
     ("optimizer-states", "states", _STATES, "Whether optimizer states are offloaded between updates."),
     ("run-log", "", _FILE, "Run log. Each rank has its own: run.rank0.jsonl and so on."),

@@ -390,7 +390,7 @@ def with_beside(profile: StepProfile, seen: SeenBeside, placements: Sequence[Pla
 
 
 class Rates:
-    """Rates of the store, from the transfers of the last three steps."""
+    """Rates of drives and of host memory, from the transfers of the last three steps."""
 
     def __init__(self) -> None:
         self._floor: tuple[float, float] | None = None
@@ -398,13 +398,11 @@ class Rates:
 
     def forget(self) -> None:
         """Discard the measurements of the first step. In this step files grow and caches are cold."""
-        self._steps: tuple[deque[tuple[float, float]], ...] = deque(maxlen=3), deque(maxlen=3)
-        self._moved = [0, 0]
-        self._room: int | None = None
+        self._drives, self._host, self._is_host_first = _TierRates(), _TierRates(), False
         self._fell_back = False
 
     def note_probe(self, write: float, read: float) -> None:
-        """Set the probed rates as lower bounds until steps have measured enough."""
+        """Set the probed rates of the first tier as lower bounds until steps have measured enough."""
         self._floor = write, read
 
     def note(self, loads: Sequence[DriveLoad], *, fell_back: bool) -> None:
@@ -413,9 +411,32 @@ class Rates:
         ``fell_back`` is True if activations stayed in memory because the store was full.
         """
         self._fell_back |= fell_back
-        serving = [load for load in loads if load.in_service]
+        self._is_host_first = [load.tier for load in loads[:1]] == ["host"]
+        for name, tier in (("drive", self._drives), ("host", self._host)):
+            tier.note([load for load in loads if load.tier == name and load.in_service])
+
+    def bandwidth(self) -> Bandwidth | None:
+        """Return the median of the last three steps; ``None`` if there were no transfers and no probe."""
+        drives = self._drives.bandwidth(None if self._is_host_first else self._floor)
+        host = self._host.bandwidth(self._floor if self._is_host_first else None)
+        if drives is None and host is None:
+            return Bandwidth(1e9, 1e9, capacity=0) if self._fell_back else None
+        # If host memory has room for all bytes, the rate of drives is not known.
+        drives = drives or Bandwidth(1e9, 1e9, capacity=self._drives.room)
+        return dataclasses.replace(drives, host=host, host_first=self._is_host_first)
+
+
+class _TierRates:
+    """Rates of drives, or of host memory."""
+
+    def __init__(self) -> None:
+        self._steps: tuple[deque[tuple[float, float]], ...] = deque(maxlen=3), deque(maxlen=3)
+        self._moved = [0, 0]
+        self.room: int | None = None
+
+    def note(self, serving: Sequence[DriveLoad]) -> None:
         rooms = [load.room for load in serving]
-        self._room = None if None in rooms else sum(room or 0 for room in rooms)
+        self.room = None if None in rooms else sum(room or 0 for room in rooms)
         for number, parts in enumerate(([load.write for load in serving], [load.read for load in serving])):
             rates = [part.nbytes / part.seconds for part in parts if part.nbytes > 0 and part.seconds > 0]
             nbytes, steps = sum(part.nbytes for part in parts), self._steps[number]
@@ -424,18 +445,15 @@ class Rates:
                 steps.append((sum(rates), nbytes))
                 self._moved[number] += nbytes
 
-    def bandwidth(self) -> Bandwidth | None:
-        """Return the median of the last three steps; ``None`` if there were no transfers and no probe."""
+    def bandwidth(self, floor: Sequence[float] | None) -> Bandwidth | None:
         found: list[float | None] = []
         for number, steps in enumerate(self._steps):
             rate = statistics.median(rate for rate, _ in steps) if steps else None
-            if self._floor is not None and self._moved[number] < EVIDENCE:
-                rate = max(rate or 0.0, self._floor[number])
+            if floor is not None and self._moved[number] < EVIDENCE:
+                rate = max(rate or 0.0, floor[number])
             found.append(rate)
         write, read = found
-        if write is None:
-            return Bandwidth(1e9, 1e9, capacity=0) if self._fell_back else None
-        return Bandwidth(write, read or write, capacity=self._room)
+        return None if write is None else Bandwidth(write, read or write, capacity=self.room)
 
 
 class Sizes:

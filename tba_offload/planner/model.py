@@ -6,11 +6,11 @@ written to the run log as JSON. It is the only description of a step that the si
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import statistics
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 from tba_offload.config.policy import Placement
@@ -261,17 +261,21 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Rates of the store: all drives and host memory together.
+    """Rates of all drives together, and of host memory that is used together with drives.
 
     Attributes:
         write: Written bytes per second.
         read: Read bytes per second.
         capacity: Capacity in bytes. ``None`` for no limit.
+        host: Rates of host memory. ``None`` if there is none, or if no step has used it.
+        host_first: Whether host memory takes writes first.
     """
 
     write: float
     read: float
     capacity: int | None = None
+    host: Bandwidth | None = None
+    host_first: bool = False
 
     def scaled(self, factor: float) -> Bandwidth:
         """Return the rates multiplied by ``factor``."""
@@ -279,12 +283,16 @@ class Bandwidth:
 
     def differs_from(self, other: Bandwidth, share: float) -> bool:
         """Return True if a rate or the capacity differs from that in ``other`` by more than ``share``."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        figures = ([math.inf if figure is None else figure for figure in pair] for pair in pairs)
-        return any(not (1 - share) * old <= new <= (1 + share) * old for new, old in figures)
+        pairs = zip_longest(self._figures(), other._figures(), fillvalue=0.0)
+        return any(not (1 - share) * old <= new <= (1 + share) * old for new, old in pairs)
+
+    def _figures(self) -> list[float]:
+        own = [self.write, self.read, math.inf if self.capacity is None else self.capacity]
+        return own if self.host is None else own + self.host._figures()
 
     def __str__(self) -> str:
-        return f"{readable_rate(self.write)} written, {readable_rate(self.read)} read"
+        host = "" if self.host is None else f", beside host memory with {self.host}"
+        return f"{readable_rate(self.write)} written, {readable_rate(self.read)} read{host}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,10 +387,13 @@ class Prediction:
         stall_seconds: Seconds in which compute waits for I/O.
         peak_bytes: Largest number of budget bytes in use, including memory beside activations and the
             headroom. It is the activation peak minus the room of gradients that do not exist yet.
-        written_bytes: Bytes written to the store.
+        written_bytes: Bytes written to drives.
         activation_peak: Activation peak in bytes.
         held_bytes: Largest part of ``peak_bytes`` that is not in flight.
         forwarded_bytes: Bytes of offloaded layers that backward found in memory.
+        sent_bytes: Largest number of bytes that the step may write to drives. It writes this number if
+            backward finds none of the bytes in memory.
+        host_bytes: Bytes written to host memory that is used together with drives.
     """
 
     seconds: float
@@ -392,14 +403,8 @@ class Prediction:
     activation_peak: int
     held_bytes: int = 0
     forwarded_bytes: int = 0
-
-    @property
-    def sent_bytes(self) -> int:
-        """Largest number of bytes that the step may write.
-
-        It writes this number if backward finds none of the bytes in memory.
-        """
-        return self.written_bytes + self.forwarded_bytes
+    sent_bytes: int = 0
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

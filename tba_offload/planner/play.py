@@ -2,19 +2,20 @@
 
 The simulator follows the offloader, with the rules of :mod:`tba_offload.planner.window`. It writes
 activations in the order in which they are saved. It holds back writes for a part of the window, reads ahead
-in backward, and waits when the window is full. Compute is one sequence of slots. Reads are one queue, and
-writes are another queue. Both queues have constant rates.
+in backward, and waits when the window is full. Compute is one sequence of slots. Drives have one queue of
+reads and one of writes, with constant rates. Host memory that is used together with drives has two more.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from tba_offload.config.policy import Placement
 from tba_offload.config.values import BLOCK
 from tba_offload.planner.model import Beside, Prediction, Saved, Timing
-from tba_offload.planner.window import Window
+from tba_offload.planner.window import Tier, Window, drives_share, is_for_host
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +47,7 @@ def play(profile: StepProfile, plan: Plan, bandwidth: Bandwidth) -> Prediction:
 class _Item:
     """One offloaded activation. Its times are infinite until they are known."""
 
-    __slots__ = ("arrives", "blocks", "in_memory", "nbytes", "stays", "until", "waits", "written")
+    __slots__ = ("arrives", "blocks", "in_memory", "nbytes", "stays", "tier", "until", "waits", "written")
 
     def __init__(self, nbytes: int, until: float) -> None:
         self.nbytes, self.until = nbytes, until
@@ -54,6 +55,19 @@ class _Item:
         self.in_memory = self.waits = True  # its write is not submitted yet
         self.stays = False  # whether it stays in memory because the store is full
         self.written = self.arrives = INFINITY
+        self.tier: _Tier
+
+
+class _Tier(Tier):
+    """The drives or host memory: their room, and the queues of writes and reads."""
+
+    __slots__ = ("least_room", "read_rate", "reader_free", "room", "writing", "written")
+
+    def __init__(self, rates: Bandwidth) -> None:
+        super().__init__(0, 0, rates.write)
+        self.room = self.least_room = INFINITY if rates.capacity is None else rates.capacity
+        self.writing: deque[_Item] = deque()
+        self.written, self.reader_free, self.read_rate = 0, 0.0, rates.read
 
 
 class LayerUnder(NamedTuple):
@@ -118,8 +132,12 @@ class _Step:
         alike = {key: layer_under(profile, *key) for key in set(placed)}
         self._layers = [alike[key] for key in placed]
         self._window = Window(plan.window)
-        self._bandwidth = bandwidth
-        self._room = INFINITY if bandwidth.capacity is None else bandwidth.capacity
+        self._drives = _Tier(bandwidth)
+        self._host = None if bandwidth.host is None else _Tier(bandwidth.host)
+        self._tiers = [tier for tier in (self._drives, self._host) if tier is not None]
+        self._share: float | None = None
+        if self._host is not None and bandwidth.host_first:
+            self._share = drives_share(self._most_saved(profile), self._host.room)
         self._tight_above = self._window.tight_above(profile.largest_bytes)
         self._headroom, self._at_loss = profile.headroom, profile.loss_bytes
         self._now = self._stall = 0.0
@@ -131,11 +149,9 @@ class _Step:
         self._pending: deque[_Item] = deque()
         self._pending_bytes = 0
         self._batch_from = self._window.held_back + self._window.batch
-        self._writing: deque[_Item] = deque()
         self._next_written = INFINITY
-        self._written = self._forwarded = 0
+        self._forwarded = 0
         # reads, in the order of backward
-        self._reader_free = 0.0
         self._read_ahead_bytes = 0
         moving = [slot for slot in profile.slots if self._layers[slot.layer].way.offloads]
         self._order = [(slot.layer, slot.micro_batch) for slot in moving if slot.backward]
@@ -144,17 +160,26 @@ class _Step:
         self._pass = self._next = 0
         self._saved: dict[Scope, list[_Item]] = {}
 
+    def _most_saved(self, profile: StepProfile) -> int:
+        """Return the largest number of bytes that are offloaded at one time."""
+        nbytes = [sum(each.nbytes for each, stays in layer.saves if not stays) for layer in self._layers]
+        saved = (nbytes[slot.layer] * (-1 if slot.backward else 1) for slot in profile.slots)
+        return max(accumulate(saved), default=0)
+
     def outcome(self, tail: float) -> Prediction:
         """Return the figures of the step, after ``tail`` more seconds of compute."""
+        spare = 0.0 if self._host is None or self._share is None else self._host.least_room
         return Prediction(
             self._now + tail,
             self._stall,
             max(self._peak + self._headroom, 0),
-            self._written,
+            self._drives.written,
             max(self._activations + self._headroom, 0),
             # A negative headroom was measured at the peak, so it may not apply at other times.
             self._held + max(self._headroom, 0),
             self._forwarded,
+            self._drives.written + int(max(self._forwarded - spare, 0)),
+            0 if self._host is None else self._host.written,
         )
 
     # ---- slots -----------------------------------------------------------------------------------
@@ -276,26 +301,46 @@ class _Step:
             item = self._pending.popleft()
             self._pending_bytes -= item.nbytes
             item.waits = False
-            if item.blocks > self._room:
+            tier = self._drives if self._host is None else self._tier_for(item, self._host)
+            if item.blocks > tier.room:
                 item.stays, item.in_memory, item.arrives = True, False, self._now
                 self._in_flight -= item.nbytes
                 self._hold(item.nbytes)
                 continue
-            begin = max(self._now, self._writing[-1].written) if self._writing else self._now
-            item.written = begin + item.nbytes / self._bandwidth.write
-            self._writing.append(item)
-            self._next_written = self._writing[0].written
-            self._room -= item.blocks
-            self._written += item.nbytes
+            item.tier = tier
+            begin = max(self._now, tier.writing[-1].written) if tier.writing else self._now
+            item.written = begin + item.nbytes / tier.rate
+            tier.writing.append(item)
+            if item.written < self._next_written:
+                self._next_written = item.written
+            tier.room -= item.blocks
+            if tier.room < tier.least_room:
+                tier.least_room = tier.room
+            tier.held += item.blocks
+            tier.pending += item.nbytes
+            tier.written += item.nbytes
+
+    def _tier_for(self, item: _Item, host: _Tier) -> _Tier:
+        """Return the tier that takes a write. Both tiers are full if its room is too small."""
+        drives = self._drives
+        wants_host = is_for_host(host, drives, self._window.spills_above, self._share)
+        tier, other = (host, drives) if wants_host else (drives, host)
+        return tier if item.blocks <= tier.room else other
 
     def _settle(self) -> None:
         """Free the memory of all writes that have ended."""
-        while self._next_written <= self._now:
-            item = self._writing.popleft()
-            self._next_written = self._writing[0].written if self._writing else INFINITY
-            if item.in_memory:
-                item.in_memory = False
-                self._in_flight -= item.nbytes
+        if self._next_written > self._now:
+            return
+        self._next_written = INFINITY
+        for tier in self._tiers:
+            while tier.writing and tier.writing[0].written <= self._now:
+                item = tier.writing.popleft()
+                tier.pending -= item.nbytes
+                if item.in_memory:
+                    item.in_memory = False
+                    self._in_flight -= item.nbytes
+            if tier.writing:
+                self._next_written = min(self._next_written, tier.writing[0].written)
 
     def _take_back(self, item: _Item) -> None:
         """Cancel a write that is not submitted yet."""
@@ -325,12 +370,14 @@ class _Step:
             self._start_read(item)
             self._wait_until(item.arrives)
         if item.written < INFINITY:
-            self._room += item.blocks
+            item.tier.room += item.blocks
+            item.tier.held -= item.blocks
         self._hold(item.nbytes)
 
     def _start_read(self, item: _Item) -> None:
-        begin = max(self._reader_free, self._now, item.written)
-        self._reader_free = item.arrives = begin + item.nbytes / self._bandwidth.read
+        tier = item.tier
+        begin = max(tier.reader_free, self._now, item.written)
+        tier.reader_free = item.arrives = begin + item.nbytes / tier.read_rate
 
     def _fill_window(self) -> None:
         """Read the next activations for backward until the window is full."""

@@ -16,7 +16,7 @@ from tba_offload.config import BudgetConfig, OffloadConfig
 from tba_offload.config.policy import Objective, Placement, Rule
 from tba_offload.days import bytes_per_day
 from tba_offload.errors import ConfigError, RunLogError
-from tba_offload.formatting import readable_rate, readable_size, renumbered, significant
+from tba_offload.formatting import readable_size, renumbered, significant
 from tba_offload.planner.describe import written_a_day
 from tba_offload.planner.model import Bandwidth, DeviceShare, Limits, Plan, PlannedStep, Slot, StepProfile
 from tba_offload.planner.play import play
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tba_offload.report.log import RunLog, StepRecord
 
-_PROFILE, _PLAN = TypeAdapter(StepProfile), TypeAdapter(Plan)
+_PROFILE, _PLAN, _RATES = TypeAdapter(StepProfile), TypeAdapter(Plan), TypeAdapter(Bandwidth)
 
 FRONTIER = (0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.65, 0.8, 1.05)
 """Budgets of the frontier, as shares of the peak with placement ``keep``."""
@@ -71,7 +71,7 @@ class Situation:
 
         Args:
             path: The run log.
-            bandwidth: The rates of the store, in place of the measured ones.
+            bandwidth: The rates of the drives, in place of the measured ones.
 
         Raises:
             RunLogError: The log cannot be read, is one of several ranks, or has no plan or no rates.
@@ -95,7 +95,8 @@ class Situation:
         updates: Any = [] if in_backward else [each for each in log.others if each["event"] == "states"]
         names = tuple(event["names"])
         try:
-            profile, measured = _PROFILE.validate_python(event["profile"]), Bandwidth(**event["drive"])
+            profile = _PROFILE.validate_python(event["profile"])
+            measured = _RATES.validate_python(event["drive"])
             profile = _as_measured(profile, measured, log, event)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RunLogError(f"{log.path}: its plan event cannot be read: {error!r}") from error
@@ -112,7 +113,7 @@ class Situation:
         return cls(
             names=names,
             profile=profile,
-            bandwidth=bandwidth or measured,
+            bandwidth=replace(bandwidth or measured, host=measured.host, host_first=measured.host_first),
             config=config,
             elsewhere=tuple((name, Placement(its["placement"])) for name, its in placed if name not in names),
             run=_measured_step(log),
@@ -201,8 +202,7 @@ class Situation:
 
     def _notes(self, case: Case, plan: Plan, device: DeviceShare | None, rated: int | None) -> Iterator[str]:
         outcome = case.played(plan)
-        write, read = readable_rate(self.bandwidth.write), readable_rate(self.bandwidth.read)
-        yield f"{len(self.names)} layers. The store writes {write} and reads {read}."
+        yield f"{len(self.names)} layers. Rates of the store: {self.bandwidth}."
         if device is not None:
             yield f"{readable_size(device.budget)} are left for activations {device}."
         if written := written_a_day(case, plan):

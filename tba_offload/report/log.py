@@ -163,6 +163,7 @@ class StepRecord:
             placement keep or recompute run without hooks, so the offloader does not count their activations.
         resident_peak_bytes: Peak resident set of the process, as the operating system reports it (VmHWM).
         offloaded_bytes: Bytes written to the store.
+        host_bytes: The part of ``offloaded_bytes`` that was written to host memory beside drives.
         read_bytes: Bytes read back from the store.
         reread_bytes: Bytes read again after a failed read.
         forwarded_bytes: Bytes that backward took from memory without a read, because they were not freed yet.
@@ -224,6 +225,7 @@ class StepRecord:
     own_peak_bytes: int | None = None
     resident_peak_bytes: int | None = None
     offloaded_bytes: int = 0
+    host_bytes: int = 0
     read_bytes: int = 0
     reread_bytes: int = 0
     forwarded_bytes: int = 0
@@ -537,8 +539,8 @@ def describe_step(record: StepRecord) -> str:
     stall = f" (stall {significant(record.stall_seconds)} s)" if record.stall_seconds else ""
     parts.append(f"{significant(record.seconds)} s{stall}")
     kept = record.kept_bytes + record.fallback_kept_bytes
-    amounts = (record.offloaded_bytes, record.read_bytes, record.forwarded_bytes, kept)
-    moved = zip(amounts, ("written", "read", "forwarded", "kept"), strict=True)
+    amounts = (record.offloaded_bytes, record.host_bytes, record.read_bytes, record.forwarded_bytes, kept)
+    moved = zip(amounts, ("written", "to host memory", "read", "forwarded", "kept"), strict=True)
     parts += [f"{readable_size(nbytes)} {what}" for nbytes, what in moved if nbytes]
     if record.weights_read_bytes:
         parts.append(f"{readable_size(record.weights_read_bytes)} of frozen weights read")
@@ -575,7 +577,7 @@ def describe_run(log: RunLog, keep: Prediction | None) -> str | None:
         ratio = statistics.median(step.seconds for step in timed_steps(steps)) / keep.seconds
         parts.append(f"step {significant(ratio)} x keep as predicted")
     states: Any = [each["written_bytes"] for each in log.others if each["event"] == "states"]
-    written = sum(states) + statistics.median(step.offloaded_bytes for step in steps)
+    written = sum(states) + statistics.median(step.offloaded_bytes - step.host_bytes for step in steps)
     store = log.header.store
     if written and store.get("kind") != "host" and "lies in memory" not in str(store):
         seconds = statistics.median(step.seconds_with_update for step in steps)

@@ -26,6 +26,7 @@ from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter
 from tba_offload.report.ranks import path_of_rank
 from tba_offload.session.memory import new_bytes, static_bytes
 from tba_offload.session.notices import tell
+from tba_offload.store.base import HOST_TIER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -250,6 +251,7 @@ def record_of(
         activation_budget_bytes=budget.of_activations,
         gradient_bytes=gradient_bytes,
         gradient_peak_bytes=gradient_peak_bytes,
+        host_bytes=sum(load.write.nbytes for load in loads if load.tier == HOST_TIER),
         own_peak_bytes=stats.own_peak + trace.kept_bytes,
         recomputed_scopes=sum(Placement(scope.placement).recomputes for scope in trace.scopes),
         scopes=len(trace.scopes),

@@ -289,7 +289,7 @@ def offload_optimizer(
             "states saves nothing. Pass the optimizer that updates the model",
             NoEffectWarning,
         )
-    store = open_store(chosen.store, device=device_of_parameters(optimizer))
+    store = open_store(chosen.store.drives, device=device_of_parameters(optimizer))
     try:
         return OptimizerStates(optimizer, chosen, store, updated, modules, masters)
     except BaseException:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING
 
+import torch
+
 from tba_offload.device import READY
 from tba_offload.device.host_memory import never_freed
+from tba_offload.device.meters import available_bytes
 from tba_offload.errors import StoreFullError
 from tba_offload.store.base import BLOCK, HOST_TIER, Checksum, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
     from tba_offload.device import ByteRange, Device
     from tba_offload.store.base import Extent
@@ -29,7 +30,7 @@ class HostStore(Store):
     """Host memory in slabs that together form one range of bytes.
 
     Slabs are large, because pinning each slab blocks the device. If memory is pinned and the capacity is
-    limited, all slabs are pinned at once.
+    limited, all slabs are pinned at once. Memory that cannot be pinned is pageable.
 
     Args:
         device: The device with the activations.
@@ -58,9 +59,10 @@ class HostStore(Store):
     @property
     def description(self) -> dict[str, object]:
         """Kind of store, kind of memory, and capacity. There are no checksums."""
+        how = "pageable " if self.device.refuses_pinning else "pinned " if self.device.pins_memory else ""
         return {
             "kind": self.kind,
-            "path": "pinned memory" if self.device.pins_memory else "memory",
+            "path": f"{how}memory",
             "capacity": self.capacity,
             "checksum": False,
         }
@@ -99,6 +101,7 @@ class HostStore(Store):
             limit = size + self._slab_bytes if self.capacity is None else self.capacity
             nbytes = min(self._slab_bytes, limit - size)
             try:
+                _check_free(end - size)
                 self._slabs.append(self.device.host_memory(nbytes))
             except (MemoryError, OSError, RuntimeError) as error:  # malloc, mmap, CUDA
                 what = f"cannot allocate {nbytes} bytes in addition to {size}: {error}"
@@ -120,3 +123,9 @@ class HostStore(Store):
     def abandon(self) -> None:
         """Never free the slabs in a forked child, because freeing pinned memory would call the driver."""
         never_freed(self._slabs)
+
+
+def _check_free(nbytes: int) -> None:
+    """Raise an error now. Linux would allocate the bytes, and kill the process when it uses them."""
+    if nbytes > (free := available_bytes(torch.device("cpu"))):
+        raise MemoryError(f"{free} bytes are free")

@@ -31,7 +31,7 @@ from tba_offload.errors import (
     is_of_drive,
     warn,
 )
-from tba_offload.planner.window import Window
+from tba_offload.planner.window import Tier, Window, drives_share, is_for_host
 from tba_offload.store.base import Moved, close_after
 from tba_offload.store.place import Place
 from tba_offload.store.pool import TICK
@@ -51,16 +51,18 @@ WARN_AFTER = 0.1
 class MultiStore:
     """One store over several places. Each place has its own threads, extents, load and health.
 
-    A write goes to one place that is in service and has room. If there are drives and host memory, a write
-    goes to host memory in two cases: the drives have more than ``spill_bytes`` left to write (the rule of
-    TERAIO), or the drives have no room. Among several drives, the write goes to the drive with the shortest
-    estimated time. The estimate counts the bytes that the drive holds and the bytes that are queued for it.
+    A write goes to one place that is in service and has room. If there are drives and host memory,
+    :func:`tba_offload.planner.window.is_for_host` chooses between them. If drives come first, host memory
+    takes a write if the drives have more than ``spill_bytes`` left to write (the rule of TERAIO), or have no
+    room. Among several drives, the write goes to the drive with the shortest estimated time. The estimate
+    counts the bytes that the drive holds and the bytes that are queued for it.
     If a write fails, its place takes no writes for a pause. Then one write tries the place again. Each
     failure doubles the pause. Queued writes to a failed place end with the error of the place. A write to a
     full place fails when the place has to grow.
 
     Args:
-        stores: At least one place. Closing this store closes them.
+        stores: At least one place. Closing this store closes them. If the first one is host memory, host
+            memory takes writes first.
         readers: Number of threads that read, for each place that does not set its own number.
         writers: Number of threads that write, for each place that does not set its own number.
         stall_seconds: Time limit in seconds. A place that does not answer within this time causes an error;
@@ -69,8 +71,8 @@ class MultiStore:
     Attributes:
         completed: Gets each ended transfer, on its I/O thread; ``None`` if unused.
         stall_seconds: As given; infinite if there is no limit.
-        spill_bytes: Bytes that drives may have left to write before writes go to host memory. It may be set
-            at any time.
+        spill_bytes: Drives or host memory are late if they have more bytes than this left to write. It may
+            be set at any time.
         alignment: The largest alignment of the places. It is valid for all places.
         kind: Kinds of the places.
         beside: Index of the host memory that is used together with drives; ``None`` if there is none.
@@ -102,6 +104,7 @@ class MultiStore:
         ]
         hosts = [place.index for place in self._places if not place.is_drive]
         self.beside = hosts[0] if 0 < len(hosts) < len(self._places) else None
+        self._share = 0.0 if self.beside == 0 else None
         _open_stores.add(self)
 
     # ---- transfers -------------------------------------------------------------------------------
@@ -241,14 +244,21 @@ class MultiStore:
         if not able:
             return None
         if len(able) > 1:
-            is_late = sum(place.pending for place in self._places if place.is_drive) > self.spill_bytes
-            able = [place for place in able if place.is_drive is not is_late] or able
+            if self.beside is not None:
+                host, drives = (self._tier(is_drive=is_drive) for is_drive in (False, True))
+                wants_host = is_for_host(host, drives, self.spill_bytes, self._share)
+                able = [place for place in able if place.is_drive is not wants_host] or able
             # The bytes that each place holds count too. Otherwise the fastest place would get all writes
             # while the other places are idle. The other places would then have nothing to read back.
-            able.sort(key=lambda place: (place.extents.used + place.unreserved + nbytes) / place.writes.rate)
+            able.sort(key=lambda place: (place.held + nbytes) / place.writes.rate)
         if able[0].cause is not None:
             able[0].pause()  # other writes use the place only if this write succeeds
         return able[0]
+
+    def _tier(self, *, is_drive: bool) -> Tier:
+        places = [place for place in self._places if place.is_drive is is_drive]
+        loads = ((place.pending, place.held, place.writes.rate) for place in places)
+        return Tier(*map(sum, zip(*loads, strict=True)))
 
     def _refusal(self, nbytes: int) -> StoreError:
         """Return the error of a write that no place takes."""
@@ -334,6 +344,9 @@ class MultiStore:
         """Free room that was not needed in the last steps. Call this at the end of a step."""
         for place in self._places:
             place.trim(self._lock)
+        if self.beside == 0:
+            expected, limit = sum(place.needed for place in self._places), self._places[0].limit
+            self._share = drives_share(expected, math.inf if limit is None else limit)
 
     @property
     def description(self) -> dict[str, object]:

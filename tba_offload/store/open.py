@@ -53,6 +53,8 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
         config = replace(config, directories=(Path(tempfile.gettempdir()),))
     with ExitStack() as stack:  # if a place cannot be opened, the places before it are closed again
         places = [stack.enter_context(closing(place)) for place in _places(config, device)]
+        if config.host_capacity and config.order != ("drive", "host"):
+            places.insert(0, places.pop())  # opened last, because drives need pinned memory more
         store = MultiStore(places, readers=readers, writers=writers, stall_seconds=config.stall_seconds)
         stack.pop_all()
     return store
@@ -110,7 +112,7 @@ def saves_nothing(config: StoreConfig) -> str | None:
         if posix.mount_of(str(Path(directory).expanduser())).place == posix.MEMORY:
             return f"{directory} is in host memory; {remedy}"
     if config.host_capacity is not None:
-        return "host_capacity keeps activations in host memory when drives are too slow; remove it"
+        return "host_capacity keeps activations in host memory; remove it"
     return None
 
 

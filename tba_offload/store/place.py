@@ -58,6 +58,7 @@ class Place:
         pending: Bytes of queued or running writes.
         unreserved: The part of ``pending`` that has no extent yet.
         grown: Size of the store in bytes.
+        needed: Largest number of bytes that one of the last steps needed.
         cause: Why the place is out of service; ``None`` while it is in service.
         disabled_until: Time of the next try, by :func:`time.monotonic`.
     """
@@ -74,11 +75,17 @@ class Place:
         self._pause, self._full_until = FIRST_PAUSE, 0.0
         self._growing = Lock()
         self._needs: deque[int] = deque(maxlen=STEPS_KEPT)
+        self.needed = 0
         self._checksum_seconds = 0.0
         writers, readers = store.threads or writers, store.threads or readers
         self.pool = WorkerPool(store.name, store.device.bind_thread, run, writers=writers, readers=readers)
 
     # ---- room ------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        """Bytes that extents take, or will take."""
+        return self.extents.used + self.unreserved
 
     @property
     def limit(self) -> int | None:
@@ -88,8 +95,8 @@ class Place:
     def takes(self, nbytes: int) -> bool:
         """Return True if a write may succeed. An I/O thread may still find that there is no room."""
         is_left_alone = self.cause is not None and time.monotonic() < self.disabled_until
-        limit, taken = self.limit, self.extents.used + self.unreserved
-        return not is_left_alone and (limit is None or taken + nbytes <= limit)
+        limit = self.limit
+        return not is_left_alone and (limit is None or self.held + nbytes <= limit)
 
     def reserve(self, transfer: Transfer, address: int) -> Extent:
         """Reserve a new extent for a write.
@@ -127,9 +134,9 @@ class Place:
         try:  # if an extent beyond this size is reserved now, the store grows again
             with lock:
                 self._needs.append(self.extents.take_high_water())
-                keep = max(self._needs)
-                self.grown = min(self.grown, keep)
-            self.store.shrink(keep)  # the store may have grown more than needed
+                self.needed = max(self._needs)
+                self.grown = min(self.grown, self.needed)
+            self.store.shrink(self.needed)  # the store may have grown more than needed
         finally:
             self._growing.release()
 

@@ -89,7 +89,7 @@ class FrozenWeights:
         self._pieces: list[list[FrozenWeight]] = [[] for _ in layers]
         self._before = 0, 0.0
         device = device_of_model(chunks)
-        self._homes = Homes(open_store(config.store, device=device), device)
+        self._homes = Homes(open_store(config.store.drives, device=device), device)
         try:
             self._take_over(chunks, layers, config, tell)
             for number, layer in enumerate(layers):

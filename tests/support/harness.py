@@ -162,6 +162,7 @@ def config_for(
     activation: int | None = None,
     capacity: int | None = None,
     host_capacity: int | None = None,
+    order: tuple[str, str] | None = None,
     directory: object = None,
     rules: tuple[Rule, ...] = (),
     **settings: Any,
@@ -174,7 +175,7 @@ def config_for(
     return OffloadConfig(
         layers=rules,
         budget=BudgetConfig(in_flight_bytes=in_flight or 0, activation_bytes=activation),
-        store=StoreConfig(capacity=capacity, host_capacity=host_capacity, **where),
+        store=StoreConfig(capacity=capacity, host_capacity=host_capacity, order=order, **where),
         **settings,
     )
 

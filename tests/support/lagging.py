@@ -7,6 +7,7 @@ a process of pytest's own (``-p lagging``), and the other tests keep PyTorch's C
 from __future__ import annotations
 
 import ctypes
+import resource
 import types
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,7 +153,7 @@ def _registered() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library_file))
     for name in ("lag_count", "lag_seed"):
         getattr(loaded, name).restype = ctypes.c_long
-    for name in ("lag_sleep", "lag_limit", "lag_set_seed"):
+    for name in ("lag_sleep", "lag_limit", "lag_obey", "lag_set_seed"):
         getattr(loaded, name).argtypes = [ctypes.c_long]
     loaded.lag_by.argtypes = [ctypes.c_long, ctypes.c_long]
     return loaded
@@ -186,6 +187,19 @@ def memory_of(nbytes: int) -> Iterator[None]:
     finally:
         library.lag_limit(0)
         _Module.size = before
+
+
+@contextmanager
+def locked_memory_of(nbytes: int) -> Iterator[None]:
+    """The limit of locked memory, as by ``ulimit -l``, which the device's driver obeys meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (nbytes, before[1]))
+    library.lag_obey(1)
+    try:
+        yield
+    finally:
+        library.lag_obey(0)
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
 
 
 def sleep(seconds: float) -> None:

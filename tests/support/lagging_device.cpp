@@ -24,6 +24,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <sys/resource.h>
 #include <torch/library.h>
 #include <unistd.h>
 
@@ -56,6 +57,7 @@ constexpr int kFreed = 0xAB, kFresh = 0xCD;
 std::atomic<long> operation_delay{0}, copy_delay{0};  // microseconds
 std::atomic<long> overwritten{0}, reused{0}, copies{0}, host_waits{0}, calls_in_child{0};
 std::atomic<long> pinned_bytes{0}, memory_limit{0};
+std::atomic<bool> obeys_limit{false};  // of locked memory (ulimit -l)
 std::atomic<bool> failed{false};
 const pid_t owner = getpid();
 
@@ -312,6 +314,9 @@ class PinnedAllocator final : public at::HostAllocator {
     called();
     Lock lock(mutex_);
     const size_t size = (nbytes + 4095) / 4096 * 4096 + 4096;  // an empty tensor begins inside, too
+    rlimit most{};
+    getrlimit(RLIMIT_MEMLOCK, &most);
+    TORCH_CHECK(!obeys_limit || size <= most.rlim_cur, "the limit of locked memory is ", most.rlim_cur, " bytes");
     auto& list = free_[size];
     if (list.empty()) {
       list.push_back(static_cast<char*>(std::aligned_alloc(4096, size)));
@@ -658,6 +663,7 @@ void lag_by(long operation, long copy) { operation_delay = operation; copy_delay
 void lag_sleep(long us) { queue_of(current_stream()).put([us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); }); }
 void lag_fail() { queue_of(current_stream()).put([] { throw std::runtime_error("told to fail"); }); }
 void lag_heal() { failed = false; }
+void lag_obey(long limit) { obeys_limit = limit; }
 void lag_limit(long nbytes) { memory_limit = nbytes; }
 void lag_set_seed(long value) { seeds[current_device] = value; }
 long lag_seed() { return seeds[current_device]; }

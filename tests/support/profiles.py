@@ -85,8 +85,10 @@ rebuilding_profiles = st.builds(
 )
 
 all_profiles = st.one_of(profiles, rebuilding_profiles)
-drives = st.builds(Bandwidth, st.floats(5e7, 2e10), st.floats(5e7, 2e10))
 small_capacities = st.integers(0, 32 * MIB)
+_rates = st.floats(5e7, 2e10)
+hosts = st.none() | st.builds(Bandwidth, _rates, _rates, small_capacities)
+drives = st.builds(Bandwidth, _rates, _rates, host=hosts, host_first=st.booleans())
 windows = st.one_of(st.none(), st.integers(MIB, 64 * MIB))
 shares = st.floats(0.05, 1.2)
 

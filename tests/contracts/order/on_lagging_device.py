@@ -365,6 +365,24 @@ def test_no_slab_is_pinned_inside_a_step(store: str, tmp_path: Path) -> None:
         assert lagging.count("pinned_bytes") <= before  # tests before this one may have left some
 
 
+@pytest.mark.parametrize("store", [*STORES, "tiered"])
+def test_where_nothing_may_be_pinned_pageable_memory_serves(store: str, tmp_path: Path) -> None:
+    expected, model = plain_history(), made()
+    where = {"directory": tmp_path} if store != "host" else {"capacity": 64 * MIB}
+    if store == "tiered":
+        where["host_capacity"] = 4 * MIB
+    before = lagging.count("pinned_bytes")
+    with lagging.locked_memory_of(0):
+        with pytest.warns(RuntimeWarning, match="cannot be pinned"):
+            session = tba.attach(model, config_for(in_flight=WINDOW, **where))
+        with session:  # a second warning would be an error
+            assert_same_history(history_of(model, session), expected)
+            record, description = session.records[-1], session.store.description
+    assert lagging.count("pinned_bytes") == before
+    assert record.offloaded_bytes > 0 < record.read_bytes
+    assert ("pageable memory" in str(description)) is (store != "file")
+
+
 # What has ended, or has failed
 
 

@@ -12,8 +12,9 @@ import torch
 
 from tba_offload.device import Accelerator, device_of
 from tba_offload.device.host_memory import PORTABLE, mapped_memory
-from tba_offload.errors import UnsupportedError
+from tba_offload.errors import StoreFullError, UnsupportedError
 from tba_offload.store.file import SLAB_BYTES
+from tba_offload.store.host import HostStore
 
 
 class Runtime:
@@ -79,6 +80,21 @@ def test_it_is_given_back_with_the_last_tensor_on_it(runtime: Runtime) -> None:
     gc.collect()
     assert runtime.registered == {}
     assert not is_mapped(address)
+
+
+def test_where_pinning_is_refused_memory_is_pageable_and_one_warning_is_given(runtime: Runtime) -> None:
+    runtime.status, device = 2, Accelerator("cuda:0")
+    with pytest.warns(RuntimeWarning, match=r"cannot be pinned: .*out of memory.*ulimit -l"):
+        store = HostStore(device=device, capacity=2 * SLAB_BYTES, slab_bytes=SLAB_BYTES)
+    slab = device.host_memory(SLAB_BYTES)  # a second warning would be an error
+    assert (slab.numel(), store.host_bytes, runtime.registered) == (SLAB_BYTES, 2 * SLAB_BYTES, {})
+    assert store.description["path"] == "pageable memory"
+
+
+def test_no_more_host_memory_is_taken_than_is_free(runtime: Runtime) -> None:
+    with pytest.raises(StoreFullError, match=r"bytes are free; lower .*store\.host_capacity"):
+        HostStore(device=Accelerator("cuda:0"), capacity=1 << 50)
+    assert runtime.registered == {}
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -86,8 +86,12 @@ class Machine:
             Load(found.written_bytes, found.written_bytes / rates.write),
             Load(found.written_bytes, found.written_bytes / rates.read),
         )
+        loads = [load]
+        if (host := rates.host) is not None:
+            moved = (Load(found.host_bytes, found.host_bytes / rate) for rate in (host.write, host.read))
+            loads.insert(not rates.host_first, DriveLoad(*moved, "host", room=host.capacity))
         stalls = [(ended, ended + stall)] if stall else []
-        seen = StepObservation(trace, stalls, [load], plan, record, 0.0, not_recomputed=self.never)
+        seen = StepObservation(trace, stalls, loads, plan, record, 0.0, not_recomputed=self.never)
         self.plan = self.controller.observe(seen)
         return plan
 
@@ -250,6 +254,24 @@ def test_no_step_is_over_the_budget_and_plans_settle(seed: int) -> None:
     assert len(set(plans[12:])) <= 2
     keep = play(profile, all_of(profile, KEEP), Bandwidth(rate, rate)).seconds
     assert statistics.mean(seconds for seconds, *_ in found[8:]) <= 1.25 * keep
+
+
+@pytest.mark.parametrize("host_first", [True, False])
+def test_plans_count_host_memory_beside_a_slow_drive(*, host_first: bool) -> None:
+    profile, needed = drawn(random.Random(2), layers=16)
+    saved = sum(profile.kind_of(layer).nbytes for layer in range(16))
+    budget, seconds = int(0.35 * peak_of_keep(profile)), []
+    for host in (None, Bandwidth(10 * needed, 10 * needed, saved // 2)):
+        machine = machine_of(profile, 0.3 * needed, budget)
+        machine.bandwidth = dataclasses.replace(machine.bandwidth, host=host, host_first=host_first)
+        machine.run(16)
+        found = play(profile, machine.plan, machine.bandwidth)
+        assert found.peak_bytes <= budget
+        assert machine.plan.prediction is not None
+        assert machine.plan.prediction.seconds == pytest.approx(found.seconds, rel=0.03)
+        assert (found.host_bytes > 0) is (host is not None)
+        seconds.append(found.seconds)
+    assert seconds[1] < 0.95 * seconds[0]
 
 
 def test_a_plan_is_predicted_within_three_percent() -> None:

@@ -73,6 +73,25 @@ def test_a_drive_at_half_the_needed_rate_takes_twice_the_forward() -> None:
     assert outcome.stall_seconds == pytest.approx(40 * 0.06, rel=0.05)
 
 
+@pytest.mark.parametrize("host_first", [True, False])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_host_memory_takes_the_wait_for_a_slow_drive_away(share: float, *, host_first: bool) -> None:
+    """The drive manages four fifths of what is needed. First or not, host memory takes a fifth or more."""
+    profile = make_profile(40, gap=0.0)
+    saved, seconds = 40 * 12 * MIB, 40 * 0.03
+    drives = Bandwidth(0.8 * saved / seconds, 100e9)
+    plan = all_of(profile, OFFLOAD, 32 * MIB)
+    alone = play(profile, plan, drives)
+    host = Bandwidth(10e9, 10e9, int(share * saved))
+    found = play(profile, plan, dataclasses.replace(drives, host=host, host_first=host_first))
+    assert alone.stall_seconds > 0.15 * seconds
+    assert found.stall_seconds < 0.01 * seconds
+    if host_first:  # with as few bytes for the drive as possible
+        assert found.written_bytes <= found.sent_bytes <= (1 - share) * saved + 2 * MIB
+    else:
+        assert found.written_bytes > 0.75 * saved
+
+
 @given(all_profiles, drives, windows, st.randoms(use_true_random=False))
 @quick
 def test_every_byte_and_every_second_is_accounted_for(
@@ -91,9 +110,12 @@ def test_every_byte_and_every_second_is_accounted_for(
         OFFLOAD_REMAT: kind.nbytes - kind.rebuilt_bytes,
     }
     saved = sum(slot.backward * moves.get(placements[slot.layer], 0) for slot in profile.slots)
-    assert outcome.written_bytes <= saved <= outcome.sent_bytes
+    stored = outcome.written_bytes + outcome.host_bytes
+    assert stored <= saved <= stored + outcome.forwarded_bytes
+    assert outcome.written_bytes <= outcome.sent_bytes <= outcome.written_bytes + outcome.forwarded_bytes
     assert outcome.stall_seconds >= 0
-    assert (saved - outcome.forwarded_bytes) / bandwidth.read <= outcome.seconds * (1 + 1e-9)
+    fastest = bandwidth.read + (bandwidth.host.read if bandwidth.host else 0.0)
+    assert (saved - outcome.forwarded_bytes) / fastest <= outcome.seconds * (1 + 1e-9)
     assert play(profile, plan, bandwidth) == outcome
     if not any(placement.percent < 100 for placement in placements):
         times = (profile.timing(slot.layer, placements[slot.layer])[slot.backward] for slot in profile.slots)

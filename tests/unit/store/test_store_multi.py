@@ -151,6 +151,33 @@ def test_host_memory_takes_what_drives_have_no_time_for() -> None:
         assert put(store, pattern(100 * KIB)).drive == 0
 
 
+@pytest.mark.parametrize("held", [16, 8])
+def test_host_memory_first_leaves_the_rest_to_drives_and_from_the_second_step_on_spreads_it(
+    held: int,
+) -> None:
+    with MultiStore([HostStore(device=CPU, capacity=MIB, slab_bytes=MIB), DriveInMemory()]) as store:
+        seen = []
+        for _ in range(2):
+            extents = [put(store, pattern(128 * KIB)) for _ in range(held)]
+            seen.append([extent.drive for extent in extents])
+            for extent in extents:
+                store.release(extent)
+            store.trim()
+    assert seen == ([[0] * 8 + [1] * 8, [0, 1] * 8] if held == 16 else [[0] * 8] * 2)
+
+
+def test_host_memory_that_is_busy_shares_with_drives_by_their_rates() -> None:
+    gate = Gate()
+    with MultiStore([HostStore(device=CPU, capacity=8 * MIB), DriveInMemory()]) as store:
+        store.spill_bytes = 200 * KIB
+        writes = [write(store, pattern(100 * KIB), gate) for _ in range(12)]
+        places = [transfer.drive for transfer in writes]
+        gate.open()
+        wait_for_all(writes)
+    assert places[:7] == [0, 0, 0, 1, 1, 1, 0]
+    assert places.count(1) == 6
+
+
 # A drive that dies
 
 
@@ -324,15 +351,21 @@ def test_room_that_the_last_steps_did_not_need_is_given_back(tmp_path: Path) -> 
 # How it is opened, and its end
 
 
-def test_open_store_makes_one_file_a_directory_with_host_memory_beside_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", [None, ("host", "drive"), ("drive", "host")])
+def test_open_store_makes_one_file_a_directory_with_host_memory_before_or_after_them(
+    order: tuple[str, str] | None, tmp_path: Path
+) -> None:
     paths = [made(tmp_path / name) for name in ("a", "b")]
-    with open_store(directories=paths, capacity=8 * MIB, host_capacity=MIB, device=CPU) as store:
+    settings: Any = {"capacity": 8 * MIB, "host_capacity": MIB, "order": order}
+    with open_store(directories=paths, device=CPU, **settings) as store:
         places: Any = store.description["stores"]
-        assert [place.get("directory") for place in places] == [*map(str, paths), None]
-        assert [place["capacity"] for place in places] == [4 * MIB, 4 * MIB, MIB]
-        assert (store.kind, store.description["capacity"]) == ("file+host", 9 * MIB)
+        first = order != ("drive", "host")
+        found = [(place.get("directory"), place["capacity"]) for place in places]
+        assert found.pop(0 if first else -1) == (None, MIB)
+        assert found == [(str(path), 4 * MIB) for path in paths]
+        assert (store.kind, store.description["capacity"]) == ("host+file" if first else "file+host", 9 * MIB)
         extents = [put(store, pattern(100_000, seed)) for seed in range(8)]
-        assert {extent.drive for extent in extents} == {0, 1}
+        assert {extent.drive for extent in extents} == ({0} if first else {0, 1})
         for seed, extent in enumerate(extents):
             assert torch.equal(get(store, extent), pattern(100_000, seed))
     with pytest.raises(ConfigError, match="host_capacity: has no effect with kind: host"):
@@ -432,3 +465,19 @@ def test_a_drive_that_is_full_leaves_the_next_writes_to_host_memory() -> None:
     model = make_model()
     with attached(model, drive, host=64 * KIB, on_full="error") as session, pytest.raises(TransferError):
         train(model, session, steps=1)
+
+
+def test_what_host_memory_holds_is_not_written_to_drives_and_the_bits_are_the_same(tmp_path: Path) -> None:
+    expected, moved = train(make_model(), steps=4, micro_batches=2), {}
+    for order in (("host", "drive"), ("drive", "host")):
+        model = make_model()
+        settings: Any = {"directory": tmp_path, "host_capacity": 128 * KIB, "order": order}
+        with session_for(model, in_flight=64 * KIB, **settings) as session:
+            assert_same_history(train(model, session, steps=4, micro_batches=2), expected)
+            record = session.records[-1]
+            moved[order[0]] = record.host_bytes, record.offloaded_bytes - record.host_bytes
+            assert_all_given_back(session)
+    (host, drive), (spilled, first) = moved["host"], moved["drive"]
+    assert 200 * KIB < host <= 2 * 128 * KIB  # of two micro-batches
+    assert drive < first - 100 * KIB
+    assert spilled < host
