@@ -83,7 +83,9 @@ def bandwidth_of(options: dict[str, Any]) -> Bandwidth | None:
 
 def with_host_memory(drives: Bandwidth, capacity: int) -> Bandwidth:
     """Return the rates of drives after host memory, whose rates are measured on this machine."""
-    host = type(drives)(*_measured(kind="host", capacity=64 << 20), capacity)
+    from tba_offload.planner.model import Bandwidth
+
+    host = Bandwidth(*_measured(kind="host", capacity=64 << 20), capacity)
     return replace(drives, host=host, host_first=True)
 
 
