@@ -398,7 +398,8 @@ class Rates:
 
     def forget(self) -> None:
         """Discard the measurements of the first step. In this step files grow and caches are cold."""
-        self._drives, self._host, self._is_host_first = _TierRates(), _TierRates(), False
+        self._drives, self._host = _TierRates(), _TierRates()
+        self._order: list[str] = []
         self._fell_back = False
 
     def note_probe(self, write: float, read: float) -> None:
@@ -411,19 +412,22 @@ class Rates:
         ``fell_back`` is True if activations stayed in memory because the store was full.
         """
         self._fell_back |= fell_back
-        self._is_host_first = [load.tier for load in loads[:1]] == ["host"]
+        self._order = [load.tier for load in loads]
         for name, tier in (("drive", self._drives), ("host", self._host)):
             tier.note([load for load in loads if load.tier == name and load.in_service])
 
     def bandwidth(self) -> Bandwidth | None:
         """Return the median of the last three steps; ``None`` if there were no transfers and no probe."""
-        drives = self._drives.bandwidth(None if self._is_host_first else self._floor)
-        host = self._host.bandwidth(self._floor if self._is_host_first else None)
+        host_first = self._order[:1] == ["host"]
+        drives = self._drives.bandwidth(None if host_first else self._floor)
+        host = self._host.bandwidth(self._floor if host_first else None)
         if drives is None and host is None:
             return Bandwidth(1e9, 1e9, capacity=0) if self._fell_back else None
-        # If host memory has room for all bytes, the rate of drives is not known.
+        # No step may have needed the second tier. Host memory is at least as fast as drives.
         drives = drives or Bandwidth(1e9, 1e9, capacity=self._drives.room)
-        return dataclasses.replace(drives, host=host, host_first=self._is_host_first)
+        if "host" in self._order:
+            host = host or dataclasses.replace(drives, capacity=self._host.room)
+        return dataclasses.replace(drives, host=host, host_first=host_first)
 
 
 class _TierRates:

@@ -264,7 +264,7 @@ def test_plans_count_host_memory_beside_a_slow_drive(*, host_first: bool) -> Non
     for host in (None, Bandwidth(10 * needed, 10 * needed, saved // 2)):
         machine = machine_of(profile, 0.3 * needed, budget)
         machine.bandwidth = dataclasses.replace(machine.bandwidth, host=host, host_first=host_first)
-        machine.run(16)
+        machine.run(24)
         found = play(profile, machine.plan, machine.bandwidth)
         assert found.peak_bytes <= budget
         assert machine.plan.prediction is not None
