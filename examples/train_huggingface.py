@@ -6,7 +6,7 @@ python examples/train_huggingface.py --placement keep    # to compare: equal los
 python examples/train_huggingface.py --model Qwen/Qwen3-0.6B --placement policy.yaml
 torchrun --nproc-per-node 2 examples/train_huggingface.py --deepspeed zero.json
 
-TRL's trainers accept the same callback. Disable their gradient checkpointing, which is enabled by default.
+TRL's trainers accept the same callback.
 """
 
 import argparse

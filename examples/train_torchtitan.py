@@ -20,7 +20,7 @@ import tba_offload as tba
 OPTIONS = [
     "--model.flavor=debugmodel",
     "--training.steps=4",
-    "--activation_checkpoint.mode=none",  # checkpointing would leave little to offload
+    "--activation_checkpoint.mode=none",  # selective, the default, leaves less to offload
     "--debug.deterministic",
     "--debug.seed=0",
 ]

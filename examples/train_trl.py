@@ -57,7 +57,6 @@ with tempfile.TemporaryDirectory() as directory:
             max_steps=arguments.steps,
             per_device_train_batch_size=2,
             max_length=128,
-            gradient_checkpointing=False,  # TRL enables it by default
             bf16=False,
             logging_steps=1,
             save_strategy="no",

@@ -10,6 +10,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,6 +24,23 @@ Blocks = dict[str, nn.Module]
 
 State = tuple[Callable[[], Any], Callable[[Any], object]]
 """A function that reads a state, and a function that sets it. Second runs of a layer restore this state."""
+
+
+class Switch(NamedTuple):
+    """An attribute by which a framework checkpoints layers.
+
+    Attributes:
+        name: Name of the switch in messages.
+        owner: The object with the attribute.
+        attribute: Name of the attribute.
+        layers: The modules that the framework checkpoints.
+    """
+
+    name: str
+    owner: Any
+    attribute: str
+    layers: AbstractSet[nn.Module]
+
 
 LEAST_LEFT_OUT = 0.1
 """Share of the parameters of the layers. Other lists of blocks are reported if they have at least this
@@ -84,12 +102,16 @@ class LayerStack:
         micro_batch: Returns the framework's number of the micro-batch that a layer is about to run. If it is
             ``None``, the runs of each layer are counted instead.
         states: Returns states of the framework that second runs restore, such as its random generators.
+        switches: Returns the switches of the framework that are on, and checkpoint layers.
+        checkpointed: Layers on other ranks that the framework checkpoints.
         left_out: Other lists of blocks with a considerable share of the parameters.
     """
 
     layers: tuple[Layer, ...]
     micro_batch: Callable[[nn.Module], int | None] | None = None
     states: Callable[[], Sequence[State]] = tuple
+    switches: Callable[[], Iterable[Switch]] = tuple
+    checkpointed: AbstractSet[LayerId] = frozenset()
     left_out: tuple[BlockList, ...] = ()
 
 

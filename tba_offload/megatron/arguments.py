@@ -74,11 +74,7 @@ _FSDP = "it is not supported yet"
 _KEEP_MASTERS = "set states.masters to 'keep' in the policy"
 
 CONFLICTS = (
-    Conflict(
-        "--recompute-granularity full",
-        "it recomputes whole layers on its own; set placements to 'recompute' in the policy instead",
-        ("selective",),
-    ),
+    Conflict("--distribute-saved-activations", "it spreads the inputs of recomputed layers over ranks"),
     Conflict("--cpu-offloading", _SAME_ACTIVATIONS),
     Conflict("--cpu-offloading-num-layers", _SAME_ACTIVATIONS),
     Conflict("--fine-grained-activation-offloading", _SAME_ACTIVATIONS),

@@ -6,11 +6,14 @@ import itertools
 import sys
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import ModuleList
 
 from tba_offload.config.policy import LayerId, with_depths
 from tba_offload.errors import UnsupportedError
-from tba_offload.layers.find import Layer, LayerStack, State, chunks_of
+from tba_offload.layers.find import Layer, LayerStack, State, Switch, chunks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +63,34 @@ def find_stack(
     own = [layer.id for layer in found]
     ids = shorten(own, gather(own) if gather is not None else own)
     layers = tuple(replace(layer, id=short) for layer, short in zip(found, ids, strict=True))
-    return LayerStack(layers, micro_batch=current_microbatch, states=_states)
+    switches = partial(_switches, [module for chunk in chunks_of(model) for module in chunk.modules()])
+    inside = {module for switch in switches() for module in switch.layers}
+    checkpointed = [layer.id for layer in layers if layer.module in inside]
+    return LayerStack(
+        layers,
+        micro_batch=current_microbatch,
+        states=_states,
+        switches=switches,
+        checkpointed=frozenset(() if gather is None else gather(checkpointed)) - set(checkpointed),
+    )
+
+
+def _switches(modules: Sequence[nn.Module]) -> Iterator[Switch]:
+    """Yield the configurations by which blocks recompute whole layers, and these layers.
+
+    Layers are left to Megatron if it distributes their inputs, or if a second run changes scales of FP8.
+    """
+    have_layers = (each for each in modules if isinstance(getattr(each, "layers", None), ModuleList))
+    blocks: list[Any] = [each for each in have_layers if hasattr(getattr(each, "config", 0), "fp8")]
+    for config in {id(block.config): block.config for block in blocks}.values():
+        is_left = config.distribute_saved_activations or config.fp8 or getattr(config, "fp4", None)
+        if config.recompute_granularity != "full" or is_left:
+            continue
+        own = [block for block in blocks if block.config is config]
+        is_by_block, count = config.recompute_method == "block", config.recompute_num_layers
+        kept = {layer for block in own for layer in block.layers[count:] if is_by_block}
+        inside = {module for block in own for module in block.modules()}
+        yield Switch("recompute_granularity", config, "recompute_granularity", inside - kept)
 
 
 def _states() -> Sequence[State]:

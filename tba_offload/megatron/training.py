@@ -31,7 +31,7 @@ from tba_offload.report.log import curves_of
 from tba_offload.report.text import Table, show
 from tba_offload.session import Session, World
 from tba_offload.session.notices import warn_of_doubts
-from tba_offload.session.record import rank_of_process, run_log_path
+from tba_offload.session.record import explained, rank_of_process, run_log_path
 
 if TYPE_CHECKING:
     import argparse
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from tba_offload.config.policy import LayerId, Placement, Policy
+    from tba_offload.config.policy import LayerId, Placement
     from tba_offload.report.log import StepRecord
     from tba_offload.session.loop import Step
 
@@ -214,7 +214,7 @@ def open_session(
                 follow(child, states)
         undo.pop_all()
     if world.rank == 0:
-        _print_plan(config.policy, world.layers)
+        _print_plan(session)
     return session
 
 
@@ -345,14 +345,15 @@ def _model_info(arguments: argparse.Namespace) -> dict[str, object]:
 # Output for the user
 
 
-def _print_plan(policy: Policy, layers: Sequence[LayerId]) -> None:
+def _print_plan(session: Session) -> None:
     """Print the placement of each layer and the reason for it.
 
     Consecutive layers with the same placement share a row.
     """
-    explained = [policy.explain(layer) for layer in layers]
-    groups = grouped([layer.name for layer in layers], explained)
-    rows = [(layers[each.first].numbers(each.size), each.name, *explained[each.first]) for each in groups]
+    plan: Any = explained(session)
+    layers, reasons = session.world.layers, [(each["placement"], each["why"]) for each in plan.values()]
+    groups = grouped([layer.name for layer in layers], reasons)
+    rows = [(layers[each.first].numbers(each.size), each.name, *reasons[each.first]) for each in groups]
     show(Table(("Layers", "Name", "Placement", "Why"), rows, title="tba-offload"))
 
 

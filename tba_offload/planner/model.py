@@ -437,9 +437,3 @@ class Plan:
     placements: tuple[Placement, ...]
     window: int | None = field(default=None, kw_only=True)
     prediction: Prediction | None = field(default=None, kw_only=True, compare=False)
-
-    @property
-    def strategy(self) -> str:
-        """Placement of all layers for run logs, or ``mixed`` if placements differ."""
-        used = set(self.placements)
-        return used.pop().value if len(used) == 1 else "mixed"

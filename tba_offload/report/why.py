@@ -326,13 +326,6 @@ def _held(peak: PhasePeak, lasting: Mapping[str, int]) -> dict[str, int]:
 # The causes. Each rule yields a name, the bytes that its change frees in a phase, the cause and the change
 
 
-def _checkpointing(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
-    alone, runs = seen.step.left_alone_scopes, max(seen.step.scopes, seen.step.left_alone_scopes, 1)
-    what = f"{alone} of {runs} layer runs are inside the framework's checkpointing, which keeps layer inputs"
-    change = "disable it (gradient_checkpointing=False) and set the placement to recompute-offload"
-    yield "framework checkpointing", lambda phase: phase.of("kept") * alone // runs, what, change
-
-
 def _window(seen: Evidence, _: MemoryEvent) -> Iterator[Cause]:
     wanted = max(seen.saved_bytes >> 23, 1)
     most, saved = readable_size(seen.step.in_flight_peak_bytes), readable_size(seen.saved_bytes)
@@ -507,7 +500,7 @@ def _one_layer(seen: Evidence, memory: MemoryEvent) -> Iterator[Cause]:
 
 
 _RULES = (
-    *(_checkpointing, _window, _store, _held_elsewhere, _kept_by_the_program),
+    *(_window, _store, _held_elsewhere, _kept_by_the_program),
     *(_placements, _loss, _outside, _model, _one_layer),
 )
-"""The ten causes."""
+"""The rules, each for one or several causes."""

@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING
 from tba_offload.errors import NoEffectWarning, NothingSavedWarning, warn, without_bars
 from tba_offload.formatting import readable_size
 from tba_offload.layers.graph import first_differentiable
-from tba_offload.placements import Placement
 from tba_offload.store.open import saves_nothing
-from tba_offload.torch_private import is_checkpoint_wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
     from torch.optim import Optimizer
 
     from tba_offload.config import OffloadConfig
@@ -33,12 +30,10 @@ _MESSAGES = {
     "figures of the step do not include this backward. Put both into one `with session.step():`",
     "cache": "the model fills a cache of keys and values during training. The cache keeps tensors of all "
     "layers in memory. Switch the cache off: use_cache=False, as an argument of the model or in its config",
-    "checkpointing": "gradient checkpointing is switched on in {} of the {} layers, so backward recomputes "
-    "them with every placement. Switch it off (gradient_checkpointing=False or in newer releases "
-    "activation_checkpointing=False in a trainer's arguments). The placement 'recompute' recomputes layers",
-    "left alone": "{} runs inside saved-tensor hooks or a transform of other code (a checkpoint, "
-    "save_on_cpu, torch.func), or only within a backward pass (a loss that caches gradients), so it is "
-    "neither offloaded nor recomputed. Remove that code, or set the placement of the layer to 'keep'",
+    "left alone": "{} runs inside saved-tensor hooks or a transform of other code (save_on_cpu, torch.func), "
+    "or only within a backward pass (a checkpoint with use_reentrant=True, a loss that caches gradients), so "
+    "it is neither offloaded nor recomputed. Pass use_reentrant=False to the checkpoint, remove other code, "
+    "or set the placement of the layer to 'keep'",
     "all frozen": "the model runs with gradients enabled, but none of its parameters requires gradients, so "
     "its layers save no activations. Set requires_grad=True for the parameters to train",
     "no layer": "no activation is offloaded or recomputed: {}, although the model was trained. Close the "
@@ -131,13 +126,6 @@ class Notices:
         if first_differentiable(output) is None and not any(weight.requires_grad for weight in weights):
             self.warn_once("all frozen", category=NoEffectWarning)
 
-    def checkpointing(self, session: Session) -> None:
-        """Warn if the framework checkpoints layers whose placement is not ``keep``."""
-        placed = zip(session.layers, session.plan.placements, strict=True)
-        others = [layer.module for layer, placement in placed if placement is not Placement.KEEP]
-        if "checkpointing" not in self.said and (count := sum(map(is_checkpointed, others))):
-            self.warn_once("checkpointing", count, len(session.layers))
-
 
 EARLY = 3
 """Number of first steps. A mistake in the training loop is reported after this number of steps."""
@@ -183,11 +171,3 @@ def warn_of_doubts(config: OffloadConfig, layers: Sequence[LayerId], *, on_cpu: 
         warn(doubt, NoEffectWarning)
     if on_cpu and (why := saves_nothing(config.store)) is not None:
         warn(f"the model is on the CPU, so offloading saves little or no memory: {why}", NothingSavedWarning)
-
-
-def is_checkpointed(layer: nn.Module) -> bool:
-    """Return True if the layer's own framework runs its forward again in backward.
-
-    Layers of Hugging Face models have an attribute for this. PyTorch wraps checkpointed layers.
-    """
-    return is_checkpoint_wrapper(layer) or bool(getattr(layer, "gradient_checkpointing", False))

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate, chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -21,7 +21,6 @@ from torch.nn.parameter import is_lazy
 from tba_offload.device import device_of
 from tba_offload.placements import Placement
 from tba_offload.planner.measure import StepObservation
-from tba_offload.planner.model import Plan
 from tba_offload.report.log import MEMORY, PLAN, RunHeader, RunLog, RunLogWriter, StepRecord
 from tba_offload.report.ranks import path_of_rank
 from tba_offload.session.memory import new_bytes, static_bytes
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tba_offload.capture.trace import StepTrace
-    from tba_offload.config.policy import LayerId, Policy
     from tba_offload.device import Event
     from tba_offload.session.loop import Step
     from tba_offload.session.session import Session
@@ -353,7 +351,9 @@ def header_of(
     processor, module = platform.processor() or platform.machine(), torch.get_device_module(device)
     parameters = chain.from_iterable(module.parameters() for module in session.modules)
     has_weights = config.frozen_percent > 0 and any(not each.requires_grad for each in parameters)
-    label = Plan(tuple(config.policy.resolve(world.layers).values())).strategy
+    plan: Any = explained(session)
+    used = {each["placement"] for each in plan.values()}
+    label = used.pop() if len(used) == 1 else "mixed"
     label += " + states" * has_states + " + weights" * has_weights
     return RunHeader(
         strategy=strategy or label,
@@ -369,15 +369,16 @@ def header_of(
         },
         model={"layers": len(world.layers), **(model_info or {})},
         policy=config.to_yaml(),
-        plan=explained(config.policy, world.layers),
+        plan=plan,
         store=dict(session.store.description),
     )
 
 
-def explained(policy: Policy, layers: Sequence[LayerId]) -> dict[str, object]:
+def explained(session: Session) -> dict[str, object]:
     """Return the placement of each layer on all ranks, and the rule that gives it."""
-    found = ((layer, policy.explain(layer)) for layer in layers)
+    found = ((layer, *session.config.policy.explain(layer)) for layer in session.world.layers)
+    place = session.checkpointing.placed
     return {
-        layer.name: {"layer": layer.number, "placement": placement.value, "why": why}
-        for layer, (placement, why) in found
+        layer.name: {"layer": layer.number, "placement": place(layer, placement).value, "why": why}
+        for layer, placement, why in found
     }

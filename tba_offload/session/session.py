@@ -39,6 +39,7 @@ from tba_offload.recompute import attention
 from tba_offload.recompute.verify import Verifier
 from tba_offload.report.log import MEMORY, TIMELINE, StepRecord, describe_run
 from tba_offload.report.why import Diagnosis
+from tba_offload.session.checkpointing import Checkpointing
 from tba_offload.session.layers import BackwardWatch, LayerRuns
 from tba_offload.session.loop import Loop, Step, Tokens, token_counter
 from tba_offload.session.memory import Memory
@@ -187,6 +188,10 @@ class Session:
     def _open_engine(self) -> None:
         config, device, modules, layers = self.config, self.device, self.modules, self.layers
         self.notices = Notices()
+        may_plan = self.world.may_plan_recomputation
+        self.checkpointing = Checkpointing(self.stack, may_plan=may_plan)
+        self._closers.append(self.checkpointing.close)
+        self._take_over()
         self.store = open_store(config.store, device=device)
         self._closers.append(self.store.close)
         self.offloader = Offloader(
@@ -196,11 +201,9 @@ class Session:
             keep_when_full=config.on_full == "keep",
         )
         self.capture = Capture(self.offloader, min_tensor_bytes=config.min_tensor_bytes)
-        ids = [layer.id for layer in layers]
-        placed = config.policy.resolve(ids, self.world.layers)
-        plan = Plan(tuple(placed.values()), window=config.budget.window())
+        plan, numbers = self._plan_of_policy(), [layer.id.number for layer in layers]
         probe = partial(measure, self.store, device, extent_bytes=256 << 10, seconds=0.05)
-        self.planning = Planning(plan, [each.number for each in ids], self.capture, self.offloader, probe)
+        self.planning = Planning(plan, numbers, self.capture, self.offloader, probe)
         # The observers.
         self.gradients = Gradients(modules, device.torch_device, lambda nbytes: memory.sample(nbytes))  # noqa: PLW0108 - comes later
         self._closers.append(self.gradients.close)
@@ -211,6 +214,9 @@ class Session:
 
     def _open_control(self, count_tokens: Callable[..., int | None] | None) -> None:
         """Install the session in front of the layers, and watch the model and its optimizers."""
+        limits = self._limits()
+        self.budget = Budget(limits, self.planning, self.gradients.live)
+        self.capture.budget_bytes = limits.budget
         self._start_planning()
         self._closers.append(self.say_summary)
         self.loop = Loop(self, count_tokens)
@@ -258,7 +264,8 @@ class Session:
             self.weights.begin_step()
         # The model may have other buffers and parameters now, and trainers switch checkpointing on late.
         self.capture.static.refresh(self.modules)
-        self.notices.checkpointing(self)
+        if self._take_over():
+            self._start_planning()
         gradients.begin_step()
         gradients.live.take()
         # Counters of the layers start at zero, and the plan for this step comes into force.
@@ -461,6 +468,23 @@ class Session:
 
     # ---- the plan --------------------------------------------------------------------------------
 
+    def _plan_of_policy(self) -> Plan:
+        ids, window = [layer.id for layer in self.layers], self.config.budget.window(*self.saved[1:])
+        placed = self.config.policy.resolve(ids, self.world.layers)
+        return Plan(tuple(map(self.checkpointing.placed, ids, placed.values())), window=window)
+
+    def _take_over(self) -> bool:
+        """Take over the framework's checkpointing. Return True if it checkpoints more layers than before."""
+        found = self.checkpointing.take_over()
+        if found and rank_of_process()[0] == 0:
+            count = f"{found.total()} of {len(self.layers)} layers"
+            placements = " or ".join(self.checkpointing.placements(self.config.policy))
+            tell(
+                f"the framework's checkpointing ({', '.join(found)}) of {count} is taken over until the "
+                f"session closes. Their placement is {placements}"
+            )
+        return bool(found)
+
     def _limits(self) -> Limits:
         """Return the limits of plans before the first step, as if the whole device was free.
 
@@ -487,9 +511,7 @@ class Session:
 
         Without ``auto`` layers the controller measures the first steps, for the run log and the summary.
         """
-        config, limits, plan = self.config, self._limits(), self.planning.plan
-        self.budget = Budget(limits, self.planning, self.gradients.live)
-        self.capture.budget_bytes = limits.budget
+        config, limits, plan = self.config, self.budget.limits, self._plan_of_policy()
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)
         self.notes_inputs |= is_auto
         task = Task(

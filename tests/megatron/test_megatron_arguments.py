@@ -30,6 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--recompute-granularity", choices=["full", "selective"])
     parser.add_argument("--cpu-offloading", action="store_true")
+    parser.add_argument("--distribute-saved-activations", action="store_true")
     parser.add_argument("--cuda-graph-impl", default="none")
     return add_arguments(parser)
 
@@ -98,7 +99,7 @@ def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
         (("--tba-store", "host", "--tba-directory", "/a"), "has no effect with kind: host"),
         (("--tba-store", "tape"), "not 'tape'"),
         (("--tba-placement", "recomput"), "recomput"),
-        (("--tba-placement", "offload", "--recompute-granularity", "full"), "--recompute-granularity full"),
+        (("--tba-placement", "offload", "--distribute-saved-activations"), "--distribute-saved-activations"),
         (("--tba-checksum", "--cpu-offloading"), "Remove --cpu-offloading, or the --tba- flags"),
         (("--tba-checksum", "--cuda-graph-impl", "local"), "--cuda-graph-impl"),
     ],

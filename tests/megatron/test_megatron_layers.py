@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from collections import Counter
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
+from harness import KIB, session_for
 from megatron_ranks import Layout, make_config, make_gpt, make_t5
+from models import assert_same_tensors
 from torch import Tensor, nn
 
-from tba_lab.gpt import GptShape, build_gpt
+from tba_lab.gpt import GptShape, build_gpt, gpt_loss, random_batch
 from tba_lab.megatron_cpu import single_process
 from tba_offload.config.policy import LayerId
 from tba_offload.errors import UnsupportedError
@@ -120,3 +124,25 @@ def test_stacks_are_named_where_numbers_of_any_rank_are_ambiguous() -> None:
     decoder = [LayerId(number, f"decoder.layers.{number}", "decoder") for number in range(2)]
     assert shorten(encoder, encoder + decoder) == encoder
     assert shorten(decoder[:1], decoder) == [LayerId(0, "decoder.layers.0")]
+
+
+@pytest.mark.parametrize(("method", "count", "taken"), [("uniform", 3, 3), ("block", 2, 2)])
+def test_recomputation_by_megatron_is_taken_over(method: str, count: int, taken: int) -> None:
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    def trained(*, attached: bool) -> list[Tensor]:
+        model: Any = build_gpt(SHAPE, seed=0)
+        model.config.recompute_granularity = "full"
+        model.config.recompute_method, model.config.recompute_num_layers = method, count
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        torch.manual_seed(0)
+        with session_for(model, in_flight=KIB) if attached else nullcontext() as session:
+            losses = [gpt_loss(model, random_batch(SHAPE, batch_size=2, seed=seed)) for seed in range(2)]
+            torch.stack(losses).sum().backward()
+            if session is not None:
+                assert Counter(session.plan.placements)["recompute-offload"] == taken
+                assert model.config.recompute_granularity != "full"
+        assert model.config.recompute_granularity == "full"
+        return [*losses, *(parameter.grad for parameter in model.parameters())]
+
+    assert_same_tensors(trained(attached=True), trained(attached=False))

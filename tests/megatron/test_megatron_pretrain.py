@@ -276,12 +276,10 @@ def last_plan(log: RunLog) -> dict[str, str]:
 def test_a_flag_that_is_in_the_way_is_named_before_training(
     tmp_path: Path, python_with_scripts: Warm
 ) -> None:
-    wrong = ("--recompute-granularity", "full", "--recompute-method", "uniform")
-    wrong += ("--recompute-num-layers", "1")
-    flags = (*TINY, *ON_A_CPU, *wrong, *tba_flags(tmp_path))
+    flags = (*TINY, *ON_A_CPU, "--distribute-saved-activations", *tba_flags(tmp_path))
     status, output = fork(python_with_scripts, (*OFFLOADING, str(SCRIPT), *flags), 1)
     assert status == 2
-    assert "cannot be combined with --recompute-granularity full" in " ".join(output.split())
+    assert "cannot be combined with --distribute-saved-activations" in " ".join(output.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["drive", "policy.yaml"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import sys
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from places import EXAMPLES
@@ -22,6 +23,9 @@ LAUNCHED = {
 }
 
 os.environ |= LAUNCHED
+if "--checkpointing" in sys.argv:
+    sys.argv.remove("--checkpointing")
+    os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "true"
 Accelerator().state.fsdp_plugin = FullyShardedDataParallelPlugin()
 PartialState().distributed_type = DistributedType.FSDP
 names = runpy.run_path(str(EXAMPLES / "train_accelerate.py"), run_name="__main__")

@@ -26,7 +26,7 @@ from torch import nn
 
 import tba_offload as tba
 
-FIGURES = ("offloaded_bytes", "read_bytes", "kept_bytes", "scopes", "left_alone_scopes")
+FIGURES = ("offloaded_bytes", "read_bytes", "kept_bytes", "scopes", "left_alone_scopes", "recomputed_scopes")
 
 
 def main() -> None:

@@ -78,6 +78,7 @@ class Layout:
             during backward and parameters during forward.
         bf16: Whether the model computes in bf16; the optimizer has fp32 copies then.
         recompute_attention: Whether Megatron recomputes the core of attention by itself.
+        recompute_layers: Method and number by which Megatron recomputes whole layers.
         hidden: Width of the layers.
     """
 
@@ -92,6 +93,7 @@ class Layout:
     distributed_optimizer: bool = False
     bf16: bool = False
     recompute_attention: bool = False
+    recompute_layers: tuple[str, int] | None = None
     hidden: int = HIDDEN
 
     @property
@@ -519,6 +521,13 @@ def make_config(layout: Layout) -> Any:
         }
     if layout.recompute_attention:
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if layout.recompute_layers is not None:
+        method, count = layout.recompute_layers
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": method,
+            "recompute_num_layers": count,
+        }
     return TransformerConfig(**settings | _STYLES.get(layout.model, {}))
 
 

@@ -95,13 +95,6 @@ class Extra(Model):
         return {"loss": super().forward(x), "hidden": torch.zeros(16, MIB)}
 
 
-class Checkpointed(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.loss(x)
-
-
 class Towers(nn.Module):
     """Two stacks; the gradient of the second one's table is made between their backward passes."""
 
@@ -195,10 +188,6 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "placements": ({"default": "keep"}, {}),
     "placements: recompute": (
         {"model": deep, "default": "recompute", "train": many_tokens},
-        {"model": deep, "default": "recompute-offload", "train": many_tokens},
-    ),
-    "framework checkpointing": (
-        {"model": partial(Checkpointed, width=32, layers=24), "train": many_tokens},
         {"model": deep, "default": "recompute-offload", "train": many_tokens},
     ),
     "window": ({"budget": {"in_flight_bytes": "1GiB"}}, {"budget": {"in_flight_bytes": "3MiB"}}),

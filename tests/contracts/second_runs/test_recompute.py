@@ -30,13 +30,14 @@ from blocks import (
 from covering import in_turn
 from harness import KIB, Drive, assert_all_given_back, quiesce, session_for
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import tba_offload as tba
 from tba_offload.errors import RecomputationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tba_offload.report.log import StepRecord
     from tba_offload.session import Session
@@ -195,7 +196,7 @@ def test_schedules_of_micro_batches(name: str, default: str) -> None:
     assert records[-1].offloaded_bytes > 0
 
 
-# Somebody else's hooks
+# Checkpoints of the program
 
 
 def in_checkpoint(net: Net, number: int) -> list[Tensor]:
@@ -208,13 +209,52 @@ def in_checkpoint(net: Net, number: int) -> list[Tensor]:
     return [x.grad]
 
 
-@pytest.mark.parametrize("default", ["offload", *RECOMPUTED])
-def test_layers_among_hooks_of_others_are_left_alone(default: str) -> None:
-    with pytest.warns(UserWarning, match=r"layer 0 \(layers.0\) runs inside saved-tensor hooks") as caught:
-        records = assert_transparent(in_checkpoint, dropping, default=default)
-    assert sum("saved-tensor hooks" in str(each.message) for each in caught) == 1
+def around_parts(net: Net, number: int) -> list[Tensor]:
+    """A checkpoint around two layers and other operations, in one around all."""
+
+    def inner(y: Tensor) -> Tensor:
+        return F.dropout(net.layers[1](net.layers[0](y).sin()).cos(), 0.1)
+
+    def outer(y: Tensor) -> Tensor:
+        return net.layers[2](checkpoint(inner, y.sin(), use_reentrant=False).exp())
+
+    x = make_input(number)
+    checkpoint(outer, x, use_reentrant=False).pow(2).mean().backward()
+    assert x.grad is not None
+    return [x.grad]
+
+
+def wrapped(block: Callable[[], nn.Module], *, is_reentrant: bool) -> nn.Module:
+    """A block that PyTorch checkpoints."""
+    kind = CheckpointImpl.REENTRANT if is_reentrant else CheckpointImpl.NO_REENTRANT
+    return checkpoint_wrapper(block(), kind)
+
+
+@pytest.mark.parametrize("work", [in_checkpoint, around_parts])
+@pytest.mark.parametrize("default", ["keep", "offload", *RECOMPUTED])
+def test_checkpoints_around_layers_are_taken_over(
+    default: str, work: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All is recomputed from the first step on, and one line tells it."""
+    with caplog.at_level("INFO", "tba_offload"):
+        records = assert_transparent(work, dropping, default=default)
+    assert sum("(torch.utils.checkpoint) of 3 of 3 layers" in line for line in caplog.messages) == 1
     for record in records:
-        assert (record.left_alone_scopes, record.recomputed_scopes, record.offloaded_bytes) == (3, 0, 0)
+        assert (record.left_alone_scopes, record.recomputed_scopes) == (0, 3)
+        assert (record.offloaded_bytes > 0) == (default in {"offload", INPUTS})
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_wrappers_that_checkpoint_are_taken_over(is_reentrant: bool) -> None:
+    block = partial(wrapped, dropping, is_reentrant=is_reentrant)
+    for record in assert_transparent(forward_backward, block, default="offload"):
+        assert record.recomputed_scopes == 3
+        assert 0 < record.offloaded_bytes <= 3 * INPUT
+    net = make_net(block)
+    before = [layer.checkpoint_fn for layer in net.layers]
+    with session_for(net, layers=list(net.layers)):
+        assert not any(layer.checkpoint_fn in before for layer in net.layers)
+    assert [layer.checkpoint_fn for layer in net.layers] == before
 
 
 # What fails

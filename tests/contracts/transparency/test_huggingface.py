@@ -6,6 +6,7 @@ with ways and placements in turn.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from contextlib import nullcontext
@@ -18,16 +19,18 @@ from harness import KIB, PLACEMENTS, Drive, session_for
 from later import Later
 from models import History, assert_same_history, same_bits
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tba_offload import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tba_offload import Session
+
 transformers = Later("transformers")
 
 CACHE = "the model fills a cache of keys and values"
-CHECKPOINTING = "gradient checkpointing is switched on in"
 STEPS = 2
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 LANGUAGE = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -51,6 +54,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit": ("ViT", "ForImageClassification", WIDE | {"image_size": 32, "patch_size": 8, "num_labels": 10}),
     # Attention and logits are capped; every other layer looks at a window only.
     "gemma2": ("Gemma2", "ForCausalLM", DECODER | CAPPED),
+    "gemma3": ("Gemma3", "ForCausalLM", DECODER | CAPPED),
+    "qwen3": ("Qwen3", "ForCausalLM", DECODER | {"head_dim": 16}),
     # Queries, keys and values come from one projection, gate and up from another.
     "phi3": ("Phi3", "ForCausalLM", DECODER),
     "opt": ("OPT", "ForCausalLM", SIZES | LANGUAGE | OPT),
@@ -63,6 +68,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mamba": ("Mamba", "ForCausalLM", MAMBA),
 }
 """Family, task and sizes of each kind of model."""
+
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+"""Configurations whose names do not follow from the family."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
@@ -98,7 +106,7 @@ def cases() -> list[tuple[str, str, str]]:
 def make(family: str, way: str = "defaults", **settings: object) -> Any:
     torch.manual_seed(0)
     name, task, sizes = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**sizes)
+    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**sizes)
     model: Any = getattr(transformers, name + task)(config).train()
     for part in model.modules():  # T5's decoder has a configuration of its own
         for name, value in settings.items() if hasattr(part, "config") else ():
@@ -249,22 +257,83 @@ def test_layers_that_share_keys_and_values_are_recomputed(placement: Placement) 
 # Checkpointing by the framework
 
 
+CHECKPOINTED = ("llama", "qwen3", "gemma3", "gpt2", "t5", "mixtral")
+
+
+@functools.cache
+def checkpointed(family: str, *, use_reentrant: bool) -> History:
+    """What the framework's own checkpointing gives.
+
+    T5's layers share the bias of positions, whose gradients a reentrant checkpoint sums in another order.
+    """
+    model = make(family)
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant and family != "t5"})
+    return train(family, model)
+
+
+def flags(session: Session) -> list[bool]:
+    return [vars(layer.module)["gradient_checkpointing"] for layer in session.layers]
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("placement", ["offload", "offload-remat", "auto", "recompute"])
-def test_checkpointed_layers_are_told_and_their_inputs_travel(placement: str, use_reentrant: bool) -> None:
-    model = make("llama")
-    with session_for(model, in_flight=16 * KIB, default=Placement(placement)) as session:
+@pytest.mark.parametrize("family", of_which(CHECKPOINTED, "llama", "t5", "mixtral"))
+def test_a_session_takes_over_the_checkpointing(
+    family: str, use_reentrant: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make(family)
+    with caplog.at_level("INFO", "tba_offload"), session_for(model, in_flight=16 * KIB) as session:
         # After the model was attached, as a trainer does it.
         model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
-        with pytest.warns(UserWarning, match=f"{CHECKPOINTING} 3 of the 3 layers") as told:
-            assert_same_history(train("llama", model, steps=3), plain("llama", steps=3))
-        report = session.records
-    assert len(told) == 1
-    inputs = 4 * 24 * 64 * 4
-    assert len(report) == 3
-    assert {record.scopes for record in report} == {3}
-    if placement == "offload":
-        assert all(0 < record.offloaded_bytes <= 3 * inputs for record in report)
+        assert_same_history(train(family, model), checkpointed(family, use_reentrant=use_reentrant))
+        count, report = len(session.layers), session.records
+        assert not any(flags(session))
+    assert all(flag is True for flag in flags(session))
+    assert [(record.scopes, record.recomputed_scopes) for record in report] == [(count, count)] * STEPS
+    assert all(0 < record.offloaded_bytes < 2 * count * 4 * 24 * 64 * 4 for record in report)
+    assert sum(f"({SWITCH}) of {count} of {count} layers" in line for line in caplog.messages) == 1
+
+
+SWITCH = "gradient_checkpointing"
+TAKEN = {
+    "keep": "recompute",
+    "offload": "recompute-offload",
+    "offload-50%": "recompute-offload",
+    "offload-remat": "recompute-offload",
+    "recompute": "recompute",
+    "recompute-except-attention": "recompute-except-attention",
+    "auto": "auto",
+}
+
+
+@pytest.mark.parametrize("placement", TAKEN)
+def test_the_placements_of_checkpointed_layers(placement: str) -> None:
+    """Every second layer is checkpointed; the others have the placement of the policy."""
+    model = make("llama")
+    model.activation_checkpointing_enable(every_n_layers=2)
+    with session_for(model, default=Placement(placement)) as session:
+        assert list(session.plan.placements) == [TAKEN[placement], placement, TAKEN[placement]]
+        assert_same_history(train("llama", model), plain("llama"))
+        assert not flags(session)[0]
+        model.activation_checkpointing_disable()
+    assert flags(session) == [False] * 3  # what the program has set stays
+
+
+def test_a_copy_of_an_attached_model_is_checkpointed() -> None:
+    model = make("llama")
+    model.activation_checkpointing_enable()
+    with session_for(model):
+        copied = copy.deepcopy(model)
+    assert all(layer.gradient_checkpointing is True for layer in copied.model.layers)
+
+
+def test_selective_checkpointing_is_not_taken_over() -> None:
+    model = make("llama")
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    with session_for(model, in_flight=16 * KIB) as session:
+        assert all(flags(session))
+        assert set(session.plan.placements) == {"offload"}
+        assert_same_history(train("llama", model), plain("llama"))
 
 
 @pytest.mark.parametrize("default", [Placement.OFFLOAD, Placement.RECOMPUTE])

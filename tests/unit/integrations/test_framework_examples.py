@@ -29,10 +29,11 @@ class Example:
     name: str
     ranks: int
     scopes: int  # runs of layers in a step of one rank
-    least_bytes: int  # that such a step offloads, with the writes that backward takes back
+    least_bytes: int  # that such a step offloads or takes back; 0 where all layers are recomputed
     losses: tuple[int, ...]  # ranks that know the loss
     kind: str = "Tensor"  # class of the parameters
     program: Path | None = None
+    options: tuple[str, ...] = ()
 
 
 EXAMPLES_OF_FRAMEWORKS = [
@@ -47,7 +48,17 @@ EXAMPLES_OF_FRAMEWORKS = [
         kind="DTensor",
         program=SUPPORT / "accelerate_fsdp2.py",
     ),
-    Example("trl", ranks=1, scopes=8, least_bytes=25 * MIB, losses=(0,)),
+    Example(
+        "accelerate",
+        ranks=2,
+        scopes=2 * 8,
+        least_bytes=0,
+        losses=(0, 1),
+        kind="DTensor",
+        program=SUPPORT / "accelerate_fsdp2.py",
+        options=("--checkpointing",),
+    ),
+    Example("trl", ranks=1, scopes=8, least_bytes=0, losses=(0,)),
 ]
 LONG = {"accelerate", "trl"}
 
@@ -55,14 +66,18 @@ LONG = {"accelerate", "trl"}
 @pytest.mark.parametrize(
     "example",
     [
-        pytest.param(example, id=example.name, marks=[pytest.mark.full] * (example.name in LONG))
+        pytest.param(
+            example,
+            id="".join((example.name, *example.options)),
+            marks=[pytest.mark.full] * (example.name in LONG),
+        )
         for example in EXAMPLES_OF_FRAMEWORKS
     ],
 )
 def test_an_example_trains_to_the_same_bits_as_without_the_package(
     example: Example, tmp_path: Path, python_with_torch: Warm
 ) -> None:
-    check(example, tmp_path, python_with_torch)
+    check(example, tmp_path, python_with_torch, *example.options)
 
 
 def check(example: Example, directory: Path, python: Warm, *options: str) -> None:
@@ -77,6 +92,9 @@ def check(example: Example, directory: Path, python: Warm, *options: str) -> Non
         assert found["steps"][-1]["scopes"] == example.scopes  # the first one's may be more
         for step in found["steps"]:
             assert step["left_alone_scopes"] == 0
+            assert (step["recomputed_scopes"] == example.scopes) == (example.least_bytes == 0)
+            if not example.least_bytes:
+                continue
             assert step["offloaded_bytes"] + WINDOW > example.least_bytes
             assert step["read_bytes"] > example.least_bytes // 2  # the rest was still in memory
             assert step["kept_bytes"] < example.least_bytes // 20  # what a framework holds itself

@@ -160,6 +160,25 @@ def test_a_trainer(tmp_path: Path) -> None:
         assert not any(entry.keys() & FIGURES for entry in logs if "loss" not in entry)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_trainer_that_checkpoints(
+    use_reentrant: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointing = {"activation_checkpointing": True}
+    checkpointing["activation_checkpointing_kwargs"] = {"use_reentrant": use_reentrant}  # type: ignore[assignment]
+    callback = OffloadCallback(config())
+    trainers = [trainer_of(tmp_path, callbacks, checkpointing) for callbacks in ([], [callback])]
+    with caplog.at_level("INFO", "tba_offload"):
+        for trainer in trainers:
+            trainer.train()
+    plain, trainer = trainers
+    assert_same_history(history_of(trainer), history_of(plain))
+    assert [(record.scopes, record.recomputed_scopes) for record in callback.session.records] == [(3, 3)] * 4
+    assert sum("(gradient_checkpointing) of 3 of 3 layers" in line for line in caplog.messages) == 1
+    assert trainer.model.is_activation_checkpointing
+    assert all(layer.gradient_checkpointing is True for layer in trainer.model.model.layers)
+
+
 def test_a_trainer_whose_optimizer_states_are_offloaded(tmp_path: Path) -> None:
     """It saves and resumes as plain training does, and each loads the other's checkpoints."""
     saving = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
