@@ -349,7 +349,8 @@ def opened_directory(path: str) -> Iterator[int]:
         wrong = next((part for part in (*reversed(here.parents), here) if not part.is_dir()), here)
         if wrong.exists():
             raise StoreError(error.errno, f"{wrong.name!r} is not a directory; choose one", path) from None
-        remedy = f"mount its drive, or create it if the path is right: mkdir -p {shlex.quote(str(here))}"
+        target = shlex.quote(str(here.resolve()))  # for a dangling link, the path that it names
+        remedy = f"mount its drive, or create it if the path is right: mkdir -p {target}"
         raise StoreError(errno.ENOENT, f"{wrong.name!r} does not exist; {remedy}", path) from None
     except OSError as error:
         raise store_error("cannot create a file there", error, path) from error
