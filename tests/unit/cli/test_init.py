@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from commands import call
@@ -11,9 +11,6 @@ from store_contract import CPU
 
 from tba_offload import device as streams
 from tba_offload.config import SCHEMA_URL, load_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
@@ -72,10 +69,8 @@ def test_without_directories_it_is_that_of_temporary_files(
     result = call("init", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["directories"]
-    devices = [each["device"] for each in found]
-    assert len(set(devices)) == len(devices)
-    assert all(
-        each["directory"] == str(tmp_path) for each in found if each["device"] == tmp_path.stat().st_dev
-    )
+    devices = {Path(each["directory"]).stat().st_dev: each["directory"] for each in found}
+    assert len(devices) == len(found)
+    assert devices.get(tmp_path.stat().st_dev, str(tmp_path)) == str(tmp_path)
     config = load_config(tmp_path / "policy.yaml")
     assert [str(each) for each in config.store.directories] == [each["directory"] for each in found]
