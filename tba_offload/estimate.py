@@ -211,7 +211,11 @@ def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
     if name == "_grouped_mm":
         return 2 * int(args[0].numel()) * int(args[1].shape[-1])
     formula = flop_registry.get(getattr(torch.ops.aten, name, None))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
+    if formula is None:
+        return 0
+    given = dict(zip((each.name for each in function._schema.arguments), args, strict=False)) | kwargs
+    # PyTorch counts the whole square of scores. Causal kernels compute half of it.
+    return int(formula(*args, **kwargs, out_val=output)) // (2 if given.get("is_causal") else 1)
 
 
 class _Machine(Device):

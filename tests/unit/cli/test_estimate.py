@@ -130,6 +130,13 @@ def test_a_wrong_command_line_has_exit_status_2(arguments: tuple[object, ...], m
     assert message in result.stderr
 
 
+def test_causal_attention_computes_half_of_the_scores() -> None:
+    sizes = "--layers", 1, "--hidden", 64, "--heads", 1, "--vocab", 64
+    keep, *_ = estimate(*sizes, "--sequence", 8192)["placements"]
+    scores = 3.5 * 4 * 8192**2 * 64  # forward and backward of the whole square
+    assert 0.5 * scores < 20e9 * keep["seconds"] < 0.6 * scores
+
+
 def test_a_configuration_that_names_no_model_is_refused(tmp_path: Path) -> None:
     drives = "--flops", "20G", "--write", "1GB/s"
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
