@@ -9,8 +9,8 @@ A step is forward and backward of one sequence of random tokens, with a loss in 
 trains in a process of its own, and single steps alternate. Ratios are to ``checkpointing``, transformers'
 switch; that of ``checkpointing again`` is noise. ``checkpointing to host`` is the switch's own offloading, on
 an accelerator only. ``keep`` races if the estimate of its peak is at most --memory. ``host`` and ``drive``
-are recompute-offload. With --rate, a second race has drives that read and write R bytes a second, without and
-with host memory first; 1.2x is 1.2 times the need of the lane ``drive``.
+take the switch over: they are recompute-offload. With --rate, a second race has drives that read and write R
+bytes a second, without and with host memory first; 1.2x is 1.2 times the need of the lane ``drive``.
 
 FILE of --json is written after each race; what is in it is not raced again, and is drawn too.
 
@@ -233,9 +233,9 @@ class Bench:
         return {name: row_of(name, self.shape, results[name], results[BASE]) for name in results}
 
     def policy(self, **store: Any) -> Figures:
-        """Return a lane of this package with a store."""
+        """Return a lane of this package with a store: it takes over the switch, and offloads inputs."""
         budget = {"in_flight_bytes": self.window}
-        return {"policy": {"default": "recompute-offload", "budget": budget, "store": store}}
+        return {"switch": {}, "policy": {"default": "offload", "budget": budget, "store": store}}
 
     def unheld(self, memory: int, wanted: Sequence[str]) -> dict[str, Figures]:
         """Race everything that runs as it is, or the lanes that are wanted."""

@@ -73,9 +73,11 @@ def packed(length: int) -> list[int]:
     return [*lengths, length - sum(lengths)]
 
 
-def policy(placement: str) -> dict[str, object] | str:
-    """Return a policy with this placement, or the path of a policy file."""
-    return placement if placement.endswith((".yaml", ".yml")) else {"default": placement}
+def policy(placement: str, length: int) -> dict[str, object] | str:
+    """Return a policy whose in-flight window has two inputs of a layer, or the path of a policy file."""
+    if placement.endswith((".yaml", ".yml")):
+        return placement
+    return {"default": placement, "budget": {"in_flight_bytes": 2 * 4 * WIDTH * length}}
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -90,7 +92,7 @@ device = torch.accelerator.current_accelerator(check_available=True) or torch.de
 model = LanguageModel(arguments.chunk).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-with tba.attach(model, policy(arguments.placement)) as session:
+with tba.attach(model, policy(arguments.placement, arguments.length)) as session:
     for step in range(arguments.steps):
         tokens = torch.randint(VOCABULARY, (1, arguments.length + 1), device=device)
         loss = model(tokens, packed(arguments.length))
