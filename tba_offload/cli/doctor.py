@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from typing import TYPE_CHECKING
 
 import click
@@ -29,8 +28,9 @@ def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None
     """
     from tba_offload.device import default_device
     from tba_offload.store.doctor import examine, lines
+    from tba_offload.store.open import temporary_directory
 
-    places = [*dict.fromkeys(map(str, directories))] or [tempfile.gettempdir()]
+    places = [*dict.fromkeys(map(str, directories))] or [temporary_directory()]
     findings = examine(places, default_device(), bench=bench)
     click.echo(json.dumps(findings, indent=2) if as_json else "\n".join(lines(findings)))
     if any("error" in found for found in findings["directories"].values()):

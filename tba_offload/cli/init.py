@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shlex
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +60,9 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: b
 
 def _drives() -> list[str]:
     """Return the mount point of each NVMe drive, or the directory for temporary files."""
-    temporary = tempfile.gettempdir()
+    from tba_offload.store.open import temporary_directory
+
+    temporary = temporary_directory()
     first = {Path(temporary).stat().st_dev: temporary}  # used if it is on the drive
     found = []
     for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines():

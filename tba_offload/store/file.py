@@ -20,6 +20,7 @@ import mmap
 import os
 import secrets
 import shlex
+import stat
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +45,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)  # a container may forbid unknown calls
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 20, 1 << 30  # a twentieth of the file system, at least 1 GiB
 _GROWTH = 64 << 20  # a file grows by this many bytes more than needed
+_MOST_LINKS = 40
 # Small blocks save memory, because a buffer for a read is padded to blocks. Other file systems may accept
 # transfers smaller than their own block, and use the page cache for these transfers without an error.
 _SMALL_BLOCKS, _KEEPS_DIRECT = (512, BLOCK), ("ext4", "xfs")
@@ -72,7 +74,7 @@ class FileStore(Store):
         path: The I/O path. ``reason`` is a text with the reason if a better path exists.
 
     Raises:
-        StoreError: The directory cannot be used, or other users could read files there.
+        StoreError: The directory cannot be used, or other users could tamper with its path.
     """
 
     kind = "file"
@@ -330,30 +332,43 @@ def check_directory(path: str) -> None:
 def opened_directory(path: str) -> Iterator[int]:
     """Open a directory, for use as ``dir_fd``.
 
-    A missing directory is not created: its path may have a typing error, or its drive may not be mounted. In
-    the second case, the files would fill the system's disk.
+    Symbolic links are followed. The exception is a link of another user in a directory that everybody may
+    write to. A missing directory is not created: its path may have a typing error, or its drive may not be
+    mounted. In the second case, the files would fill the system's disk.
 
     Raises:
         StoreError: The directory cannot be used, or the block raised an ``OSError``.
     """
-    here = Path(path).expanduser().absolute()
     try:
-        fd = os.open(here, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = _open_directory(path)
         try:
             yield fd
         finally:
             os.close(fd)
     except StoreError:
         raise
-    except (FileNotFoundError, NotADirectoryError) as error:
-        wrong = next((part for part in (*reversed(here.parents), here) if not part.is_dir()), here)
-        if wrong.exists():
-            raise StoreError(error.errno, f"{wrong.name!r} is not a directory; choose one", path) from None
-        target = shlex.quote(str(here.resolve()))  # for a dangling link, the path that it names
-        remedy = f"mount its drive, or create it if the path is right: mkdir -p {target}"
-        raise StoreError(errno.ENOENT, f"{wrong.name!r} does not exist; {remedy}", path) from None
     except OSError as error:
         raise store_error("cannot create a file there", error, path) from error
+
+
+def _open_directory(path: str) -> int:
+    here = Path(path).expanduser().absolute()
+    for _ in range(_MOST_LINKS):
+        link = next((part for part in (*reversed(here.parents), here) if part.is_symlink()), None)
+        if link is None:
+            break
+        if link.parent.stat().st_mode & stat.S_IWOTH and link.lstat().st_uid not in {0, os.geteuid()}:
+            why = f"another user put the link {link.name!r} into a directory that everybody may write to"
+            raise StoreError(errno.ELOOP, f"{why}; use the directory to which the link points", path)
+        here = link.parent / link.readlink() / here.relative_to(link)
+    try:
+        return os.open(here, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        wrong = next(part for part in (*reversed(here.parents), here) if not part.is_dir())
+        if wrong.exists():
+            raise StoreError(error.errno, f"{wrong.name!r} is not a directory; choose one", path) from None
+        remedy = f"mount its drive, or create it if the path is right: mkdir -p {shlex.quote(str(here))}"
+        raise StoreError(errno.ENOENT, f"{wrong.name!r} does not exist; {remedy}", path) from None
 
 
 def store_error(what: str, error: OSError, directory: str) -> StoreError:

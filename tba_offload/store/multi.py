@@ -382,6 +382,11 @@ class MultiStore:
         outages, self._outages = self._outages, []
         return outages
 
+    def suspend(self, extent: Extent, cause: BaseException) -> None:
+        """Take the place of an extent out of service, because repeated reads from it failed."""
+        with self._lock:
+            self._leave_alone(self._places[extent.drive], cause)
+
     def resume(self) -> None:
         """Put all places that answer back in service. The next write shows whether they work."""
         with self._lock:

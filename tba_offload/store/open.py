@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba_offload.config import StoreConfig
 from tba_offload.config.values import KINDS
-from tba_offload.errors import MissingDependencyError, StoreError, UnsupportedError
+from tba_offload.errors import MissingDependencyError, StoreError, UnsupportedError, warn
 from tba_offload.store import gds, posix
 from tba_offload.store.file import FileStore
 from tba_offload.store.gds import GdsStore
@@ -50,7 +51,7 @@ def open_store(config: StoreConfig | None = None, *, device: Device, **settings:
     readers, writers = config.readers or usual, config.writers or usual
     config = replace(config, readers=readers, writers=writers)
     if not config.directories and config.kind != "host":
-        config = replace(config, directories=(Path(tempfile.gettempdir()),))
+        config = replace(config, directories=(Path(temporary_directory()),))
     with ExitStack() as stack:  # if a place cannot be opened, the places before it are closed again
         places = [stack.enter_context(closing(place)) for place in _places(config, device)]
         if config.host_capacity and config.order != ("drive", "host"):
@@ -101,6 +102,17 @@ def threads_per_direction() -> int:
     one thread is as fast.
     """
     return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 2
+
+
+def temporary_directory() -> str:
+    """Return the directory for temporary files. Warn if the environment names an unusable one."""
+    found = tempfile.gettempdir()
+    named = os.environ.get("TMPDIR") or os.environ.get("TEMP") or os.environ.get("TMP")
+    if named and not os.access(named, os.W_OK | os.X_OK):
+        why = "cannot be written to" if Path(named).exists() else "does not exist"
+        remedy = f"mkdir -p {shlex.quote(named)}, or set store.directories"
+        warn(f"TMPDIR names {named!r}, which {why}, so files go to {found}. {remedy}")
+    return found
 
 
 def saves_nothing(config: StoreConfig) -> str | None:

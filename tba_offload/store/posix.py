@@ -84,13 +84,14 @@ def needs_stable_pages(fd: int) -> bool:
 
 # ---- file systems -----------------------------------------------------------------------------------------
 
-MEMORY, NETWORK, DRIVE = "memory", "network", "drive"
+MEMORY, NETWORK, LAYERS, DRIVE = "memory", "network", "layers", "drive"
 """The places in which a file system keeps its bytes: the values of :attr:`Mount.place`."""
 
 _PLACES = {
     **dict.fromkeys(("tmpfs", "ramfs", "rootfs", "hugetlbfs"), MEMORY),
     **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "afs"), NETWORK),
     **dict.fromkeys(("9p", "virtiofs", "orangefs", "gfs2", "ocfs2"), NETWORK),
+    "overlay": LAYERS,
 }
 
 
@@ -101,8 +102,9 @@ class Mount(NamedTuple):
         kind: The kernel's name of the file system, such as ``"nfs4"`` or ``"fuse.sshfs"``; ``"unknown"`` if
             the kernel does not say.
         source: The mounted device or export, such as ``"/dev/nvme0n1p1"``; empty if unknown.
-        place: The place of the bytes: ``"memory"``, ``"network"`` or ``"drive"``. File systems in user space
-            count as ``"network"``. All other file systems are ``"drive"``.
+        place: The place of the bytes: ``"memory"``, ``"network"``, ``"layers"`` or ``"drive"``. File systems
+            in user space count as ``"network"``. ``"layers"`` is an overlay, unless its upper layer is known
+            to be in memory. All other file systems are ``"drive"``.
     """
 
     kind: str = "unknown"
@@ -122,7 +124,17 @@ def mount_of(path: str) -> Mount:
     except OSError:
         return Mount()
     number = re.search(r"^mnt_id:\s*(\d+)$", info, re.MULTILINE)
-    line = number and re.search(rf"^{number[1]} .* - (\S*) (\S*) \S*$", mounts, re.MULTILINE)
+    line = number and re.search(rf"^{number[1]} .* - (\S*) (\S*) (\S*)$", mounts, re.MULTILINE)
     if not line:
         return Mount()
-    return Mount(line[1], line[2], NETWORK if line[1].startswith("fuse") else _PLACES.get(line[1], DRIVE))
+    kind, source, options = map(_unescaped, line.groups())
+    place = NETWORK if kind.startswith("fuse") else _PLACES.get(kind, DRIVE)
+    upper = re.search(r"(?:^|,)upperdir=(/[^,]*)", options)  # a container cannot see its host's directory
+    if upper and mount_of(upper[1]).place == MEMORY:
+        place = MEMORY
+    return Mount(kind, source, place)
+
+
+def _unescaped(text: str) -> str:
+    """Decode a word of ``mountinfo``, in which white space and backslashes are octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text)

@@ -323,6 +323,8 @@ class Offloader:
                 break
             if pause is None or isinstance(error, DeviceError):
                 self._end_ahead(ref)
+                if is_of_drive(error):
+                    self.store.suspend(extent, error)
                 where = f" from {self.store.place(extent)}, offset {extent.offset}"
                 raise _transfer_error("read", ref, error, where)
             time.sleep(pause)

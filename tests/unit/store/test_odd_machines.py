@@ -1,10 +1,11 @@
-"""Stores on a full disk."""
+"""Stores on machines that are not as usual: full disks, layers in memory, one owner for all."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import tempfile
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -91,3 +92,45 @@ def test_checkpoints_are_saved_to_the_disk_of_the_activations(disk: Callable[[in
             torch.save(model.state_dict(), place / "checkpoint.pt")
             assert free(place) > before - 2 * (place / "checkpoint.pt").stat().st_size - MIB
     assert session.records[-1].fallback_kept_bytes > 0
+
+
+def test_a_missing_directory_for_temporary_files_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python replaces it without a word, perhaps by a small disk or by memory."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setenv("TMP", str(tmp_path))
+    model = blocks()
+    with (
+        pytest.warns(UserWarning, match="TMPDIR names .*scratch', which does not exist, so files go to"),
+        tba.attach(model, {"default": "offload"}) as session,
+    ):
+        step(session, model, 8)
+    assert session.store.description["directory"] == str(tmp_path)
+
+
+def test_an_overlay_whose_upper_layer_is_memory_is_memory(
+    mounted: Callable[..., Path], tmp_path: Path
+) -> None:
+    memory = mounted("memory", "-t", "tmpfs", "tmpfs")
+    for name in ("upper", "work"):
+        (memory / name).mkdir()
+    (tmp_path / "lower").mkdir()
+    layers = f"lowerdir={tmp_path / 'lower'},upperdir={memory / 'upper'},workdir={memory / 'work'}"
+    place, model = mounted("layers", "-t", "overlay", "overlay", "-o", layers), blocks()
+    with (
+        pytest.warns(tba.errors.NothingSavedWarning, match=f"{place} is in host memory"),
+        tba.attach(model, offloading(place)) as session,
+    ):
+        step(session, model, 3000)
+    assert session.store.description["reason"] == "overlay lies in memory"
+
+
+def test_a_server_may_give_all_files_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that squashes root does: files that this process has just made are not its own."""
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    model = blocks()
+    with tba.attach(model, offloading(tmp_path)) as session:
+        step(session, model, 3000)
+    assert session.records[-1].read_bytes > 0
