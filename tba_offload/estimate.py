@@ -10,8 +10,9 @@ estimate the time. Transfers move no bytes, and take the time that the drives ne
 from __future__ import annotations
 
 import json
+import sys
 import warnings
-from bisect import insort
+from bisect import bisect_left, insort
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -42,6 +43,7 @@ from tba_offload.placements import Placement, Staying
 from tba_offload.planner.measure import StepObservation, profile_of
 from tba_offload.planner.model import Bandwidth, DeviceShare, Limits, Plan, Prediction
 from tba_offload.planner.solve import Case, solve
+from tba_offload.recompute.arguments import put_together, take_apart
 from tba_offload.recompute.digest import digest
 from tba_offload.report import plans, text
 from tba_offload.report.log import StepRecord
@@ -57,6 +59,9 @@ if TYPE_CHECKING:
 
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
 WAYS = "keep", "offload", "offload-remat", "recompute", "recompute-offload"
+LENGTHS = [2**power for power in range(7, 21)]
+"""Lengths of sequences for which ``recompute-offload`` is estimated."""
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -66,7 +71,7 @@ def run_on_console(
     """Print the cost of each placement, as ``tba-offload estimate --help`` says."""
     with dry_model(bandwidth=bandwidth, **model) as dry:
         names = dry.names
-        dry.step(Plan((Placement.OFFLOAD,) * len(names)))
+        dry.run(Plan((Placement.OFFLOAD,) * len(names)))
         profile: Any = dry.profile
         saved = sum(profile.kind_of(layer).nbytes for layer in range(len(names)))
         limits = Limits(window=OffloadConfig().budget.window(saved, profile.largest_bytes))
@@ -90,8 +95,10 @@ def run_on_console(
                 "Activations may also use the room of gradients that do not exist yet.",
                 f"The row fit: {layers_by_placement(names, placed['fit'].placements)}.",
             ]
-    rows, runs = [], [slot.layer for slot in profile.slots if not slot.backward]
-    forward = sum(profile.timing(layer, Placement.KEEP).forward for layer in runs)
+        rows, forward = [], dry.forward_seconds
+        lengths = [length for length in LENGTHS if length <= dry.longest]
+        place = bisect_left(lengths, -bandwidth.write, key=lambda length: -dry.needed_rate(length))
+        carried = lengths[place] if place < len(lengths) else None
     for way, step in steps.items():
         # Backward finds some bytes in memory before they are written. Their number depends on the speed of
         # the drives, so all bytes count that a step sends.
@@ -110,10 +117,17 @@ def run_on_console(
         }
         rows.append(row)
     if as_json:
-        found = {"layers": names, "in_flight_bytes": limits.window, "placements": rows}
+        found = {
+            "layers": names,
+            "in_flight_bytes": limits.window,
+            "carried_from": carried,
+            "placements": rows,
+        }
         click.echo(json.dumps(found, indent=2))
     else:
-        text.show(*notes, plans.placements_table(rows))
+        since = f"from {carried:,} tokens on" if carried else f"at no length up to {lengths[-1]:,} tokens"
+        answer = f"These drives carry recompute-offload without waiting {since}."
+        text.show(*notes, plans.placements_table(rows), answer)
 
 
 @contextmanager
@@ -179,8 +193,7 @@ def create(
     if kind is None or not name.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM")):
         known = 'a language model with one stack of layers, such as "architectures": ["LlamaForCausalLM"]'
         raise UnsupportedError(f"the configuration names the class {name!r}. It must name {known}")
-    most = getattr(found, "max_position_embeddings", None)
-    if most and sequence > most and not hasattr(found, "rope_parameters"):
+    if sequence > (most := _longest(found)):
         known = found.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         raise ConfigError(f"--sequence {sequence}: {name} has {most} positions ({known}). Use at most {most}")
     # Some functions that initialize weights read the values of the weights. transformers reads the source of
@@ -199,6 +212,12 @@ def create(
     for given in signature(kind.forward).parameters.keys() & {"cache", "past_key_values"}:
         inputs[given] = type("NoCache", (transformers.DynamicCache,), holds_nothing)()
     return model, inputs
+
+
+def _longest(config: Any) -> int:
+    """Return the largest number of tokens of a sequence. Only learned positions limit it."""
+    most = getattr(config, "max_position_embeddings", None)
+    return int(most) if most and not hasattr(config, "rope_parameters") else sys.maxsize
 
 
 def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
@@ -279,6 +298,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         names: Module names of the layers.
+        longest: Largest number of tokens of a sequence.
         weight_bytes: Bytes of parameters and buffers.
         profile: The profile of all steps so far.
     """
@@ -297,10 +317,30 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gradients = Gradients([model], machine.torch_device, lambda _: None)
         self.weight_bytes: int = model.get_memory_footprint()
         self.profile: Any = None
+        self.longest = _longest(model.config)
         layers = find_layers(model).layers
         self.names = tuple(layer.id.name for layer in layers)
         for index, layer in enumerate(layers):
             layer.module.forward = partial(self._call, index, layer.module.forward)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Compute time of the layers' forward, without waits."""
+        layers = [slot.layer for slot in self.profile.slots if not slot.backward]
+        return float(sum(self.profile.timing(layer, Placement.KEEP).forward for layer in layers))
+
+    def needed_rate(self, length: int) -> float:
+        """Return the rate at which drives write the inputs of all layers during forward.
+
+        Args:
+            length: Number of tokens of a sequence.
+        """
+        tokens = self._inputs["input_ids"]
+        self._inputs |= dict.fromkeys(("input_ids", "labels"), tokens.new_zeros(len(tokens), length))
+        self.profile = None
+        self.run(Plan((Placement.OFFLOAD,) * len(self.names)))
+        inputs = sum(self.profile.kind_of(layer).input_bytes for layer in range(len(self.names)))
+        return float(inputs / self.forward_seconds)
 
     def step(self, plan: Plan) -> Prediction:
         """Return the figures of a step under a plan.
@@ -309,10 +349,11 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         self._capture.learned.clear()
         if any(way.offloads for way in plan.placements):
-            self._run(plan)
-        return self._run(plan)
+            self.run(plan)
+        return self.run(plan)
 
-    def _run(self, plan: Plan) -> Prediction:
+    def run(self, plan: Plan) -> Prediction:
+        """Run a step under a plan."""
         capture, offloader, machine = self._capture, self._capture.offloader, self._machine
         offloader.resize_window(plan.window)
         offloader.begin_step()
@@ -354,7 +395,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hooks = LayerHooks(self._capture, key, when_slow=False, stays=stays)
         hooks.understands = lambda tensor, _: tensor.layout is torch.strided
         if way.recomputes:
-            forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+            forward = partial(_recomputed, forward)
         with hooks:
             output = forward(*args, **kwargs)
         trace.end_scope(scope)
@@ -368,6 +409,8 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._capture.schedule.reached()
 
     def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.prim.device.default:  # the most frequent call
+            return args[0].fake_device
         self._mode.cache_enabled = function is not _SET  # a cached call would keep the storage alive
         output, machine = function(*args, **(kwargs or {})), self._machine
         machine.clock += _flops_of(function, args, kwargs or {}, output) / self._flops
@@ -379,3 +422,15 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._whole = max(self._whole, whole)
         machine.settle()
         return output
+
+
+def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> object:
+    """Run a layer in a checkpoint, which saves all tensors among the arguments."""
+    tensors: list[Tensor] = []
+    layout = take_apart((args, kwargs), tensors)
+
+    def run(*given: Tensor) -> object:
+        args, kwargs = put_together(layout, given)
+        return forward(*args, **kwargs)
+
+    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False)

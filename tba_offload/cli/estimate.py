@@ -49,10 +49,11 @@ def estimate(*, host_capacity: int | None, **options: Any) -> None:
     offloaded). With --device-bytes, the last row is the fastest plan that fits the device.
 
     For each placement, the output has the activation peak, the step time, the rate that drives need to write
-    all bytes during the forward pass, the bytes written, and the life of the drives. The model runs one step
-    on tensors without bytes. The planner's simulator computes the rest. The model is a language model of
-    transformers with one stack of layers. The bytes written are the most that a step can write: drives write
-    fewer if backward still finds some in memory. The rates of host memory are measured on this machine.
+    all bytes during the forward pass, the bytes written, and the life of the drives. The model runs steps on
+    tensors without bytes. The model is a language model of transformers with one stack of layers. The bytes
+    written are the most that a step can write: drives write fewer if backward still finds some in memory. The
+    rates of host memory are measured on this machine. The last line gives the length of sequences from which
+    on the drives carry recompute-offload without waiting.
 
     The kernels are those of this machine. On a CPU, dropout and attention with dropout save more than on a
     GPU.

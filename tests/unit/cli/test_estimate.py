@@ -109,6 +109,12 @@ def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
     assert offload["years"] == pytest.approx(600e12 / offload["written_bytes_per_day"] / 365)
     assert offload["activation_peak_bytes"] < keep["activation_peak_bytes"]
     assert fit["fits"]
+    found = estimate(*sizes[:-1], 2048)
+    assert found["carried_from"] == 128
+    needed = found["placements"][-1]["drives_need"]
+    slow = "--flops", "20G", "--write", f"{needed * 1.01:.0f}B/s"
+    answer = "These drives carry recompute-offload without waiting from 2,048 tokens on."
+    assert answer in call("estimate", *sizes, *slow).stdout
     shown = call("estimate", *sizes, "--flops", "20G", "--write", "1GB/s", "--read", "2GB/s").stdout
     assert "4 layers" in shown
     assert re.search(r"^\| offload-remat +\| +\S+ [KM]iB \|", shown, re.MULTILINE)
