@@ -216,8 +216,8 @@ def create(
 
 def _longest(config: Any) -> int:
     """Return the largest number of tokens of a sequence. Only learned positions limit it."""
-    most = getattr(config, "max_position_embeddings", None)
-    return int(most) if most and not hasattr(config, "rope_parameters") else sys.maxsize
+    is_rotary = hasattr(config, "rope_parameters") or hasattr(config, "rope_theta")
+    return sys.maxsize if is_rotary else getattr(config, "max_position_embeddings", sys.maxsize)
 
 
 def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
