@@ -43,6 +43,7 @@ from tba_offload.placements import Placement, Staying
 from tba_offload.planner.measure import StepObservation, profile_of
 from tba_offload.planner.model import Bandwidth, DeviceShare, Limits, Plan, Prediction
 from tba_offload.planner.solve import Case, solve
+from tba_offload.planner.window import Tier, drives_share, is_for_host
 from tba_offload.recompute.arguments import put_together, take_apart
 from tba_offload.recompute.digest import digest
 from tba_offload.report import plans, text
@@ -237,6 +238,19 @@ def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
     return int(formula(*args, **kwargs, out_val=output)) // (2 if given.get("is_causal") else 1)
 
 
+class _Tier(Tier):
+    """The drives, or host memory, without data.
+
+    Attributes:
+        bandwidth: The rates.
+        free_at: End of the last read, and of the last write.
+    """
+
+    def __init__(self, bandwidth: Bandwidth) -> None:
+        super().__init__(0, 0, bandwidth.write)
+        self.bandwidth, self.free_at = bandwidth, [0.0, 0.0]
+
+
 class _Machine(Device):
     """A device and drives without data. The offloader uses it as its device and as its store.
 
@@ -250,11 +264,11 @@ class _Machine(Device):
     completed: Any
 
     def __init__(self, bandwidth: Bandwidth) -> None:
-        self.clock, self.live = 0.0, LiveBytes(self.torch_device)
-        self._rates, self._free_at = (bandwidth.read, bandwidth.write), [0.0, 0.0]
+        self.clock, self.live, self._share = 0.0, LiveBytes(self.torch_device), 0.0
+        self._tiers = [_Tier(bandwidth), _Tier(bandwidth.host or replace(bandwidth, capacity=0))]
         self._queue: list[tuple[float, float, int, Any]] = []  # ends and starts of transfers, ordered by end
         self.read, self.write = partial(self._submit, writes=False), partial(self._submit, writes=True)
-        self.release = self.resume = self.trim = lambda *_: None
+        self.resume = self.trim = lambda *_: None
 
     def mark(self) -> float:
         """Return the clock."""
@@ -262,20 +276,50 @@ class _Machine(Device):
 
     def _submit(self, transfers: Sequence[Transfer], *, writes: bool) -> None:
         for each in transfers:
-            memory: Any = each.memory
-            self.live.add_storage(memory.storage)
-            began, each.is_write = max(self.clock, self._free_at[writes]), writes
-            self._free_at[writes] = began + each.nbytes / self._rates[writes]
-            insort(self._queue, (self._free_at[writes], began, id(each), each))
+            memory, each.is_write = each.memory, writes
+            self.live.add_storage(memory.storage)  # type: ignore[union-attr]
+            each.drive = self._place(each.nbytes) if each.extent is None else each.extent.drive
+            tier = self._tiers[each.drive]
+            began = max(self.clock, tier.free_at[writes])
+            rate = tier.bandwidth.write if writes else tier.bandwidth.read
+            tier.free_at[writes] = began + each.nbytes / rate
+            insort(self._queue, (tier.free_at[writes], began, id(each), each))
+            if writes:
+                tier.held += each.nbytes
+                tier.pending += each.nbytes
+
+    def _place(self, nbytes: int) -> int:
+        """Return 1 if a write goes to host memory, 0 if it goes to a drive."""
+        drives, host = self._tiers
+        has_room = host.held + nbytes <= (host.bandwidth.capacity or 0)
+        return int(has_room and is_for_host(host, drives, self.spill_bytes, self._share))
+
+    def beyond_host(self, nbytes: int) -> int:
+        """Return how many bytes of a step go to drives, because host memory is full."""
+        capacity = self._tiers[1].bandwidth.capacity or 0
+        self._share = drives_share(nbytes, capacity)  # for the next step, as in training
+        return max(nbytes - capacity, 0)
+
+    def release(self, extent: Extent) -> None:
+        """Free the room of an extent."""
+        self._tiers[extent.drive].held -= extent.nbytes
 
     def cancel(self, transfer: Transfer) -> bool:
         """Cancel a transfer if it has not started."""
         waiting = [entry for entry in self._queue if entry[-1] is transfer and entry[1] > self.clock]
         for entry in waiting:
             self._queue.remove(entry)
+            self._end(transfer)
             transfer.memory = None
-            transfer.finish()
+            if transfer.is_write:
+                self._tiers[transfer.drive].held -= transfer.nbytes
         return bool(waiting)
+
+    def _end(self, transfer: Transfer) -> None:
+        if transfer.is_write:
+            self._tiers[transfer.drive].pending -= transfer.nbytes
+            transfer.memory = None
+        transfer.finish()
 
     def wait(self, transfer: Transfer) -> None:
         """Set the clock to the end of a transfer."""
@@ -288,9 +332,9 @@ class _Machine(Device):
         while self._queue and self._queue[0][0] <= self.clock:
             transfer = self._queue.pop(0)[-1]
             if transfer.is_write:
-                transfer.memory, transfer.extent = None, Extent(0, 0, transfer.nbytes)
+                transfer.extent = Extent(0, 0, transfer.nbytes, drive=transfer.drive)
             self.completed.append(transfer)
-            transfer.finish()
+            self._end(transfer)
 
 
 class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -377,8 +421,9 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.profile is None:
             raise UnsupportedError("backward reaches no layer, so there is nothing to offload")
         stalled = sum(ended - began for began, ended in stats.marked_stalls)
+        sent = machine.beyond_host(stats.offloaded + stats.forwarded)
         peaks = self._whole - gradients, stats.offloaded, self._peak
-        return Prediction(seconds, stalled, *peaks, forwarded_bytes=stats.forwarded)
+        return Prediction(seconds, stalled, *peaks, forwarded_bytes=stats.forwarded, sent_bytes=sent)
 
     def _call(self, index: int, forward: Any, *args: Any, **kwargs: Any) -> object:
         """Run a layer with its placement, and add a hook that is called when backward reaches the layer."""
