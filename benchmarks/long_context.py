@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,6 @@ class Shape:
     dtype: str
 
     def config(self) -> Any:
-        """Return the configuration of transformers."""
         import transformers
 
         sizes = {"num_hidden_layers": self.layers, "max_position_embeddings": self.context}
@@ -112,17 +112,14 @@ class Shape:
 class ContextRunner:
     """A model that trains on one sequence a step.
 
-    Args:
-        shape: The model.
-        device: Where it trains.
-        switch: Arguments of transformers' switch for checkpointing; ``None`` leaves it off.
-        policy: Of this package; ``None`` if it takes no part.
-        rate: To which the drive is held, bytes a second in each direction; ``None`` if it is not.
+    ``switch`` has arguments of transformers' switch for checkpointing, ``policy`` is this package's, and the
+    drive is held to ``rate`` bytes a second in each direction. ``None`` does without.
     """
 
     def __init__(
         self, shape: Shape, device: str, *, switch: Any = None, policy: Any = None, rate: float | None = None
     ) -> None:
+        warnings.simplefilter("ignore", tba.NothingSavedWarning)  # of host memory on a CPU
         keep_freed_pages()
         self._shape, self._device, self._count = shape, device_of(torch.device(device)), 0
         self._stack = contextlib.ExitStack()
@@ -164,7 +161,7 @@ class ContextRunner:
         peak = self._meter.peak() - base if is_measured else None
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
-        if self._meter.samples is False:
+        if self._device.runs_behind:
             torch.cuda.empty_cache()  # the processes share the device
         began, turned, ended = times
         found = {"forward": turned - began, "seconds": ended - began, "peak": peak}
@@ -172,7 +169,6 @@ class ContextRunner:
         return found if session is None else found | transfers(session.records[-1], moves)
 
     def _now(self) -> float:
-        """Return the time at which the device has done all its work."""
         if self._device.runs_behind:
             torch.accelerator.synchronize()
         return time.perf_counter()
@@ -238,7 +234,6 @@ class Bench:
         return {"switch": {}, "policy": {"default": "offload", "budget": budget, "store": store}}
 
     def unheld(self, memory: int, wanted: Sequence[str]) -> dict[str, Figures]:
-        """Race everything that runs as it is, or the lanes that are wanted."""
         estimated = self.estimate()
         lanes = {"host": self.policy(kind="host")}
         lanes["drive"] = self.policy(kind="file", directories=[self.place])
@@ -260,20 +255,14 @@ class Bench:
             rate = float(name[:-1]) * drive["need"] if name.endswith("x") else parse_size(name)
             lanes[f"drive at {name}"] = {"rate": rate} | self.policy(**store)
             lanes[f"host first at {name}"] = {"rate": rate} | self.policy(**store, **first)
-        rows = self.race(lanes)
+        rows, computes = self.race(lanes), drive["forward"] * (1 - 1 / self.shape.layers)
         for name, lane in lanes.items():
             room = capacity if "order" in lane["policy"]["store"] else 0
-            rows[name]["expected_wait"] = self.expected_wait(drive, lane["rate"], room)
-        return {name: rows[name] | {"rate": lane["rate"]} for name, lane in lanes.items()}
-
-    def expected_wait(self, drive: Figures, rate: float, room: int) -> float:
-        """Return how long the layers wait for a drive, beside host memory with room for some inputs."""
-        each, layer = drive["saved"] / self.shape.layers, drive["forward"] / self.shape.layers
-        count = self.shape.layers - room // each
-        return max((count * each - self.window) / rate - (count - 1) * layer, 0.0)
+            writes = (drive["saved"] - room - self.window) / lane["rate"]
+            rows[name] |= {"rate": lane["rate"], "expected_wait": max(writes - computes, 0.0)}
+        return {name: rows[name] for name in lanes}
 
     def estimate(self) -> dict[str, Figures]:
-        """Return the rows of ``tba-offload estimate``, for 1 TFLOP/s and endlessly fast drives."""
         config = self.shape.config()
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(self.place)
@@ -327,14 +316,17 @@ def show_rows(rows: Sequence[Figures], title: str) -> None:
     show(list(columns), [[text(row) for text in columns.values()] for row in rows], title)
 
 
+def alike(one: Figures, other: Figures, *keys: str) -> bool:
+    """Return True if two rows are of one lane and have the same values."""
+    return "rate" not in one | other and all(one[key] == other[key] for key in keys)
+
+
 def predict(rows: Sequence[Figures], found: Mapping[str, Figures]) -> None:
     """Add the needs of new rows as predicted from those at the next shorter context."""
-    keys = "name", "model", "layers", "dtype"
     for row in found.values():
-        shorter = [each for each in rows if each["context"] < row["context"] and "rate" not in each]
-        like = [each for each in shorter if all(each[key] == row[key] for key in keys) and each["need"]]
-        if like and "rate" not in row:
-            last = max(like, key=lambda row: row["context"])
+        like = [each for each in rows if alike(each, row, "name", "model", "layers", "dtype")]
+        shorter = [each for each in like if each["need"] and each["context"] < row["context"]]
+        for last in sorted(shorter, key=lambda row: row["context"])[-1:]:
             row["predicted_need"] = last["need"] * row["estimated_need"] / last["estimated_need"]
 
 
@@ -353,9 +345,7 @@ def show_growth(rows: Sequence[Figures], memory: int) -> None:
     """Print how peaks grow with depth, and the longest contexts by the lines through two peaks."""
     for name, line in lines_of(rows).items():
         for row in line:
-            like = [
-                each for each in rows if all(each[key] == row[key] for key in ("name", "dtype", "context"))
-            ]
+            like = [each for each in rows if alike(each, row, "name", "dtype", "context")]
             least = min(like, key=lambda row: row["layers"])
             if row is not least:
                 ratio = row["peak"] / least["peak"]
@@ -387,24 +377,22 @@ def draw(rows: Sequence[Figures], prefix: str) -> None:
         for row in line
     ]
     rok.draw(points, f"{prefix}-rok.svg")
-    rok.write_picture(f"{prefix}-contexts.svg", lambda: contexts_figure(points))
 
+    def contexts() -> Any:
+        from matplotlib.figure import Figure
 
-def contexts_figure(points: Sequence[rok.RokPoint]) -> Any:
-    """Return the contexts that fit over memory, a line a lane."""
-    from matplotlib.figure import Figure
+        figure = Figure(figsize=(rok.WIDTH, 4.2), layout="constrained")
+        axes, grouped = figure.add_subplot(), rok.lines(points)
+        for name, line in grouped.items():
+            colour, marker, dashes = rok.looks(grouped)[name]
+            places = [(each.peak_bytes / 2**20, each.sequence) for each in line]
+            axes.plot(*zip(*places, strict=True), dashes, marker=marker, color=colour, label=rok.short(name))
+        rok.finish(axes, "Context (tokens)", points[0].title)
+        axes.set(xlabel="Activation peak (MiB)", xlim=(0, None))
+        figure.legend(loc="outside upper left", ncols=2)
+        return figure
 
-    figure = Figure(figsize=(rok.WIDTH, 4.2), layout="constrained")
-    axes, grouped = figure.add_subplot(), rok.lines(points)
-    for name, line in grouped.items():
-        colour, marker, dashes = rok.looks(grouped)[name]
-        memory = [each.peak_bytes / 2**20 for each in line]
-        contexts = [each.sequence or 0 for each in line]
-        axes.plot(memory, contexts, dashes, marker=marker, color=colour, label=rok.short(name))
-    rok.finish(axes, "Context (tokens)", points[0].title)
-    axes.set(xlabel="Activation peak (MiB)", xlim=(0, None))
-    figure.legend(loc="outside upper left", ncols=2)
-    return figure
+    rok.write_picture(f"{prefix}-contexts.svg", contexts)
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
@@ -433,8 +421,7 @@ def main(
             shape = Shape(model, layers, context, dtype)
             if any(dataclasses.asdict(shape).items() <= row.items() for row in rows):
                 continue  # it is in the file
-            each = MODELS[model]["hidden_size"] * context * DTYPES[dtype].itemsize
-            window = int(options["window"] * each)
+            window = int(options["window"] * MODELS[model]["hidden_size"] * context * DTYPES[dtype].itemsize)
             bench = Bench(shape, options["device"], place, options["steps"], window)
             found = bench.unheld(memory, options["wanted"])
             if options["rates"]:
