@@ -76,14 +76,16 @@ def never_freed(memory: Iterable[torch.Tensor]) -> None:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _NEVER = 2**31 - 1
-_THRESHOLD = 128 * 1024  # the initial value of glibc
+_THRESHOLD, _HIGHEST = 128 << 10, 32 << 20  # the initial value of glibc, and the highest that glibc sets
 _MOST_MAPPINGS = 32768  # half of Linux's limit for one process, because other code needs mappings too
 _SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "glibc.malloc.mmap_threshold")
 
 _environment = " ".join(os.environ) + os.environ.get("GLIBC_TUNABLES", "")
 _is_decided = any(name in _environment for name in _SETTINGS)
-"""Whether malloc's use of freed memory is already set: by the user, by the program, or after a step in which
-malloc held too much freed memory."""
+"""Whether the user or the program has set malloc's use of freed memory."""
+
+_returns = False
+"""Whether :func:`return_freed_pages` has set it."""
 
 
 def keep_freed_pages() -> bool:
@@ -98,6 +100,8 @@ def keep_freed_pages() -> bool:
     Returns:
         Whether the C library accepted the setting.
     """
+    global _is_decided  # noqa: PLW0603 - a process has only one malloc
+    _is_decided = True
     return _set_thresholds(_NEVER)
 
 
@@ -111,9 +115,18 @@ def return_freed_pages() -> None:
 
     Nothing changes if the process called :func:`keep_freed_pages` or set a threshold in its environment.
     """
-    if not _is_decided and _set_thresholds(_THRESHOLD):
+    global _returns  # noqa: PLW0603 - as above
+    if not (_is_decided or _returns) and _set_thresholds(_THRESHOLD):
+        _returns = True
         ctypes.CDLL(None).mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def reuse_freed_pages() -> None:
+    """Make malloc reuse freed blocks again, because every page that malloc returned costs a page fault."""
+    global _returns  # noqa: PLW0603 - as above
+    if _returns and not _is_decided:
+        _returns = not _set_thresholds(_HIGHEST)
 
 
 def _set_thresholds(nbytes: int) -> bool:
@@ -121,7 +134,5 @@ def _set_thresholds(nbytes: int) -> bool:
 
     Only glibc supports this.
     """
-    global _is_decided  # noqa: PLW0603 - a process has only one malloc
-    _is_decided = True
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda _setting, _value: 0)
     return bool(mallopt(_M_MMAP_THRESHOLD, nbytes) and mallopt(_M_TRIM_THRESHOLD, nbytes))

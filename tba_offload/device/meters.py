@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tba_offload.device.host_memory import return_freed_pages
+from tba_offload.device.host_memory import return_freed_pages, reuse_freed_pages
 from tba_offload.errors import UnsupportedError
 from tba_offload.torch_private import is_transform_wrapper
 
@@ -52,9 +52,12 @@ class MemoryMeter:
             number.
         samples_taken: Number of samples of the peak; None if the peak is exact.
         is_thin: Whether the samples may have missed the peak. It is valid after :meth:`peak`.
+        returns_pages: Whether malloc returns freed memory to the system once it holds too much. It then has
+            more page faults, so a step that keeps everything does not need it.
     """
 
     samples = False
+    returns_pages = True
 
     _COARSE = 1 / 64
     """Share of the peak. The bytes that are left out of the peak may grow by this share within one period.
@@ -212,6 +215,8 @@ class MallocMeter(MemoryMeter):
             self._began = self._sampled_at = time.perf_counter()
             self._heights.clear()
             self._watching.set()
+        if not self.returns_pages:
+            reuse_freed_pages()
         self.cut()
         if self._thread.ident is None:
             self._thread.start()
@@ -245,7 +250,8 @@ class MallocMeter(MemoryMeter):
             self._rests_until = now + rest * (time.thread_time() - began)
             self._most = max(self._most, whole)
             share, slack = WASTED
-            if held - self._first_held > share * (self._most - self._first) + slack:
+            is_wasteful = held - self._first_held > share * (self._most - self._first) + slack
+            if is_wasteful and self.returns_pages:
                 return_freed_pages()
             if self._watching.is_set():
                 if not self._is_paused:

@@ -111,12 +111,13 @@ class Memory:
 
     # ---- one step --------------------------------------------------------------------------------
 
-    def begin_step(self, step: Step, weights: FrozenWeights | None, *, wanted: bool) -> None:
+    def begin_step(self, step: Step, weights: FrozenWeights | None, *, keeps: bool, wanted: bool) -> None:
         """Measure the live bytes at the start of a step.
 
         Args:
             step: The step.
             weights: The offloaded frozen weights.
+            keeps: Whether all layers keep their activations.
             wanted: Whether to measure memory before each run of a layer.
         """
         meter, number = step.meter, step.number
@@ -132,6 +133,7 @@ class Memory:
         if meter is None:
             return
         self.meter = meter
+        meter.returns_pages = not keeps or weights is not None or bool(self._states)
         meter.reset(closely=self.is_due or wanted)
         live = meter.live()
         self._earlier_outputs = self._outputs.nbytes

@@ -283,7 +283,9 @@ class Session:
         if self.budget.limits.nets_gradients:
             self.capture.trace.gradients = gradients.alone
         step.number = self.recorder.last_step + 1
-        memory.begin_step(step, self.weights, wanted=step.is_traced or self.planning.wants_memory)
+        keeps = all(each is Placement.KEEP for each in self.planning.plan.placements)
+        wanted = step.is_traced or self.planning.wants_memory
+        memory.begin_step(step, self.weights, keeps=keeps, wanted=wanted)
         step.began = time.perf_counter()
         # Other memory on the device may have grown, so less memory than planned may be free for activations.
         self.budget.begin_step(memory.base_bytes)
