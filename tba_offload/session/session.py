@@ -513,7 +513,8 @@ class Session:
 
         Without ``auto`` layers the controller measures the first steps, for the run log and the summary.
         """
-        config, limits, plan = self.config, self.budget.limits, self._plan_of_policy()
+        config, limits = self.config, self.budget.limits
+        self.planning.plan = plan = self._plan_of_policy()
         is_auto = Placement.AUTO in config.policy.placements(self.world.layers)
         self.notes_inputs |= is_auto
         task = Task(
