@@ -8,7 +8,7 @@ import os
 import re
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -179,9 +179,7 @@ Threshold = Annotated[int, BeforeValidator(_bytes), _WRITTEN, WithJsonSchema(_SI
 Seconds = Annotated[float | None, Field(ge=0, le=_LONGEST), BeforeValidator(_seconds)]
 Threads = Annotated[int | None, Field(ge=1, le=256), BeforeValidator(_count)]
 Kind = Annotated[str, BeforeValidator(_kind), WithJsonSchema({"enum": KINDS[:4]})]
-Order = Annotated[
-    tuple[str, ...], BeforeValidator(_order), WithJsonSchema({"enum": [["host", "drive"], ["drive", "host"]]})
-]
+Order = Annotated[tuple[Literal["host", "drive"], ...], BeforeValidator(_order)]
 Directories = Annotated[tuple[Path, ...], BeforeValidator(_directories), WithJsonSchema(_PATH_TEXTS)]
 PlacementName = Annotated[Placement, BeforeValidator(placement), WithJsonSchema(_PLACEMENT_TEXTS)]
 Passes = Annotated[int, Field(ge=1), BeforeValidator(_count)]

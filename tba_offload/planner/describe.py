@@ -55,14 +55,12 @@ def reason(case: Case) -> str:
 
 def _store(case: Case) -> str:
     """Return a text with two rates: the drives', and the rate to offload all layers without waits."""
-    profile, given, host = case.profile, readable_rate(case.bandwidth.write), case.bandwidth.host
+    profile, given = case.profile, readable_rate(case.bandwidth.write)
     slots = [slot for slot in profile.slots if not slot.backward]
     seconds = sum(profile.timing(slot.layer, Placement.KEEP).forward + slot.gap for slot in slots)
     saved = sum(profile.kind_of(slot.layer).whole_bytes for slot in slots)
-    if host is not None:
-        saved = max(saved - (host.capacity or 0), 0)
-        given += f" beside {readable_size(host.capacity or 0)} of host memory"
-    needed = saved / seconds if seconds else 0.0
+    in_host = 0 if case.bandwidth.host is None else case.bandwidth.host.capacity or 0
+    needed = max(saved - in_host, 0) / seconds if seconds else 0.0
     return f"The store writes {given}, and offloading all without waits needs {readable_rate(needed)}"
 
 

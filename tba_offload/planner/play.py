@@ -135,9 +135,8 @@ class _Step:
         self._drives = _Tier(bandwidth)
         self._host = None if bandwidth.host is None else _Tier(bandwidth.host)
         self._tiers = [tier for tier in (self._drives, self._host) if tier is not None]
-        self._share: float | None = None
-        if self._host is not None and bandwidth.host_first:
-            self._share = drives_share(self._most_saved(profile), self._host.room)
+        first = self._host if bandwidth.host_first else None
+        self._share = None if first is None else drives_share(self._most_saved(profile), first.room)
         self._tight_above = self._window.tight_above(profile.largest_bytes)
         self._headroom, self._at_loss = profile.headroom, profile.loss_bytes
         self._now = self._stall = 0.0

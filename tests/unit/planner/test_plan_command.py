@@ -48,12 +48,12 @@ def run_plan(*arguments: object, whole_sweep: bool = False) -> Any:
     return result
 
 
-def with_rates(run_log: Path, path: Path, rate: float) -> Path:
-    """A copy of a log whose drives write and read at a rate."""
+def with_rates(run_log: Path, path: Path, rate: float, **more: Any) -> Path:
+    """A copy of a log whose drives write and read at a rate, perhaps with host memory."""
     events = list(map(json.loads, run_log.read_text().splitlines()))
     for event in events:
         if event["event"] == "plan":
-            event["drive"] |= {"write": rate, "read": rate}
+            event["drive"] |= {"write": rate, "read": rate, **more}
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     return path
 
@@ -66,6 +66,15 @@ def test_a_run_that_was_not_auto_can_be_planned_from(run_log: Path) -> None:
     assert all(row["peak_bytes"] <= row["budget_bytes"] for row in fitting)
     seconds = [round(row["seconds"], 9) for row in fitting]
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_host_memory_beside_the_drives_of_the_run_is_planned_with(run_log: Path, tmp_path: Path) -> None:
+    host = {"write": 1e10, "read": 1e10, "capacity": 64 * MIB}
+    path = with_rates(run_log, tmp_path / "run.jsonl", 1e6, host=host, host_first=True)
+    assert "beside host memory with 10 GB/s written" in run_plan(path).output
+    situation = Situation.of(path, Bandwidth(1e9, 1e9))
+    offloaded = play(situation.profile, Plan((OFFLOAD,) * LAYERS), situation.bandwidth)
+    assert offloaded.host_bytes > 0 == offloaded.sent_bytes
 
 
 def test_the_policy_file_reproduces_the_plan(run_log: Path, tmp_path: Path) -> None:
