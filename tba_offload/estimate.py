@@ -82,7 +82,8 @@ def run_on_console(
         notes, share = [f"{len(names)} layers; the drives: {bandwidth}; in-flight window {window}."], None
         if device_bytes is not None:
             gradients = profile.gradient_bytes
-            share = DeviceShare(int(FITTING * device_bytes), dry.weight_bytes + 2 * gradients, gradients)
+            base = dry.model.get_memory_footprint() + 2 * gradients
+            share = DeviceShare(int(FITTING * device_bytes), base, gradients)
             if share.left <= 0:
                 raise ConfigError(f"nothing is left for activations {share}. Choose a larger device")
             auto = (Placement.AUTO,) * len(names)
@@ -97,7 +98,7 @@ def run_on_console(
                 f"The row fit: {layers_by_placement(names, placed['fit'].placements)}.",
             ]
         rows, forward = [], dry.forward_seconds
-        lengths = [length for length in LENGTHS if length <= dry.longest]
+        lengths = [length for length in LENGTHS if length <= _longest(dry.model.config)]
         place = bisect_left(lengths, -bandwidth.write, key=lambda length: -dry.needed_rate(length))
         carried = lengths[place] if place < len(lengths) else None
     for way, step in steps.items():
@@ -341,27 +342,23 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A model whose tensors have no data, with the hooks and the offloader of training.
 
     Attributes:
+        model: The model.
         names: Module names of the layers.
-        longest: Largest number of tokens of a sequence.
-        weight_bytes: Bytes of parameters and buffers.
         profile: The profile of all steps so far.
     """
 
-    def __init__(
-        self, model: Any, inputs: dict[str, Any], flops: float, machine: _Machine, mode: Any
-    ) -> None:
+    def __init__(self, model: Any, inputs: dict[str, Any], flops: float, machine: Any, mode: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model, self._inputs, self._mode = model, inputs, mode
+        self.model, self._inputs, self._mode = model, inputs, mode
         self._machine, self._flops = machine, flops
-        store: Any = machine
-        self._capture = Capture(Offloader(store, machine), min_tensor_bytes=OffloadConfig().min_tensor_bytes)
-        self._capture.offloader.marks_stalls, self._capture.device = True, model.device
+        least = OffloadConfig().min_tensor_bytes
+        self._capture = Capture(Offloader(machine, machine), min_tensor_bytes=least)
+        self._capture.offloader.marks_stalls = True
+        self._capture.device = model.device
         self._capture.static.refresh([model])
         self._verifier: Any = SimpleNamespace(add=lambda *_: None)  # there are no bytes to compare
         self._gradients = Gradients([model], machine.torch_device, lambda _: None)
-        self.weight_bytes: int = model.get_memory_footprint()
         self.profile: Any = None
-        self.longest = _longest(model.config)
         layers = find_layers(model).layers
         self.names = tuple(layer.id.name for layer in layers)
         for index, layer in enumerate(layers):
@@ -407,13 +404,13 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         trace.gradients = lambda: self._gradients.live.nbytes
         self._placements, self._peak, self._whole = plan.placements, 0, 0
         with self:
-            loss = self._model(**self._inputs).loss
+            loss = self.model(**self._inputs).loss
             loss.backward()
         trace.backward_ended()
         trace.end_step()
         capture.end_step(failed=False, is_broken=False)
         gradients, seconds = self._gradients.live.nbytes, machine.clock - began
-        self._model.zero_grad()
+        self.model.zero_grad()
         record = StepRecord(step=1, seconds=0.0, gradient_peak_bytes=gradients)
         on_device = partial(trace.device_times, stats.marked_stalls)
         seen = StepObservation(trace, (), (), plan, record, began=0.0, on_device=on_device)

@@ -20,31 +20,17 @@ if TYPE_CHECKING:
 transformers = pytest.importorskip("transformers")
 
 BATCH, SEQUENCE = 4, 192
+SIZES = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "vocab_size": 512}
 MODELS: dict[str, Any] = {
-    "LlamaForCausalLM": lambda: transformers.LlamaConfig(
-        hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=3, vocab_size=512
-    ),
+    "LlamaForCausalLM": lambda: transformers.LlamaConfig(**SIZES, intermediate_size=512),
     "GPT2LMHeadModel": lambda: transformers.GPT2Config(n_embd=192, n_layer=6, n_head=3, vocab_size=512),
-    "OPTForCausalLM": lambda: transformers.OPTConfig(
-        hidden_size=192,
-        ffn_dim=768,
-        num_hidden_layers=6,
-        num_attention_heads=3,
-        vocab_size=512,
-        word_embed_proj_dim=192,
+    "MixtralForCausalLM": lambda: transformers.MixtralConfig(
+        **SIZES, intermediate_size=512, num_key_value_heads=3, num_local_experts=4
     ),
     "Qwen3ForCausalLM": lambda: transformers.Qwen3Config(
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        head_dim=64,
-        vocab_size=512,
+        **SIZES, intermediate_size=512, num_key_value_heads=3, head_dim=64
     ),
-    "BertForMaskedLM": lambda: transformers.BertConfig(
-        hidden_size=192, intermediate_size=768, num_hidden_layers=6, num_attention_heads=3, vocab_size=512
-    ),
+    "BertForMaskedLM": lambda: transformers.BertConfig(**SIZES, intermediate_size=768),
 }
 WAYS = "keep", "offload", "offload-remat", "recompute", "recompute-offload"
 
@@ -74,7 +60,7 @@ def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) 
     ("name", "dtype"),
     [
         ("LlamaForCausalLM", "bf16"),
-        ("OPTForCausalLM", "fp32"),
+        ("MixtralForCausalLM", "bf16"),
         ("GPT2LMHeadModel", "fp32"),
         ("Qwen3ForCausalLM", "fp32"),
         ("BertForMaskedLM", "bf16"),
