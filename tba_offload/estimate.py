@@ -127,7 +127,11 @@ def run_on_console(
         }
         click.echo(json.dumps(found, indent=2))
     else:
-        since = f"from {carried:,} tokens on" if carried else f"at no length up to {lengths[-1]:,} tokens"
+        since = (
+            f"from {carried:,} tokens on"
+            if carried
+            else f"at no length up to {max(lengths, default=0):,} tokens"
+        )
         answer = f"These drives carry recompute-offload without waiting {since}."
         text.show(*notes, plans.placements_table(rows), answer)
 

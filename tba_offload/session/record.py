@@ -68,6 +68,8 @@ def run_log_path(
     """
     rank, ranks = rank_of_process()
     name = Path(path)
+    if ranks > 1:  # a program may have put the rank into the name itself
+        name = name.with_name(name.name.replace(f".rank{rank}.jsonl", ".jsonl"))
 
     def own(number: int) -> Path:
         found = name.with_name(f"{name.name.removesuffix('.jsonl')}.{number}.jsonl") if number > 1 else name

@@ -483,7 +483,7 @@ class Session:
             placements = " or ".join(self.checkpointing.placements(self.config.policy))
             tell(
                 f"the framework's checkpointing ({', '.join(found)}) of {count} is taken over until the "
-                f"session closes. Their placement is {placements}"
+                f"session closes. Their placement is {placements}. For other placements, switch it off"
             )
         return bool(found)
 

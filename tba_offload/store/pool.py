@@ -118,12 +118,16 @@ class WorkerPool:
         self._reads: _Queue = SimpleQueue()
         self._writers, self._readers = writers, readers
         self._threads: list[threading.Thread] = []
-        for number in range(writers + readers):
-            verb, queue = ("write", self._writes) if number < writers else ("read", self._reads)
-            thread = threading.Thread(target=self._work, args=(queue,), name=f"tba-{verb}-{name}")
-            thread.daemon = True
-            thread.start()
-            self._threads.append(thread)
+        try:
+            for number in range(writers + readers):
+                verb, queue = ("write", self._writes) if number < writers else ("read", self._reads)
+                thread = threading.Thread(target=self._work, args=(queue,), name=f"tba-{verb}-{name}")
+                thread.daemon = True
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # no more threads: end those that were started
+            self.stop()
+            raise
 
     def submit(self, transfers: list[Transfer], *, writes: bool) -> None:
         """Queue transfers in one batch for each thread, because each ``put`` takes time to wake a thread."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,7 +41,7 @@ def estimate(*arguments: object) -> Any:
 
 
 def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) -> tuple[int, int]:
-    """The median peak of a real run, and what a step of it offloads: written, or used before it was."""
+    """The highest peak of some steps, as samples miss short peaks, and the bytes that a step offloads."""
     torch.manual_seed(1)
     model = getattr(transformers, name)._from_config(config, dtype=dtype).train()
     tokens = torch.randint(0, 512, (BATCH, SEQUENCE))
@@ -53,7 +52,7 @@ def measured(name: str, config: Any, dtype: torch.dtype, way: str, policy: Any) 
             model.zero_grad()
         records = session.records[1:]
     peaks = (each.activation_peak_bytes or each.sampled_peak_bytes or 0 for each in records)
-    return int(statistics.median(peaks)), max(each.offloaded_bytes + each.forwarded_bytes for each in records)
+    return max(peaks), max(each.offloaded_bytes + each.forwarded_bytes for each in records)
 
 
 @pytest.mark.parametrize(
