@@ -156,7 +156,7 @@ class StepRecord:
             on a CPU.
         device_peak_bytes: Peak live bytes of the allocator during forward and backward. On a CPU, live bytes
             of the whole process.
-        activation_budget_bytes: The largest activation peak that the step was allowed: the smaller of
+        activation_budget_bytes: Limit of the activation peak of the step: the smaller of
             ``budget.activation_bytes`` and the rest of ``budget.device_bytes``. Gradients share this rest.
             None without a budget.
         own_peak_bytes: Peak bytes of activations in memory that the offloader counted. Layers with the

@@ -252,13 +252,13 @@ class Loop:
         step.__enter__()
 
     def finish(self) -> None:
-        """End a step that opened by itself, with or without an update."""
+        """End a step that opened automatically, whether or not it updated parameters."""
         if (step := self._own_step()) is not None:
             self._miss_optimizer(step, EARLY)
             self._conclude(step)
 
     def settle(self) -> None:
-        """End a step that opened by itself and is over, unless another thread opened it."""
+        """End a step that opened automatically and is over, unless another thread opened it."""
         step = self._own_step()
         if step is not None and step.thread == threading.get_ident() and self._is_over(step):
             self._conclude(step)
@@ -270,7 +270,7 @@ class Loop:
             self.step.has_failed = True
 
     def _own_step(self) -> Step | None:
-        """Return the open step, if it opened by itself and may end here."""
+        """Return the open step, if it opened automatically and may end here."""
         step = self.step
         return step if step is not None and step.opened_itself and not is_recomputation() else None
 
@@ -290,7 +290,7 @@ class Loop:
         return bool(gradients.are_cleared)
 
     def _conclude(self, step: Step) -> None:
-        """End a step that opened by itself, and record it if its backward has ended."""
+        """End a step that opened automatically, and record it if its backward has ended."""
         trace, gradients = self.session.capture.trace, self.session.gradients
         is_broken = step.has_failed or trace.in_backward
         is_whole = not is_broken and bool(trace.backward_ends)

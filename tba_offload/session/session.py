@@ -118,7 +118,7 @@ class Session:
         updated_by: Optimizers that update the model. Needed only with ``steps_by_hand``, because then the
             session does not watch optimizers.
         on_step: Functions to call with the record of each step.
-        trace_steps: Numbers of the steps whose timeline is recorded.
+        trace_steps: Indices of the steps whose timeline is recorded.
 
     Attributes:
         config: The policy.

@@ -42,7 +42,7 @@ SLICE = 1024
 """Slices begin at multiples of this many elements, so that kernels see the same alignment and remainders."""
 
 _STATES = 2
-"""Number of states of the size of a parameter, assumed before the first update. Adam has two such states."""
+"""Number of states that are as large as their parameter, assumed before the first update. Adam has two."""
 
 
 @dataclass(frozen=True, slots=True)

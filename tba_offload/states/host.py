@@ -89,7 +89,7 @@ class HostUpdates:
         Args:
             groups: All sub-groups to update.
             options: Further arguments of the optimizer's ``step``.
-            record: The record in which to set the number of sub-groups of the CPU and the predicted time.
+            record: The record to fill: how many sub-groups the CPU updates, and the predicted time.
 
         Yields:
             The sub-groups for the device.

@@ -217,7 +217,7 @@ class Updates:
 
 @contextmanager
 def interrupts_put_off() -> Iterator[None]:
-    """Delay a first Ctrl-C to the end of the block, when states are consistent.
+    """Delay the first Ctrl-C until the end of the block, where states are consistent.
 
     A second Ctrl-C raises at once.
 

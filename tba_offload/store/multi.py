@@ -112,7 +112,7 @@ class MultiStore:
     def write(self, transfers: Sequence[Transfer]) -> None:
         """Queue writes to their extents, or to new extents that the I/O threads reserve.
 
-        A write that no place takes ends at once, with an error.
+        If no place accepts a write, the write fails immediately with an error.
 
         Raises:
             SessionError: The store is closed, or this is a forked child.
