@@ -333,7 +333,7 @@ class _Machine(Device):
             self.settle()
 
     def settle(self) -> None:
-        """End the transfers whose time is over."""
+        """Complete the transfers whose simulated end has passed."""
         while self._queue and self._queue[0][0] <= self.clock:
             transfer = self._queue.pop(0)[-1]
             if transfer.is_write:

@@ -117,7 +117,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return packed
 
     def note(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Record a call if its output can be computed again from fewer bytes than the output has.
+        """Record a call if its output can be computed again from arguments that have fewer bytes.
 
         Args:
             function: The function that was called.
@@ -290,7 +290,7 @@ def _wrap_classes() -> None:
 
 
 def unwrap_classes() -> None:
-    """Remove the wrappers. A layer that runs later wraps the classes again."""
+    """Remove the wrappers. The next layer that runs wraps the classes again."""
     while _wrapped:
         found, shown = _wrapped.popitem()
         del found.apply

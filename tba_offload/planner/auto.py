@@ -460,7 +460,7 @@ class Controller:
         return best_plain(case, plan, recomputes=waits)
 
     def _improved(self, case: Case, winner: Plan) -> Plan:
-        """Return the winner of a race, or a better plan that was found with the measured times.
+        """Return the fastest of the measured plans, or a plan that is faster by the measured times.
 
         A better plan is returned at most once. Measured times may show that a plan writes more per day than
         the limit allows. Such a plan never wins.

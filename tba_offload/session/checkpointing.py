@@ -107,7 +107,7 @@ class Checkpointing:
 
 
 def _wrapped(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module, and the modules inside wrappers such as those of FSDP and ``torch.compile``."""
+    """Yield a module. If it is a wrapper, as of FSDP or ``torch.compile``, also yield the wrapped modules."""
     yield module
     for name, child in module.named_children():
         if name in {"_fsdp_wrapped_module", "_orig_mod"} or is_checkpoint_wrapper(module):

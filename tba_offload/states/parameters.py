@@ -127,8 +127,8 @@ def _check_group(name: str, group: dict[str, Any], *, of_adafactor: bool) -> Non
 def _goes_by_position(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer of bitsandbytes has settings by index of group and parameter.
 
-    All optimizers of bitsandbytes share one manager. In the first step, settings by module become settings by
-    index.
+    All optimizers of bitsandbytes share one manager. The first step replaces module names in these
+    settings by parameter indices.
     """
     manager = getattr(optimizer, "mng", None)
     return any(getattr(manager, name, None) for name in ("index2config", "module_weight_config_triple"))

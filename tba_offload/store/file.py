@@ -3,7 +3,7 @@
 Direct I/O needs addresses, offsets and lengths that are multiples of the drive's block. PyTorch aligns memory
 on the CPU to 64 bytes only. A block is no larger than a page. The first and last blocks of a storage are
 therefore in pages that have bytes of that storage, so these pages are mapped. A write without a copy starts
-at the address rounded down to a block. It ends at the end address rounded up to a block. ``lead`` of the
+at the address rounded down to a block. The end address is rounded up to a block. ``lead`` of the
 extent is the distance from this start to the payload. A read without a copy is possible if its target has the
 same lead and owns the first and last block.
 

@@ -1,4 +1,4 @@
-"""One storage that autograd saved, and the weak handle to it in the offloader's own lists.
+"""Classes for one storage that autograd saved. The offloader's own lists refer to it by a weak handle.
 
 ::
 
