@@ -83,9 +83,7 @@ def _comparison(logs: Sequence[RunLog]) -> tuple[dict[str, str] | None, list[Tab
         return None, [f"No ROK curve: {error}"]
     if len(points) == 1:
         return None, [rok.table(points)]
-    return _picture(
-        rok.rok_figure(points), "Points on the left need less memory. Higher points are faster."
-    ), rok.summary(points)
+    return _picture(rok.rok_figure(points), "Left means less memory. Up means faster."), rok.summary(points)
 
 
 def _run(log: RunLog, name: str, timeline: list[TimelineEvent], ends: Sequence[float]) -> dict[str, Any]:
