@@ -198,29 +198,6 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
     return wrappers is not None and isinstance(module, wrappers.CheckpointWrapper)
 
 
-def is_in_checkpoint() -> bool:
-    """Return True if the innermost hooks are those of a checkpoint that saves only its inputs.
-
-    This is true in its first run and in its second run. A checkpoint with a ``context_fn`` has a mode too.
-    """
-    pack = (hooks_on_top() or (None,))[0]
-    return getattr(pack, "__module__", "") == "torch.utils.checkpoint" and not _C._len_torch_dispatch_stack()
-
-
-@contextlib.contextmanager
-def without_hooks() -> Iterator[None]:
-    """Remove all saved-tensor hooks of the calling thread within the block."""
-    removed = []
-    try:
-        while (top := hooks_on_top()) is not None:
-            removed.append(top)
-            pop_hooks()
-        yield
-    finally:
-        for pack, unpack in reversed(removed):
-            push_hooks(pack, unpack)
-
-
 def graph_node(device: torch.device) -> object:
     """Return the current node of Inductor's CUDA graph trees; ``None`` if there is none."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")

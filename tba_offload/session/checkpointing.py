@@ -44,22 +44,16 @@ class Checkpointing:
     Args:
         stack: The layers of the session.
         may_plan: Whether the planner may recompute layers.
-
-    Attributes:
-        noted: Layers that were seen inside a checkpoint of the program since the last step began.
     """
 
     def __init__(self, stack: LayerStack, *, may_plan: bool) -> None:
         self._stack, self._may_plan = stack, may_plan
         self._taken = set(stack.checkpointed)
-        self.noted: set[LayerId] = set()
         self._set_aside: dict[tuple[int, str], tuple[Switch, _Off]] = {}
 
     def take_over(self) -> Counter[str]:
         """Set aside all switches that are on. Return the number of new layers for each name of a switch."""
-        found = Counter({"torch.utils.checkpoint": len(self.noted)})
-        self._taken |= self.noted
-        self.noted.clear()
+        found = Counter[str]()
         for switch in (*self._switches(), *self._stack.switches()):
             if type(value := getattr(switch.owner, switch.attribute)) is _Off:
                 continue
@@ -71,11 +65,6 @@ class Checkpointing:
             self._taken |= layers
         return +found
 
-    def note(self, layer: LayerId) -> None:
-        """Record that a layer ran inside a checkpoint of the program, which saves nothing of this layer."""
-        if layer not in self._taken:
-            self.noted.add(layer)
-
     def close(self) -> None:
         """Restore the switches that the program has not changed in the meantime."""
         for switch, off in self._set_aside.values():
@@ -86,7 +75,7 @@ class Checkpointing:
     def placed(self, layer: LayerId, placement: Placement) -> Placement:
         """Return the placement of a layer with this placement in the policy."""
         is_planned = placement is Placement.AUTO and self._may_plan
-        if layer not in self._taken | self.noted or placement.recomputes or is_planned:
+        if layer not in self._taken or placement.recomputes or is_planned:
             return placement
         return Placement.RECOMPUTE_OFFLOAD if placement.offloads else Placement.RECOMPUTE
 

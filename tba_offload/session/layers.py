@@ -67,10 +67,6 @@ class LayerRuns:
         """
         if self._session is None:  # closed, but other code that wraps the layer's forward still calls this
             return site.forward(*args, **kwargs)
-        if torch_private.is_in_checkpoint():  # a checkpoint of the program, in its first or its second run
-            self._session.checkpointing.note(site.layer.id)
-            with torch_private.without_hooks():
-                return self.run(site, args, kwargs)
         # These checks are inline, because each call of a function costs time in cold caches.
         if not torch.is_grad_enabled() or self._loop.is_inert or torch_private.is_recomputation():
             # A reentrant checkpoint, or a loss that caches gradients. No step opens for them.
@@ -186,8 +182,6 @@ class LayerRuns:
         """Return the planned placement, or ``keep`` if neither hooks nor a second run are possible here."""
         planning = self._session.planning
         placement: Placement = planning.plan.placements[site.index]
-        if site.layer.id in (checkpointing := self._session.checkpointing).noted:  # plans do not know it yet
-            placement = checkpointing.placed(site.layer.id, placement)
         if placement is Placement.KEEP:
             return placement
         if _hooks_are_taken():
