@@ -294,7 +294,7 @@ def row_of(name: str, shape: Shape, steps: Sequence[Figures], base: Sequence[Fig
     }
 
 
-# What is shown
+# What pages and pictures contain
 
 
 def show_rows(rows: Sequence[Figures], title: str) -> None:

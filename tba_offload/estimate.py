@@ -159,7 +159,7 @@ def dry_model(*, flops: float, bandwidth: Bandwidth, **model: Any) -> Iterator[D
             yield DryModel(*create(**model), flops, _Machine(bandwidth), mode)
     except TbaError:
         raise
-    except Exception as error:
+    except Exception as error:  # the code of the model may raise any error on tensors without data
         instead = "Instead, train three steps with 'keep' and a run log, and use tba-offload plan"
         raise UnsupportedError(f"the model does not run without data: {error!r}. {instead}") from error
     finally:

@@ -232,7 +232,7 @@ class Training:
 
     def what_happens_once(self) -> None:
         program = self.program
-        if program.reattach != "no":
+        if program.reattach != "no" and self.attached:  # else training is over already
             self.close()
             self.attach()
         if program.freezes:

@@ -58,7 +58,7 @@ ALWAYS = (
 
 TABLE = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db if op.supports_autograd}
 REFUSED = ("its forward changes its argument", "whose bytes cannot be compared")
-"""What a layer cannot be recomputed for."""
+"""Messages of layers that cannot be recomputed."""
 
 
 class Operator(nn.Module):
