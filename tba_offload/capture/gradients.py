@@ -1,7 +1,7 @@
 """The gradients that a step creates, and the bytes that they take.
 
-PyTorch sets gradients to None by default, so backward allocates all of them again. Gradients are not
-activations: their size depends on the model, not on the batch, and no placement changes it.
+By default, ``zero_grad()`` sets gradients to ``None``, so each backward pass allocates all gradients again.
+The size of gradients depends on the model and not on the batch. Placements do not change this size.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Gradients:
         about_to_count: Called with the bytes of a gradient before that gradient is counted.
 
     Attributes:
-        live: The count of bytes of gradients that exist.
-        was_dropped: Whether a gradient of this step was freed and created again. Its accumulated values are
-            then lost.
+        live: Counter of the bytes of existing gradients.
+        was_dropped: Whether a gradient of this step was freed and created again, so that its accumulated
+            values are lost.
         watched: The parameters with a hook, by ``id()``.
-        born: The watched parameters that got a gradient in this step. A parameter is removed if a hook takes
-            its gradient away.
+        born: The watched parameters that got a gradient in this step, except parameters whose gradient a hook
+            removed.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Gradients:
         return filter(_is_trained, parameters_in(self._modules))
 
     def also_watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Count the gradients of these parameters too. They may belong to another model in the same step."""
+        """Also count the gradients of ``parameters``, for example of another model in the same step."""
         self._watch(filter(_is_trained, parameters))
 
     def _watch(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -89,7 +89,7 @@ class Gradients:
                     self.live.add(gradient)
 
     def alone(self) -> int | None:
-        """Return the bytes of gradients that exist now; ``None`` if this count includes frozen weights."""
+        """Return the bytes of existing gradients; ``None`` if the counter includes frozen weights."""
         gradients, frozen = self.live.parts
         return None if frozen else gradients
 
@@ -111,8 +111,8 @@ class Gradients:
     def pass_ended(self) -> None:
         """Update the gradients of this step at the end of a backward pass.
 
-        Hooks of data parallelism take gradients away in backward, or replace them by views of a bucket. A
-        gradient that a hook took away is no longer tracked, because the program has not dropped it. If a hook
+        Hooks of data parallelism remove gradients in backward, or replace gradients by views of a bucket. A
+        gradient that a hook removed is no longer tracked, because the program has not dropped it. If a hook
         replaced a gradient, the new gradient is tracked.
         """
         first = next(iter(self.born.values()), None)
@@ -133,7 +133,7 @@ class Gradients:
 def _accumulated(own: weakref.ref[Gradients], parameter: torch.Tensor) -> None:
     """Count a gradient that backward has just stored in its parameter."""
     gradients, gradient, key = own(), parameter.grad, id(parameter)
-    if gradients is None or gradient is None:  # an earlier hook took it away, as Megatron's hook does
+    if gradients is None or gradient is None:  # an earlier hook removed the gradient, as Megatron's does
         return
     watched = gradients.watched[key]
     is_again = gradients.born.get(key) is watched
@@ -154,8 +154,8 @@ def _is_trained(parameter: torch.Tensor) -> bool:
 class Watched:
     """The hook of one parameter, and the gradient that the parameter got last.
 
-    Both references are weak. The hook has a weak reference to :class:`Gradients`, because PyTorch holds the
-    hook where the cyclic garbage collector does not look.
+    The references to the parameter and to its gradient are weak. The hook has only a weak reference to
+    :class:`Gradients`, because the garbage collector does not see PyTorch's reference to the hook.
     """
 
     __slots__ = "gradient", "gradient_version", "handle", "parameter", "parameter_version"
@@ -169,7 +169,7 @@ class Watched:
         self.handle: RemovableHandle = register(accumulated)
 
     def own(self) -> torch.Tensor | None:
-        """Return the recorded gradient, unless it was taken away or replaced."""
+        """Return the recorded gradient; ``None`` if the parameter now has no gradient or another one."""
         parameter, gradient = self.parameter(), self.gradient()
         return gradient if parameter is not None and parameter.grad is gradient else None
 
@@ -186,8 +186,8 @@ class Watched:
         gradient = self.own()
         if gradient is None:
             return True
-        # Reading values waits for the device, so read them only if the gradient was written. Loss scaling
-        # also writes it.
+        # Reading values waits for the device, so values are read only if the gradient was written. Loss
+        # scaling also writes to gradients.
         was_written = gradient._version != self.gradient_version
         return was_written and gradient.layout is torch.strided and not bool(gradient.any())
 

@@ -1,17 +1,17 @@
-"""Saved-tensor hooks: ``pack`` decides where a saved tensor goes, ``unpack`` returns it to backward.
+"""Saved-tensor hooks: ``pack`` keeps or offloads a saved tensor, ``unpack`` returns the tensor to backward.
 
-A session has one :class:`Capture`. Each run of an offloaded layer pushes the hooks of one
-:class:`LayerHooks`, which knows the scope.
+A session has one :class:`Capture`. Each run of an offloaded layer pushes the hooks of its own
+:class:`LayerHooks`.
 
-``pack`` never returns the saved tensor itself. An operation that saves its own output would otherwise keep
-that output alive if backward never runs. ``pack`` returns a :class:`Kept` or a :class:`Packed`.
+``pack`` never returns the saved tensor itself. If it did, an operation that saves its own output would keep
+the output alive if backward never runs. ``pack`` returns a :class:`Kept` or a :class:`Packed`.
 
 An operation saves its inputs before its kernel runs, and the kernel may still write to an input. For example,
-``rrelu`` fills its noise tensor. The bytes of a tensor without a graph are therefore read only after the
-operation has ended. Autograd's node numbers show when an operation has ended. An operation creates its node
-before it saves tensors, so a higher node number means that the next operation has started. A tensor with a
-graph is complete when it is saved. An output gets its graph after the kernel, and a later write in place
-raises its version.
+``rrelu`` fills its noise tensor. The bytes of a tensor without a graph are therefore read only after the end
+of the operation that saved the tensor. Autograd's node numbers show when an operation has ended. An operation
+creates its node before it saves tensors, so a higher node number means that the next operation has started. A
+tensor with a graph is complete when it is saved. An output gets its graph only after the kernel has run. A
+later write in place raises the output's version.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ SPARSE = 4
 
 RELEARN_AFTER = 32
 """Number of steps between two resets of :attr:`Capture.learned`. After a reset, the session offloads all
-activations again, and learns again which of them have other references."""
+activations, and learns again which activations have other references."""
 
 
 class Kept:
     """A saved tensor that stays in memory.
 
     Attributes:
-        tensor: The tensor, or a dense copy of its elements if they are a small part of a large storage.
+        tensor: The saved tensor, or a dense copy if the saved tensor is a small view of a large storage.
         probe: A tensor that shares the version counter of the saved tensor.
-        version: The value of that counter at ``pack``. It is compared in ``unpack``, because hooks switch off
-            autograd's check.
+        version: The version of the saved tensor at ``pack``. ``unpack`` compares versions, because
+            saved-tensor hooks switch off autograd's check.
         view: The original view of the saved tensor, if ``tensor`` is a copy; else ``None``.
         address: The original address of the first element, if ``tensor`` is a copy.
     """
@@ -77,7 +77,7 @@ class Packed(Handle):
     Attributes:
         view: The view of the saved tensor on its storage.
         probe: A tensor that shares the version counter of the saved tensor.
-        version: The value of that counter at ``pack``.
+        version: The version of the saved tensor at ``pack``.
         address: The original address of the first element if the saved storage is a dense copy; else 0.
     """
 
@@ -90,20 +90,20 @@ class Packed(Handle):
 
 
 class Capture:
-    """The saved tensors of one session, step by step.
+    """The saved tensors of one session.
 
     Args:
-        offloader: Moves the bytes.
+        offloader: Writes activations to the store, and reads activations back.
         min_tensor_bytes: Storages with fewer bytes stay in memory.
 
     Attributes:
-        static: The storages of the model itself.
+        static: The storages of the model's parameters, gradients and buffers.
         schedule: The prefetch schedule.
         trace: The trace of the current step.
         budget_bytes: The budget of resident activations for layers placed ``auto``.
         slow_kept_bytes: Bytes kept in this step because the drive was too slow.
-        learned: Number and bytes of the activations of each layer that other references keep alive. These
-            activations stay in memory.
+        learned: For each layer, the index and size of each activation that stays in memory because of other
+            references.
     """
 
     def __init__(self, offloader: Offloader, *, min_tensor_bytes: int) -> None:
@@ -126,18 +126,18 @@ class Capture:
     def find(
         self, storage: torch.UntypedStorage, tensor: torch.Tensor, view: views.View | None = None
     ) -> SavedStorage | None:
-        """Return this step's saved storage for ``tensor``; ``None`` if its bytes may have changed."""
+        """Return the saved storage with the bytes of ``tensor``; ``None`` if there is none in this step."""
         address = storage._cdata
         ref = self.saved.get(address if view is None else (address, view))
         saved = ref() if ref is not None else None
         if saved is None or saved.source() is not storage or tensor._version != saved.version:
             return None
-        # Two tensors on one storage may have separate version counters. A write to one does not change the
-        # other's.
+        # Two tensors on one storage may have separate version counters. A write to one tensor does not change
+        # the version of the other.
         return saved if torch_private.shares_version(saved.probe, tensor) else None
 
     def is_kept(self, storage: torch.UntypedStorage) -> bool:
-        """Return True if this storage is not an activation and stays in memory in this step."""
+        """Return True if :meth:`note_kept` was called for this storage in this step."""
         kept = self.kept.get(storage._cdata)
         return kept is not None and kept() is storage
 
@@ -185,7 +185,7 @@ class Capture:
         trace: ActivationTrace = saved.trace
         if is_first and trace.unpacked_at is None:
             trace.unpacked_at = perf_counter()
-            if saved.was_held:  # another reference keeps it in memory: keep it in later steps
+            if saved.was_held:  # another reference keeps the bytes in memory
                 learned = self.learned.setdefault(trace.key.scope.layer, set())
                 learned.add((trace.key.number, trace.nbytes))
             self.schedule.used(trace.key)
@@ -209,7 +209,8 @@ class Capture:
         """Start a new trace. Every :data:`RELEARN_AFTER` steps, clear :attr:`learned`.
 
         Args:
-            look_at_memory: Called when a tensor is saved or used, if the memory meter has to sample.
+            look_at_memory: Called when a tensor is saved or used; ``None`` if the memory meter takes no
+                samples.
         """
         self._step += 1
         if self._step % RELEARN_AFTER == 0:
@@ -224,8 +225,9 @@ class Capture:
         Saved storages that autograd still holds stay valid.
 
         Args:
-            failed: Whether the step did not complete. Its order of uses is then not recorded.
-            is_broken: Whether the step is in an inconsistent state. The offloader then discards all of it.
+            failed: Whether the step failed. The order of uses in a failed step is not recorded.
+            is_broken: Whether the step is in an inconsistent state, so that the offloader discards the whole
+                step.
         """
         self.saved.clear()
         self.kept.clear()
@@ -254,8 +256,9 @@ class LayerHooks:
         capture: The session's capture.
         key: The scope.
         when_slow: Whether activations may stay in memory when the window is full.
-        stays: Takes the bytes of an activation and returns True if it stays in memory. It is called once for
-            each activation, in the order of saving. If it is ``None``, all activations are offloaded.
+        stays: Function that takes the bytes of an activation and returns True if the activation stays in
+            memory. ``stays`` is called once for each activation, in the order of saving. If ``stays`` is
+            ``None``, all activations are offloaded.
     """
 
     is_of_tba_offload = True  # torch.func transforms start with these hooks removed
@@ -267,14 +270,15 @@ class LayerHooks:
         self.capture, self._key, self._when_slow, self._stays = capture, key, when_slow, stays
         self._learned = capture.learned.get(key.layer, ())
         self._may_keep = bool(self._learned) or when_slow or stays is not None
-        # Autograd holds this function. It must not refer to this object, which belongs to one scope.
+        # Autograd holds this function, so the function must not refer to this object, which belongs to one
+        # scope.
         self._unpack: Callable[[Any], torch.Tensor] = capture.unpack
         self._numbers = count()  # number of activations in this scope
-        self._filling: list[Kept | SavedStorage] = []  # the operation that saved them may still write to them
-        self._node = 0  # autograd's latest node number when they were saved
+        self._filling: list[Kept | SavedStorage] = []  # tensors to which an operation may still write
+        self._node = 0  # autograd's latest node number at the last save
 
     def watch_for_second_use(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` if a backward pass unpacks a tensor twice. A checkpoint unpacks each tensor once."""
+        """Call ``tell`` if a backward pass unpacks a tensor twice, which a checkpoint does not allow."""
         unpack, asked = self._unpack, set[tuple[int, int]]()
 
         def watched(packed: Any) -> torch.Tensor:
@@ -300,7 +304,7 @@ class LayerHooks:
 
     @torch_private.untraced
     def pack(self, tensor: torch.Tensor) -> Kept | Packed:
-        """Decide where a saved tensor goes, and queue its write if it is offloaded."""
+        """Keep a saved tensor, or queue its write to the store."""
         capture = self.capture
         if self._filling and torch_private.latest_node() != self._node:
             self._operation_ended()
@@ -384,8 +388,8 @@ class LayerHooks:
     ) -> Kept | Packed:
         """Copy a view that uses little of its storage, or that has its own version counter.
 
-        The large storage can then be freed. A view without a graph stays in memory: its storage may be the
-        user's data set, and the operation may still write to it.
+        The large storage of the view can then be freed. A view without a graph stays in memory: the operation
+        may still write to it, and its storage may be the user's data set.
         """
         capture, view, nbytes = self.capture, views.view_of(local), local.nbytes
         if nbytes < capture.min_tensor_bytes or not tensor.requires_grad:
@@ -411,7 +415,7 @@ class LayerHooks:
     def _keep(self, tensor: torch.Tensor, key: ActivationKey, nbytes: int) -> Kept | None:
         """Keep an activation if the plan keeps it, another reference holds it, or the drive is too slow."""
         capture, trace = self.capture, self.capture.trace
-        if (key.number, nbytes) in self._learned:  # keeping it costs no memory: not counted in the share
+        if (key.number, nbytes) in self._learned:  # costs no memory, so ``stays`` does not count it
             treatment = Treatment.LEARNED_KEEP
         elif self._stays is not None and self._stays(nbytes):
             treatment = Treatment.PLANNED_KEEP
@@ -425,10 +429,7 @@ class LayerHooks:
         return Kept(tensor)
 
     def _keep_odd(self, tensor: torch.Tensor) -> Kept:
-        """Keep a tensor that cannot be rebuilt from its bytes.
-
-        A parameter of this kind is not an activation.
-        """
+        """Keep a tensor that cannot be rebuilt from its bytes. Count its bytes unless it is a parameter."""
         if not (tensor.is_leaf and tensor.requires_grad):
             self.capture.trace.kept_bytes += tensor.numel() * tensor.itemsize
         return Kept(tensor)
@@ -445,7 +446,7 @@ class LayerHooks:
         return kept
 
     def _operation_ended(self) -> None:
-        """Mark the waiting tensors as complete: the operation that saved them has ended."""
+        """Mark the tensors in ``_filling`` as complete, because the operation that saved them has ended."""
         filled, self._filling = self._filling, []
         for each in filled:
             if isinstance(each, Kept):

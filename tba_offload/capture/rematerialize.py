@@ -1,12 +1,13 @@
 """The hooks of layers placed ``offload-remat``: backward computes the outputs of cheap functions again.
 
-While the layer runs, a ``TorchFunctionMode`` sees each call of a PyTorch function. For a cheap function it
-records the function, the arguments and the output. If autograd saves this output, the hooks save the
-arguments in its place. Autograd saves most of these arguments anyway. Backward calls the function again. A
-digest of every byte is compared before the optimizer's step.
+While the layer runs, a ``TorchFunctionMode`` intercepts each call of a PyTorch function. For a cheap
+function, the mode records the function, its arguments and its output. If autograd saves the output of a cheap
+function, the hooks save the arguments instead. Autograd saves most arguments of cheap functions anyway.
+Backward calls the cheap function again with the saved arguments. The digests of both outputs are compared
+before the optimizer's step.
 
-PyTorch does not show modes the calls of autograd functions written in Python. Some of these classes are
-therefore wrapped.
+A ``TorchFunctionMode`` does not see calls of autograd functions that are written in Python. The autograd
+functions in :data:`_CLASSES` are therefore wrapped.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ CHEAP = {getattr(room, x, None) for x in _NAMES.split() for room in (torch, Tens
 """Functions without random numbers whose time is limited by memory bandwidth."""
 
 DEEPEST = 12
-"""Largest number of calls in the chain that rebuilds one saved tensor."""
+"""Maximum number of calls in the chain that rebuilds one saved tensor."""
 
 _CLASSES = (
     ("megatron.core.fusions.fused_bias_gelu", "GeLUFunction"),
@@ -53,10 +54,10 @@ _CLASSES = (
     ("megatron.core.fusions.fused_bias_swiglu", "SwiGLUFunction BiasSwiGLUFunction WeightedSwiGLUFunction"),
     ("megatron.core.fusions.fused_weighted_squared_relu", "WeightedSquaredReLUFunction"),
 )
-"""Cheap autograd functions of each module. Modes do not see these functions."""
+"""Pairs of a module and the names of its cheap autograd functions."""
 
 _wrapped: dict[Any, Any] = {}
-"""The wrapped classes, each with the wrapper of its method ``apply``."""
+"""A mapping from each wrapped class to the wrapper of its method ``apply``."""
 
 
 class RematerializingHooks(LayerHooks, TorchFunctionMode):
@@ -65,7 +66,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
     Args:
         capture: The session's capture.
         key: The run.
-        verifier: Collects the results of comparisons.
+        verifier: Collects the results of comparisons between forward and backward.
         when_slow: Whether activations may stay in memory when the window is full.
     """
 
@@ -96,7 +97,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
 
     @untraced
     def pack(self, tensor: Tensor) -> Any:
-        """Save a tensor, or the arguments that it can be computed from."""
+        """Save a tensor, or the arguments of the call that computed the tensor."""
         call = self._call_of(tensor)
         if call is None or not call.save_arguments(self._pack_argument):
             return super().pack(tensor)
@@ -108,7 +109,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return _Remade(call, tensor)
 
     def _pack_argument(self, tensor: Tensor) -> object:
-        """Save an argument. It counts as an activation only if autograd saves it as well."""
+        """Save an argument. An argument counts as an activation only if autograd saves it too."""
         activations = self.capture.trace.activations
         count = len(activations)
         packed = super().pack(tensor)
@@ -144,12 +145,15 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return _Argument(value, self._call_of(value), view_of(value), cost)
 
     def _call_of(self, tensor: Tensor) -> _Call | None:
-        """Return the recorded call that made a tensor or its base; ``None`` if saving it takes no memory."""
+        """Return the recorded call that made a tensor or its base.
+
+        Return ``None`` if there is no recorded call, or if saving the tensor takes no memory.
+        """
         if not self.understands(tensor, self.capture.device) or self._is_saved(tensor):
             return None
         cast: Any = tensor if tensor._base is None else tensor._base
         if cast.grad_fn is not None and cast.grad_fn not in self._calls and "ToCopy" in cast.grad_fn.name():
-            # Autocast casts tensors below the level of modes, so no call is recorded.
+            # A ``TorchFunctionMode`` does not see the casts of autocast, so the cast is recorded here.
             node, _ = cast.grad_fn.next_functions[0]
             made = self._calls.get(node)
             source = _Argument(cast, made, made.view, 0) if made else getattr(node, "variable", None)
@@ -159,7 +163,7 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
         return call if call is not None and call.is_of(tensor) else None
 
     def _is_saved(self, tensor: Tensor) -> bool:
-        """Return True if saving a tensor takes no more memory: it stays in memory, or is already saved."""
+        """Return True if a tensor stays in memory anyway, or is already saved."""
         capture, storage = self.capture, tensor.untyped_storage()
         static = storage in capture.static or any(isinstance(x, nn.Parameter) for x in (tensor, tensor._base))
         is_known = capture.is_kept(storage) or capture.find(storage, tensor) is not None
@@ -169,19 +173,19 @@ class RematerializingHooks(LayerHooks, TorchFunctionMode):
 class _Call:
     """A recorded call whose output can be computed again.
 
-    This object has no reference to the output. After the arguments are saved, it has no reference to the
-    arguments.
+    A recorded call has no reference to its output. After the arguments are saved, the recorded call has no
+    reference to the arguments.
 
     Args:
         function: The function that was called.
-        given: Its positional and keyword arguments. Each tensor is replaced by an :class:`_Argument`.
+        given: The positional and keyword arguments. Each tensor is replaced by an :class:`_Argument`.
         output: Its return value.
         hooks: The hooks of the layer that runs.
 
     Attributes:
         cost: Bytes that must be saved in place of the output.
         depth: Number of calls in the longest chain of calls that rebuilds the output.
-        digest: Digest of the output, if autograd has saved it.
+        digest: Digest of the output; ``None`` if autograd has not saved the output.
         waiting: Saved views of the output that backward has not used yet.
     """
 
@@ -208,10 +212,10 @@ class _Call:
         return all(each.save(pack) for each in self._taken.values())
 
     def storage(self, capture: Capture, verifier: Verifier) -> torch.UntypedStorage:
-        """Return the storage of the output: the original if it is still usable, else a new storage."""
+        """Return the original storage of the output, if it is still usable; else a new storage."""
         found, stream = self._alive(), capture.offloader.device.stream()
-        # The owner may have freed the memory of a storage that still exists. On another stream, its bytes may
-        # not be ready.
+        # The owner may have freed the memory of a storage that still exists. On another stream, the bytes of
+        # a storage may not be ready.
         if found is None or not found.nbytes() or self._probe._version or stream != self._stream:
             made = self._make(capture, verifier)
             if self.digest is not None:
@@ -230,7 +234,7 @@ class _Call:
 
 
 class _Argument:
-    """A tensor argument of a call: it is saved if necessary, or rebuilt by another call."""
+    """A tensor argument of a recorded call. The argument is saved, or rebuilt by another recorded call."""
 
     def __init__(self, tensor: Tensor, maker: _Call | None, view: View, cost: int) -> None:
         self._maker, self._tensor, self._view = maker, None if maker is not None else tensor, view
@@ -251,14 +255,14 @@ class _Argument:
         """Return the argument for a repeated call."""
         if self._maker is not None:
             return viewed(self._maker.storage(capture, verifier), self._view)
-        needed = f"{call.name} needs it: set the placement of the layer to 'offload'"
-        check_version(self._packed.probe, self._packed.version, needed)
-        # Compiled functions check whether arguments require a gradient. The result may depend on this.
+        purpose = f"it rebuilds {call.name}; with placement 'offload', backward does not need it"
+        check_version(self._packed.probe, self._packed.version, purpose)
+        # The result of a compiled function may depend on whether its arguments require a gradient.
         return capture.unpack(self._packed).detach().requires_grad_(self._needs_grad)
 
 
 class _Remade:
-    """A saved tensor that backward computes again: a view of the output of a call."""
+    """A saved tensor that backward computes again: a view of the output of a recorded call."""
 
     def __init__(self, call: _Call, tensor: Tensor) -> None:
         self.call, self.view, self.probe = call, view_of(tensor), version_probe(tensor)
@@ -275,13 +279,12 @@ def _unpack(capture: Capture, verifier: Verifier, packed: Any) -> Tensor:
 
 
 def _wrap_classes() -> None:
-    """Make each call of a loaded class of :data:`_CLASSES` visible to modes as one function."""
+    """Wrap the loaded classes of :data:`_CLASSES`, so that modes see each call."""
     for module, names in _CLASSES:
         for name in names.split() if module in sys.modules else ():
             found: Any = getattr(sys.modules[module], name, None)
             if found is not None and found not in _wrapped:
-                # Dispatch only to the class and to the mode, so that tensor subclasses see no additional
-                # calls.
+                # Dispatch only to the class and to the mode. Tensor subclasses then see no additional calls.
                 shown = wrap_torch_function(lambda owner, *_, **__: (owner,))(found.apply.__func__)
                 shown.__name__ = name
                 CHEAP.add(shown)
@@ -290,7 +293,7 @@ def _wrap_classes() -> None:
 
 
 def unwrap_classes() -> None:
-    """Remove the wrappers. The next layer that runs wraps the classes again."""
+    """Remove the wrappers of :data:`_CLASSES`. The next ``offload-remat`` layer wraps the classes again."""
     while _wrapped:
         found, shown = _wrapped.popitem()
         del found.apply

@@ -1,14 +1,12 @@
-"""The order in which backward uses activations, and the reads that follow from it.
+"""The order in which backward uses activations, and prefetch in this order.
 
-Backward uses activations in the same order in each step. This is true for any schedule: gradient
-accumulation, 1F1B or interleaved. Prefetch therefore follows the order recorded in the last step. Some
-activations have no recorded use, for example if the placement of their layer changed. Backward is expected to
-use these in reverse order of saving within their micro-batch. In the first step, this applies to all
-activations.
+Backward uses activations in the same order in each step, with any schedule: gradient accumulation, 1F1B or
+interleaved. Prefetch therefore follows the order recorded in the last step. In the first step, or after a
+layer's placement has changed, an activation has no recorded use. Backward is expected to use activations
+without a recorded use in reverse order of saving within their micro-batch.
 
-With several micro-batches in flight, backward passes alternate with forward passes. Fewer activations are
-prefetched if a forward pass comes before their use, because that pass needs the window for its own
-activations.
+With several micro-batches in flight, backward passes alternate with forward passes. If a forward pass comes
+before the next uses, fewer activations are prefetched, because the forward pass needs the in-flight window.
 """
 
 from __future__ import annotations
@@ -22,14 +20,13 @@ if TYPE_CHECKING:
 
 
 class PrefetchSchedule:
-    """The expected order of uses, and the position of backward in it.
+    """The expected order of uses of activations, and the position of backward in this order.
 
     Args:
-        offloader: The offloader, which starts the reads. Its window limits the reads.
+        offloader: Starts the reads, as far as its in-flight window has room.
 
     Attributes:
-        saved: A function that adds a new saved storage. It is ``list.append`` itself, because it is called
-            often.
+        saved: Function that adds a new saved storage.
     """
 
     def __init__(self, offloader: Offloader) -> None:
@@ -40,30 +37,30 @@ class PrefetchSchedule:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Start a step. Its expected order is the order that the last step recorded."""
+        """Start a step, and expect the order of uses that the last step recorded."""
         self._refs: dict[ActivationKey, SavedRef] = {}
         self._new.clear()
         self._expect(self._recorded)
         self._has_order = bool(self._recorded)
         self._recorded = []
-        self._passes = 0  # numbers of the backward passes of this step after which a forward pass ran
+        self._passes = 0  # backward passes of this step that a forward pass followed
         self._given_up = 0
         self._in_backward = False
 
     def _expect(self, order: list[tuple[ActivationKey, int]]) -> None:
-        """Set the expected order. Each activation has the number of the backward pass that uses it."""
+        """Set the expected order of uses. Each use has the number of its backward pass."""
         self._expected = order
         self._position = {key: position for position, (key, _) in enumerate(order)}
         self._next, self._last, self._pass = 0, -1, 0
 
     def abandon_step(self) -> None:
-        """Drop the records of a step that did not end. The next step expects the same order as this step."""
+        """Drop the records of a failed step. The next step expects the same order as the failed step."""
         self._refs.clear()
         self._new.clear()
         self._recorded = self._expected
 
     def used(self, key: ActivationKey) -> None:
-        """Record the first use of an activation in backward, and start the reads that follow."""
+        """Record the first use of an activation in backward, and prefetch the next activations."""
         if self._new:
             self._note_saved()
         begins, self._in_backward = not self._in_backward, True
@@ -78,7 +75,7 @@ class PrefetchSchedule:
             self._offloader.prefetch(self)
 
     def reached(self) -> None:
-        """Record that backward has come to a layer, which may have saved nothing, and start reads."""
+        """Prefetch when backward reaches a layer, even if the layer has saved nothing."""
         if self._new:
             self._note_saved()
         has_room = not self._in_backward or self._window.in_flight <= self._window.fills_below
@@ -93,8 +90,8 @@ class PrefetchSchedule:
     def __next__(self) -> tuple[SavedRef, bool]:
         """Return the next expected activation, and whether a forward pass comes before its use.
 
-        If an iteration stops early, the next iteration returns the last activation again. This class
-        is not a generator, because an interrupt while a generator is closed would be lost.
+        If an iteration stops early, the next iteration returns the last activation again. The schedule is not
+        a generator, because a ``KeyboardInterrupt`` while a generator is closed would be lost.
         """
         self._next += self._was_taken
         while self._next < len(self._expected):
@@ -109,8 +106,8 @@ class PrefetchSchedule:
     def _note_saved(self) -> None:
         """Add the storages that were saved since the last use.
 
-        With several micro-batches, the read position may pass expected activations that do not exist yet.
-        When they are saved, move the read position back.
+        With several micro-batches, the read position may pass activations that are not saved yet. When an
+        activation before the read position is saved, the read position moves back.
         """
         if self._in_backward:
             self._in_backward = False
@@ -129,10 +126,10 @@ class PrefetchSchedule:
             self._insert_unexpected()
 
     def _follow(self, position: int) -> None:
-        """Set the position of backward in the order, so that reads continue after it.
+        """Set the position of backward in the expected order. Prefetch continues after this position.
 
-        If one activation is used early, the reads must not skip all activations before it. For example, the
-        last layer may share a mask with the first.
+        If an activation is used early, prefetch must not skip all activations before it. For example, the
+        last layer may use a mask of the first layer.
         """
         self._pass = self._expected[position][1]
         given_up = self._window.stats.given_up
@@ -168,7 +165,7 @@ class PrefetchSchedule:
         return len(self._recorded)
 
     def used_bytes(self, scope: ScopeKey, since: int, until: int) -> int:
-        """Return the bytes of a scope that backward used between two values of :attr:`uses`.
+        """Return the bytes of a scope's activations that were used between two values of :attr:`uses`.
 
         Activations that the offloader still counts as in memory are left out.
         """

@@ -1,10 +1,10 @@
 """The callable that replaces the forward of an attached layer.
 
-The compiler ends its graph at an attached layer, and continues after the layer returns. In between, the
-compiler's hook into the interpreter (the tracer) is off, so that it does not trace the session's code. The
-tracer is on again for the layer's own forward, which becomes a separate graph. The tracer belongs to a thread
-and a call, so it is off when backward recomputes a layer. Recomputation then sets the same tracer, because
-the layer may give other bits without compilation.
+``torch.compile`` ends its graph at an attached layer, and starts a new graph after the layer returns. The
+compiler's hook into the interpreter (the tracer) is off in the session's code. The tracer is on in the
+layer's own forward, which becomes a separate graph. The tracer belongs to a thread and a call, so it is off
+when backward recomputes a layer. Recomputation sets the tracer of the first run, because a layer may give
+other bits without compilation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tba_offload.layers.find import Layer
 
 Tracer = Any
-"""The compiler's hook into the interpreter, which sees each call; ``None`` if nothing is compiled."""
+"""The compiler's hook into the interpreter; ``None`` if nothing is compiled."""
 
 _COPIES = (
     "copies of a layer that share its attributes, such as copies by nn.DataParallel, run without offloading. "
@@ -42,10 +42,10 @@ Run = Callable[["Site", tuple[object, ...], dict[str, object]], object]
 class Site:
     """The callable that replaces a layer's forward while a session is open.
 
-    A ``Site`` replaces the forward and adds no module hooks, because only its ``finally`` also runs after a
-    KeyboardInterrupt. Copies and pickles of the layer get the layer's own forward, because a session belongs
-    to one model. ``nn.DataParallel`` and meta-learning make copies that share the layer's attributes, and so
-    share this object. Only the calling frame shows whether the layer or a copy is called.
+    A ``Site`` replaces the forward instead of adding module hooks, because a ``finally`` block also runs
+    after a ``KeyboardInterrupt``. Copies and pickles of the layer get the layer's own forward, because a
+    session belongs to one model. ``nn.DataParallel`` and meta-learning make copies that share the attributes
+    of the layer, including its ``Site``. Only the calling frame shows whether the layer or a copy is called.
 
     Args:
         layer: The layer.
@@ -54,8 +54,8 @@ class Site:
     Attributes:
         own: The layer's own forward.
         runs: Number of runs in this step.
-        waiting: Number of these runs whose backward has not started.
-        tracer: The compiler's hook in the last call of the layer.
+        waiting: Number of runs in this step whose backward has not started.
+        tracer: The tracer in the last call of the layer.
     """
 
     def __init__(self, layer: Layer, index: int) -> None:
@@ -69,7 +69,8 @@ class Site:
         """Replace the layer's forward by ``run``.
 
         Args:
-            run: Takes this object and the layer's positional and keyword arguments; returns its output.
+            run: Function that runs the layer. Its arguments are this ``Site``, and the layer's positional and
+                keyword arguments.
         """
         self._run = run
         self.layer.module.forward = self
@@ -112,8 +113,8 @@ class Site:
         """Start a run of the layer, and return its key.
 
         Args:
-            micro_batch: Returns the framework's number of the micro-batch. If it is ``None``, runs are
-                counted instead.
+            micro_batch: Function that returns the framework's number of the micro-batch; ``None`` to count
+                runs instead.
         """
         layer, count = self.layer, self.runs
         number = micro_batch(layer.module) if micro_batch is not None else None
@@ -121,7 +122,7 @@ class Site:
         return ScopeKey(layer.id.number, count if number is None else number, layer.chunk, layer.id.name)
 
     def forward(self, /, *args: object, **kwargs: object) -> object:
-        """Run the layer's own forward with the tracer of the layer's last caller, also in backward."""
+        """Run the layer's own forward with the tracer of the layer's last call, also in backward."""
         if self.tracer is None:
             return self.own(*args, **kwargs)
         before = switch_tracer(self.tracer)
@@ -148,11 +149,11 @@ def check_unattached(layers: Sequence[Layer]) -> None:
     """Check that none of the layers is attached to a session.
 
     Raises:
-        SessionError: A layer is attached. The message names it.
+        SessionError: A layer is already attached.
     """
     for layer in layers:
         if isinstance(layer.module.forward, Site):
             raise SessionError(
-                f"{layer.id} is attached already; close that session first: "
+                f"{layer.id} is already attached to a session. Close that session first: "
                 "tba_offload.session_of(model).close()"
             )

@@ -1,8 +1,8 @@
 """The trace of one step: when scopes ran, which tensors they saved, and when backward used these tensors.
 
-Times are host times (:func:`time.perf_counter`). An accelerator runs asynchronously, so its host times are
-the times at which work was submitted. If a planner needs device times, the trace also records marks in the
-device's work. After the step, :meth:`StepTrace.device_times` turns the marks into times.
+Times are host times (:func:`time.perf_counter`). An accelerator runs asynchronously, so host times show only
+when its work was submitted. If the planner needs device times, the trace also records marks on the device.
+After the step, :meth:`StepTrace.device_times` turns the marks into times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class ScopeKey(NamedTuple):
 
     Attributes:
         layer: Global index of the layer, from 0.
-        micro_batch: Number of earlier runs of the layer in this step, or the framework's own number.
+        micro_batch: Number of the micro-batch: the framework's own number, or a count of the layer's runs
+            from 0.
         chunk: Model chunk of an interleaved pipeline.
         name: Module name of the layer.
     """
@@ -39,7 +40,7 @@ class ScopeKey(NamedTuple):
 
 
 class ActivationKey(NamedTuple):
-    """One storage that a scope saved. ``number`` is its index within the scope."""
+    """A storage that a scope saved. ``number`` is the index of the storage within the scope."""
 
     scope: ScopeKey
     number: int
@@ -49,7 +50,7 @@ class ActivationKey(NamedTuple):
 
 
 class Treatment(enum.Enum):
-    """The way in which an activation was handled when it was saved."""
+    """The treatment of an activation when it was saved."""
 
     OFFLOADED = "offloaded"
     LEARNED_KEEP = "learned keep"
@@ -86,11 +87,11 @@ class StepTimes(NamedTuple):
 
 @dataclass(slots=True)
 class ActivationTrace:
-    """One storage that a scope saved. All times are times of the host.
+    """A storage that a scope saved. All times are host times.
 
-    Activations have no marks in the device's work, because there are too many activations. On an accelerator,
-    their times give the order within a scope. They also show roughly which share of the scope's work was
-    submitted before each activation.
+    Activations have no marks on the device, because there are too many activations. On an accelerator, the
+    host times of activations show only their order within a scope, and roughly the share of the scope's work
+    before each activation.
     """
 
     key: ActivationKey
@@ -102,7 +103,7 @@ class ActivationTrace:
 
 @dataclass(slots=True)
 class ScopeTrace:
-    """One run of a layer. All times are times of the host.
+    """One run of a layer. All times are host times.
 
     Attributes:
         key: The run.
@@ -111,7 +112,8 @@ class ScopeTrace:
         input_bytes: Bytes of the activations among the layer's arguments.
         forward_ended: End of forward; 0 until forward ends.
         backward_began: Start of backward; 0 until backward starts.
-        marks: Marks in the device's work at the same three times; empty without a planner or on a CPU.
+        marks: Marks on the device at the start and end of forward and at the start of backward; empty without
+            a planner or on a CPU.
         attention_bytes: Bytes of the output of fused attention, if only this output is offloaded.
         forward_gradients: Bytes of gradients that existed at the start of forward; ``None`` if not counted.
         backward_gradients: Bytes of gradients that existed at the start of backward; ``None`` if not counted.
@@ -136,21 +138,22 @@ class StepTrace:
     Attributes:
         scopes: The scopes, in the order in which forward began.
         activations: The activations, in the order of saving.
-        sources: Tensors that autograd does not save. They are offloaded because saved tensors are rebuilt
-            from them.
+        sources: Offloaded tensors that autograd does not save. Placement ``offload-remat`` rebuilds saved
+            tensors from these sources.
         kept_bytes: Bytes of saved tensors that stayed in memory. A tensor stays in memory if it is too small
             or of an unknown kind, if other references keep it alive, or if the plan keeps it. Parameters and
             buffers are not counted. Layers placed ``keep`` run without hooks and are not counted.
-        deduplicated_bytes: Bytes of saved tensors whose storage was recorded before.
-        rebuilt_bytes: Bytes of activations that are neither kept nor offloaded, but computed again.
-        left_alone: Number of scopes that were not captured. They ran inside saved-tensor hooks of other code,
-            or under a transform that forbids hooks.
+        deduplicated_bytes: Bytes of saved tensors whose storage was already saved in this step.
+        rebuilt_bytes: Bytes of activations that placement ``offload-remat`` computes again.
+        left_alone: Number of scopes that were not captured, because other code had set saved-tensor hooks or
+            a transform forbade hooks.
         backward_seconds: Time of the backward passes, from the first scope to the end of the graph.
         backward_ends: Ends of the backward passes.
-        device: The accelerator in whose work marks are recorded; ``None`` if no marks are recorded.
-        marks: Start and end of the step in the device's work.
-        backward_marks: Ends of the backward passes in the device's work.
-        gradients: Returns the bytes of gradients that exist; ``None`` if they are not recorded.
+        device: The accelerator on which marks are recorded; ``None`` if no marks are recorded.
+        marks: Marks on the device at the start and end of the step.
+        backward_marks: Marks on the device at the ends of the backward passes.
+        gradients: Function that returns the bytes of existing gradients; ``None`` if gradients are not
+            counted.
     """
 
     scopes: list[ScopeTrace] = field(default_factory=list)
@@ -169,7 +172,7 @@ class StepTrace:
     _backward_began: float | None = None
 
     def mark_times(self, device: Device) -> None:
-        """Record the start of the step. From now on, also record marks in the work of ``device``."""
+        """Record the start of the step on ``device``, and from then on all marks of the step."""
         self.device, self.marks = device, [device.mark()]
 
     def end_step(self) -> None:
@@ -200,7 +203,7 @@ class StepTrace:
             scope.marks.append(self.device.mark())
 
     def backward_reached(self, scope: ScopeTrace) -> bool:
-        """Record the start of a scope's backward; return True if it is the first in its backward pass."""
+        """Record the start of a scope's backward; return True for the first scope of a backward pass."""
         scope.backward_began = perf_counter()
         del scope.marks[2:]  # an earlier backward through the same graph may have added a mark
         if self.device is not None:
@@ -222,7 +225,7 @@ class StepTrace:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass has begun and not ended. This stays True after an exception in backward."""
+        """Whether a backward pass has begun and not ended. An exception in backward leaves this True."""
         return self._backward_began is not None
 
     def whole_scopes(self) -> list[ScopeTrace]:
@@ -240,13 +243,12 @@ class StepTrace:
         return StepTimes(began, ended, self.whole_scopes(), self.backward_ends, stalls)
 
     def device_times(self, stalls: Sequence[tuple[Mark, Mark]]) -> StepTimes:
-        """Return the times by the device's clock. Wait for the end of the step. The step must have marks.
+        """Wait for the end of the step, and return its times by the device's clock.
 
         Each stall has two marks, recorded before and after a wait of the host. The device reaches the first
-        mark when it has done all work submitted before the wait. It reaches the second mark when the host
-        submits this mark. If the stream also waits, the device reaches the second mark when the bytes have
-        arrived. Between the two marks, the device was idle. If the device had enough work during the wait of
-        the host, the time between the marks is zero.
+        mark after all work that was submitted before the wait. If the stream also waits for bytes, the device
+        reaches the second mark when the bytes have arrived. The device is idle between the two marks. If the
+        device has enough work during the host's wait, the time between the marks is zero.
 
         Args:
             stalls: Marks before and after each wait for bytes.

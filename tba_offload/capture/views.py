@@ -1,12 +1,12 @@
 """Saved tensors as views of storages.
 
-A storage object identifies an activation. An address or an ``id()`` does not, because both are reused.
-PyTorch returns the same Python object for a storage as long as the storage exists. A weak reference to this
-object stays valid even if only C++ code holds the storage.
+A storage object identifies an activation. An address or an ``id()`` cannot identify an activation, because
+both are reused. PyTorch returns the same Python object for a storage as long as the storage exists. A weak
+reference to this object stays valid even if only C++ code holds the storage.
 
 A distributed tensor (``DTensor``) is identified by the storage of its local tensor, which has the bytes of
-this rank. The version is read from the ``DTensor``, because its operations do not change the version of the
-local tensor.
+this rank. The version is read from the ``DTensor``, because operations on a ``DTensor`` do not change the
+version of its local tensor.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def view_of(tensor: torch.Tensor) -> View:
 
 
 def viewed(storage: torch.UntypedStorage, view: View, start: int = 0) -> torch.Tensor:
-    """Return the tensor that ``view`` describes. The tensor has its own version counter.
+    """Return the tensor that ``view`` describes, with its own version counter.
 
     Args:
         storage: The bytes.
-        view: The dtype, shape, strides and offset.
+        view: The dtype, shape, strides and offset of the tensor.
         start: First byte of the payload in the storage.
     """
     dtype, shape, stride, offset = view
@@ -63,7 +63,7 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
 def spread_out(
     dense: torch.UntypedStorage, start: int, view: View, address: int, device: Device
 ) -> ByteRange:
-    """Write densely copied elements back with the strides of their view.
+    """Write the elements of a dense copy into new memory, with the strides of the original view.
 
     Bytes between the elements are undefined.
 
@@ -74,7 +74,7 @@ def spread_out(
         dense: The elements, as :func:`dense_copy` returned them.
         start: First byte of the elements in ``dense``.
         view: The original view of the saved tensor.
-        address: The original address of its first element.
+        address: The original address of the first element.
         device: The device to allocate memory on.
 
     Returns:
@@ -100,7 +100,7 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that shares the version counter of ``tensor`` but not its memory.
 
     Saved-tensor hooks switch off autograd's check for changes in place, so ``unpack`` compares versions.
-    Until then, the session needs the counter but not the memory.
+    Before ``unpack``, the session needs the version counter but not the memory of the tensor.
     """
     probe, empty = tensor.detach(), blank(tensor.dtype, tensor.device)
     if type(probe) is torch.Tensor:
@@ -111,10 +111,10 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def restore(storage: torch.UntypedStorage, view: View, probe: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """Return the tensor that ``view`` describes. The tensor shares the version counter of ``probe``.
+    """Return the tensor that ``view`` describes, with the version counter of ``probe``.
 
-    A change of this tensor in place therefore raises the version of ``probe``. The next ``unpack`` of the
-    same saved tensor then fails, as it does with autograd's own check.
+    If the returned tensor is changed in place, the next ``unpack`` of the same saved tensor fails, as with
+    autograd's own check.
     """
     tensor = probe.detach()
     if type(tensor) is not torch.Tensor:
@@ -126,7 +126,7 @@ def restore(storage: torch.UntypedStorage, view: View, probe: torch.Tensor, star
 
 
 def _put(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Replace the bytes of a detached tensor. Its version counter and its distribution stay the same."""
+    """Replace the bytes of a detached tensor, but not its version counter and its distribution."""
     if _is_distributed(tensor):
         tensor._local_tensor = data  # type: ignore[attr-defined]
     else:
@@ -145,10 +145,9 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a distributed tensor; any other tensor as it is.
+    """Return the local tensor of a distributed tensor; return any other tensor unchanged.
 
-    If a collective operation still writes to the local tensor, wait for its end. The operation that saves the
-    tensor would wait for it too.
+    If a collective operation still writes to the local tensor, wait for the end of this operation.
     """
     if type(tensor) in _PLAIN or not _is_distributed(tensor):
         return tensor
@@ -182,8 +181,8 @@ def is_understood(tensor: torch.Tensor, device: torch.device) -> bool:
 class StaticStorages:
     """The storages that live as long as the model: parameters, gradients and buffers.
 
-    Membership is by storage. Views of a parameter are therefore members, and so are Megatron's flat buffers
-    of parameters and gradients (``main_grad``).
+    Storages are compared, not tensors. Views of a parameter are therefore included, and also Megatron's flat
+    buffers of parameters and gradients (``main_grad``).
 
     Attributes:
         addresses: Weak references to the storages, by the address of the storage object.
@@ -193,15 +192,14 @@ class StaticStorages:
         self.addresses: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def refresh(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Collect the storages again. Call this between steps, because optimizers may replace them."""
+        """Collect the storages again, between steps, because optimizers may replace storages."""
         tensors = filter(_has_storage, chain.from_iterable(map(_static_tensors, modules)))
         storages = (local_of(tensor).untyped_storage() for tensor in tensors)
         self.addresses = {storage._cdata: weakref.ref(storage) for storage in storages}
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         found = self.addresses.get(storage._cdata)
-        # Gradients are left out: a gradient may be freed during the step, and an activation may reuse its
-        # address.
+        # A gradient may be freed during the step, and an activation may reuse the address of its storage.
         return found is not None and found() is storage
 
 

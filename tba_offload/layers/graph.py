@@ -59,7 +59,7 @@ def check_version(witness: torch.Tensor, version: int, what: object) -> None:
     """
     if witness._version != version:
         raise SavedTensorModifiedError(
-            f"a tensor that backward needs was changed in place after it was saved ({what}): it was saved at "
-            f"version {version}, and is at version {witness._version} now. Change a copy instead, or find "
-            "the operation with torch.autograd.set_detect_anomaly(True)"
+            f"a tensor that backward needs ({what}) was changed in place after it was saved: its version was "
+            f"{version} and is now {witness._version}. Change a copy instead, or find the operation with "
+            "torch.autograd.set_detect_anomaly(True)"
         )

@@ -167,7 +167,8 @@ def test_attaching_twice(model: Model) -> None:
     with (
         tba.attach(model, OFFLOAD),
         pytest.raises(
-            tba.SessionError, match=r"layer 0 \(layers.0\) is attached already; close that session"
+            tba.SessionError,
+            match=r"layer 0 \(layers.0\) is already attached to a session. Close that session",
         ),
     ):
         tba.attach(model, OFFLOAD)
