@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from inspect import signature
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from tba_offload.days import bytes_per_day
 from tba_offload.device import Device, blank, default_device
 from tba_offload.device.meters import FITTING, LiveBytes
 from tba_offload.errors import ConfigError, MissingDependencyError, TbaError, UnsupportedError
-from tba_offload.formatting import layers_by_placement, readable_size
+from tba_offload.formatting import layers_by_placement, readable_rate, readable_size
 from tba_offload.layers.find import find_layers
 from tba_offload.layers.graph import first_differentiable
 from tba_offload.placements import Placement, Staying
@@ -67,7 +68,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def run_on_console(
-    *, bandwidth: Bandwidth, device_bytes: int | None, rated: int | None, as_json: bool, **model: Any
+    *,
+    bandwidth: Bandwidth,
+    device_bytes: int | None,
+    rated: int | None,
+    as_json: bool,
+    base_bits: int | None,
+    **model: Any,
 ) -> None:
     """Print the cost of each placement, as ``tba-offload estimate --help`` says."""
     with dry_model(bandwidth=bandwidth, **model) as dry:
@@ -79,11 +86,19 @@ def run_on_console(
         placed = {way: Plan((Placement(way),) * len(names), window=limits.window) for way in WAYS}
         steps = {way: dry.step(plan) for way, plan in placed.items()}
         window = readable_size(limits.window or 0)
+        # A layer's weights are in memory while they are used, and the next layer's are read.
+        frozen = dry.frozen_bytes(base_bits)
+        resident = max(map(sum, pairwise([*frozen, 0])), default=0)
         notes, share = [f"{len(names)} layers; the drives: {bandwidth}; in-flight window {window}."], None
         if device_bytes is not None:
             gradients = profile.gradient_bytes
-            base = dry.model.get_memory_footprint() + 2 * gradients
+            base = dry.model.get_memory_footprint() + sum(frozen) - sum(dry.frozen_bytes()) + 2 * gradients
             share = DeviceShare(int(FITTING * device_bytes), base, gradients)
+            if share.left <= 0:
+                notes += (
+                    ["The frozen weights do not fit the device, so they are offloaded."] if frozen else []
+                )
+                share = replace(share, base_bytes=base - sum(frozen) + resident)
             if share.left <= 0:
                 raise ConfigError(f"nothing is left for activations {share}. Choose a larger device")
             auto = (Placement.AUTO,) * len(names)
@@ -98,6 +113,13 @@ def run_on_console(
                 f"The row fit: {layers_by_placement(names, placed['fit'].placements)}.",
             ]
         rows, forward = [], dry.forward_seconds
+        if frozen:
+            reads, rate = readable_size(2 * sum(frozen)), readable_rate(sum(frozen) / forward)
+            notes += [
+                f"The layers have {readable_size(sum(frozen))} of frozen weights.",
+                f"With weights: {{frozen: offload}}, at most {readable_size(resident)} are in memory.",
+                f"A step then reads {reads}. Reads without waiting need {rate}.",
+            ]
         lengths = [length for length in LENGTHS if length <= _longest(dry.model.config)]
         place = bisect_left(lengths, -bandwidth.write, key=lambda length: -dry.needed_rate(length))
         carried = lengths[place] if place < len(lengths) else None
@@ -123,6 +145,7 @@ def run_on_console(
             "layers": names,
             "in_flight_bytes": limits.window,
             "carried_from": carried,
+            "frozen_bytes": sum(frozen),
             "placements": rows,
         }
         click.echo(json.dumps(found, indent=2))
@@ -168,7 +191,7 @@ def dry_model(*, flops: float, bandwidth: Bandwidth, **model: Any) -> Iterator[D
 
 
 def create(
-    *, config: str | None, dtype: str, batch: int, sequence: int, **sizes: int
+    *, config: str | None, dtype: str, batch: int, sequence: int, lora: int | None = None, **sizes: int
 ) -> tuple[Any, dict[str, Any]]:
     """Return a model of transformers, and the arguments of its forward for a micro-batch.
 
@@ -177,6 +200,7 @@ def create(
         dtype: A key of :data:`DTYPES`.
         batch: Number of sequences of a micro-batch.
         sequence: Number of tokens of a sequence.
+        lora: Rank of LoRA's matrices beside all linear modules of the layers, whose weights are then frozen.
         sizes: Without ``config``, the sizes of a Llama, by transformers' names.
     """
     if find_spec("transformers") is None:
@@ -211,6 +235,8 @@ def create(
             model = unfilled._from_config(found, dtype=DTYPES[dtype]).train()
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"the configuration gives no model: {error}") from error
+        if lora is not None:
+            _add_lora(model, lora)
         tokens = torch.zeros(batch, sequence, dtype=torch.long)
     inputs = {"input_ids": tokens, "labels": tokens}
     # Without a cache, a model reads values to decide whether it needs a mask. This cache holds nothing.
@@ -218,6 +244,21 @@ def create(
     for given in signature(kind.forward).parameters.keys() & {"cache", "past_key_values"}:
         inputs[given] = type("NoCache", (transformers.DynamicCache,), holds_nothing)()
     return model, inputs
+
+
+def _add_lora(model: Any, rank: int) -> None:
+    """Freeze the model, and add LoRA's matrices to all linear modules of its layers.
+
+    peft's own matrices cannot be created without data.
+    """
+    model.requires_grad_(requires_grad=False)
+    for layer in find_layers(model).layers:
+        for linear in [each for each in layer.module.modules() if isinstance(each, torch.nn.Linear)]:
+            sizes = (linear.in_features, rank), (rank, linear.out_features)
+            dtype = linear.weight.dtype
+            some = (torch.nn.Linear(*each, bias=False, dtype=dtype) for each in sizes)
+            linear.lora = torch.nn.Sequential(*some)
+            linear.register_forward_hook(lambda module, given, output: output + module.lora(*given))
 
 
 def _longest(config: Any) -> int:
@@ -365,8 +406,20 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.profile: Any = None
         layers = find_layers(model).layers
         self.names = tuple(layer.id.name for layer in layers)
+        self._blocks = [layer.module for layer in layers]
         for index, layer in enumerate(layers):
             layer.module.forward = partial(self._call, index, layer.module.forward)
+
+    def frozen_bytes(self, bits: int | None = None) -> list[int]:
+        """Return the bytes of the frozen weights of each layer; an empty list if there are none.
+
+        Args:
+            bits: Bits of an element, as bitsandbytes stores it. By default the data type of the model.
+        """
+        # One fp32 number for each 64 elements scales 4-bit elements. The scales of 8-bit rows are small.
+        wide = self.model.dtype.itemsize if bits is None else bits / 8 + (1 / 16 if bits == 4 else 0)
+        frozen = [[each for each in block.parameters() if not each.requires_grad] for block in self._blocks]
+        return [int(sum(wide * each.numel() for each in some)) for some in frozen] if any(frozen) else []
 
     @property
     def forward_seconds(self) -> float:

@@ -29,6 +29,8 @@ def _flops(_context: click.Context, _parameter: click.Parameter, text: str) -> f
 @click.option("--sequence", type=_COUNT, default=1024, show_default=True, help="Tokens of a sequence.")
 @click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences of a micro-batch.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
+@click.option("--lora", type=_COUNT, metavar="RANK", help="Rank of LoRA in all linear modules of the layers.")
+@click.option("--base-bits", type=click.Choice(["4", "8"]), help="With --lora, bits of the frozen weights.")
 @click.option("--flops", callback=_flops, required=True, help="FLOPs a second in training, such as 400T.")
 @rates
 @click.option(
@@ -58,6 +60,9 @@ def estimate(*, host_capacity: int | None, **options: Any) -> None:
     The kernels are those of this machine. On a CPU, dropout and attention with dropout save more than on a
     GPU.
     """
+    bits = options.pop("base_bits")
+    if bits is not None and options["lora"] is None:
+        raise click.UsageError("--base-bits needs --lora: only frozen weights have 4 or 8 bits")
     bandwidth = bandwidth_of(options)
     if bandwidth is None:
         raise click.UsageError("give the rates of the drives: --write and --read, or --dir")
@@ -68,4 +73,4 @@ def estimate(*, host_capacity: int | None, **options: Any) -> None:
         raise click.UsageError("give the model: --config, or --layers, --hidden, --heads and --vocab")
     from tba_offload.estimate import run_on_console
 
-    run_on_console(bandwidth=bandwidth, **options)
+    run_on_console(bandwidth=bandwidth, base_bits=bits and int(bits), **options)

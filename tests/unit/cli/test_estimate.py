@@ -144,3 +144,34 @@ def test_a_configuration_that_names_no_model_is_refused(tmp_path: Path) -> None:
     assert "--sequence 2048: GPT2LMHeadModel has 1024 positions (n_positions)" in long.stderr
     (tmp_path / "config.json").write_text("{}")
     assert "not a configuration of transformers" in call("estimate", "--config", tmp_path, *drives).stderr
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in peft
+def test_it_foretells_lora_on_a_base_in_few_bits(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = MODELS["LlamaForCausalLM"]()
+    config.architectures, config.use_cache = ["LlamaForCausalLM"], False
+    config.save_pretrained(tmp_path)
+    sizes = "--config", tmp_path, "--sequence", SEQUENCE, "--batch", BATCH, "--dtype", "fp32", "--lora", 8
+    found = estimate(*sizes)
+    model = transformers.LlamaForCausalLM(config).train()
+    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
+    tokens = torch.randint(0, 512, (BATCH, SEQUENCE))
+    drive = {"directories": [str(made(tmp_path / "drive"))]}
+    policy = {"default": "keep", "min_tensor_bytes": 0, "weights": {"frozen": "offload"}, "store": drive}
+    with tba.attach(model, policy) as session:
+        for _ in range(4):
+            with session.step():
+                model(input_ids=tokens, labels=tokens).loss.backward()
+            model.zero_grad()
+        peaks = [each.activation_peak_bytes or each.sampled_peak_bytes or 0 for each in session.records[1:]]
+        assert session.weights is not None
+        assert found["frozen_bytes"] == session.weights.nbytes
+        read = session.records[-1].weights_read_bytes
+    assert read == pytest.approx(2 * found["frozen_bytes"], rel=0.4)  # some layers are read once
+    assert found["placements"][0]["activation_peak_bytes"] == pytest.approx(max(peaks), rel=0.1)
+    in_4_bits = estimate(*sizes, "--base-bits", 4)["frozen_bytes"]
+    assert in_4_bits / found["frozen_bytes"] == pytest.approx(4.5 / 32, rel=1e-3)
+    shown = call("estimate", "--flops", "20G", "--write", "1GB/s", "--device-bytes", "8MiB", *sizes)
+    assert "The frozen weights do not fit the device, so they are offloaded." in shown.stdout, shown.output
+    assert "--base-bits needs --lora" in call("estimate", "--flops", "1G", "--base-bits", 4).stderr
