@@ -1,4 +1,4 @@
-"""A checksum. Most of it is computed on the device of the bytes, so that few bytes are copied to the host."""
+"""A checksum that is computed mostly on the device of the bytes, so that few bytes are copied to the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sums(data: torch.Tensor) -> bytes:
         data: 1-D uint8 tensor on any device.
 
     Returns:
-        Bytes for a checksum. They depend only on the values of ``data``, not on its address.
+        Bytes for a checksum, which depend only on the values of ``data`` and not on its address.
     """
     rows = data.numel() // _ROW
     body, rest = data[: rows * _ROW], data[rows * _ROW :]

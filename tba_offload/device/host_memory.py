@@ -1,8 +1,8 @@
 """Host memory: pinned pages, and malloc's use of freed memory.
 
 PyTorch rounds pinned memory up to a power of two and keeps it until the process ends. With
-``pinned_use_cuda_host_register`` in ``PYTORCH_CUDA_ALLOC_CONF``, the memory has malloc's alignment, and
-direct I/O refuses such addresses. This module therefore maps and pins pages itself.
+``pinned_use_cuda_host_register`` in ``PYTORCH_CUDA_ALLOC_CONF``, pinned memory has malloc's alignment, which
+direct I/O refuses. This module therefore maps and pins pages itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PORTABLE = 1
 
 
 class _Pinned(mmap.mmap):
-    """Anonymous pages, which may be pinned by CUDA. They are unpinned and freed with their last tensor."""
+    """Anonymous pages, which CUDA may pin. The pages are unpinned and freed with their last tensor."""
 
     unpin: Callable[[], Any] | None = None
 
@@ -35,11 +35,11 @@ class _Pinned(mmap.mmap):
 def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
     """Map whole pages outside malloc.
 
-    Malloc's count of live bytes is the device memory of a CPU, so it must not include them.
+    Malloc's count of live bytes is the device memory of a CPU. The mapped pages are not part of this count.
 
     Args:
         nbytes: Size in bytes.
-        pinned: Whether CUDA pins the pages. Pinning blocks the device: do it rarely, and outside a step.
+        pinned: Whether CUDA pins the pages. Pinning blocks the device, so pin rarely, and outside a step.
 
     Returns:
         A 1-D uint8 tensor of ``nbytes`` bytes. The pages are freed with the tensor.
@@ -52,11 +52,13 @@ def mapped_memory(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
         address, runtime = memory.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        # A forked child does not get the pages. Otherwise it would keep them after the parent has freed them.
+        # A forked child does not get the pages, because the child would keep the pages after the parent has
+        # freed them.
         pages.madvise(mmap.MADV_DONTFORK)
         status = runtime.cudaHostRegister(address, nbytes, PORTABLE)
         if int(status):
-            # CUDA reports the failed call again at the next launch of a kernel, unless it is read before.
+            # CUDA reports the failed call again at the next launch of a kernel, unless the error is read
+            # before.
             with suppress(RuntimeError, AssertionError):
                 torch.zeros(1, device="cuda")
             raise RuntimeError(f"CUDA cannot pin {nbytes} bytes: {runtime.cudaGetErrorString(status)}")
@@ -85,17 +87,17 @@ _is_decided = any(name in _environment for name in _SETTINGS)
 """Whether the user or the program has set malloc's use of freed memory."""
 
 _returns = False
-"""Whether :func:`return_freed_pages` has set it."""
+"""Whether :func:`return_freed_pages` has set malloc's use of freed memory."""
 
 
 def keep_freed_pages() -> bool:
     """Make malloc keep freed memory mapped. The next step then has no page faults for this memory.
 
-    By default, glibc serves large allocations by ``mmap`` and returns them when they are freed. Every step
-    then has a page fault for each 4 KiB of every activation, with or without offloading. For 8 MiB, these
-    page faults take several milliseconds. With this setting, the process keeps its largest footprint. The
-    setting is useful only for training on a CPU. It affects the whole process, so the package does not set it
-    without a call of this function.
+    By default, glibc serves large allocations by ``mmap`` and returns their pages to the system when they are
+    freed. Every step then has a page fault for each 4 KiB of every activation, with or without offloading.
+    For 8 MiB, these page faults take several milliseconds. After a call of this function, the process keeps
+    the largest amount of memory that it has used. The function is useful only for training on a CPU. The
+    package never calls this function, because the setting affects the whole process.
 
     Returns:
         Whether the C library accepted the setting.
@@ -108,10 +110,10 @@ def keep_freed_pages() -> bool:
 def return_freed_pages() -> None:
     """Make malloc return large blocks when they are freed, unless its use of freed memory is already set.
 
-    glibc maps large blocks. The minimum size of a mapped block rises to the size of the largest freed block,
-    so later tensors are allocated on the heap. Before glibc 2.38, ``posix_memalign`` cannot reuse a free
-    block of the same size. If there are small live blocks between large freed blocks, the heap grows to
-    several times the live bytes.
+    glibc allocates large blocks by ``mmap``. The minimum size of a mapped block rises to the size of the
+    largest freed block, so later tensors are allocated on the heap. Before glibc 2.38, ``posix_memalign``
+    cannot reuse a free block of the same size. If there are small live blocks between large freed blocks, the
+    heap grows to several times the live bytes.
 
     Nothing changes if the process called :func:`keep_freed_pages` or set a threshold in its environment.
     """
@@ -130,9 +132,9 @@ def reuse_freed_pages() -> None:
 
 
 def _set_thresholds(nbytes: int) -> bool:
-    """Make malloc map blocks of at least this size, and keep up to this number of freed bytes.
+    """Make malloc map blocks of at least ``nbytes`` bytes, and keep up to ``nbytes`` freed bytes.
 
-    Only glibc supports this.
+    Only glibc supports these settings.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda _setting, _value: 0)
     return bool(mallopt(_M_MMAP_THRESHOLD, nbytes) and mallopt(_M_TRIM_THRESHOLD, nbytes))

@@ -1,1 +1,1 @@
-"""Layers of a model: how they are found, their arguments and outputs, and their nodes in autograd's graph."""
+"""Layers of a model, their arguments and outputs, and their nodes in autograd's graph."""

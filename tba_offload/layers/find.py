@@ -27,7 +27,7 @@ State = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 class Switch(NamedTuple):
-    """An attribute by which a framework checkpoints layers.
+    """An attribute that makes a framework checkpoint layers.
 
     Attributes:
         name: Name of the switch in messages.
@@ -43,8 +43,7 @@ class Switch(NamedTuple):
 
 
 LEAST_LEFT_OUT = 0.1
-"""Share of the parameters of the layers. Other lists of blocks are reported if they have at least this
-share."""
+"""Other lists of blocks are reported if they have at least this share of the parameters of the layers."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class Layer:
     """A layer that a session can place.
 
     Attributes:
-        id: The number and name of the layer. Rules of a policy match them.
-        module: The module. Each call of it is a scope.
+        id: The number and name of the layer, which rules of a policy match.
+        module: The module. Each call of the module is a scope.
         chunk: Index of the model chunk with the layer, in an interleaved pipeline.
     """
 
@@ -99,10 +98,11 @@ class LayerStack:
 
     Attributes:
         layers: The layers, in the order of their numbers.
-        micro_batch: Returns the framework's number of the micro-batch that a layer is about to run. If it is
-            ``None``, the runs of each layer are counted instead.
-        states: Returns states of the framework that second runs restore, such as its random generators.
-        switches: Returns the switches of the framework that are on, and checkpoint layers.
+        micro_batch: Function that returns the framework's number of the micro-batch that a layer is about to
+            run; ``None`` to count the runs of each layer instead.
+        states: Function that returns states of the framework that second runs restore, such as its random
+            generators.
+        switches: Function that returns the framework's switches that are on and checkpoint layers.
         checkpointed: Layers on other ranks that the framework checkpoints.
         left_out: Other lists of blocks with a considerable share of the parameters.
     """
@@ -124,7 +124,7 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
     """Find the decoder or encoder layers of a model.
 
     The layers are the blocks of one list: the ``ModuleList``, ``Sequential``, or ``ModuleDict`` with numbers
-    as keys, that has the most parameters. Other lists with the same kinds of blocks are added. If the list
+    as keys, that has the most parameters. Other lists with blocks of the same classes are added. If the list
     contains stages, as in Swin and ConvNeXt, the layers are the blocks of the stages.
 
     The blocks of a ``ModuleList`` may be of several classes, as in hybrids of attention and Mamba. An encoder
@@ -136,11 +136,11 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> LayerStack:
         model: A module, or the chunks of an interleaved pipeline.
 
     Raises:
-        UnsupportedError: The model has no list of blocks. The caller has to pass the layers.
+        UnsupportedError: The model has no list of blocks, so the caller has to pass the layers.
     """
     chunks = chunks_of(model)
     if not chunks:
-        raise UnsupportedError("there is no model to attach to: the list of its chunks is empty")
+        raise UnsupportedError("there is no model to attach to: the list of model chunks is empty")
     for search in (_lists, _only_blocks):
         found = [
             BlockList(name or type(part).__name__, chunk, members)
@@ -204,14 +204,15 @@ def check_disjoint(layers: Sequence[Layer]) -> None:
     """Check that no layer is listed twice, and that no layer is inside another layer.
 
     Raises:
-        UnsupportedError: Two layers overlap. The message names them.
+        UnsupportedError: Two layers overlap.
     """
     owner: dict[nn.Module, Layer] = {}
     for layer in layers:
         for part in layer.module.modules():
             if part in owner and part in {layer.module, owner[part].module}:
                 raise UnsupportedError(
-                    f"{layer.id} and {owner[part].id} are the same module, or one is inside the other"
+                    f"{layer.id} and {owner[part].id} are the same module, or one is inside the other. "
+                    "Pass only one of the two"
                 )
             owner[part] = layer
 
@@ -226,7 +227,7 @@ def _counted(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def _candidates(model: nn.Module) -> str:
-    """Return names of modules that may be layers: of one class, with most of the parameters."""
+    """Return the names of modules that may be layers: modules of the class with the most parameters."""
     kinds: defaultdict[type, dict[str, nn.Module]] = defaultdict(dict)
     for name, module in model.named_modules():
         if any(module.children()) and name and not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -247,7 +248,7 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
 
 
 def _only_blocks(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
-    """Yield a list of one block that has most of the parameters. ALBERT calls its block in a loop."""
+    """Yield each list of one block that has most of the parameters. ALBERT calls its only block in a loop."""
     for name, blocks in _outermost(model, least=1):
         if not isinstance(model.get_submodule(name), nn.Sequential) and _are_most(blocks.values(), [model]):
             yield name, blocks
@@ -279,8 +280,8 @@ def _rows(members: Blocks) -> Blocks:
 
     The model calls the blocks of a row one after the other.
 
-    Models of lucidrains have a list of rows. Each row has an attention block and a feed-forward block, and no
-    module is a whole layer.
+    For example, the rows in models of lucidrains have an attention block and a feed-forward block. No module
+    of these models is a whole layer.
     """
     if len(members) < 2 or not all(type(row) is nn.ModuleList for row in members.values()):
         return members
@@ -344,7 +345,7 @@ def _is_block(module: nn.Module) -> bool:
     """Return True if a module is called, and has submodules and parameters.
 
     Lists of modules are never called. Some models, such as the autoencoders of latent diffusion, group the
-    parts of a stage in a bare ``nn.Module``. This module has no forward.
+    parts of a stage in a bare ``nn.Module``, which has no forward.
     """
     has_parts = next(module.children(), None) is not None and next(module.parameters(), None) is not None
     return has_parts and _is_called(module)

@@ -32,13 +32,13 @@ def first_differentiable(output: object) -> torch.Tensor | None:
 def nearest_nodes(root: Node, count: int, *, after: int) -> list[Node]:
     """Return the first nodes of an autograd graph, breadth first from its root.
 
-    Nodes that accumulate gradients are left out, because they belong to parameters. If the training loop
-    keeps a loss until the next step, the next graph contains the same nodes.
+    Nodes that accumulate gradients are left out, because these nodes belong to parameters, and the graphs of
+    several steps may share them.
 
     Args:
         root: The first node.
         count: Maximum number of nodes.
-        after: Only nodes with a higher sequence number than this are returned.
+        after: Only nodes with a sequence number above ``after`` are returned.
     """
     found, seen = [root], {root}
     for node in found:

@@ -1,1 +1,1 @@
-"""Recomputation of layers: a second run in backward, with the state of the first run and compared with it."""
+"""Recomputation of layers: a second run in backward, and its comparison with the first run."""

@@ -1,9 +1,9 @@
 """Arguments of a layer for its second run, in the state that they had before the first run.
 
-The checkpoint gets all tensors, including tensors in lists, dicts and tuples. It saves them in the same way
-as an operation saves its inputs, so hooks around the checkpoint may offload them. Lists and dicts that layers
-share are copied before the first run. A cache of transformers is replaced by an empty one, because the layer
-must not append to it twice.
+The checkpoint saves all tensors among the arguments, including tensors in lists, dicts and tuples. Hooks
+around the checkpoint may offload these tensors. Lists and dicts that layers share are copied before the first
+run. A key-value cache of transformers is replaced by an empty cache, because the layer must not append to the
+cache twice.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Place(NamedTuple):
-    """The index of a tensor that was taken out of the arguments."""
+    """The index that replaces a tensor of the arguments."""
 
     number: int
 
 
 def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return ``value`` with its tensors replaced by indices. Append the tensors to ``tensors``."""
-    # Autograd cannot save tensors of inference mode.
+    # Autograd cannot save tensors that were created in inference mode.
     if isinstance(value, torch.Tensor) and not value.is_inference():
         tensors.append(value)
         return _Place(len(tensors) - 1)
@@ -41,14 +41,14 @@ def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def put_together(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Undo :func:`take_apart`. Lists, dicts and caches are new objects."""
+    """Undo :func:`take_apart`. The lists, dicts and caches of the result are new objects."""
     if type(value) is _Place:
         return tensors[value.number]
     return _rebuilt(value, lambda part: put_together(part, tensors))
 
 
 def _rebuilt(value: Any, change: Any) -> Any:
-    """Return a copy of a container in which every part is changed. Return any other value unchanged."""
+    """Return a copy of a container with every part changed. Return any other value unchanged."""
     kind = type(value)
     if kind in (list, tuple):
         return kind(change(part) for part in value)
@@ -64,13 +64,13 @@ def _rebuilt(value: Any, change: Any) -> Any:
 
 
 def is_cache(value: object) -> bool:
-    """Return True for a cache of keys and values of transformers."""
+    """Return True for a key-value cache of transformers."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
 
 
 def _emptied(cache: Any) -> Any:
-    """Return a copy of a cache without the keys and values of earlier layers."""
+    """Return a copy of a key-value cache without the keys and values of earlier layers."""
     new = _copied(cache)  # some models keep other states in the cache
     if hasattr(cache, "self_attention_cache"):  # a cache for an encoder and a decoder
         new.self_attention_cache = _emptied(cache.self_attention_cache)
@@ -81,7 +81,7 @@ def _emptied(cache: Any) -> Any:
 
 
 def _is_filled(layer: Any) -> bool:
-    """Return True if a layer of a cache has data. Each kind of cache has its own flags for this."""
+    """Return True if a layer of a key-value cache has data. Each kind of cache has its own flags for this."""
     flags = (flag for name, flag in vars(layer).items() if name.endswith("initialized"))
     return isinstance(layer, _Gone) or any(
         any(flag.values()) if type(flag) is dict else flag for flag in flags
@@ -89,7 +89,7 @@ def _is_filled(layer: Any) -> bool:
 
 
 def _copied(cache: Any) -> Any:
-    """Return a copy of a cache, or of a layer of one, with its own lists and dicts."""
+    """Return a copy of a key-value cache, or of one layer of a cache, with its own lists and dicts."""
     new = copy.copy(cache)
     for name, value in vars(cache).items():
         if type(value) in (list, dict):
@@ -104,6 +104,6 @@ class _Gone:
         if name.startswith("__"):
             raise AttributeError(name)
         raise UnsupportedError(
-            "a recomputed layer reads a cache of keys and values that was filled before it ran, by another "
-            "layer or forward. Set use_cache=False, or set the placement of the layer to 'keep' or 'offload'."
+            "a recomputed layer reads a key-value cache that another layer or another forward has filled. "
+            "Set use_cache=False, or set the placement of the layer to 'keep' or 'offload'."
         )

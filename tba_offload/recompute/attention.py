@@ -2,13 +2,13 @@
 
 The first run offloads the output of attention.
 
-On the way from autograd to a device's kernels, PyTorch's dispatcher passes the key ``BackendSelect``. This
-key does nothing for operations on tensors. For each operation of fused attention, a function is registered at
-this key. It checks whether the current thread runs a layer that reuses attention. In all other cases, the
-operation runs unchanged. A dispatch mode, which PyTorch's own selective checkpoint uses, would make some
-operations choose other kernels.
+On the way from autograd to a device's kernels, PyTorch's dispatcher passes the key ``BackendSelect``, which
+does nothing for operations on tensors. This module registers a function at ``BackendSelect`` for each
+operation of fused attention. The function checks whether the current thread runs a layer that reuses
+attention. In all other cases, attention runs unchanged. PyTorch's own selective checkpoint uses a dispatch
+mode, which would make some operations choose other kernels.
 
-Attention is reused only if the call requires a gradient and draws no random numbers. If a call that draws
+Attention is reused only if its call requires a gradient and draws no random numbers. If a call that draws
 random numbers were skipped, later operations would get other random numbers.
 """
 
@@ -50,12 +50,12 @@ of another package only after that package is imported."""
 
 
 class AttentionOnce:
-    """The forward of one run of a layer. The first call computes attention. Later calls reuse the output.
+    """The forward of one run of a layer. The first call computes attention. Later calls reuse its output.
 
     Args:
         forward: Runs the layer.
-        pack: Saves an output of attention in the first call.
-        unpack: Returns a packed output. It may be called several times.
+        pack: Function that saves an output of attention in the first call.
+        unpack: Function that returns a packed output of attention. ``unpack`` may be called several times.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class AttentionOnce:
         return outputs
 
     def _give_back(self, calls: Iterator[Any], operation: object, run: Callable[[], Any]) -> Any:
-        """Return the outputs of attention in the first run."""
+        """Return the saved outputs of attention from the first run."""
         before, outputs = next(calls, (None, []))
         if before is not operation:
             return run()  # the second run then saves other tensors, which the comparison finds
@@ -107,7 +107,10 @@ class AttentionOnce:
 
 
 _thread = threading.local()
-"""The replacement for attention on this thread, if set. It takes the operation and its implementation."""
+"""The function that replaces attention on this thread.
+
+Its arguments are the operation and the original implementation.
+"""
 
 
 @contextmanager
@@ -121,11 +124,11 @@ def _attention_replaced(instead: Callable[[Any, Callable[[], Any]], Any] | None)
 
 
 _registered: dict[str, Any] = {}
-"""The library that registers our function for an operation, by the name of the operation."""
+"""The libraries with our functions for operations, by the name of the operation."""
 
 
 def _register_all() -> None:
-    """Register our function for each operation that exists now. Other packages may be imported later."""
+    """Register our function for each loaded operation of :data:`OPERATIONS`."""
     for name in OPERATIONS:
         if name not in _registered:
             namespace, word = name.split("::")
@@ -135,7 +138,7 @@ def _register_all() -> None:
 
 
 def take_out() -> None:
-    """Remove our functions from all operations. A layer that needs these functions registers them again."""
+    """Remove our functions from all operations. The next :class:`AttentionOnce` registers them again."""
     while _registered:
         _registered.popitem()[1]._destroy()
 

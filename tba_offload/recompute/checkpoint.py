@@ -1,9 +1,9 @@
 """Recomputation of a layer: PyTorch's checkpoint, and a check that the second run equals the first.
 
-The layer runs under the checkpoint, and hooks compute a digest of each tensor that it saves. Before and after
-its first run in each mode, the state of the layer is inspected (:mod:`purity`). When backward unpacks the
-first saved tensor, the layer runs again under hooks that compute digests. Then the digests of both runs are
-compared (:mod:`verify`).
+The layer runs in PyTorch's checkpoint, and hooks compute a digest of the tensors that the layer saves. The
+state of the layer is inspected before and after its first run in each mode (:mod:`purity`). When backward
+unpacks the first saved tensor, the layer runs again in hooks that compute a digest. Then the digests of both
+runs are compared (:mod:`verify`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from tba_offload.recompute.verify import Verifier
 
 _turn = threading.RLock()
-"""The lock of second runs. A second run sets the random generators of all threads, so only one thread may run
-a layer again."""
+"""The lock of second runs.
+
+A second run sets the random generators of all threads, so only one thread at a time may run a layer again.
+"""
 
 
 class RecomputedLayer:
@@ -48,8 +50,9 @@ class RecomputedLayer:
     Args:
         module: The layer.
         name: Name of the layer in errors.
-        verifier: Collects the results of comparisons.
-        states: Returns the states that second runs restore in addition to PyTorch's random generators.
+        verifier: Collects the results of comparisons between first and second runs.
+        states: Function that returns the states that second runs restore in addition to PyTorch's random
+            generators.
 
     Attributes:
         modes: The :class:`Mode` of the layer, by the training flags of its modules.
@@ -96,11 +99,11 @@ class RecomputedLayer:
 
     @property
     def may_plan(self) -> bool:
-        """Whether the layer was tried in some mode, and no layer of its class has failed."""
+        """Whether a trial of the layer has ended, and no trial of a layer of its class has failed."""
         return bool(self.tried) and not self.has_failed
 
     def may_try(self) -> bool:
-        """Return True if a :class:`Trial` of the layer can show something new."""
+        """Return True if the layer needs a :class:`Trial` in its present mode."""
         if self.has_failed or self.training in self.tried:
             return False
         if (reason := _why_never(self.module)) is None and has_hooks(self.module):
@@ -124,7 +127,8 @@ class RecomputedLayer:
         if fault is None or self.has_failed:
             return
         self.verifier.failed.add(type(self.module))
-        sentence = f"{self.name}, and layers like it, are not recomputed by the planner: {fault}"
+        kind = type(self.module).__name__
+        sentence = f"{self.name} and other layers of class {kind} are not recomputed by the planner: {fault}"
         if OTHER in str(fault):
             warn(sentence, RuntimeWarning)  # the trial may have changed the state of the program
         else:
@@ -132,7 +136,7 @@ class RecomputedLayer:
 
 
 class _Execution:
-    """The first run of a layer, and its second runs in backward. It holds no saved tensor.
+    """The first run of a layer, and its second runs in backward. An execution holds no saved tensor.
 
     Args:
         layer: The layer.
@@ -193,7 +197,7 @@ class _Execution:
         return output
 
     def _end_first_run(self) -> None:
-        """Compute digests. In a new mode, also record the side effects of the run."""
+        """Compute the digests of the first run. In a new mode, also record its side effects."""
         layer, look, self._look = self._layer, self._look, None
         self._first.end()
         self._has_ended, layer.last_saved = True, self._first.last
@@ -202,7 +206,7 @@ class _Execution:
             self._buffers = {name: look.buffers[name] for name in known.buffers}
 
     def _checked(self, place: int, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a saved tensor from the second run. The first call starts that run."""
+        """Return a saved tensor from the second run. The first call starts the second run."""
         name = self._layer.name
         try:
             with _turn:
@@ -219,7 +223,7 @@ class _Execution:
         return tensor
 
     def _again(self, inputs: Sequence[torch.Tensor], pack: Any, unpack: Any) -> None:
-        """Run the layer again in the checkpoint's hooks, and compare the tensors that it saves."""
+        """Run the layer again in the checkpoint's hooks, and compare the tensors that the layer saves."""
         layer = self._layer
         args, kwargs = put_together(self._layout, inputs)
         try:
@@ -235,7 +239,7 @@ class _Execution:
             raise cannot(layer.name, cause) from error
 
     def _compare_run(self, forward: Callable[[], object], pack: Any, unpack: Any) -> None:
-        """Run the layer inside hooks, and compare the tensors that it saves.
+        """Run the layer inside hooks, and compare the tensors that the layer saves.
 
         At the last saved tensor, the checkpoint ends the run by an exception. If the kernel may still write
         to that tensor, the run continues to the end of forward.
@@ -280,22 +284,23 @@ class _Execution:
 class _Ended(BaseException):
     """The exception that ends a second run.
 
-    It is a ``BaseException``, because the layer may catch every ``Exception``.
+    The class is a ``BaseException``, because a layer may catch every ``Exception``.
     """
 
 
 def _hold_nothing(_: object) -> None:
-    """Replace both hooks by functions that hold nothing.
+    """Drop a saved tensor. This function replaces ``pack`` and ``unpack`` in a trial.
 
-    A layer that computes gradients in its forward then fails.
+    In a trial, a layer that computes gradients in its forward therefore fails.
     """
 
 
 class Trial(_Execution):
     """A test of whether a layer can be recomputed: a second run of a layer that is not recomputed.
 
-    The second run takes place when backward reaches the layer, like a recomputation. Its results are dropped.
-    A checkpoint around a single number restores the generators and the autocast state of forward.
+    The second run takes place when backward reaches the layer, like a recomputation. The results of this
+    second run are dropped. A checkpoint around a single number restores the random generators and the
+    autocast state of forward.
     """
 
     def __init__(self, layer: RecomputedLayer, forward: Callable[..., Any], given: Arguments) -> None:
@@ -338,7 +343,7 @@ class Trial(_Execution):
     def _judged(self) -> Iterator[None]:
         """Record any error, including errors of the layer's own code.
 
-        The planner then does not recompute the layer.
+        After an error, the planner does not recompute the layer.
         """
         try:
             yield
@@ -350,8 +355,8 @@ class Trial(_Execution):
     def _note(self, differs: torch.Tensor) -> None:
         if differs.item():
             cause = (
-                f"{OTHER}. If its forward keeps state of its own (a counter, a global), this trial has "
-                "changed that state one time more than plain training does"
+                f"{OTHER}. If its forward changes a counter or a global variable, this trial has changed it "
+                "once more than training without offloading does"
             )
             raise cannot(self._layer.name, cause)
 
@@ -385,8 +390,8 @@ _FRAMEWORKS = frozenset({"torch", "megatron", "transformer_engine", "tba_offload
 def _static(module: nn.Module) -> dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]]:
     """Return the storages that are compared by version and not read: parameters and large buffers.
 
-    A key is the address of a storage. The value has the name of the tensor and a weak reference to the
-    storage. Sharding frees storages, so an address may be reused.
+    The dict maps the address of each storage to the name of the tensor and a weak reference to the storage.
+    The reference is needed because sharding frees storages, so an address may be reused.
     """
     large = ((name, buffer) for name, buffer in module.named_buffers() if buffer.nbytes > SMALL)
     named = (*module.named_parameters(), *large)

@@ -1,6 +1,6 @@
 """Digests of tensors: 64 bits that depend on every byte.
 
-They are computed on the device, without waiting for it.
+Digests are computed on the device of the tensor, and the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _COLUMNS = 1021
-"""Number of columns in which 64-bit words are summed. It is a prime number, so that strides are not multiples
-of it."""
+"""Number of columns in which 64-bit words are summed: a prime number, so that strides are not multiples of
+it."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
 """An odd number without a pattern in its bits. Each column is multiplied by a different multiple of this
@@ -25,7 +25,7 @@ number."""
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the strided tensors that have the bytes of ``tensor``.
 
-    For a distributed tensor, this is its local part.
+    For a distributed tensor, yield its local tensor.
 
     Raises:
         TypeError: The bytes of this kind of tensor cannot be read.
@@ -84,7 +84,7 @@ def digest(tensor: torch.Tensor) -> list[int]:
     """Wait for the device of a tensor of any kind, and return the digest of the tensor.
 
     Raises:
-        TypeError: Its bytes cannot be read.
+        TypeError: The bytes of the tensor cannot be read.
     """
     return [int(mix(fold(part))) for part in plain_parts(tensor)]
 

@@ -1,4 +1,4 @@
-"""Inspection of the side effects of a layer's first run. It takes place once in each mode of the layer.
+"""Inspection of the side effects of a layer's first run, once in each mode of the layer.
 
 A second run restores only the following state: small buffers that forward changes in place (running
 statistics), random generators, and attributes that the second run itself sets. If a layer changes any other
@@ -50,14 +50,14 @@ _KERNELS: tuple[State, ...] = (
     (_backends.cuda.cudnn_sdp_enabled, _backends.cuda.enable_cudnn_sdp),
     *((partial(getattr, at, "fp32_precision"), partial(setattr, at, "fp32_precision")) for at in _PRECISIONS),
 )
-"""Settings that affect the choice of kernels. Some programs set them only around forward."""
+"""Settings that affect the choice of kernels. Some programs change these settings only around forward."""
 
 
 class Mode(NamedTuple):
     """The state that second runs of a layer must restore, for one combination of training flags.
 
     Attributes:
-        states: States that second runs set, in addition to PyTorch's generators. They are settings that
+        states: States that second runs restore in addition to PyTorch's random generators: settings that
             choose kernels, states of the framework, and the generators of Python and NumPy if the layer uses
             them.
         buffers: Names of small buffers that forward changes.
@@ -193,7 +193,7 @@ def _print_of(value: Any) -> bytes | None:
 def impure(layer: str, changes: Sequence[str]) -> TbaError:
     """Return the error of a layer whose forward has a side effect that a second run would repeat."""
     what = ", ".join(changes[:3]) + (" and more" if len(changes) > 3 else "")
-    cause = f"its forward changes {what}, and a second run would change that again"
+    cause = f"its forward changes {what}, and a second run would repeat this change"
     return cannot(layer, cause, UnsupportedError)
 
 
@@ -202,8 +202,8 @@ def state_kept(layer: str, module: nn.Module) -> Iterator[None]:
     """Undo the changes of a second run to attributes and buffers of a layer, such as counters.
 
     Raises:
-        UnsupportedError: A tensor was changed in place. :class:`Look` does not see this if the first run
-            creates the tensor, as with a sum that starts as ``None``.
+        UnsupportedError: A tensor was changed in place. :class:`Look` does not see the change if the first
+            run creates the tensor, for example a sum that starts as ``None``.
     """
     before = [
         (inner, now, dict(now), set(inner._parameters))

@@ -1,9 +1,9 @@
-"""Comparison of the two runs of a layer by digests over every byte that they save for backward.
+"""Comparison of the two runs of a recomputed layer by digests of the tensors that the layer saves.
 
-Hooks inside the hooks of the checkpoint see each tensor that the layer saves, in both runs. One 64-bit digest
-of the first run is kept. At the end of the second run, the digests are compared on the device. Backward gets
-the tensors of the second run only after this comparison. The result is one flag for each run. The flag is
-read before the optimizer's step.
+Hooks inside the hooks of the checkpoint see each tensor that the layer saves, in both runs. Only a 64-bit
+digest of the first run is kept. At the end of the second run, the digests are compared on the device.
+Backward gets the tensors of the second run only after this comparison. The result of the comparison is one
+flag, which is read before the optimizer's step.
 
 In the first three steps of a layer in each mode and placement, every tensor is read. Later steps read the
 last tensor and one eighth of the other tensors: see :meth:`Verifier.part`.
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _WHOLE_STEPS = 3
-"""Number of first steps of a layer in one mode in which every tensor is read."""
+"""Number of steps at the start of each mode in which every saved tensor is read."""
 
 _PARTS = 8
-"""Number of parts of the saved tensors. Each later step reads one of these parts."""
+"""Number of parts of the saved tensors. After :data:`_WHOLE_STEPS` steps, each step reads one part."""
 
 OTHER = "its second run gave other numbers than the first"
 
 Static = Mapping[int, tuple[str, weakref.ref[torch.UntypedStorage]]]
-"""Storages that are compared by version. A key is an address. The value has a name and a weak reference,
-because addresses may be reused."""
+"""Storages that are compared by version: a map from their addresses to the names of the tensors and weak
+references to the storages."""
 
 
 def cannot(layer: str, cause: str, kind: type[TbaError] = RecomputationError) -> TbaError:
@@ -48,10 +48,10 @@ def other_numbers(layer: str) -> TbaError:
     """Return the error of a layer whose second run gave other numbers."""
     return cannot(
         layer,
-        f"{OTHER}, because it depends on something that changed in between (a counter, a "
-        "global, a generator of its own; with states.when 'backward' also the weight of a later layer, which "
-        "needs states.when 'step'). Do not use the gradients of this step. With states.when 'backward' the "
-        "layers after this layer are already updated: load a checkpoint",
+        f"{OTHER}. The layer depends on state that changed between the two runs: a counter, a global "
+        "variable, a random generator of its own, or with states.when 'backward' the weight of a later layer "
+        "(this case needs states.when 'step'). Do not use the gradients of this step. With states.when "
+        "'backward', the layers after this layer are already updated: load a checkpoint",
     )
 
 
@@ -74,7 +74,7 @@ class Verifier:
 
     Attributes:
         failed: Classes of layers that ``auto`` does not recompute, because a trial has failed.
-        close: Removes the hook on optimizers.
+        close: Function that removes the hook on optimizers.
     """
 
     def __init__(self, report: Callable[[str], object] = warn) -> None:
@@ -142,11 +142,11 @@ class Verifier:
 class SavedTensors:
     """The tensors that one run of a layer saves for backward.
 
-    A tensor is held until the next tensor is saved.
+    A saved tensor is held until the next tensor is saved.
 
-    A kernel may write to a tensor after it was saved, such as the noise of ``rrelu`` or the statistics of
-    attention. This concerns only tensors without a graph. They are read when the next operation saves
-    something.
+    A kernel may write to a tensor without a graph after it was saved, such as the noise of ``rrelu`` or the
+    statistics of attention. Tensors without a graph are therefore read when the next operation saves a
+    tensor.
 
     Args:
         layer: The name of the layer.
@@ -155,11 +155,11 @@ class SavedTensors:
         always: Index of one more tensor that is always read.
 
     Attributes:
-        forms: For each tensor, its properties that must be equal in both runs. The last property is the
-            version of a parameter.
-        numbers: The digest for each device. It is set at the end of the run.
+        forms: For each tensor, the properties that must be equal in both runs. The last property is the
+            version, if the tensor is a parameter or a large buffer.
+        numbers: The digest for each device, after the end of the run.
         last: Index of the last tensor that depends on the layer's computation.
-        fills_last: Whether the last operation may write to a tensor after it has saved it.
+        fills_last: Whether the last operation may still write to a tensor that it has saved.
     """
 
     def __init__(self, layer: str, static: Static, part: int | None, always: int) -> None:
@@ -218,8 +218,8 @@ class SavedTensors:
 def _may_be_unfilled(tensor: torch.Tensor) -> bool:
     """Return True for a tensor without a graph whose memory a kernel allocates but may leave unfilled.
 
-    Examples are workspaces of recurrent networks, and seeds of attention without dropout. A difference is
-    still found, because the kernels' outputs are saved too.
+    Examples are workspaces of recurrent networks, and random seeds of attention without dropout. A difference
+    between the runs is still found, because the outputs of the kernels are compared too.
     """
     is_workspace = tensor.dtype is torch.uint8 and tensor.dim() == 1
     return is_workspace or (tensor.numel() <= 2 and tensor.dtype in {torch.int64, torch.uint64})

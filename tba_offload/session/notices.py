@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _MESSAGES = {
     "backward outside": "backward runs outside of the step of its forward. Gradients are correct, but the "
     "figures of the step do not include this backward. Put both into one `with session.step():`",
-    "cache": "the model fills a cache of keys and values during training. The cache keeps tensors of all "
+    "cache": "the model fills a key-value cache during training. The cache keeps tensors of all "
     "layers in memory. Switch the cache off: use_cache=False, as an argument of the model or in its config",
     "left alone": "{} runs inside saved-tensor hooks or a transform of other code (save_on_cpu, torch.func), "
     "or only within a backward pass (a checkpoint with use_reentrant=True, a loss that caches gradients), so "

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 transformers = Later("transformers")
 
-CACHE = "the model fills a cache of keys and values"
+CACHE = "the model fills a key-value cache"
 STEPS = 2
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 LANGUAGE = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
