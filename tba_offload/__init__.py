@@ -77,8 +77,8 @@ _HOMES = {
     }.items()
     for name in names.split()
 }
-"""The module of each public name. A module is imported on first use, because policies, run logs and plots
-need no torch."""
+"""The module that defines each public name. Modules are imported on first use, because policies, run logs and
+plots do not need torch."""
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

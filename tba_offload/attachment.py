@@ -49,49 +49,53 @@ def attach(
     """Attach offloading to a model.
 
     Layers are found in Megatron models, and in models with a list of equal blocks: a ``ModuleList``, a
-    ``Sequential`` or a ``ModuleDict`` of numbers. The list may consist of stages, as in Swin. For other
-    models, pass ``layers``.
+    ``Sequential`` or a ``ModuleDict`` of numbers. The equal blocks may be divided into stages, as in Swin.
+    For models of another structure, pass ``layers``.
 
     Args:
         model: The model, wrapped or not, or the list of its chunks in an interleaved pipeline.
-        config: The policy. With ``"fit"``, the planner chooses placements so that training fits into nine
-            tenths of this device and is as fast as possible. A placement, such as ``"offload"`` or
-            ``"recompute"``, applies to all layers. A policy can also be the path of a YAML file, YAML text, a
-            dict with the same keys, or an :class:`OffloadConfig`.
-        layers: The layers to attach. By default, they are found automatically.
-        directories: Directories of the store: one path, or one per drive. They replace those of the policy.
-        optimizer: One or several optimizers whose states are offloaded too. See
+        config: The policy. With ``"fit"``, the planner chooses the fastest placements that fit into nine
+            tenths of the device memory. A placement, such as ``"offload"`` or ``"recompute"``, applies to all
+            layers. A policy can also be the path of a YAML file, YAML text, a dict with the keys of a YAML
+            policy, or an :class:`OffloadConfig`.
+        layers: The layers to attach. By default, ``attach`` finds the layers of the model.
+        directories: Directories of the store: one path, or one per drive. These directories replace the
+            directories of the policy.
+        optimizer: One or several optimizers whose states are also offloaded. See
             :func:`tba_offload.offload_optimizer`.
         tokens: Number of tokens of one micro-batch, or a function that returns this number for the arguments
             of the model's forward. The default is the number of elements of ``input_ids``. Without
-            ``input_ids``, the first positional tensor of integers is used.
-        run_log: Path of the run log. If ``run.jsonl`` is the log of an earlier run, this run writes
+            ``input_ids``, the elements of the first positional tensor of integers are counted.
+        run_log: Path of the run log. If ``run.jsonl`` exists from an earlier run, the new run writes
             ``run.2.jsonl``. Each process of :mod:`torch.distributed` writes its own log, such as
             ``run.rank0.jsonl``.
-        strategy: Label of the run in ROK plots. The default is the placement that all layers share, or
-            ``mixed``. Other offloaded data is added, as in ``offload + states``.
-        model_info: Facts about the model for the run log, such as sizes, batch size or another name.
-        measure_memory: Whether to measure the activation peak. On CUDA, this takes no time. On a CPU, a
-            thread takes samples of the memory, which needs a part of one core.
-        status: Whether to log a line for each step. Plans of ``auto`` and the summary at the end are always
-            logged. The logger is ``tba_offload.session``. Without a logging handler, lines go to stderr.
+        strategy: Label of the run in ROK plots. The default label is the placement that all layers share, or
+            ``mixed``. Offloaded states and weights are added to the default label, as in ``offload +
+            states``.
+        model_info: Facts about the model that the run log records, such as layer sizes, the batch size or a
+            name.
+        measure_memory: Whether to measure the activation peak. On CUDA, the measurement takes no time. On a
+            CPU, a thread takes samples of the process memory, which uses part of one core.
+        status: Whether to log a line for each step. Plans of ``auto`` and the summary of the run are always
+            logged. The logger is ``tba_offload.session``. If the program configures no logging handler, the
+            lines go to stderr.
         on_step: One or several functions that are called with the complete :class:`StepRecord` of each step.
-            On a CPU, they are called at the end of the step. On an accelerator, they are usually called
-            during the next step. The classes in :mod:`tba_offload.sinks` write to TensorBoard or W&B. An
-            exception in one of these functions ends training.
-        trace_steps: Numbers of the steps, from 1, for which a timeline is recorded, as with
+            On a CPU, the functions are called at the end of the step. On an accelerator, the functions are
+            usually called during the next step. The classes in :mod:`tba_offload.sinks` write to TensorBoard
+            or W&B. An exception in an ``on_step`` function ends training.
+        trace_steps: Numbers of the steps, from 1, whose timelines are recorded, as with
             ``session.step(trace=True)``.
 
     Returns:
-        The session. Close it, or use it as a context manager.
+        The open session. Close the session at the end of training, or use the session as a context manager.
 
     Raises:
-        ConfigError: The policy is wrong, or does not match this model. The error lists all problems.
+        ConfigError: The policy is invalid, or does not match the model. The error lists all problems.
         UnsupportedError: No layers were found, or the model cannot be offloaded.
         StoreError: The store cannot be opened.
 
     Warns:
-        NoEffectWarning: A setting has no effect, or less effect than expected.
+        NoEffectWarning: A setting of the policy has no effect, or less effect than expected.
     """
     chunks = chunks_of(model)
     if layers is not None and not layers:
@@ -122,16 +126,13 @@ def attach(
 
 
 _LEFT_OUT = (
-    "these blocks are not among the layers that were found, so their activations and frozen weights stay in "
-    "memory. To attach them too, pass all layers: attach(model, config, layers=[...])"
+    "attach() did not recognize these blocks as layers, so their activations and frozen weights stay in "
+    "memory. To attach these blocks too, pass all layers: attach(model, config, layers=[...])"
 )
 
 
 def _find(chunks: list[nn.Module]) -> LayerStack:
-    """Return the layers of a Megatron model.
-
-    For other models, return the layers that their structure shows.
-    """
+    """Return the layers of a model. Megatron names its layers; other models are searched for equal blocks."""
     if any(name.partition(".")[0] == "megatron" for name in sys.modules):
         from tba_offload.megatron.layers import find_stack, is_megatron
 
@@ -149,7 +150,7 @@ def _about(chunks: Sequence[nn.Module]) -> dict[str, object]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers without other children, such as DistributedDataParallel."""
+    """Return the model inside wrappers such as DistributedDataParallel, which have no other child module."""
     while [name for name, _ in model.named_children()] in (["module"], ["_orig_mod"]):
         (model,) = model.children()
     return model

@@ -1,4 +1,4 @@
-"""Figures for one day of training without pauses."""
+"""The number of bytes that training without pauses writes in one day."""
 
 from __future__ import annotations
 

@@ -15,16 +15,16 @@
     ├── RunLogError (ValueError)              a run log cannot be read
     └── StoreError (OSError)                  a store could not move bytes
         ├── StoreFullError                    no room: the capacity is reached, or the drive is full
-        │   └── OutOfServiceError             a drive failed, and takes no writes for a while
+        │   └── OutOfServiceError             a drive failed, so writes to the drive are paused
         ├── HangingError                      a drive does not answer
         ├── ShortTransferError                fewer bytes moved than requested
         ├── ChecksumError                     the bytes read differ from the bytes written
-        └── DeviceError                       the device of the bytes failed, not the drive
+        └── DeviceError                       the accelerator failed, not the drive
 
     NoEffectWarning (UserWarning)             a valid setting has no effect, or an unexpected one
     └── NothingSavedWarning                   offloading frees little or no memory
 
-Every message says which operation failed, where, and how to solve the problem.
+Each error message names the failed operation, the cause and the remedy.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ConfigError(TbaError, ValueError):
 
     Args:
         message: The problem, and the valid values.
-        file: The file with the problem, if there is one.
-        line: The line in that file, from 1.
+        file: Path of the file with the problem, if the problem is in a file.
+        line: Line of the problem in the file, from 1.
     """
 
     def __init__(self, message: str, *, file: str | None = None, line: int | None = None) -> None:
@@ -66,7 +66,7 @@ class ConfigError(TbaError, ValueError):
     def joined(cls, problems: Sequence[ConfigError]) -> ConfigError:
         """Return one error for several problems, sorted by line.
 
-        Its file and line are those of the first problem.
+        The attributes ``file`` and ``line`` are those of the first problem.
         """
         first, *others = sorted(problems, key=lambda problem: problem.line or 0)
         if not others:
@@ -86,7 +86,7 @@ class NoEffectWarning(UserWarning):
 
 
 class NothingSavedWarning(NoEffectWarning):
-    """Offloading frees little or no memory. Bytes stay in host memory, or most bytes stay in the window."""
+    """Offloading frees little memory: the store is host memory, or the in-flight window holds most bytes."""
 
 
 class UnsupportedError(TbaError, RuntimeError):
@@ -94,7 +94,7 @@ class UnsupportedError(TbaError, RuntimeError):
 
 
 class MissingDependencyError(TbaError, ImportError):
-    """An optional package that a feature needs is not installed.
+    """An optional package is not installed, and the called feature needs the package.
 
     Args:
         package: The missing package.
@@ -113,11 +113,11 @@ class SavedTensorModifiedError(TbaError, RuntimeError):
 
 
 class RecomputationError(TbaError, RuntimeError):
-    """The results of a recomputed layer differ between forward and backward."""
+    """A layer computed other results when backward ran the forward of the layer again."""
 
 
 class TransferError(TbaError, RuntimeError):
-    """The transfer of one activation failed. The cause of this exception is the error of the store."""
+    """The transfer of one activation failed. The ``__cause__`` of the exception is the error of the store."""
 
 
 class SessionError(TbaError, RuntimeError):
@@ -137,7 +137,7 @@ class RunLogError(TbaError, ValueError):
 
 
 class StoreError(TbaError, OSError):
-    """A store could not open, write or read. If the system reported an ``errno``, the error has it."""
+    """A store failed to open, write or read. The attribute ``errno`` is the system's error number, if any."""
 
 
 class StoreFullError(StoreError):
@@ -145,19 +145,19 @@ class StoreFullError(StoreError):
 
 
 class OutOfServiceError(StoreFullError):
-    """The drive failed, and takes no writes until it is tried again."""
+    """A drive failed. The store writes to other drives, and tries the failed drive again later."""
 
 
 class HangingError(StoreError):
-    """A drive has not answered within ``store.stall_seconds``, and may still execute its requests.
+    """A drive has not answered within ``store.stall_seconds``, and may still execute the requests.
 
-    The ``errno`` is ``ETIMEDOUT``. A drive that answers may also report ``ETIMEDOUT``. Such a drive does not
-    hang.
+    The ``errno`` is ``ETIMEDOUT``. A plain :class:`StoreError` with ``ETIMEDOUT`` means that the drive
+    answered and reported a timeout.
     """
 
 
 class ShortTransferError(StoreError):
-    """Fewer bytes were moved than requested."""
+    """A transfer moved fewer bytes than requested."""
 
 
 class ChecksumError(StoreError):
@@ -165,13 +165,13 @@ class ChecksumError(StoreError):
 
 
 class DeviceError(StoreError):
-    """The device of the bytes failed while it executed work of the training program."""
+    """An earlier operation of the training program failed on the accelerator. No drive failed."""
 
 
 def is_of_drive(error: BaseException | None) -> bool:
-    """Return True if the drive caused a failed transfer. The system or a checksum shows this.
+    """Return True if the system or a checksum reported that the drive failed.
 
-    The function returns False for a fault of the program, for example an error of the device.
+    Return False for a failure of the program or of the accelerator.
     """
     if not isinstance(error, StoreError):
         return False
@@ -182,7 +182,7 @@ _PASSED_OVER = frozenset({"tba_offload", "torch", "contextlib"})
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning. Its origin is the nearest line outside of this package and PyTorch.
+    """Issue a warning that points to the nearest caller outside of this package and PyTorch.
 
     Args:
         message: The text of the warning.
@@ -196,12 +196,12 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def log_warning(name: str, message: str, *figures: object) -> None:
-    """Log a warning to the logger of a module. Open progress bars of tqdm are hidden meanwhile.
+    """Log a warning to the logger of a module, and hide open progress bars of tqdm during the output.
 
     Args:
         name: The name of the module.
-        message: The message, with placeholders.
-        figures: Values for the placeholders.
+        message: The message, with ``%`` placeholders.
+        figures: Values for the placeholders in the message.
     """
     with without_bars():
         logging.getLogger(name).warning(message, *figures, stacklevel=2)

@@ -1,10 +1,11 @@
 """The command ``tba-offload estimate``.
 
-It estimates the cost of each placement from steps of a model without data.
+The command estimates the cost of each placement from steps of a model without data.
 
 The model's own code runs forward and backward on tensors that have only shapes, with the hooks and the
-offloader of training. A dispatch mode sees each operation. It counts live bytes, and it counts FLOPs to
-estimate the time. Transfers move no bytes, and take the time that the drives need for them.
+offloader of training. A dispatch mode counts the live bytes and the FLOPs of each operation, and estimates
+the time from the FLOPs. Transfers move no bytes. A simulated transfer takes the time that the drives would
+need.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
 WAYS = "keep", "offload", "offload-remat", "recompute", "recompute-offload"
 LENGTHS = [2**power for power in range(7, 21)]
-"""Lengths of sequences for which ``recompute-offload`` is estimated."""
+"""Sequence lengths for which ``recompute-offload`` is estimated."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -86,10 +87,10 @@ def run_on_console(
         placed = {way: Plan((Placement(way),) * len(names), window=limits.window) for way in WAYS}
         steps = {way: dry.step(plan) for way, plan in placed.items()}
         window = readable_size(limits.window or 0)
-        # A layer's weights are in memory while they are used, and the next layer's are read.
+        # The weights of one layer are in use while the weights of the next layer are read.
         frozen = dry.frozen_bytes(base_bits)
         resident = max(map(sum, pairwise([*frozen, 0])), default=0)
-        notes, share = [f"{len(names)} layers; the drives: {bandwidth}; in-flight window {window}."], None
+        notes, share = [f"{len(names)} layers. Drives: {bandwidth}. In-flight window: {window}."], None
         if device_bytes is not None:
             gradients = profile.gradient_bytes
             base = dry.model.get_memory_footprint() + sum(frozen) - sum(dry.frozen_bytes()) + 2 * gradients
@@ -100,7 +101,7 @@ def run_on_console(
                 )
                 share = replace(share, base_bytes=base - sum(frozen) + resident)
             if share.left <= 0:
-                raise ConfigError(f"nothing is left for activations {share}. Choose a larger device")
+                raise ConfigError(f"no memory is left for activations: {share}. Choose a larger device")
             auto = (Placement.AUTO,) * len(names)
             case = Case(dry.profile, bandwidth, limits.on_device(share), auto)
             # The profile has only activations. Each step shows how much memory there is beside them.
@@ -108,9 +109,9 @@ def run_on_console(
             placed["fit"] = solve(replace(case, profile=replace(dry.profile, headroom=max(beside))))
             steps["fit"] = dry.step(placed["fit"])
             notes += [
-                f"{readable_size(share.budget)} are left for activations {share}.",
-                "Activations may also use the room of gradients that do not exist yet.",
-                f"The row fit: {layers_by_placement(names, placed['fit'].placements)}.",
+                f"{readable_size(share.budget)} are left for activations: {share}.",
+                "Until the gradients exist, activations may also use the memory of the gradients.",
+                f"Plan of the row 'fit': {layers_by_placement(names, placed['fit'].placements)}.",
             ]
         rows, forward = [], dry.forward_seconds
         if frozen:
@@ -118,7 +119,7 @@ def run_on_console(
             notes += [
                 f"The layers have {readable_size(sum(frozen))} of frozen weights.",
                 f"With weights: {{frozen: offload}}, at most {readable_size(resident)} are in memory.",
-                f"A step then reads {reads}. Reads without waiting need {rate}.",
+                f"A step then reads {reads}. To avoid waits, drives must read {rate}.",
             ]
         lengths = [length for length in LENGTHS if length <= _longest(dry.model.config)]
         place = bisect_left(lengths, -bandwidth.write, key=lambda length: -dry.needed_rate(length))
@@ -151,11 +152,11 @@ def run_on_console(
         click.echo(json.dumps(found, indent=2))
     else:
         since = (
-            f"from {carried:,} tokens on"
+            f"do not delay training for sequences of {carried:,} tokens or more"
             if carried
-            else f"at no length up to {max(lengths, default=0):,} tokens"
+            else f"delay training at every sequence length up to {max(lengths, default=0):,} tokens"
         )
-        answer = f"These drives carry recompute-offload without waiting {since}."
+        answer = f"With recompute-offload, writes to these drives {since}."
         text.show(*notes, plans.placements_table(rows), answer)
 
 
@@ -164,17 +165,18 @@ def dry_model(*, flops: float, bandwidth: Bandwidth, **model: Any) -> Iterator[D
     """Yield a model whose tensors have no data.
 
     Args:
-        flops: FLOPs that the device computes in a second.
+        flops: FLOPs per second that the device reaches in training.
         bandwidth: Rates of the drives.
-        model: The arguments of :func:`create`.
+        model: Arguments of :func:`create`.
 
     Raises:
-        ConfigError: The file is not a configuration.
+        ConfigError: The file is not a configuration of transformers.
         MissingDependencyError: transformers is not installed.
-        UnsupportedError: The model does not run without data, no layers are found, or backward reaches no
-            layer.
+        UnsupportedError: The model cannot run on tensors without data, no layers are found, or backward
+            reaches no layer.
     """
-    digest(torch.zeros(1, device=default_device().torch_device))  # it caches a tensor, which needs data
+    # ``digest`` caches a tensor, and this tensor needs data.
+    digest(torch.zeros(1, device=default_device().torch_device))
     blank.cache_clear()
     try:
         # The address of a tensor without data is 0, and PyTorch warns of its use.
@@ -183,8 +185,9 @@ def dry_model(*, flops: float, bandwidth: Bandwidth, **model: Any) -> Iterator[D
     except TbaError:
         raise
     except Exception as error:  # the code of the model may raise any error on tensors without data
-        instead = "Instead, train three steps with 'keep' and a run log, and use tba-offload plan"
-        raise UnsupportedError(f"the model does not run without data: {error!r}. {instead}") from error
+        instead = "Train three steps with 'keep' and a run log, and use tba-offload plan instead"
+        why = f"the model cannot run on tensors without data: {error!r}. {instead}"
+        raise UnsupportedError(why) from error
     finally:
         unwrap_classes()
         blank.cache_clear()
@@ -196,12 +199,13 @@ def create(
     """Return a model of transformers, and the arguments of its forward for a micro-batch.
 
     Args:
-        config: A configuration: a file, or the folder of ``config.json``.
-        dtype: A key of :data:`DTYPES`.
-        batch: Number of sequences of a micro-batch.
-        sequence: Number of tokens of a sequence.
-        lora: Rank of LoRA's matrices beside all linear modules of the layers, whose weights are then frozen.
-        sizes: Without ``config``, the sizes of a Llama, by transformers' names.
+        config: Path of a configuration of transformers, or of the folder of ``config.json``.
+        dtype: Dtype of the model, a key of :data:`DTYPES`.
+        batch: Number of sequences in a micro-batch.
+        sequence: Number of tokens in a sequence.
+        lora: Rank of LoRA for all linear modules of the layers. With LoRA, the model's own weights are
+            frozen.
+        sizes: Sizes of a Llama without ``config``, by the names in ``transformers.LlamaConfig``.
     """
     if find_spec("transformers") is None:
         raise MissingDependencyError("transformers", "estimate", extra="transformers")
@@ -234,7 +238,7 @@ def create(
         try:
             model = unfilled._from_config(found, dtype=DTYPES[dtype]).train()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"the configuration gives no model: {error}") from error
+            raise ConfigError(f"the configuration does not create a model: {error}") from error
         if lora is not None:
             _add_lora(model, lora)
         tokens = torch.zeros(batch, sequence, dtype=torch.long)
@@ -247,9 +251,9 @@ def create(
 
 
 def _add_lora(model: Any, rank: int) -> None:
-    """Freeze the model, and add LoRA's matrices to all linear modules of its layers.
+    """Freeze the model, and add LoRA matrices to all linear modules of the layers.
 
-    peft's own matrices cannot be created without data.
+    peft cannot create its matrices without data.
     """
     model.requires_grad_(requires_grad=False)
     for layer in find_layers(model).layers:
@@ -262,7 +266,7 @@ def _add_lora(model: Any, rank: int) -> None:
 
 
 def _longest(config: Any) -> int:
-    """Return the largest number of tokens of a sequence. Only learned positions limit it."""
+    """Return the largest sequence length of a model in tokens. Rotary positions have no limit."""
     is_rotary = hasattr(config, "rope_parameters") or hasattr(config, "rope_theta")
     return sys.maxsize if is_rotary else getattr(config, "max_position_embeddings", sys.maxsize)
 
@@ -270,8 +274,8 @@ def _longest(config: Any) -> int:
 def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
     """Return the FLOPs of an operation; 0 if PyTorch has no formula for it.
 
-    PyTorch has no formula for attention on a CPU, so the formula of the same kernel on a GPU is used. It has
-    none for experts.
+    PyTorch has no formula for attention on a CPU, so the formula for the GPU kernel is used. PyTorch has no
+    formula for grouped matrix products of experts, so the formula is here.
     """
     name = getattr(getattr(function, "_overloadpacket", None), "__name__", "none").replace("_for_cpu", "")
     if name == "_grouped_mm":
@@ -285,11 +289,11 @@ def _flops_of(function: Any, args: Any, kwargs: Any, output: object) -> int:
 
 
 class _Tier(Tier):
-    """The drives, or host memory, without data.
+    """Simulated drives, or simulated host memory, that hold no data.
 
     Attributes:
         bandwidth: The rates.
-        free_at: End of the last read, and of the last write.
+        free_at: Times at which the last read and the last write end.
     """
 
     def __init__(self, bandwidth: Bandwidth) -> None:
@@ -298,11 +302,11 @@ class _Tier(Tier):
 
 
 class _Machine(Device):
-    """A device and drives without data. The offloader uses it as its device and as its store.
+    """A simulated device and store that hold no data. The offloader uses one object as both.
 
     Attributes:
-        clock: Seconds of compute, and of waits for I/O.
-        live: Counts the bytes of storages.
+        clock: Simulated time in seconds, with compute and waits for I/O.
+        live: Counter of the bytes of live storages.
     """
 
     torch_device = torch.device("meta")  # storages without data are on this device
@@ -317,7 +321,7 @@ class _Machine(Device):
         self.resume = self.trim = lambda *_: None
 
     def mark(self) -> float:
-        """Return the clock."""
+        """Return the simulated time in seconds."""
         return self.clock
 
     def _submit(self, transfers: Sequence[Transfer], *, writes: bool) -> None:
@@ -341,13 +345,13 @@ class _Machine(Device):
         return int(has_room and is_for_host(host, drives, self.spill_bytes, self._share))
 
     def beyond_host(self, nbytes: int) -> int:
-        """Return how many bytes of a step go to drives, because host memory is full."""
+        """Return how many bytes of a step go to drives because host memory is full."""
         capacity = self._tiers[1].bandwidth.capacity or 0
         self._share = drives_share(nbytes, capacity)  # for the next step, as in training
         return max(nbytes - capacity, 0)
 
     def release(self, extent: Extent) -> None:
-        """Free the room of an extent."""
+        """Free the bytes of an extent."""
         self._tiers[extent.drive].held -= extent.nbytes
 
     def cancel(self, transfer: Transfer) -> bool:
@@ -368,7 +372,7 @@ class _Machine(Device):
         transfer.finish()
 
     def wait(self, transfer: Transfer) -> None:
-        """Set the clock to the end of a transfer."""
+        """Set the simulated clock to the end of a transfer."""
         while not transfer.is_done:
             self.clock = max(self.clock, self._queue[0][0])
             self.settle()
@@ -387,8 +391,8 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A model whose tensors have no data, with the hooks and the offloader of training.
 
     Attributes:
-        model: The model.
-        names: Module names of the layers.
+        model: The model, with tensors without data.
+        names: Module names of the attached layers.
         profile: The profile of all steps so far.
     """
 
@@ -411,7 +415,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             layer.module.forward = partial(self._call, index, layer.module.forward)
 
     def frozen_bytes(self, bits: int | None = None) -> list[int]:
-        """Return the bytes of the frozen weights of each layer; an empty list if there are none.
+        """Return the bytes of frozen weights in each layer. Without frozen weights, return an empty list.
 
         Args:
             bits: Bits of an element, as bitsandbytes stores it. By default the data type of the model.
@@ -428,10 +432,10 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return float(sum(self.profile.timing(layer, Placement.KEEP).forward for layer in layers))
 
     def needed_rate(self, length: int) -> float:
-        """Return the rate at which drives write the inputs of all layers during forward.
+        """Return the write rate that drives need to write the inputs of all layers during forward.
 
         Args:
-            length: Number of tokens of a sequence.
+            length: Number of tokens in a sequence.
         """
         tokens = self._inputs["input_ids"]
         self._inputs |= dict.fromkeys(("input_ids", "labels"), tokens.new_zeros(len(tokens), length))
@@ -441,9 +445,9 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return float(inputs / self.forward_seconds)
 
     def step(self, plan: Plan) -> Prediction:
-        """Return the figures of a step under a plan.
+        """Return the predicted figures of a step under a plan.
 
-        As in training, an earlier step has shown in which order backward uses activations.
+        As in training, an earlier step has recorded the order in which backward uses activations.
         """
         self._capture.learned.clear()
         if any(way.offloads for way in plan.placements):
@@ -451,7 +455,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.run(plan)
 
     def run(self, plan: Plan) -> Prediction:
-        """Run a step under a plan."""
+        """Run a step under a plan on tensors without data, and return the predicted figures."""
         capture, offloader, machine = self._capture, self._capture.offloader, self._machine
         offloader.resize_window(plan.window)
         offloader.begin_step()
@@ -480,7 +484,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Prediction(seconds, stalled, *peaks, forwarded_bytes=stats.forwarded, sent_bytes=sent)
 
     def _call(self, index: int, forward: Any, *args: Any, **kwargs: Any) -> object:
-        """Run a layer with its placement, and add a hook that is called when backward reaches the layer."""
+        """Run a layer with its placement, and add a hook that runs when backward reaches the layer."""
         trace, way = self._capture.trace, self._placements[index].as_run
         number = sum(scope.key.layer == index for scope in trace.scopes)
         key, given = ScopeKey(index, number, 0, self.names[index]), (*args, *kwargs.values())
@@ -524,7 +528,7 @@ class DryModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> object:
-    """Run a layer in a checkpoint, which saves all tensors among the arguments."""
+    """Run a layer in a checkpoint that saves all tensors among the arguments."""
     tensors: list[Tensor] = []
     layout = take_apart((args, kwargs), tensors)
 

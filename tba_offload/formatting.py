@@ -1,4 +1,4 @@
-"""Functions that format figures, layers and quoted text in the same way in all output."""
+"""Functions that format figures, layers and quoted text for messages, tables and plots."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ if TYPE_CHECKING:
 BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 RATES = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 _NUMBER = re.compile(r"\d+(?=\D*\Z)")
-"""Pattern of the last number in a module name. This is the number of the layer."""
+"""Pattern of the last number in a module name, which is the number of the layer."""
 
 _BLANK = "\0"
-"""The character that replaces the number of a layer in the name of its stack."""
+"""Placeholder for the number of a layer in a module name."""
 
 
 # Text
 
 
 def visible(text: str) -> str:
-    r"""Return a text in which all characters are escaped that a terminal interprets or does not show.
+    r"""Escape all characters of a text that a terminal does not print as they are.
 
-    Examples are ``\x1b`` and ``\u202e``. Names in files may contain anything: sequences that move the cursor,
+    Examples are ``\x1b`` and ``\u202e``. Names in files may contain sequences that move the cursor,
     incomplete characters, or changes of the writing direction.
     """
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """Return a text of the user for a message. A long text is shortened, and ends with an ellipsis."""
+    """Shorten a long text for a message. The shortened text ends with an ellipsis."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def quoted(value: object) -> str:
-    """Return a value of the user in the form for messages, with quotation marks."""
+    """Return a value as quoted text for a message, shortened if long."""
     return shortened(repr(value))
 
 
@@ -53,11 +53,11 @@ def significant(value: float) -> str:
 
 
 def scale(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
-    """Return the name and size of the unit in which to show values up to the largest.
+    """Return the name and size of the largest unit that is not larger than a value.
 
     Args:
-        largest: The largest value.
-        units: Size of each unit by name, the smallest first.
+        largest: The largest value to format.
+        units: Sizes of the units by name, the smallest first.
     """
     fitting = [(name, float(size)) for name, size in units.items() if size <= largest]
     return fitting[-1] if fitting else next((name, float(size)) for name, size in units.items())
@@ -66,15 +66,14 @@ def scale(largest: float, units: Mapping[str, float]) -> tuple[str, float]:
 def readable_size(nbytes: float) -> str:
     """Format a number of bytes for people, with three significant digits: ``41.6 MiB``.
 
-    The result is rounded. For text that is read back, such as sizes in a policy file, use
-    :func:`tba_offload.config.format_size`, which is exact.
+    The result is rounded. For exact sizes in a policy file, use :func:`tba_offload.config.format_size`.
     """
     name, size = scale(nbytes, BYTES)
     return f"{significant(nbytes / size)} {name}"
 
 
 def readable_rate(bytes_per_second: float) -> str:
-    """Format a bandwidth for people, in powers of 1000 as for drives: ``1.48 GB/s``."""
+    """Format a bandwidth for people, in powers of 1000: ``1.48 GB/s``."""
     name, size = scale(bytes_per_second, RATES)
     return f"{significant(bytes_per_second / size)} {name}"
 
@@ -83,16 +82,16 @@ def readable_rate(bytes_per_second: float) -> str:
 
 
 MANY_RANGES = 4
-"""Largest number of ranges of layers in one line."""
+"""Largest number of layer ranges that a message lists."""
 
 
 class LayerGroup(NamedTuple):
-    """A group of consecutive layers that are equal.
+    """A group of consecutive layers with an equal value, such as the placement.
 
     Attributes:
-        numbers: The numbers of the layers, such as ``"0-7"``. If a model has several stacks, or its layers
-            have no numbers, this is ``name``.
-        name: The module names in one text, such as ``"decoder.layers.0-7"``.
+        numbers: The numbers of the layers, such as ``"0-7"``. In a model with several stacks or without layer
+            numbers, ``numbers`` equals ``name``.
+        name: The module names as one text, such as ``"decoder.layers.0-7"``.
         first: Index of the first layer.
         size: Number of layers.
     """
@@ -104,17 +103,17 @@ class LayerGroup(NamedTuple):
 
 
 def _stack_and_number(name: str) -> tuple[str, int]:
-    """Return a module name without its number, and the number; 0 if the name has no number."""
+    """Split a module name into a template without the layer number, and the number (by default 0)."""
     found = _NUMBER.search(name)
     return (name, 0) if found is None else (_NUMBER.sub(_BLANK, name), int(found[0]))
 
 
 def grouped(names: Sequence[str], alike: Sequence[Hashable]) -> list[LayerGroup]:
-    """Return groups of layers. The layers of a group are equal and have consecutive numbers.
+    """Group consecutive layers of one stack whose values in ``alike`` are equal.
 
     Args:
         names: Module name of each layer, in order.
-        alike: For each layer, a value that is equal within a group.
+        alike: A value for each layer, such as the placement. The value is equal within a group.
     """
     parts = [_stack_and_number(name) for name in names]
     is_one_stack = len(dict(parts)) == 1
@@ -156,10 +155,7 @@ def _as_verb(placement: str) -> str:
 
 
 def _listed(groups: Sequence[LayerGroup]) -> str:
-    """Return a text that lists the layers of some groups.
-
-    If there are many groups, it has only number and range.
-    """
+    """Return the layer numbers of groups as text. For many groups, return only the count and the range."""
     count = sum(group.size for group in groups)
     if len(groups) > MANY_RANGES:
         return f"{count} layers from {groups[0].numbers} to {groups[-1].numbers}"
@@ -170,8 +166,8 @@ def renumbered(names: Sequence[str], chosen: Iterable[int]) -> tuple[str, ...]:
     """Return module names for a model with more or fewer layers of the same stacks.
 
     Args:
-        names: The names of the existing layers.
-        chosen: For each layer of the new model, the index of the existing layer that it copies.
+        names: Module names of the existing layers.
+        chosen: For each layer of the new model, the index of the existing layer to copy.
     """
     parts = [_stack_and_number(name) for name in names]
     following = dict(reversed(parts))  # the next number of each stack

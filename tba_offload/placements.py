@@ -1,4 +1,4 @@
-"""Placements: where the activations of a layer are between forward and backward."""
+"""Placements of activations: where a layer's saved tensors are between forward and backward."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ _FLAGS = ("recomputes", "offloads", "rebuilds", "spares_attention")
 
 
 class Placement(StrEnum):
-    """Where the activations of a layer are between forward and backward.
+    """Place of a layer's activations between forward and backward.
 
-    - ``keep``: in memory.
-    - ``offload``: in the store.
-    - ``offload-N%``: N percent of the bytes in the store, and the rest in memory. N is from 1 to 99.
-    - ``recompute``: not stored. Backward runs the layer's forward again, with inputs that are in memory.
-    - ``recompute-offload``: like ``recompute``, but the inputs are in the store.
-    - ``recompute-except-attention``: like ``recompute-offload``, but the output of fused attention is in the
-      store too, and is not computed again.
-    - ``offload-remat``: like ``offload``, but outputs of cheap operations are computed again.
+    - ``keep``: activations stay in memory.
+    - ``offload``: activations are in the store.
+    - ``offload-N%``: N percent of the activation bytes are in the store, with N from 1 to 99.
+    - ``recompute``: only the layer's inputs stay in memory, and backward runs the layer's forward again.
+    - ``recompute-offload``: like ``recompute``, but the layer's inputs are in the store.
+    - ``recompute-except-attention``: like ``recompute-offload``, but the output of fused attention is also in
+      the store, and backward does not compute attention again.
+    - ``offload-remat``: like ``offload``, but backward computes the outputs of cheap operations again.
     - ``auto``: the planner chooses a placement for each layer.
 
     Attributes:
         recomputes: Whether backward runs the layer's forward again, on all ranks that share the layer.
-        offloads: Whether tensors are written to the store and read back. These are all saved tensors of the
-            layer. If the layer is recomputed, these are its inputs.
-        rebuilds: Whether outputs of cheap operations are computed again instead of written.
-        spares_attention: Whether the output of fused attention is offloaded instead of computed again.
+        offloads: Whether saved tensors of the layer are written to the store and read back. For a recomputed
+            layer, only the inputs are written.
+        rebuilds: Whether backward computes the outputs of cheap operations again, so that the outputs are not
+            written.
+        spares_attention: Whether the output of fused attention is offloaded, so that backward does not
+            compute attention again.
         percent: Percentage of the layer's saved bytes that is offloaded, 1 to 100.
 
     Raises:
@@ -45,7 +47,7 @@ class Placement(StrEnum):
     percent: int
 
     def __new__(cls, word: str, *flags: str, percent: int = 100) -> Self:
-        """Return a member with its flags as plain attributes, because each run of a layer reads the flags."""
+        """Create a placement with flags as plain attributes, because each run of a layer reads the flags."""
         made = str.__new__(cls, word)
         made._value_ = word
         made.percent = percent
@@ -63,42 +65,39 @@ class Placement(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Placement:
-        """Return the placement with a share of bytes in its name.
-
-        Each of these placements is created once.
-        """
+        """Return the placement ``offload-N%`` for a number N. The placement of each N is created once."""
         share = re.fullmatch("offload-([1-9][0-9]?)%", value) if isinstance(value, str) else None
         if share is None:
-            raise ValueError(f"{value!r} is not one of {', '.join(names())}")
+            raise ValueError(f"{value!r} is not a placement. The placements are {', '.join(names())}")
         made = cls._new_member_(cls, share[0], "offloads", percent=int(share[1]))  # type: ignore[attr-defined]
         made._name_ = share[0]
         return cls._value2member_map_.setdefault(share[0], made)  # type: ignore[return-value]
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the layer's saved tensors are offloaded, and the layer is not recomputed."""
+        """Whether the layer's saved tensors are offloaded without recomputing the layer."""
         return self.offloads and not self.recomputes
 
     @property
     def as_run(self) -> Placement:
         """The placement with which a layer runs.
 
-        ``auto`` runs as ``offload`` until the planner replaces it.
+        A layer with ``auto`` runs as ``offload`` until the planner chooses a placement.
         """
         return Placement.OFFLOAD if self is Placement.AUTO else self
 
 
 def names() -> list[str]:
-    """Return the names of all placements; ``N`` stands for a whole number from 1 to 99."""
+    """Return the names of all placements. ``N`` in a name is a whole number from 1 to 99."""
     return [*map(str, Placement), "offload-N%"]
 
 
 class Staying:
-    """The choice of tensors that stay in memory if a share of the bytes is offloaded.
+    """Selection of the tensors that stay in memory if a share of the bytes is offloaded.
 
-    The choice is made for one tensor after another, in the order of saving. Tensors are not split. After each
-    tensor, the offloaded bytes differ from the share by at most half of the largest tensor. The store
-    therefore gets bytes evenly.
+    Each tensor is offloaded or kept as a whole, in the order of saving. After each tensor, the offloaded
+    bytes differ from the share by at most half of the largest tensor. So writes are spread evenly over the
+    forward pass.
 
     Args:
         percent: Percentage of the bytes that is offloaded.
@@ -111,7 +110,7 @@ class Staying:
         self._owed = 0  # in hundredths of bytes: bytes that should stay so far, minus bytes that stay
 
     def stays(self, nbytes: int) -> bool:
-        """Return True if the next tensor stays. Pass 0 as ``nbytes`` for a tensor that does not count."""
+        """Return True if the next tensor stays in memory. Tensors with ``nbytes=0`` do not count."""
         self._owed += self._percent * nbytes
         if not nbytes or self._owed <= 50 * nbytes:
             return False

@@ -8,8 +8,8 @@
     with tba.attach(model, "fit", on_step=TensorBoardSink(SummaryWriter())) as session:
         ...
 
-A sink is a function that takes the :class:`tba_offload.StepRecord` of a step. The program itself has to flush
-and close the writer or the run. Unknown figures are left out.
+A sink is a function that takes the :class:`tba_offload.StepRecord` of a step. The program must flush and
+close the TensorBoard writer or the W&B run. A sink writes no value for unknown figures.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """Sink for TensorBoard. The name of a curve is ``tba-offload/`` and the name of the figure.
+    """Sink for TensorBoard. Each curve is named ``tba-offload/`` plus the name of the figure.
 
     Args:
         writer: A ``SummaryWriter``, or another object with an ``add_scalar`` method.
-        steps_before: Number of steps before this session, for a run that is resumed.
+        steps_before: Number of steps of a resumed run before this session.
     """
 
     def __init__(self, writer: Any, *, steps_before: int = 0) -> None:
@@ -35,20 +35,20 @@ class TensorBoardSink:
         self._before = steps_before
 
     def __call__(self, record: StepRecord) -> None:
-        """Write the figures of a step."""
+        """Write the figures of a step to the curves."""
         for name, value in curves_of(record, FIGURES).items():
             self._writer.add_scalar(name, value, self._before + record.step)
 
 
 class WandbSink:
-    """Sink for W&B. The name of a curve is ``tba-offload/`` and the name of the figure.
+    """Sink for W&B. Each curve is named ``tba-offload/`` plus the name of the figure.
 
-    The axis of the curves is ``tba-offload/step``, and not W&B's own counter. On an accelerator, the figures
-    of a step are known one step later. W&B drops figures for earlier values of its counter.
+    The x-axis of the curves is ``tba-offload/step``. On an accelerator, the figures of a step are known one
+    step later. W&B's own step counter would drop these late figures.
 
     Args:
-        run: The run that ``wandb.init`` returned.
-        steps_before: Number of steps before this session, for a run that is resumed.
+        run: The run object from ``wandb.init``.
+        steps_before: Number of steps of a resumed run before this session.
     """
 
     def __init__(self, run: Any, *, steps_before: int = 0) -> None:
@@ -58,5 +58,5 @@ class WandbSink:
         run.define_metric(f"{PREFIX}*", step_metric=self._axis)
 
     def __call__(self, record: StepRecord) -> None:
-        """Write the figures of a step."""
+        """Write the figures of a step to the curves."""
         self._run.log({self._axis: self._before + record.step, **curves_of(record, FIGURES)})

@@ -1,8 +1,8 @@
-"""All private names of PyTorch that the package uses.
+"""All private names of PyTorch that tba-offload uses.
 
-No other file uses private names, except attributes of tensors, storages and modules that all releases have,
-such as ``_version`` and ``_parameters``. All names exist in PyTorch 2.10 to 2.13. If releases differ, the
-docstring describes the difference.
+Other files use only those private attributes of tensors, storages and modules that all releases have, such as
+``_version``. All names in this module exist in PyTorch 2.10 to 2.13. Comments describe differences between
+releases.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 """Return True if the calling thread's backward pass retains its graph, or if no backward pass runs."""
 
 push_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks
-"""Push pack and unpack hooks on the calling thread. ``saved_tensors_hooks`` does the same, but adds Python
-frames."""
+"""Push pack and unpack hooks on the calling thread, as ``saved_tensors_hooks`` does, but without adding
+Python frames."""
 
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 """Pop the innermost hooks of the calling thread."""
@@ -63,8 +63,8 @@ call_after_backward: Callable[[Callable[[], object]], None] = _engine.queue_call
 def is_recomputation() -> bool:
     """Return True if the calling forward runs inside a backward pass.
 
-    This includes checkpoints of PyTorch and of Megatron. Tensors that are saved in a recomputation are used
-    at once, so they stay in memory.
+    Checkpoints of PyTorch and of Megatron run forward inside backward. Backward uses tensors from a
+    recomputation at once, so these tensors stay in memory.
     """
     return current_backward() != -1
 
@@ -84,7 +84,7 @@ is_transform_wrapper: Callable[[torch.Tensor], bool] = _C._functorch.is_functorc
 # ---- tensors ---------------------------------------------------------------------------------------
 
 factories: Any = _C._VariableFunctions
-"""Functions of ``torch``, in a form that programs cannot replace."""
+"""The C++ functions of ``torch``, which a program cannot replace."""
 
 without_subclasses: Callable[[], contextlib.AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
 """Return a context manager under which tensor subclasses are treated as plain tensors."""
@@ -94,8 +94,8 @@ def shares_version(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Return True if two tensors share a version counter. A change of one tensor then changes both versions.
 
     Tensors that share a storage may have different counters, because ``.data`` and ``from_numpy`` create a
-    new counter. PyTorch has no function for this check, so the counter is changed and restored. No Python
-    code runs in between. Otherwise, another thread might see a changed version.
+    new counter. PyTorch has no function for this check, so the version of ``probe`` is increased and
+    restored. No Python code runs in between, so that no other thread sees the changed version.
     """
     version = probe._version
     if tensor._version != version:
@@ -122,7 +122,7 @@ tree_leaves = _pytree.tree_leaves
 
 
 def tensors_without_data() -> Any:
-    """Return a context manager that creates tensors with a shape and no memory. Their address is 0."""
+    """Return a context manager under which new tensors have a shape but no memory. Their address is 0."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # the import takes half a second
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -132,7 +132,7 @@ def tensors_without_data() -> Any:
 
 KeySet = _C.DispatchKeySet
 AFTER_BACKEND_SELECT = _C._dispatch_keyset_full_after(_C.DispatchKey.BackendSelect)
-"""Dispatcher keys below ``BackendSelect``, at which a function can be registered for any operation."""
+"""Dispatcher keys below ``BackendSelect``. At this key, a function can be registered for any operation."""
 
 sharing_versions = partial(_C._SetExcludeDispatchKeyGuard, _C.DispatchKey.ADInplaceOrView, False)  # noqa: FBT003
 """Return a context manager under which views share the version counter of their base, as in ordinary code."""
@@ -140,23 +140,23 @@ sharing_versions = partial(_C._SetExcludeDispatchKeyGuard, _C.DispatchKey.ADInpl
 # ---- compiler --------------------------------------------------------------------------------------
 
 CALLS = nn.Module._call_impl.__code__.co_filename
-"""The file of the function that calls a module's forward."""
+"""Source file of ``torch.nn.Module``, for recognizing frames that call a forward."""
 
 switch_tracer: Callable[[Any], Any] = eval_frame.set_eval_frame
-"""Set the calling thread's tracer; return the previous tracer. This is a C function, because a tracer sees
-each frame of Python code."""
+"""Set the calling thread's compiler callback, and return the previous callback. A C function is needed,
+because the callback sees each frame of Python code."""
 
 _REASON = (
     "UnsupportedError: tba-offload is attached to this layer, and no graph can span an attached layer. Omit "
-    "fullgraph=True, so that each layer becomes a separate graph, or compile the layers themselves "
-    "(layer.compile()) before tba_offload.attach"
+    "fullgraph=True, so that each layer becomes a separate graph, or compile each layer (layer.compile()) "
+    "before tba_offload.attach"
 )
 
 
 def untraced(function: Function, *, with_calls: bool = True) -> Function:
     """Make the compiler skip a function that autograd calls, and the functions that it calls.
 
-    ``torch.compiler.disable`` would import the compiler. This takes seconds, even if the program does not
+    ``torch.compiler.disable`` would import the compiler, which takes seconds even if the program does not
     compile.
 
     Args:
@@ -174,8 +174,8 @@ def not_traced(function: Function, *, nor_what_it_calls: bool = False) -> Functi
 
     Args:
         function: The function.
-        nor_what_it_calls: Whether to skip also the functions that it calls. Otherwise these functions may be
-            traced.
+        nor_what_it_calls: Whether to skip also the functions that it calls. By default, the compiler may
+            trace the called functions.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
@@ -188,12 +188,12 @@ def is_compiled(forward: object) -> bool:
 
 
 def load_compiler() -> None:
-    """Import the compiler (70 MiB). Otherwise the first checkpoint would import it inside a step."""
+    """Import the compiler (70 MiB), so that the first checkpoint does not import the compiler in a step."""
     import torch._dynamo  # noqa: F401
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
-    """Return True if PyTorch runs the forward of a module again in backward."""
+    """Return True if a module is a ``CheckpointWrapper``, which runs its forward again in backward."""
     wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     return wrappers is not None and isinstance(module, wrappers.CheckpointWrapper)
 
@@ -220,10 +220,10 @@ _disable = torch.autograd.graph.disable_saved_tensors_hooks
 
 @functools.wraps(_resize)
 def _guarded_resize(storage: torch.UntypedStorage, size: int) -> object:
-    """Notify sessions, then resize. Megatron and FSDP empty a storage, and fill it again before backward.
+    """Notify open sessions, then resize a storage.
 
-    A reference to the storage does not prevent the resize. Without the notification, a queued or running
-    write would read freed memory.
+    Megatron and FSDP empty storages, and fill the storages again before backward. A reference to a storage
+    does not prevent a resize. Without the notification, a queued or running write would read freed memory.
     """
     for each in list(_guarded):
         each.protect(storage)
@@ -232,7 +232,7 @@ def _guarded_resize(storage: torch.UntypedStorage, size: int) -> object:
 
 @contextlib.contextmanager
 def _disable_without_ours(error_message: str) -> Iterator[None]:
-    """Remove our hooks within the block, because ``torch.func`` transforms raise if hooks are active."""
+    """Remove the hooks of tba-offload within the block, because ``torch.func`` transforms forbid hooks."""
     top, is_aside = hooks_on_top(), False
     try:
         if top is not None and getattr(getattr(top[0], "__self__", None), "is_of_tba_offload", False):
@@ -253,7 +253,7 @@ def watch(capture: Any) -> None:
 
 
 def unwatch(capture: Any) -> None:
-    """End :func:`watch` for one capture. After the last capture, restore PyTorch's own functions."""
+    """Undo :func:`watch` for one capture. After the last capture, restore PyTorch's own functions."""
     _guarded.discard(capture)
     if not _guarded:
         torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]

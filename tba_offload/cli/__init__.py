@@ -1,7 +1,8 @@
 """The command line: ``tba-offload COMMAND``, or ``python -m tba_offload COMMAND``.
 
-Each command imports its modules when it runs, so that commands that read a log do not import torch. An error
-of tba-offload is printed as one line on stderr with exit status 1. A wrong command line has exit status 2.
+Commands import modules when they run, so that a command that reads a run log does not import torch. A command
+that raises a :class:`TbaError` prints one line on stderr and exits with status 1. A command line with wrong
+options exits with status 2.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from tba_offload.errors import ConfigError, TbaError
 from tba_offload.formatting import visible
 
 _COMPLETION = (
-    'Tab completion in bash: eval "$(_TBA_OFFLOAD_COMPLETE=bash_source tba-offload)". In zsh and fish, write '
-    "zsh_source and fish_source."
+    'Tab completion in bash: eval "$(_TBA_OFFLOAD_COMPLETE=bash_source tba-offload)". For zsh and '
+    "fish, replace bash_source by zsh_source or fish_source."
 )
 
 
 class _Commands(click.Group):
-    """A group that prints each :class:`TbaError` of its commands as one line."""
+    """Command group that prints each :class:`TbaError` of a command as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

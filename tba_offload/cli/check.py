@@ -1,4 +1,4 @@
-"""``tba-offload check``: print the placements of a policy, without a model and without torch."""
+"""``tba-offload check``: print the placements of a policy without a model and without torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LAYERS = re.compile(r"(?:(?P<stack>[^:\s]+):)?(?P<count>[1-9][0-9]{0,5})")
 def _stacks(
     _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str | None, int]:
-    """Return the number of layers of each stack, from ``24`` or from ``encoder:12`` and ``decoder:12``."""
+    """Return the number of layers of each stack. Values are ``24``, or ``encoder:12`` and ``decoder:12``."""
     stacks: dict[str | None, int] = {}
     for value in values:
         match = _LAYERS.fullmatch(value)
@@ -33,7 +33,7 @@ def _stacks(
             raise click.BadParameter(f"{quoted(value)} is not a number of layers. Write 24, or encoder:12")
         stacks[match["stack"]] = int(match["count"])
     if len(stacks) < len(values) or (len(values) > 1 and None in stacks):
-        raise click.BadParameter("several stacks need different names: encoder:12 and decoder:12")
+        raise click.BadParameter("stacks need different names, such as encoder:12 and decoder:12")
     return stacks
 
 
@@ -46,15 +46,15 @@ def _stacks(
     multiple=True,
     required=True,
     callback=_stacks,
-    help="Number of layers. For several stacks: --layers encoder:12 --layers decoder:12.",
+    help="Number of layers. For several stacks, use --layers encoder:12 --layers decoder:12.",
 )
 @JSON
 def check(policy: Path, stacks: dict[str | None, int], *, as_json: bool) -> None:
-    """Print the placements that a policy gives to a model of N layers, or all errors in the policy.
+    """Print the placements in a policy for a model of N layers, or all errors in the policy.
 
-    The output has the placement of each layer and the rule that sets it, and the placements of optimizer
-    states and frozen weights. Rules that match modules by name need the model, so they are listed and not
-    applied. The exit status is 1 if the policy has an error.
+    The output lists the placement of each layer with the rule that sets the placement. Optimizer states and
+    frozen weights follow, if the policy offloads them. Rules that match module names need the model, so these
+    rules are listed but not applied. The exit status is 1 if the policy has an error.
     """
     from tba_offload.config import load_config
     from tba_offload.config.policy import LayerId, with_depths
@@ -106,4 +106,4 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         if found[name] is not None:
             yield f"{name}: {found[name]}"
     for rule in found["not_judged"]:
-        yield f"not checked, because it needs the names in the model: the rule {visible(rule)}"
+        yield f"not checked: the rule {visible(rule)} needs the module names of the model"

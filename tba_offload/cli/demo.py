@@ -19,44 +19,44 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     show_default=True,
     help="Directory for run logs, pictures and summary.",
 )
-@click.option("--layers", type=_COUNT, help="Layers.  [default: depends on the machine, 8 on a CPU]")
+@click.option("--layers", type=_COUNT, help="Layer count.  [default: depends on the machine, 8 on a CPU]")
 @click.option("--hidden", type=_COUNT, help="Hidden size.  [default: depends on the machine]")
-@click.option("--sequence", type=_COUNT, help="Tokens of a sequence.  [default: depends on the machine]")
+@click.option("--sequence", type=_COUNT, help="Sequence length in tokens.  [default: depends on the machine]")
 @click.option(
     "--batch-size",
     "batch_sizes",
     type=_COUNT,
     multiple=True,
-    help="Sequences in a step. Repeat the option for several sizes.  [default: depends on the machine]",
+    help="Batch size in sequences. Repeat the option for several sizes.  [default: depends on the machine]",
 )
-@click.option("--steps", type=click.IntRange(min=8), help="For each strategy.  [default: 8, on a GPU 20]")
+@click.option("--steps", type=click.IntRange(min=8), help="Steps per strategy.  [default: 8, on a GPU 20]")
 @click.option(
-    "--dtype", type=click.Choice(["auto", "bf16", "fp32"]), default="auto", help="auto: the faster dtype."
+    "--dtype", type=click.Choice(["auto", "bf16", "fp32"]), default="auto", help="auto is the faster dtype."
 )
 @click.option(
-    "--directory", "directories", type=_FOLDER, multiple=True, help="Store directory, one for each drive."
+    "--directory", "directories", type=_FOLDER, multiple=True, help="Store directory. Repeat for each drive."
 )
-@click.option("--window", help="In-flight window at the smallest batch size.  [default: by the model]")
+@click.option("--window", help="In-flight window at the smallest batch size.  [default: from the model]")
 @click.option("--policy", type=click.Path(path_type=Path), help="Policy file of the offload run, or auto.")
-@click.option("--budget", metavar="SIZE|SHARE", help="Activation budget of auto: 64MiB, or 35% of keep.")
+@click.option("--budget", metavar="SIZE|SHARE", help="Activation budget for auto: 64MiB, or 35% of keep.")
 @click.option(
-    "--device-budget", metavar="SIZE|SHARE", help="Device budget of auto, or of states with --states."
+    "--device-budget", metavar="SIZE|SHARE", help="Device budget for --policy auto, or for --states auto."
 )
 @click.option(
     "--states",
     type=click.Choice(["keep", "offload", "auto", "backward"]),
     default="keep",
-    help="Add a strategy that also offloads optimizer states.",
+    help="Add a strategy that also offloads optimizer states. backward updates parameters during backward.",
 )
 @click.option("--control", is_flag=True, help="Train 'keep' twice, to show how much step times vary.")
 @click.option("--time-limit", metavar="MINUTES", type=float, default=10, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON and nothing else.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the summary, as JSON.")
 def demo(**options: Any) -> None:
-    """Train a small Megatron GPT on real text with keep, recompute and offload, and compare them.
+    """Train a small Megatron GPT on real text with keep, recompute and offload, and compare the strategies.
 
     The strategies run in separate processes and alternate step by step. The command prints a table, and
-    writes run logs, rok.svg, rok.png and summary.json to the output directory. It requires megatron-core and
-    matplotlib: pip install 'tba-offload[megatron,plots]'.
+    writes run logs, rok.svg, rok.png and summary.json to the output directory. The command needs
+    megatron-core and matplotlib: pip install 'tba-offload[megatron,plots]'.
     """
     from tba_lab.demo import run_on_console
 

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @DIRECTORIES
-@click.option("--bench", is_flag=True, help="Also measure each block size and number of threads.")
+@click.option("--bench", is_flag=True, help="Also measure several block sizes and numbers of threads.")
 @JSON
 def doctor(directories: tuple[Path, ...], *, bench: bool, as_json: bool) -> None:
-    """Print the I/O path to each directory with the reason, the speed of the drive, and advice.
+    """Print the I/O path of each directory and the reason for this path, the speed of the drive, and advice.
 
     DIR is a directory on a drive. The default is the directory for temporary files. The command measures the
-    path of ``store.kind: auto`` for about a second with 64 MiB. With --bench, it writes and reads for about
-    15 seconds more in each directory, with up to half a GiB. The result shows good values of store.readers,
-    store.writers and min_tensor_bytes for the drive. All files are deleted afterwards. The exit status is 1
-    if a directory cannot be used.
+    I/O path that store.kind: auto selects, with 64 MiB for about a second. With --bench, the command measures
+    each directory for about 15 seconds more, with up to half a GiB. The result of --bench shows good values
+    of store.readers, store.writers and min_tensor_bytes for the drive. The command deletes all its files. The
+    exit status is 1 if a directory cannot be used.
     """
     from tba_offload.device import default_device
     from tba_offload.store.doctor import examine, lines

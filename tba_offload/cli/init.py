@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tba_offload.store.doctor import Location
 
 _POLICY = Path(__file__).with_name("policy.yaml")
-"""The policy with its comments. Names in braces are replaced by values that depend on the machine."""
+"""Template of the policy file. Names in braces are replaced by values for this machine."""
 
 
 @click.command()
@@ -31,16 +31,16 @@ _POLICY = Path(__file__).with_name("policy.yaml")
     default=Path("policy.yaml"),
     show_default=True,
     metavar="FILE",
-    help="The policy to write.",
+    help="Policy file to write.",
 )
 @FORCE
 @JSON
 def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: bool) -> None:
-    """Write a policy with comments that fits the device ("fit"), on the drives of this machine.
+    """Write a policy file with comments for the drives of this machine. The policy fits the device ("fit").
 
     DIR is a directory on a drive. Name one directory for each drive. Without DIR, the policy names each
-    mounted NVMe drive that you may write to. Without NVMe drives, it names the directory for temporary files.
-    To measure drives, use tba-offload doctor.
+    mounted NVMe drive on which you may write. Without NVMe drives, the policy names the directory for
+    temporary files. To measure drives, use tba-offload doctor.
     """
     must_be_new(output, force=force)
     found = {path: _look_at(path) for path in map(str, directories or _drives())}
@@ -59,7 +59,7 @@ def init(directories: tuple[Path, ...], output: Path, *, force: bool, as_json: b
 
 
 def _drives() -> list[str]:
-    """Return the mount point of each NVMe drive, or the directory for temporary files."""
+    """Return the mount points of NVMe drives. Without NVMe drives, return the temporary directory."""
     from tba_offload.store.open import temporary_directory
 
     temporary = temporary_directory()

@@ -9,13 +9,13 @@ import click
 
 @click.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--check", is_flag=True, help="Change nothing, and print whether the patch applies.")
+@click.option("--check", is_flag=True, help="Print whether the patch applies, and change no file.")
 @click.option("--reverse", is_flag=True, help="Remove the patch.")
 def patch(directory: Path, *, check: bool, reverse: bool) -> None:
     """Add the --tba- flags to the scripts of a Megatron-LM checkout.
 
     DIR is the root of the checkout. Patching a second time changes nothing. The command refuses a release
-    without a patch, and files that differ from those of the release where the patch changes them.
+    without a patch, and a checkout whose files were modified at the lines of the patch.
     """
     from tba_offload.megatron.patch import Checkout
 
@@ -30,14 +30,15 @@ def patch(directory: Path, *, check: bool, reverse: bool) -> None:
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, to try the command without a GPU.")
+@click.option("--cpu", is_flag=True, help="Train on a CPU with gloo, to try the command without a GPU.")
 @click.argument("script", metavar="SCRIPT")
 @click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
 def launch(*, cpu: bool, script: str, arguments: tuple[str, ...]) -> None:
     """Run an unmodified training script of Megatron-LM with offloading, in one process.
 
-    SCRIPT is pretrain_gpt.py of a checkout. Its ARGUMENTS may contain the --tba- flags, which its own --help
-    lists. For several processes, use: torchrun ... -m tba_offload.megatron.launch SCRIPT ARGUMENTS.
+    SCRIPT is pretrain_gpt.py of a checkout. The ARGUMENTS of SCRIPT may contain --tba- flags, which the
+    --help of SCRIPT lists. For several processes, use: torchrun ... -m tba_offload.megatron.launch SCRIPT
+    ARGUMENTS.
     """
     from tba_offload.megatron.launch import CPU, prepare, run
 

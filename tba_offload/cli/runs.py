@@ -30,10 +30,10 @@ def _output(what: str, **more: Any) -> Callable[[FC], FC]:
 @_RUN
 @JSON
 def why(run: Path, *, as_json: bool) -> None:
-    """Print the holders of memory at the peak, and the one change that helps most.
+    """Print what holds memory at the peak, and the one change that lowers the peak most.
 
-    The output names the phase and the layer of the peak, the holders of memory in this phase, and the planned
-    and measured peaks. If a run has several ranks, the rank with the highest peak is used.
+    The output names the phase and the layer of the memory peak, the holders of memory in this phase, and the
+    planned and measured peaks. In a run with several ranks, the command uses the rank with the highest peak.
     """
     from tba_offload.report import text
     from tba_offload.report.why import why as diagnose
@@ -47,7 +47,7 @@ def why(run: Path, *, as_json: bool) -> None:
 
 @click.command()
 @_RUNS
-@_output("Draw the curve as .svg or .png. You can repeat this option.", multiple=True)
+@_output("Draw the ROK curve as .svg or .png. You can repeat this option.", multiple=True)
 @click.option("--csv", "csv_file", metavar="FILE|-", help="Write the points as CSV. With -, print only CSV.")
 @JSON
 @click.option(
@@ -55,21 +55,21 @@ def why(run: Path, *, as_json: bool) -> None:
     type=click.Choice(("activations", "device")),
     default="activations",
     show_default=True,
-    help="Compare the activation peak, or the peak of all live bytes on the device: weights, gradients, "
-    "optimizer states and activations. On a CPU, all live bytes are those of the process.",
+    help="Peak to compare: the activation peak, or the peak of all live bytes on the device (weights, "
+    "gradients, optimizer states and activations). On a CPU, device means all live bytes of the process.",
 )
 def rok(
     runs: tuple[Path, ...], output: tuple[Path, ...], csv_file: str | None, *, as_json: bool, memory: Memory
 ) -> None:
-    """Compare runs by memory peak and throughput (the ROK curve: recompute, offload, keep).
+    """Compare runs by memory peak and throughput, as a ROK curve (recompute, offload, keep).
 
-    Each run log gives one point. The output has a table, the Pareto set and advice.
+    Each run log is one point of the curve. The output has a table of the points, the Pareto set and advice.
     """
     from tba_offload.report import rok as report
     from tba_offload.report import text
 
     if as_json and csv_file == "-":
-        raise click.UsageError("--json and --csv - both write to the standard output. Use one of them")
+        raise click.UsageError("--json and --csv - both write to the standard output. Use one option")
     for picture in output:
         report.picture_kind(picture)
     points = report.points(runs, memory=memory)
@@ -94,10 +94,10 @@ def rok(
     "--device-bytes",
     callback=size,
     metavar="SIZE",
-    help="Limit for all bytes of the device, such as 70GiB, instead of --budget.",
+    help="Limit of all bytes on the device, such as 70GiB. Use this option instead of --budget.",
 )
-@click.option("--layers", type=click.IntRange(1, 10_000), help="Plan for this number of layers.")
-@click.option("--drives", type=click.FloatRange(0.1), default=1, help="Plan for this many times the drives.")
+@click.option("--layers", type=click.IntRange(1, 10_000), help="Plan for a model with this number of layers.")
+@click.option("--drives", type=click.FloatRange(0.1), default=1, help="Plan for a multiple of the drives.")
 @rates
 @RATED
 @_output("Write the plan as a policy file.")
@@ -115,14 +115,16 @@ def plan(
     as_json: bool,
     **goal: Any,
 ) -> None:
-    """Print the plans that the planner would make for a run, without another run.
+    """Print the plans that the planner would make for a recorded run, without another run.
 
-    The run log of one process gives the best plan for each of several budgets, and the plan for --budget.
-    Without --budget, the plan has the lowest peak at which training never waits and a step takes no longer
-    than with keep. If this peak is almost as high as with keep, the plan keeps all layers.
+    The command reads the run log of one process. The output has the best plan for each of several budgets,
+    and the plan for --budget. Without --budget, the plan has the lowest peak at which training never waits
+    for drives and a step takes no longer than with keep. If this peak is almost as high as with keep, the
+    plan keeps all layers.
 
-    By default, the plan uses the rates of the drives in the run. --write and --read, or --dir, replace these
-    rates. A run that kept all layers did not use the drives, so its log needs these options.
+    By default, plans use the drive rates in the run log. The options --write and --read, or --dir, replace
+    these rates. A run that kept all layers did not use the drives, so its run log needs --write and --read,
+    or --dir.
     """
     from tba_offload.planner.what_if import Situation
     from tba_offload.report import text
@@ -130,7 +132,7 @@ def plan(
     from tba_offload.report.rok import picture_kind
 
     if goal["budget"] is not None and goal["device_bytes"] is not None:
-        raise click.UsageError("--budget and --device-bytes both limit activations. Use one of them")
+        raise click.UsageError("--budget and --device-bytes both limit activations. Use one option")
     if picture is not None:
         picture_kind(picture)
     if output is not None:
@@ -153,15 +155,16 @@ def plan(
 @_RUN
 @_output("Write a picture (.svg, .png) or a trace (.json). You can repeat this option.", multiple=True)
 @click.option(
-    "--step", type=click.IntRange(min=1), metavar="N", help="Number of the step.  [default: the last]"
+    "--step", type=click.IntRange(min=1), metavar="N", help="Number of the step to draw.  [default: the last]"
 )
 @JSON
 def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: bool) -> None:
-    """Draw the timeline of one step: memory, the traffic of each drive, layers and waits.
+    """Draw the timeline of one step: memory, traffic of each drive, layers and waits.
 
-    The output is a picture, or a trace for ui.perfetto.dev and chrome://tracing. --json prints the trace. If
-    memory is measured, the run log records step 3 and each later step whose number is a power of two. It also
-    records each step that session.step(trace=True) requests.
+    The output is a picture, or a trace for ui.perfetto.dev and chrome://tracing. With --json, the command
+    prints the trace. If memory is measured, the run log has a timeline for step 3 and for each later step
+    whose number is a power of two. The run log also has a timeline for each step with
+    session.step(trace=True).
     """
     from tba_offload.report.log import read_run_log
     from tba_offload.report.ranks import paths_of_ranks
@@ -169,11 +172,11 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: 
     from tba_offload.report.timeline import TRACE, timeline_of, trace_of
 
     if not output and not as_json:
-        raise click.UsageError("there is nothing to write: name a picture or a trace with -o, or use --json")
+        raise click.UsageError("no output is named. Name a picture or a trace with -o, or use --json")
     for file in output:
         picture_kind(file, TRACE)
     logs = [read_run_log(path) for path in paths_of_ranks(run)]
-    # The rank with the highest peak, as in ``why``.
+    # Use the rank with the highest peak, as ``why`` does.
     log = max(logs, key=lambda log: max((step.activation_peak_bytes or 0 for step in log.steps), default=0))
     found = timeline_of(log, step)
     for file in output:
@@ -189,13 +192,13 @@ def timeline(run: Path, output: tuple[Path, ...], step: int | None, *, as_json: 
 
 @click.command()
 @_RUNS
-@_output("The page to write. An existing file is replaced.", default="report.html", show_default=True)
+@_output("HTML file to write. An existing file is replaced.", default="report.html", show_default=True)
 @JSON
 def report(runs: tuple[Path, ...], output: Path, *, as_json: bool) -> None:
-    """Write an HTML page about runs: their cost, each step, the holders of memory, and advice.
+    """Write an HTML page about runs: the cost of each run, all steps, the holders of memory, and advice.
 
-    The page is one file that needs no network. For several runs, it begins with their ROK curve. The command
-    needs matplotlib and Jinja2: pip install 'tba-offload[report]'.
+    The page is one file that needs no network. For several runs, the page begins with a ROK curve. The
+    command needs matplotlib and Jinja2: pip install 'tba-offload[report]'.
     """
     from tba_offload.report.page import page
     from tba_offload.report.ranks import read_runs

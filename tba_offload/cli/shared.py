@@ -1,4 +1,4 @@
-"""Options that several commands have, and functions that write files."""
+"""Options of several commands, and functions that write files."""
 
 from __future__ import annotations
 
@@ -20,24 +20,22 @@ if TYPE_CHECKING:
     from tba_offload.planner.model import Bandwidth
 
 FILE: Any = click.Path(dir_okay=False, path_type=Path)
-"""Type of an option whose value is a file."""
+"""Type of an option whose value is the path of a file."""
 
-JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-"""Option for output that programs read."""
+JSON = click.option("--json", "as_json", is_flag=True, help="Print only one JSON object.")
+"""Option ``--json``, for output that programs read."""
 
-FORCE = click.option(
-    "--force", is_flag=True, help="Replace the file if it exists. Run logs are not replaced."
-)
-"""Option to replace the file that a command writes."""
+FORCE = click.option("--force", is_flag=True, help="Replace an existing file. Run logs are never replaced.")
+"""Option ``--force``, which replaces an existing output file."""
 
 DIRECTORIES = click.argument(
     "directories", metavar="[DIR]...", nargs=-1, type=click.Path(readable=False, path_type=Path)
 )
-"""Argument for directories, one on each drive."""
+"""Argument for one directory on each drive."""
 
 
 def size(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
-    """Return the bytes of an option such as ``12GiB``."""
+    """Return the number of bytes of an option value such as ``12GiB``."""
     from tba_offload.config import parse_size
 
     try:
@@ -45,12 +43,12 @@ def size(_context: click.Context, _parameter: click.Parameter, text: str | None)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
     if found == 0:
-        raise click.BadParameter("must be more than 0")
+        raise click.BadParameter("the size must be more than 0")
     return found
 
 
 def rate(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """Return the bytes in a second of an option such as ``6GB/s``."""
+    """Return the bytes per second of an option value such as ``6GB/s``."""
     return size(context, parameter, text and text.removesuffix("/s"))
 
 
@@ -58,21 +56,21 @@ RATED = click.option(
     "--rated",
     callback=size,
     metavar="SIZE",
-    help="Rated writes (TBW) of all drives together, such as 600TB, to estimate how many years they last.",
+    help="Rated writes (TBW) of all drives together, such as 600TB, to estimate the life of the drives.",
 )
-"""The option for the endurance of drives."""
+"""Option ``--rated``, for the endurance of drives."""
 
 
 def rates(command: FC) -> FC:
-    """Add the options for the rates of drives, which :func:`bandwidth_of` reads."""
-    write = click.option("--write", callback=rate, metavar="RATE", help="Rate of writes, such as 6GB/s.")
-    read = click.option("--read", callback=rate, metavar="RATE", help="Rate of reads.  [default: --write]")
-    place = click.option("--dir", "place", metavar="DIR", help="Directory whose drive is measured.")
+    """Add the options for drive rates to a command. :func:`bandwidth_of` reads these options."""
+    write = click.option("--write", callback=rate, metavar="RATE", help="Write rate, such as 6GB/s.")
+    read = click.option("--read", callback=rate, metavar="RATE", help="Read rate.  [default: the write rate]")
+    place = click.option("--dir", "place", metavar="DIR", help="Directory on the drive to measure.")
     return write(read(place(command)))
 
 
 def bandwidth_of(options: dict[str, Any]) -> Bandwidth | None:
-    """Remove the options for the rates of drives, and return the rates; ``None`` without these options."""
+    """Remove the options for drive rates from ``options``. Return the rates, or ``None`` without options."""
     from tba_offload.planner.model import Bandwidth
 
     write, read, place = (options.pop(name) for name in ("write", "read", "place"))
@@ -82,7 +80,7 @@ def bandwidth_of(options: dict[str, Any]) -> Bandwidth | None:
 
 
 def with_host_memory(drives: Bandwidth, capacity: int) -> Bandwidth:
-    """Return the rates of drives after host memory, whose rates are measured on this machine."""
+    """Return the given rates of drives together with the rates of host memory, which are measured."""
     from tba_offload.planner.model import Bandwidth
 
     host = Bandwidth(*_measured(kind="host", capacity=64 << 20), capacity)
@@ -90,7 +88,7 @@ def with_host_memory(drives: Bandwidth, capacity: int) -> Bandwidth:
 
 
 def _measured(**settings: Any) -> tuple[float, float]:
-    """Return the rates of writes and reads of a store."""
+    """Return the measured write and read rates of a store."""
     from tba_offload.device import default_device
     from tba_offload.store.doctor import measure
     from tba_offload.store.open import open_store
@@ -101,29 +99,27 @@ def _measured(**settings: Any) -> tuple[float, float]:
 
 
 def must_be_new(path: Path, *, force: bool) -> None:
-    """End the command if a file exists, unless ``--force`` is given."""
+    """Raise ClickException if a file exists and ``--force`` is not given."""
     if path.exists() and not force:
         raise click.ClickException(
-            f"{path}: the file exists, so it was not replaced. Choose another name with -o, or use --force"
+            f"{path}: the file exists and was not replaced. Choose another name with -o, or use --force"
         )
 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str], logs: Iterable[Path] = ()) -> Iterator[None]:
-    """Return a context manager for code that writes a file. An error ends the command and names the file.
+    """Return a context manager for code that writes a file, which turns an OSError into a ClickException.
 
     Args:
-        path: The file.
+        path: The file to write.
         logs: Run logs that must not be replaced, because there may be no other copy.
 
     Raises:
-        ClickException: The file cannot be written, or is one of the logs.
+        ClickException: The file cannot be written, or is one of the run logs.
     """
     output = Path(path)
     if any(output.exists() and log.exists() and output.samefile(log) for log in logs):
-        raise click.ClickException(
-            f"{path}: the file is a run log, so it was not replaced. Choose another name"
-        )
+        raise click.ClickException(f"{path}: the file is a run log and was not replaced. Choose another name")
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
 """Settings of a policy, read from a word, YAML, a dict or Python.
 
 An unknown key, a wrong value or a size without a unit raises :class:`~tba_offload.errors.ConfigError`. For
-every mistake in the policy, the message names the file, the line and the allowed values. The dataclasses
-check their arguments in the same way.
+each mistake in a policy, the error message names the file, the line and the allowed values. The dataclasses
+in this module check their arguments in the same way.
 """
 
 from __future__ import annotations
@@ -39,32 +39,33 @@ MOST_IN_FLIGHT = 256 * 2**20
 
 @settings("budget")
 class BudgetConfig:
-    """Hard limits in bytes. A size is a whole number of bytes or text with a unit. 0 means no limit."""
+    """Hard limits in bytes. A limit is a whole number of bytes, or text with a unit. 0 means no limit."""
 
     activation_bytes: values.Limit = None
-    """Upper limit of the activation peak of attached layers. ``auto`` layers stay below this limit even if
-    the drive is slow. The in-flight window is never larger than this limit."""
+    """Upper limit of the activation peak of attached layers. Plans for ``auto`` layers keep this limit even
+    if the drive is slow. The in-flight window is never larger than ``activation_bytes``."""
 
     device_bytes: values.Limit = None
     """Upper limit of all weights, gradients, activations and optimizer states on the device, in forward and
-    backward. Offloaded states do not count. The first step measures the memory that remains for activations.
-    If activation_bytes is set too, the smaller limit applies."""
+    backward. Offloaded optimizer states do not count. The first step measures how much memory remains for
+    activations. If activation_bytes is also set, the smaller limit applies."""
 
     in_flight_bytes: values.Window = None
-    """Size of the in-flight window: upper limit of activations that are being written, or that were read back
-    and are not used yet. The default is 256MiB in the first step. Later, it is an eighth of the bytes that a
-    step saves, at most 256MiB, or the largest tensor. 0 means no limit."""
+    """Size of the in-flight window. The window limits the bytes that are being written, plus the bytes that
+    were read back before backward needs them. The default size is 256MiB in the first step. In later steps,
+    the default size is an eighth of the bytes that a step saves, at most 256MiB, but at least the largest
+    saved storage. 0 means no limit."""
 
     objective: Objective | None = None
-    """Goal of the planner for ``auto`` layers: the shortest step (``time``), or the lowest peak without
-    waits for the drive (``memory``). By default ``time``. With ``time`` and neither activation_bytes nor
-    device_bytes, the plan fits nine tenths of the device."""
+    """Goal of the planner for ``auto`` layers: the shortest step (``time``), or the lowest peak without waits
+    for the drive (``memory``). By default ``time``. With ``time`` and without a limit, plans fit nine tenths
+    of the device memory."""
 
     def window(self, saved: int = 0, largest: int = 0) -> int | None:
         """Return the size of the in-flight window in bytes; ``None`` for no limit.
 
         Args:
-            saved: Largest number of bytes that a step saves at one time; 0 before the first step.
+            saved: Largest number of saved bytes at one time in a step; 0 before the first step.
             largest: Bytes of the largest saved storage.
         """
         in_flight = self.in_flight_bytes
@@ -75,118 +76,123 @@ class BudgetConfig:
 
 @settings("store")
 class StoreConfig:
-    """The store of offloaded bytes."""
+    """Settings of the store, which holds offloaded bytes."""
 
     kind: values.Kind = "auto"
-    """``file``, ``host`` (host memory), ``gds`` (GPUDirect Storage), ``auto``, or your own kind, see
-    :func:`tba_offload.store.register_kind`. ``auto`` is ``gds`` on a GPU if the machine has the nvidia-fs
-    driver and kvikio, else ``file``."""
+    """Kind of the store: ``file``, ``host`` (host memory), ``gds`` (GPUDirect Storage), ``auto``, or a kind
+    registered with :func:`tba_offload.store.register_kind`. ``auto`` selects ``gds`` on a GPU if the machine
+    has the nvidia-fs driver and kvikio, and ``file`` otherwise."""
 
     directories: values.Directories = ()
-    """One directory per drive, or a single path. Tensors are spread over the drives. ``~`` and environment
-    variables (``$SCRATCH``, ``${SCRATCH}``) are expanded. Relative paths start at the working directory. By
-    default the system's directory for temporary files."""
+    """Directories of the store, one per drive, or a single path. Tensors are spread over all drives. ``~``
+    and environment variables (``$SCRATCH``, ``${SCRATCH}``) are expanded. Relative paths start at the working
+    directory. The default is the system's directory for temporary files."""
 
     capacity: values.Capacity = None
-    """Upper limit of the bytes in the store of one process. By default, or with 0, the store may use the disk
-    except for a reserve: a twentieth of the disk, at least 1 GiB."""
+    """Upper limit of the bytes in the store of one process. By default, or with 0, the store leaves a
+    twentieth of the disk free, at least 1 GiB."""
 
     host_capacity: values.Capacity = None
     """Bytes of host memory for activations, in addition to the drives. On a GPU, opening the store pins all
-    of them. Not allowed with kind ``host``. By default 0: no host memory is used."""
+    this memory. This setting is not allowed with kind ``host``. By default 0: no host memory is used."""
 
     order: values.Order | None = None
-    """With host_capacity, the place that takes writes first. ``[host, drive]`` fills host memory, so drives
-    get only the rest. ``[drive, host]`` uses host memory if the drives cannot write in time or are full. By
-    default ``[host, drive]``."""
+    """Order in which host memory and drives are used, if host_capacity is set. ``[host, drive]`` fills host
+    memory first, so drives get only the rest. ``[drive, host]`` uses host memory only if the drives are full
+    or cannot write in time. By default ``[host, drive]``."""
 
     write_bytes_per_day: values.Limit = None
     """Upper limit of the activation bytes that one process writes to the drives in a day of continuous steps.
-    Plans for ``auto`` layers stay below this limit. By default, or with 0, there is no limit."""
+    Plans for ``auto`` layers keep this limit. By default, or with 0, there is no limit."""
 
     checksum: StrictBool = True
-    """Whether each read is compared with its write by a checksum. Without checksums, bytes that a drive
-    changes change the training without an error. By default true."""
+    """Whether a checksum compares the bytes of each read with the bytes that were written. Without checksums,
+    a drive that corrupts bytes changes the training result without an error. By default true."""
 
     stall_seconds: values.Seconds = values.STALL_SECONDS
-    """Time limit in seconds for a transfer without progress. After a tenth of this time, a warning names the
-    drive. After all of this time, the step fails. 0 disables both. By default 300. Use less than the timeout
-    of collective operations, which is ten minutes by default."""
+    """Time limit in seconds for a transfer without progress. After a tenth of the limit, a warning names the
+    drive. After the whole limit, the step fails. 0 disables the warning and the failure. By default 300. Set
+    a smaller limit than the timeout of collective operations, which is ten minutes by default."""
 
     readers: values.Threads = None
-    """Reading threads for each directory. By default one on a machine with at most two cores, else two."""
+    """Number of reading threads for each directory. By default one on a machine with at most two cores, else
+    two."""
 
     writers: values.Threads = None
-    """Writing threads for each directory. By default one on a machine with at most two cores, else two."""
+    """Number of writing threads for each directory. By default one on a machine with at most two cores, else
+    two."""
 
     def __post_init__(self) -> None:
         for setting in ("directories", "host_capacity", "order", "write_bytes_per_day"):
             if self.kind == "host" and getattr(self, setting):
-                raise conflict(setting, "has no effect with kind: host, which uses no drive. Remove it")
+                raise conflict(setting, f"has no effect with kind: host. Remove {setting}")
         if self.order and not self.host_capacity:
-            raise conflict("order", "has no effect without host_capacity. Set host_capacity, or remove it")
+            raise conflict("order", "has no effect without host_capacity. Set host_capacity, or remove order")
 
     @property
     def drives(self) -> StoreConfig:
-        """The store without host memory, for data that is not activations."""
+        """Settings of the same store without host memory, for optimizer states and frozen weights."""
         return replace(self, host_capacity=None, order=None)
 
 
 _ON_CPU, _ON_ACCELERATOR = 64 * 2**20, 256 * 2**20
 """Default bytes of a sub-group of optimizer states.
 
-Each launch on an accelerator has a delay. With 64 MiB on an H200, an update takes 1.6 times as long, and a
-step with ``when: backward`` takes 1.4 times as long.
+Each kernel launch on an accelerator has a delay, so large sub-groups are faster. On an H200, an update in
+sub-groups of 64 MiB takes 1.6 times as long as in sub-groups of 256 MiB. A step with ``when: backward`` takes
+1.4 times as long.
 """
 
 
 @settings("states")
 class StatesConfig:
-    """Offloading of optimizer states."""
+    """Settings for offloading optimizer states."""
 
     default: Literal["offload", "auto"] = "offload"
-    """``offload``: offload all states. ``auto``, with ``budget.device_bytes``: offload only as many
-    sub-groups as this limit requires."""
+    """Share of the states to offload. ``offload`` offloads all states. ``auto`` offloads only as many
+    sub-groups as ``budget.device_bytes`` requires."""
 
     sub_group_bytes: values.Capacity = None
-    """Bytes of states that are read and written together. Three sub-groups stay on the device. The sub-group
-    of a parameter that cannot be split may be larger. By default 64MiB on a CPU and 256MiB on other
-    devices."""
+    """Bytes of states in a sub-group, which is read and written as a whole. Memory for three sub-groups stays
+    on the device. A parameter that cannot be split may need a larger sub-group. By default 64MiB on a CPU and
+    256MiB on other devices."""
 
     trust: StrictBool = False
-    """Whether to accept an optimizer of an unknown class. This is safe only if the optimizer updates each
-    parameter independently. An optimizer that computes a norm over all parameters gives wrong results."""
+    """Whether to accept an optimizer of an unknown class. Set ``true`` only if the optimizer updates each
+    parameter independently. An optimizer that computes a norm over all parameters would give wrong
+    results."""
 
     when: Literal["step", "backward"] = "step"
-    """Update in the optimizer's ``step``, or in ``backward`` as soon as the gradients of a sub-group are
-    final. ``backward`` then frees these gradients. After ``backward()``, the parameters already have their
-    new values. Gradient clipping and gradient scalers raise an error."""
+    """Time of the parameter updates. ``step`` updates in the optimizer's ``step()``. ``backward`` updates a
+    sub-group during ``backward()`` as soon as the gradients of the sub-group are final, and then frees these
+    gradients. With ``backward``, parameters have their new values after ``backward()``, and gradient clipping
+    and gradient scalers raise an error."""
 
     micro_batches: values.Passes = 1
-    """With ``when: backward``, the number of backward passes between two steps. The last of these passes
-    updates the parameters. Another pass before ``step`` is an error."""
+    """Number of backward passes between two optimizer steps, with ``when: backward``. The last of these
+    passes updates the parameters. One more backward pass before ``step()`` raises an error."""
 
     masters: Literal["keep", "offload"] = "offload"
-    """Whether Megatron-LM's fp32 copies of 16-bit parameters are offloaded with their states, or are kept in
-    memory."""
+    """Placement of Megatron-LM's fp32 copies of 16-bit parameters: ``offload`` them with the states, or
+    ``keep`` them in memory."""
 
     update: Literal["device", "host", "auto"] = "device"
-    """Place of the updates: the ``device``, the processor with states in ``host`` memory, or both at the same
-    time (``auto``). The processor may round differently, so parameters may differ from plain training in some
-    bits. With ``auto`` they may also differ between runs. This setting is experimental. It has no effect
-    without an accelerator."""
+    """Place of the updates. ``device`` updates on the device, ``host`` updates on the CPU with states in host
+    memory, and ``auto`` updates on both at the same time. The CPU may round differently, so with ``host`` or
+    ``auto`` parameters may differ from plain training in some bits. With ``auto``, parameters may also differ
+    between runs. This setting is experimental. Without an accelerator, this setting has no effect."""
 
     def __post_init__(self) -> None:
         in_backward = self.when == "backward"
         if in_backward and self.default == "auto":
-            raise conflict("when", "states.default: auto needs when: step; set states.default to 'offload'")
+            raise conflict("when", "'backward' excludes default: auto. Set states.default to 'offload'")
         if self.micro_batches != 1 and not in_backward:
-            raise conflict("micro_batches", "has no effect with when: step. Remove it")
+            raise conflict("micro_batches", "has no effect with when: step. Remove micro_batches")
         if self.update != "device" and (in_backward or self.default == "auto"):
-            raise conflict("update", f"'{self.update}' needs when: step and default: offload; set both")
+            raise conflict("update", f"'{self.update}' needs when: step and default: offload. Set both")
 
     def sub_group_on(self, device_type: str) -> int:
-        """Return the bytes of a sub-group on a device.
+        """Return the size of a sub-group in bytes on a device.
 
         Args:
             device_type: Type of the device, such as ``"cuda"``.
@@ -196,16 +202,16 @@ class StatesConfig:
 
 @settings("weights")
 class WeightsConfig:
-    """Offloading of weights."""
+    """Settings for offloading weights."""
 
     frozen: values.Share = "keep"
-    """Weights without gradients, such as the base model of LoRA: ``keep`` them in memory, or ``offload`` them
-    and read them before the forward and the backward of their layer. ``offload-25%`` offloads a share of
-    their bytes, in whole weights, spread over the layers."""
+    """Placement of weights without gradients, such as the base model of LoRA. ``keep`` keeps frozen weights
+    in memory. ``offload`` reads frozen weights before the forward and the backward of their layer.
+    ``offload-25%`` offloads a share of the bytes, in whole weights, spread over the layers."""
 
     @property
     def percent(self) -> int:
-        """Percent of the bytes of frozen weights that are offloaded."""
+        """Percentage of the frozen weights' bytes that are offloaded."""
         if self.frozen.endswith("%"):
             return int(self.frozen.removeprefix("offload-")[:-1])
         return 0 if self.frozen == "keep" else 100
@@ -213,84 +219,87 @@ class WeightsConfig:
 
 @settings("")
 class OffloadConfig:
-    """A policy: a placement for each layer, limits, a store, and the other data to offload."""
+    """A policy: placements, limits, the store, and settings for optimizer states and weights."""
 
     default: values.PlacementName = Placement.OFFLOAD
     """Placement of layers that no rule matches."""
 
     layers: tuple[Rule, ...] = ()
-    """Rules in order. The first matching rule sets the placement of a layer."""
+    """Rules for layers. The first matching rule sets the placement of a layer."""
 
     budget: BudgetConfig = BudgetConfig()
-    """Limits in bytes."""
+    """Limits of memory in bytes."""
 
     store: StoreConfig = StoreConfig()
     """Settings of the store."""
 
     states: StatesConfig | None = None
-    """Offloading of the states of the optimizers that are passed to ``attach``. None for the defaults."""
+    """Settings for offloading the states of the optimizers that are passed to ``attach``. None means the
+    defaults of :class:`StatesConfig`."""
 
     weights: WeightsConfig | None = None
-    """Offloading of weights. None for no offloading."""
+    """Settings for offloading weights. None means that no weights are offloaded."""
 
     on_full: Literal["keep", "error"] = "keep"
-    """Reaction to a full store or a failed drive: ``keep`` the activation in memory, or end the step with an
-    ``error``."""
+    """Reaction to a full store or a failed drive. ``keep`` keeps the activation in memory. ``error`` ends the
+    step with an error."""
 
     on_slow: Literal["wait", "keep"] | None = None
-    """Reaction to a drive that is too slow: ``wait``, or ``keep`` activations in memory. By default ``wait``
-    for ``offload`` and ``keep`` for ``auto``."""
+    """Reaction to a drive that is too slow. ``wait`` waits for the drive, and ``keep`` keeps activations in
+    memory. By default ``wait`` for ``offload`` layers and ``keep`` for ``auto`` layers."""
 
     min_tensor_bytes: values.Threshold = 64 * 2**10
     """Activations smaller than this size are kept. 0 offloads all activations. By default 64KiB."""
 
     source: Provenance[InstanceOf[Source]] = field(default=Source(), compare=False, repr=False)
-    """Origin of the configuration, for messages. Comparisons ignore this field."""
+    """Origin of the configuration, for error messages. Comparisons of configurations ignore ``source``."""
 
     def __post_init__(self) -> None:
         if self.states and self.states.default == "auto" and self.budget.device_bytes is None:
-            why = "default: auto needs budget.device_bytes: without it all states would stay in memory"
+            why = "default: auto needs budget.device_bytes. Set this limit, or use default: offload"
             raise conflict("states", why)
 
     @property
     def policy(self) -> Policy:
-        """The rules and the default placement, for matching against the layers of a model."""
+        """Rules and default placement of the policy, for matching against the layers of a model."""
         return Policy(self.default, self.layers, self.source.file)
 
     @property
     def frozen_percent(self) -> int:
-        """Percent of the bytes of frozen weights that are offloaded."""
+        """Percentage of the frozen weights' bytes that are offloaded."""
         return 0 if self.weights is None else self.weights.percent
 
     @classmethod
     def from_yaml(cls, text: str, *, file: str | None = None, layers: Layers = None) -> OffloadConfig:
-        """Read a configuration from YAML text. Empty text is the default configuration.
+        """Read a configuration from YAML text. Empty text gives the default configuration.
 
         Args:
             text: One YAML document.
-            file: Name of its file, for messages.
-            layers: The layers of all ranks. A rule without effect on these layers is an error too.
+            file: Name of the YAML file, for error messages.
+            layers: The layers of all ranks. With ``layers``, a rule without effect on these layers is also an
+                error.
 
         Raises:
-            ConfigError: All problems of the text, by line.
+            ConfigError: The text is invalid. The error lists all problems, by line.
         """
         return _checked(lambda: read_yaml(text, file), layers, file)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, object], *, layers: Layers = None) -> OffloadConfig:
-        """Make a configuration from a dict with the keys of a YAML policy.
+        """Create a configuration from a dict with the keys of a YAML policy.
 
         Args:
-            document: The settings. Sizes are whole bytes or text with a unit.
-            layers: The layers of all ranks. A rule without effect on these layers is an error too.
+            document: The settings. A size is a whole number of bytes, or text with a unit.
+            layers: The layers of all ranks. With ``layers``, a rule without effect on these layers is also an
+                error.
 
         Raises:
-            ConfigError: All problems of the dict.
+            ConfigError: The dict is invalid. The error lists all problems.
         """
         return _checked(lambda: (_plain(document), Source(), []), layers)
 
     def doubts(self, layers: Sequence[LayerId]) -> list[str]:
-        """Return a message for each valid setting without effect, or with less effect than expected.
+        """Return a message for each valid setting that has no effect, or less effect than expected.
 
         Args:
             layers: The layers of all ranks.
@@ -309,7 +318,7 @@ class OffloadConfig:
         for (section, setting), has in has_effect.items():
             if getattr(getattr(self, section), setting) is not None and not has and placements:
                 who = "'auto' or 'offload'" if setting == "device_bytes" else "'auto'"
-                why = f"has no effect: no layer has the placement {who}. Set one, or remove this setting"
+                why = f"has no effect: no layer is {who}. Change a placement, or remove {setting}"
                 found.append(str(self.source.error((section, setting), why)))
         return found
 
@@ -325,7 +334,7 @@ _ADAPTER = TypeAdapter(OffloadConfig)
 
 
 def _without_nulls(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that have a value. All other settings have their default."""
+    """Return the settings that are not None."""
     return {
         name: _without_nulls(value) if isinstance(value, dict) else value
         for name, value in document.items()
@@ -337,13 +346,14 @@ def _checked(read: Callable[[], Any], layers: Layers, file: str | None = None) -
     """Return the configuration of a document.
 
     Raises:
-        ConfigError: All problems of the document. Rules are matched only if all of them are legal.
+        ConfigError: The document is invalid. The error lists all problems. Rules are matched with layers only
+            if all rules are legal.
     """
     config = None
     try:
         document, source, errors = read()
     except RecursionError:
-        raise ConfigError("cannot be read: nested too deeply", file=file) from None
+        raise ConfigError("the policy cannot be read: it is nested too deeply", file=file) from None
     try:
         config = _ADAPTER.validate_python(document, context=source)
     except ValidationError as error:
@@ -362,29 +372,30 @@ def _checked(read: Callable[[], Any], layers: Layers, file: str | None = None) -
 
 
 def _plain(value: object) -> object:
-    """Return plain dicts and lists for mappings and tuples."""
+    """Convert mappings and tuples to plain dicts and lists."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 ConfigLike = OffloadConfig | Mapping[str, object] | str | os.PathLike[str] | None
-"""A policy as users give it: a word, the path of a YAML file, YAML text, a dict, or a configuration."""
+"""Types of a policy argument: a word, the path of a YAML file, YAML text, a dict, or a configuration."""
 
 FIT = "fit"
-"""Word that sets all layers to ``auto`` without a budget. The plan fits nine tenths of the device."""
+"""Word that sets all layers to ``auto`` without a budget. Plans then fit nine tenths of the device memory."""
 
 
 def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
-    """Return the configuration for any value that a caller may pass as a policy.
+    """Return the configuration for a policy argument.
 
     Args:
-        config: ``"fit"`` or a placement; the path of a YAML file; YAML text; a dict of settings; or a
-            configuration. ``None`` is ``"fit"``.
-        layers: The layers of all ranks. A rule without effect on these layers is an error too.
+        config: ``"fit"``, a placement, the path of a YAML file, YAML text, a dict of settings, or a
+            configuration. ``None`` means ``"fit"``.
+        layers: The layers of all ranks. With ``layers``, a rule without effect on these layers is also an
+            error.
 
     Raises:
-        ConfigError: All problems of the configuration.
+        ConfigError: The policy is invalid. The error lists all problems.
     """
     if isinstance(config, Mapping):
         return OffloadConfig.from_dict(config, layers=layers)
@@ -393,8 +404,8 @@ def read_config(config: ConfigLike, *, layers: Layers = None) -> OffloadConfig:
     if config is None or isinstance(config, str):
         return _read_text(FIT if config is None else config, layers)
     if not isinstance(config, OffloadConfig):
-        remedy = "pass a word such as 'fit', the path of a YAML file, a dict, or an OffloadConfig"  # type: ignore[unreachable]
-        raise ConfigError(f"the policy is {quoted(config)}: {remedy}")
+        remedy = "Pass a word such as 'fit', the path of a YAML file, a dict, or an OffloadConfig"  # type: ignore[unreachable]
+        raise ConfigError(f"the policy {quoted(config)} has a wrong type. {remedy}")
     if layers is not None and (problems := config.policy.problems(layers)):
         raise ConfigError.joined(problems)
     return config
@@ -413,9 +424,9 @@ def _read_text(text: str, layers: Layers) -> OffloadConfig:
         files = sorted(map(str, Path(text).parent.glob("*.y*ml")))
     nearest = difflib.get_close_matches(text, [*words, *files], n=1)
     guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    found = f" YAML files: {', '.join(files[:8])}." if files else ""
-    what = f"the policy {quoted(text)} is neither a word nor a file"
-    raise ConfigError(f"{what}.{guess} Words: {', '.join(words)}.{found}")
+    found = f" YAML files in the directory: {', '.join(files[:8])}." if files else ""
+    what = f"the policy {quoted(text)} is neither a known word nor an existing file"
+    raise ConfigError(f"{what}.{guess} Known words: {', '.join(words)}.{found}")
 
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -423,7 +434,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def with_directories(config: OffloadConfig, directories: Paths | None) -> OffloadConfig:
-    """Return the configuration with other directories in its store; unchanged if ``directories`` is None.
+    """Return the configuration with other store directories; unchanged if ``directories`` is None.
 
     Args:
         config: The configuration.
@@ -436,7 +447,7 @@ def with_directories(config: OffloadConfig, directories: Paths | None) -> Offloa
         return config
     paths = [directories] if isinstance(directories, str | os.PathLike) else list(directories)
     if not paths:
-        raise ConfigError("directories=[] has no path. Name a path, or omit directories to use the policy's")
+        raise ConfigError("directories=[] has no path. Name a path, or omit directories")
     store = replace(config.store, directories=tuple(Path(path) for path in paths))
     return replace(config, store=store)
 
@@ -446,10 +457,12 @@ def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
 
     Args:
         path: The file.
-        layers: The layers of all ranks. A rule without effect on these layers is an error too.
+        layers: The layers of all ranks. With ``layers``, a rule without effect on these layers is also an
+            error.
 
     Raises:
-        ConfigError: The file cannot be read, or has problems. The message lists each problem with its line.
+        ConfigError: The file cannot be read, or the policy is invalid. The message lists each problem with
+            its line.
     """
     file = str(path)
     try:
@@ -462,7 +475,7 @@ def load_config(path: str | Path, *, layers: Layers = None) -> OffloadConfig:
 
 
 SCHEMA_URL = "https://raw.githubusercontent.com/tba-offload/tba-offload/main/docs/policy.schema.json"
-"""Address of the JSON schema of the latest version."""
+"""Address of the JSON schema of policy files in the latest version."""
 
 
 def policy_schema() -> dict[str, Any]:

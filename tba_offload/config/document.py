@@ -1,7 +1,7 @@
-"""Strict YAML that remembers the line of each value, and errors that name this line.
+"""A strict YAML reader that records the line of each value for error messages.
 
-Values are read as text. Only ``true``, ``false`` and ``null`` are special. So ``off``, ``12:30`` and ``012``
-are words, not a boolean, a number to base 60 or an octal number.
+All values except ``true``, ``false`` and ``null`` are read as text. YAML's own rules would read ``off`` as a
+boolean, ``12:30`` as a base-60 number and ``012`` as an octal number.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Keys = tuple[str | int, ...]
-"""Keys and indices of a value in a document, from the outside in."""
+"""Path of a value in a document: keys and list indices, from the outermost to the innermost."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of a configuration. Empty if the configuration was made in Python.
+    """Origin of a configuration. A configuration from Python code has no file and no lines.
 
     Attributes:
-        file: The file.
-        lines: Line of each key and item.
+        file: Path of the YAML file.
+        lines: Line number of each key and list item.
     """
 
     file: str | None = None
     lines: Mapping[Keys, int] = field(default_factory=dict)
 
     def line(self, path: Keys) -> int | None:
-        """Return the line of a key or an item, or of the nearest enclosing one."""
+        """Return the line of a key or list item, or of the nearest enclosing key."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path)
 
     def error(self, path: Keys, message: str) -> ConfigError:
-        """Return an error about the value at ``path``, with file and line."""
+        """Return an error about the value at ``path`` that names the file and the line."""
         dotted = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
         text = f"{shortened(dotted)}: {message}" if path else message
         return ConfigError(text, file=self.file, line=self.line(path))
@@ -60,7 +60,7 @@ class Source:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that reads all scalars but true, false and null as text, and refuses aliases."""
+    """YAML loader that reads all scalars except true, false and null as text, and refuses aliases."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - declared so by PyYAML
 
@@ -80,7 +80,7 @@ _Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~
 
 
 def read_yaml(text: str, file: str | None) -> tuple[object, Source, list[ConfigError]]:
-    """Read YAML text. Empty text is an empty document.
+    """Read YAML text. Empty text gives an empty document.
 
     Returns:
         The document, the line of each value, and an error for each illegal value.
@@ -136,7 +136,7 @@ class _NodeReader:
                 continue
             if key in seen:
                 again = Source(self.source.file, {(*path, key): line})
-                message = f"is given twice, first in line {seen[key]}; remove one of them"
+                message = f"is given twice, first in line {seen[key]}; remove one of the two lines"
                 self.errors.append(again.error((*path, key), message))
             else:
                 seen[key] = self.lines[*path, key] = line
@@ -163,16 +163,16 @@ Provenance = Annotated[T, BeforeValidator(_not_in_documents), SkipJsonSchema()]
 
 
 def conflict(setting: str, message: str) -> PydanticCustomError:
-    """Return the error that ``__post_init__`` raises if a setting contradicts another one."""
+    """Return the error that ``__post_init__`` raises if a setting contradicts another setting."""
     return PydanticCustomError("conflict", "{message}", {"setting": setting, "message": message})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def settings(key: str) -> Callable[[type[T]], type[T]]:
-    """Return a decorator for frozen dataclasses that check their arguments and raise ConfigError.
+    """Return a decorator for a frozen dataclass whose constructor checks its arguments.
 
     Args:
-        key: Key of the section in a document. Empty for the document itself.
+        key: Key of the section in a policy, or an empty text for the whole policy.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -196,7 +196,7 @@ def settings(key: str) -> Callable[[type[T]], type[T]]:
 
 
 def _for_editors(schema: dict[str, Any]) -> None:
-    """Remove titles and defaults from the JSON schema. The descriptions name the defaults."""
+    """Remove titles and defaults from the JSON schema, because the descriptions name the defaults."""
     for setting in schema["properties"].values():
         setting.pop("default", None)
         setting.pop("title", None)
@@ -207,8 +207,8 @@ def errors_of(error: ValidationError, root: type, source: Source) -> list[Config
 
     Args:
         error: The exception that pydantic raised.
-        root: The class that was validated.
-        source: Origin of the values.
+        root: The dataclass that pydantic validated.
+        source: Origin of the validated values.
     """
     found = [(_path(each, root), each) for each in error.errors(include_url=False)]
     misspelt = {path[:-1] for path, each in found if each["type"] == "unexpected_keyword_argument"}
@@ -220,7 +220,10 @@ def errors_of(error: ValidationError, root: type, source: Source) -> list[Config
 
 
 def _path(found: ErrorDetails, root: type) -> Keys:
-    """Return the keys of a setting. Pydantic numbers positional arguments, so turn numbers into names."""
+    """Return the path of a setting in the policy.
+
+    Pydantic numbers positional arguments, so replace the numbers by names.
+    """
     path = found["loc"]
     if path and isinstance(path[0], int):
         path = (*_legal_keys(root)[path[0] : path[0] + 1], *path[1:])
@@ -239,10 +242,10 @@ _MESSAGES = {
     "tuple_type": "must be a list, not {shown}",
     "dataclass_type": "must be a mapping with the keys {inner}, not {shown}",
     "missing": "is missing; this section needs the keys {keys}",
-    "unexpected_positional_argument": "too many values; the keys of this section are {keys}",
+    "unexpected_positional_argument": "the section has too many values; its keys are {keys}",
     "unexpected_keyword_argument": "unknown key{guess} (the keys of this section are {keys})",
 }
-"""Message for each type of error of pydantic."""
+"""Message for each of pydantic's error types."""
 
 
 def _message(path: Keys, found: ErrorDetails, root: type) -> str:

@@ -3,14 +3,14 @@
 A ``match`` has one of three forms:
 
 * **numbers** of layers, from 0: ``"3"``, ``"0-3"`` (both ends included), ``"0,2,8-11"``. ``"last 2"`` counts
-  from the end, so that a policy fits models of any depth. Forms can be joined: ``"0-1,last 2"``.
-* **numbers within a stack**, for models with several stacks: ``"encoder:0-3"``.
-* **a name**, or a glob over names: ``"decoder.layers.2?"``, ``"*.layers.1*"``.
+from the end, so that a policy fits models of any depth. Numbers can be joined with ``last``: ``"0-1,last
+2"``. * **numbers within a stack**, for models with several stacks: ``"encoder:0-3"``. * **a name**, or a glob
+over names: ``"decoder.layers.2?"``, ``"*.layers.1*"``.
 
-A match with a colon contains numbers within a stack. A match of digits, commas, hyphens, spaces and ``last``
-contains numbers. Any other match is a name. If the whole name of a module is a number, match the module by
-its layer number, or by the glob ``"[3]"``. :func:`fnmatch.fnmatchcase` compares globs: a glob must match the
-whole name, case matters, and ``*`` also matches dots.
+A match with a colon selects numbers within a stack. A match of digits, commas, hyphens, spaces and ``last``
+selects layer numbers. Any other match is a name. If the whole name of a module is a number, match the module
+by its layer number, or by the glob ``"[3]"``. :func:`fnmatch.fnmatchcase` compares globs: a glob must match
+the whole module name, case matters, and ``*`` also matches dots.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Objective(StrEnum):
     """Goal of the planner for ``auto`` layers."""
 
     TIME = "time"
-    """The shortest step within the budget."""
+    """Find the shortest step within the budget."""
 
     MEMORY = "memory"
-    """The lowest activation peak without waits for the drive."""
+    """Find the lowest activation peak at which training does not wait for the drive."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class LayerId:
     """Identity of a layer in a policy.
 
     Attributes:
-        number: Number of the layer, from 0, over all pipeline stages and model chunks. With several
-            stacks, the layers of each stack are numbered from 0.
-        name: Name of the module without wrappers, numbered over all stages: ``decoder.layers.3``. Empty if
-            there is no model yet. Then rules by name are not checked.
-        stack: ``encoder`` or ``decoder`` in a model with several stacks, else None.
-        depth: Number of layers in the stack, over all ranks; None if unknown. Comparisons ignore this field.
+        number: Number of the layer, from 0, over all pipeline stages and model chunks. In a model with
+            several stacks, the layers of each stack are numbered from 0.
+        name: Module name of the layer without wrappers, numbered over all stages: ``decoder.layers.3``.
+            Without a model, the name is empty, and rules by name are not checked.
+        stack: Name of the stack, such as ``encoder``, in a model with several stacks, else None.
+        depth: Number of layers in the stack, over all ranks; None if unknown. Comparisons ignore ``depth``.
     """
 
     number: int
@@ -76,7 +76,7 @@ class LayerId:
         return f"layer {self.number} ({self.name})"
 
     def numbers(self, count: int) -> str:
-        """Return a match for ``count`` layers from this one on."""
+        """Return a match for ``count`` consecutive layers, beginning with this layer."""
         numbers = str(self.number) if count == 1 else f"{self.number}-{self.number + count - 1}"
         return f"{self.stack}:{numbers}" if self.stack else numbers
 
@@ -85,10 +85,10 @@ Layers = Sequence[LayerId] | None
 
 
 def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> list[LayerId]:
-    """Return the layers with the depths of their stacks, which ``last 2`` needs.
+    """Return the layers with the depths of their stacks. Matches such as ``last 2`` need the depths.
 
     Args:
-        layers: Some layers.
+        layers: The layers whose depths are set.
         everywhere: The layers of all ranks.
     """
     depths: dict[str | None, int] = {}
@@ -102,7 +102,7 @@ def with_depths(layers: Iterable[LayerId], everywhere: Iterable[LayerId]) -> lis
 
 @dataclass(frozen=True)
 class _Match:
-    """Parsed match: a glob over names, or numbers of layers in one stack."""
+    """Parsed match: a glob over module names, or layer numbers in one stack."""
 
     glob: str | None = None
     ranges: tuple[tuple[int, int], ...] = ()
@@ -125,7 +125,7 @@ def _matcher(match: str) -> _Match:
     """Parse a match.
 
     Raises:
-        ConfigError: The match has none of the legal forms.
+        ConfigError: The match does not have a legal form.
     """
     stack, colon, numbers = match.strip().rpartition(":")
     if stack.strip().isdecimal():
@@ -152,7 +152,7 @@ def _malformed(match: str, problem: str) -> ConfigError:
 
 
 def _match(value: object) -> str:
-    """Return the text of a match, which may be a number too, if it has a legal form."""
+    """Return the match as text, after checking its form. A match may also be a number."""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(text, str):
         raise ConfigError(f"{quoted(value)} is not text; {_LEGAL_FORMS}")
@@ -165,27 +165,27 @@ def _match(value: object) -> str:
 
 @settings("layers")
 class Rule:
-    """A placement for the layers of a match.
+    """A rule of a policy, which sets the placement of the layers that match.
 
     Raises:
-        ConfigError: The match has none of the legal forms, or no placement has this name.
+        ConfigError: The match does not have a legal form, or the placement is unknown.
     """
 
     match: Annotated[str, BeforeValidator(_match), WithJsonSchema({"type": ["string", "integer"]})]
-    """Layer numbers (``3``, ``0-3``, ``0,2,8-11``, ``last 2``), numbers in a stack (``encoder:0-3``), or a
-    name, with globs."""
+    """Layers of the rule: layer numbers (``3``, ``0-3``, ``0,2,8-11``, ``last 2``), numbers in a stack
+    (``encoder:0-3``), or a module name, with globs."""
 
     placement: PlacementName
-    """Placement of these layers, also as text: ``"keep"``."""
+    """Placement of the matched layers, such as ``"keep"``."""
 
     line: Provenance[int | None] = field(default=None, compare=False)
-    """Line of the rule in its file. Comparisons ignore this field."""
+    """Line of the rule in the policy file. Comparisons of rules ignore ``line``."""
 
     def matches(self, layer: LayerId) -> bool:
         """Return True if the rule matches the layer.
 
         Raises:
-            ConfigError: The rule counts from the end, and the layer has no depth.
+            ConfigError: The rule counts from the end of a stack, and the layer has no depth.
         """
         return _matcher(self.match).matches(layer)
 
@@ -196,12 +196,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules and a default placement.
+    """The rules and the default placement of a policy.
 
     Attributes:
         default: Placement of layers that no rule matches.
-        rules: Rules in order. The first matching rule sets the placement of a layer.
-        file: File of the rules, for messages.
+        rules: Rules in their order in the policy. The first matching rule sets the placement of a layer.
+        file: Path of the policy file, for error messages.
     """
 
     default: Placement
@@ -213,15 +213,15 @@ class Policy:
 
         Args:
             layers: The layers of this process.
-            everywhere: The layers of all processes. Each rule must match at least one of these layers, which
-                may be on another pipeline stage. By default the same as ``layers``.
+            everywhere: The layers of all processes. Each rule must match at least one layer in
+                ``everywhere``, perhaps on another pipeline stage. By default the same as ``layers``.
 
         Returns:
-            Index into ``layers`` → placement, which may be ``AUTO``.
+            The placement of each layer, by its index in ``layers``. A placement may be ``AUTO``.
 
         Raises:
-            ConfigError: All rules that match no layer, that come after others for the same layers, or that
-                name no stack in a model with several stacks.
+            ConfigError: A rule matches no layer, has no effect because of earlier rules, or names no stack in
+                a model with several stacks. The error lists all these rules.
         """
         everywhere = layers if everywhere is None else everywhere
         if problems := self.problems(everywhere):
@@ -230,14 +230,14 @@ class Policy:
         return {index: self.explain(layer)[0] for index, layer in enumerate(known)}
 
     def explain(self, layer: LayerId) -> tuple[Placement, str]:
-        """Return the placement of a layer and its origin: a rule, or ``default``."""
+        """Return the placement of a layer, and the rule that sets the placement or ``default``."""
         for rule in self.rules:
             if rule.matches(layer):
                 return rule.placement, f"rule {rule}"
         return self.default, "default"
 
     def problems(self, everywhere: Sequence[LayerId]) -> list[ConfigError]:
-        """Return an error for each rule without effect on the layers of all ranks."""
+        """Return an error for each rule that has no effect on any layer."""
         everywhere, unjudged = with_depths(everywhere, everywhere), self.unjudged(everywhere)
         stacks = dict.fromkeys(layer.stack for layer in everywhere)
         undecided, found = set(everywhere), []
@@ -248,28 +248,28 @@ class Policy:
                 continue
             if matcher.glob is None and matcher.stack is None and len(stacks) > 1:
                 choices = " or ".join(quoted(f"{stack}:{rule.match}") for stack in stacks if stack)
-                why = f"must say which stack it counts in: {choices}; {_described(everywhere)}"
+                why = f"must name the stack of its layer numbers: {choices}; {_described(everywhere)}"
                 found.append(self._error(rule, why))
             elif not matched:
                 found.append(self._error(rule, f"matches no layer; {_described(everywhere)}"))
             elif not matched & undecided:
                 others = [each for each in self.rules[:index] if any(map(each.matches, matched))]
                 why = (
-                    "never takes effect: the first matching rule counts. Earlier rules match all its layers: "
-                    f"{shortened(', '.join(map(str, others)))}. Move this rule up, or remove it"
+                    "has no effect, because earlier rules match all its layers: "
+                    f"{shortened(', '.join(map(str, others)))}. Move this rule up, or remove the rule"
                 )
                 found.append(self._error(rule, why))
             undecided -= matched
         return found
 
     def placements(self, everywhere: Sequence[LayerId]) -> set[Placement]:
-        """Return the placements of the layers of all ranks and of rules that cannot be checked yet."""
+        """Return the placements of all layers, and those of rules that need unknown module names."""
         known = with_depths(everywhere, everywhere)
         rules = self.unjudged(everywhere)
         return {self.explain(layer)[0] for layer in known} | {rule.placement for rule in rules}
 
     def unjudged(self, everywhere: Sequence[LayerId]) -> list[Rule]:
-        """Return the rules that match names, if they cannot be checked because the layers have no names."""
+        """Return the rules by name that cannot be checked, because the layers have no names."""
         if any(layer.name for layer in everywhere):
             return []
         by_name = [rule for rule in self.rules if _matcher(rule.match).glob is not None]

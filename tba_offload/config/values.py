@@ -1,4 +1,4 @@
-"""Types of settings: sizes, times, shares, directories, placements, kinds of a store."""
+"""Types of settings: sizes, times, shares, directories, placements and store kinds."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from tba_offload.formatting import quoted
 from tba_offload.placements import Placement, names
 
 KINDS = ["auto", "gds", "file", "host"]
-"""Kinds of a store. :func:`tba_offload.store.register_kind` appends the kinds of other projects."""
+"""Known store kinds. The function :func:`tba_offload.store.register_kind` appends other kinds."""
 
 STALL_SECONDS = 300.0
-"""Default of ``store.stall_seconds``. A transfer without progress for this time fails."""
+"""Default of ``store.stall_seconds``: seconds without progress after which a transfer fails."""
 
 BLOCK = 4096
-"""Bytes of the smallest extent in a store."""
+"""Size of the smallest extent in a store, in bytes."""
 
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, **_BINARY}
-_LEGAL = f"write a number and a unit ({', '.join(_UNITS)}), such as 12GiB, or 0 for off"
+_LEGAL = f"write a number and a unit ({', '.join(_UNITS)}), such as 12GiB, or write 0"
 _SIZE = re.compile(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*")
 _MOST_BYTES = 2**60
-"""Largest size in bytes. The sum of a few sizes still fits in a 64-bit counter of the system."""
+"""Largest allowed size in bytes. Sums of a few sizes must fit in a 64-bit integer."""
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as ``12GiB``, ``1.5 GB`` or ``0``, rounded down.
+    """Return the number of bytes of a size such as ``12GiB``, ``1.5 GB`` or ``0``, rounded down.
 
     Raises:
-        ConfigError: The text is not a size, is negative, or has no known unit. The units are B, KB, MB, GB,
-            TB (powers of 1000) and KiB, MiB, GiB, TiB (powers of 1024). Only 0 needs no unit.
+        ConfigError: The text is not a size, is negative, or has no known unit. Known units are B, KB, MB, GB,
+            TB (powers of 1000) and KiB, MiB, GiB, TiB (powers of 1024). The size 0 needs no unit.
     """
     found = _SIZE.fullmatch(text)
     if found is None:
@@ -63,7 +63,7 @@ def format_size(size: int) -> str:
 
 
 def _bytes(value: object) -> int:
-    """Return a size as a number of bytes. The size is a whole number, or text with a unit."""
+    """Convert a size, which is a whole number or text with a unit, to bytes."""
     if isinstance(value, str):
         return parse_size(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_BYTES:
@@ -72,21 +72,24 @@ def _bytes(value: object) -> int:
 
 
 def _limit(value: object) -> int | None:
-    """Return a limit in bytes; None for 0, which means no limit."""
+    """Convert a limit to bytes. The limit 0 becomes None, which means no limit."""
     return None if value is None else _bytes(value) or None
 
 
 def _window(value: object) -> int | None:
-    """Return the in-flight window in bytes. Here None means the default, and 0 means no limit."""
+    """Convert the size of the in-flight window to bytes.
+
+    None means the default size, and 0 means no limit.
+    """
     return None if value is None else _bytes(value)
 
 
 _LONGEST = 1e9
-"""Largest time limit in seconds: 31 years. The system's clocks overflow at ten times this value."""
+"""Largest time limit in seconds: 31 years. System clocks overflow at ten times this limit."""
 
 
 def _seconds(value: object) -> float | None:
-    """Return a time limit in seconds; None for 0, which means no limit."""
+    """Convert a time limit to seconds. The limit 0 becomes None, which means no limit."""
     if value is None:
         return None
     with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -96,14 +99,14 @@ def _seconds(value: object) -> float | None:
 
 
 def _count(value: object) -> int | None:
-    """Return a whole number. The reader of YAML passes numbers as text."""
+    """Convert a whole number, which the YAML reader passes as text."""
     if value is not None and not str(value).isdecimal():
         raise ConfigError(f"must be a whole number, not {quoted(value)}")
     return None if value is None else int(str(value))
 
 
 def _directories(value: object) -> tuple[Path, ...]:
-    """Return the directories of one path or a list of paths, with variables expanded."""
+    """Convert one path or a list of paths to a tuple, with environment variables expanded."""
     several = [value] if isinstance(value, str | Path) else value
     if not isinstance(several, list | tuple):
         raise ConfigError(f"must be a path or a list of paths, not {quoted(value)}")
@@ -121,8 +124,8 @@ def _directory(value: object) -> Path:
 
     for name in re.findall(r"\$\{?(\w+)", text):
         if not os.environ.get(name):  # an empty variable would turn $SCRATCH/tba into /tba
-            why = f"names the environment variable {quoted(name)}, which is not set or empty"
-            raise ConfigError(f"{quoted(text)} {why}; set it, or write the path")
+            why = f"names the environment variable {quoted(name)}, which is empty or not set"
+            raise ConfigError(f"{quoted(text)} {why}. Set the variable, or write the path")
     try:
         os.fsencode(text)
         return Path(os.path.expandvars(text)).expanduser()
@@ -131,7 +134,7 @@ def _directory(value: object) -> Path:
 
 
 def _kind(value: object) -> object:
-    """Check that a kind of store is known: it is built in, or was registered."""
+    """Check that a store kind is built in or registered."""
     if value not in KINDS:
         *most, last = map(repr, KINDS)
         raise ConfigError(f"must be {', '.join(most)} or {last}, not {quoted(value)}")
@@ -139,14 +142,14 @@ def _kind(value: object) -> object:
 
 
 def _order(value: object) -> object:
-    """Check that an order of host memory and drives has both, once each."""
+    """Check that an order names host memory and drives once each."""
     if isinstance(value, list | tuple) and sorted(map(str, value)) == ["drive", "host"]:
         return tuple(value)
     raise ConfigError(f"must be [host, drive] or [drive, host], not {quoted(value)}")
 
 
 def placement(word: object) -> Placement:
-    """Return the placement of a name.
+    """Return the placement with the given name.
 
     Raises:
         ConfigError: No placement has this name.
@@ -154,7 +157,10 @@ def placement(word: object) -> Placement:
     try:
         return Placement(str(word))
     except ValueError:
-        hints = {"fit": "write auto, without a budget", "offload-N%": "N is a whole number from 1 to 99"}
+        hints = {
+            "fit": "in a policy file, write auto without a budget",
+            "offload-N%": "N is a whole number from 1 to 99",
+        }
         nearest = difflib.get_close_matches(str(word), [*names(), "fit"], n=1)
         hint = "".join(f"; {hints.get(each, f'did you mean {each!r}?')}" for each in nearest)
         raise ConfigError(f"must be one of {', '.join(names())}, not {quoted(word)}{hint}") from None

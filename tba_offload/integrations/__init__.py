@@ -1,1 +1,1 @@
-"""Callbacks that add offloading to the trainers of other packages."""
+"""Callbacks that add offloading to the trainers of transformers and Lightning."""

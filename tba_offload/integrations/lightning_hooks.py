@@ -1,4 +1,4 @@
-"""Hooks of a PyTorch Lightning callback, shared by both packages that contain Lightning."""
+"""Hooks of a Lightning callback, for the packages ``lightning`` and ``pytorch_lightning``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 class LightningHooks:
     """Hooks that attach offloading to the model of a Lightning ``Trainer`` during ``fit``.
 
-    The module's ``log_dict`` logs the activation peak in GiB and the stall in seconds of each step.
+    The activation peak in GiB and the stall in seconds of each step are logged with the module's
+    ``log_dict``.
 
     Args:
-        config: As for :func:`tba_offload.attach`, such as ``"fit"`` or a placement. If the policy has
-            ``states``, the states of the trainer's optimizers are offloaded too.
-        module: Name of the attribute of the LightningModule that is the model, such as ``"model"`` or
-            ``"model.encoder"``. By default the LightningModule itself.
-        run_log: As for :func:`tba_offload.attach`.
+        config: The policy, such as ``"fit"`` or a placement; see :func:`tba_offload.attach`. If the policy
+            has ``states``, the states of the trainer's optimizers are also offloaded.
+        module: Name of the submodule to attach, such as ``"model"`` or ``"model.encoder"``. By default, the
+            whole LightningModule is attached.
+        run_log: Path of the run log; see :func:`tba_offload.attach`.
         options: More arguments for :func:`tba_offload.attach`.
     """
 
@@ -43,22 +44,22 @@ class LightningHooks:
 
     @property
     def session(self) -> Session | None:
-        """The session of the current or last training; ``None`` before the first one."""
+        """The session of the current or last training; ``None`` before the first training."""
         return self._training.session
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Attach the model, after Lightning has moved, wrapped and checked it."""
+        """Attach the model after Lightning has moved, wrapped and checked the model."""
         model = pl_module if self._module is None else pl_module.get_submodule(self._module)
         self._training.begin(model, optimizers=trainer.optimizers)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: object) -> None:
-        """Log the figures of a step that has ended."""
+        """Log the activation peak and the stall of the last complete step."""
         figures = self._training.news()
         if figures:
             pl_module.log_dict(figures)
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Close the session, because Lightning calls no other hook after an exception."""
+        """Close the session after an exception, because Lightning then calls no other hook."""
         self._training.end(exception)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:

@@ -1,4 +1,4 @@
-"""Callback for PyTorch Lightning's ``Trainer``, as the package ``pytorch_lightning`` has it.
+"""Callback for the ``Trainer`` of the package ``pytorch_lightning``.
 
 ::
 
@@ -21,4 +21,4 @@ except ModuleNotFoundError as error:
 
 
 class OffloadCallback(LightningHooks, Callback):  # type: ignore[misc]
-    """Callback that offloads during ``Trainer.fit``. :class:`LightningHooks` describes the arguments."""
+    """Callback that offloads during ``Trainer.fit``. See :class:`LightningHooks` for the arguments."""

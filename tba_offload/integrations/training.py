@@ -1,4 +1,4 @@
-"""Sessions of a callback, one for each training."""
+"""Sessions of a callback. Each training has its own session."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 _begun: weakref.WeakSet[Session] = weakref.WeakSet()
-"""The sessions of all trainings."""
+"""The sessions that callbacks have opened."""
 
 
 class Training:
     """A session that is open from the start to the end of a training.
 
     Args:
-        config: As for :func:`tba_offload.attach`.
-        run_log: As for :func:`tba_offload.attach`.
+        config: See :func:`tba_offload.attach`.
+        run_log: See :func:`tba_offload.attach`.
         options: More arguments for :func:`tba_offload.attach`.
 
     Attributes:
-        session: The session of the current or last training; ``None`` before the first one.
+        session: The session of the current or last training; ``None`` before the first training.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Training:
         known = inspect.signature(attach).parameters
         for name in options.keys() - known:
             raise TypeError(
-                f"OffloadCallback has no argument {name!r}. It takes those of attach(): {', '.join(known)}"
+                f"OffloadCallback has no argument {name!r}. The arguments of attach() are {', '.join(known)}"
             )
         read_config(config)  # a wrong policy is an error before the training
         self.session: Session | None = None
@@ -61,13 +61,14 @@ class Training:
         optimizers: Sequence[Optimizer] = (),
         batch_size: int | None = None,
     ) -> None:
-        """Attach the model, after closing sessions that an exception has left open.
+        """Attach the model. Sessions that an exception has left open are closed first.
 
         Args:
-            model: The model.
-            optimizers: The optimizers of the model. If the policy has ``states``, their states are offloaded.
-            batch_size: Number of sequences in a step, for the run log. Not used if the options have a
-                ``model_info``.
+            model: The model to attach.
+            optimizers: The optimizers of the model. If the policy has ``states``, the optimizers' states are
+                offloaded.
+            batch_size: Number of sequences in a step, for the run log. An option ``model_info`` replaces this
+                number.
         """
         self.end()
         left = session_of(model)
@@ -89,16 +90,16 @@ class Training:
             self._step.__enter__()
 
     def end_step(self) -> None:
-        """End the step that :meth:`begin_step` opened, if any."""
+        """End the step that :meth:`begin_step` opened, if a step is open."""
         step, self._step = self._step, None
         if step is not None:
             step.__exit__(None, None, None)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the session without recording an open step. Further calls do nothing.
+        """Close the session without recording an open step. A second call does nothing.
 
         Args:
-            error: Exception that ended the training. With an exception, errors of the session are only
+            error: Exception that ended the training. After an exception, errors of the session only cause
                 warnings.
         """
         step, self._step = self._step, None
@@ -108,7 +109,7 @@ class Training:
             self.session.__exit__(None if error is None else type(error), error, None)
 
     def news(self) -> dict[str, float]:
-        """Return activation peak and stall of the last step, once for each step, with three digits."""
+        """Return the activation peak and the stall of the last step, once for each step."""
         last = self.session.last if self.session is not None else None
         if last is None or last.step == self._reported:
             return {}

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     """Callback that attaches offloading to the model of a ``Trainer`` during training.
 
-    The activation peak in GiB and the stall in seconds of the last step are added to the trainer's log.
+    The activation peak in GiB and the stall in seconds of the last step are added to the log of the trainer.
 
     Args:
-        config: As for :func:`tba_offload.attach`, such as ``"fit"`` or a placement. If the policy has
-            ``states``, the states of the trainer's optimizer are offloaded too.
-        run_log: As for :func:`tba_offload.attach`.
+        config: The policy, such as ``"fit"`` or a placement; see :func:`tba_offload.attach`. If the policy
+            has ``states``, the states of the trainer's optimizer are also offloaded.
+        run_log: Path of the run log; see :func:`tba_offload.attach`.
         options: More arguments for :func:`tba_offload.attach`.
     """
 
@@ -50,13 +50,13 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def session(self) -> Session | None:
-        """The session of the current or last training; ``None`` before the first one."""
+        """The session of the current or last training; ``None`` before the first training."""
         return self._training.session
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attach the model, after the trainer has moved and wrapped it."""
+        """Attach the model after the trainer has moved and wrapped the model."""
         self._come_first(sys._getframe(1).f_locals.get("self"))
         optimizer = kwargs.get("optimizer")
         self._training.begin(
@@ -66,9 +66,10 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         )
 
     def _come_first(self, handler: object) -> None:
-        """Move this callback before callbacks that report to TensorBoard and others, which need its figures.
+        """Move this callback before reporting callbacks such as TensorBoard's, which read its figures.
 
-        A trainer calls its reporting callbacks first. Hooks have no argument with the list of callbacks.
+        By default, a trainer calls reporting callbacks first. A hook gets no argument with the list of
+        callbacks, so the list comes from the caller's frame.
         """
         callbacks = getattr(handler, "callbacks", None)
         if isinstance(callbacks, list) and self in callbacks:
@@ -96,7 +97,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the figures to a log entry with a loss, and to its copy in the log history."""
+        """Add the activation peak and the stall to a log entry with a loss, and to the log history."""
         if not logs or "loss" not in logs:
             return
         figures = self._training.news()
@@ -112,6 +113,6 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _sequences_of_a_step(args: TrainingArguments, state: TrainerState) -> int:
-    """Return the sequences of a step of all processes, even if the trainer searches a batch size."""
+    """Return the sequences in a step of all processes, even if the trainer searches a batch size."""
     at_once = getattr(state, "train_batch_size", None) or args.train_batch_size
     return int(at_once * args.gradient_accumulation_steps * args.world_size)

@@ -331,7 +331,7 @@ class DeviceShare:
     def __str__(self) -> str:
         base, gradients = readable_size(self.base_bytes), readable_size(self.gradient_bytes)
         whole = readable_size(self.device_bytes)
-        return f"of {whole}, minus {base} in use before a step and {gradients} of gradients"
+        return f"{whole}, minus {base} in use before a step and {gradients} of gradients"
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ class Situation:
             )
         device = DeviceShare(device_bytes, *self.beside)
         if device.left <= 0:
-            raise ConfigError(f"no memory is left for activations {device}. Pass a larger device")
+            raise ConfigError(f"no memory is left for activations: {device}. Pass a larger device")
         return device
 
     def case(self, budget: int | None) -> Case:
@@ -204,7 +204,7 @@ class Situation:
         outcome = case.played(plan)
         yield f"{len(self.names)} layers. Rates of the store: {self.bandwidth}."
         if device is not None:
-            yield f"{readable_size(device.budget)} are left for activations {device}."
+            yield f"{readable_size(device.budget)} are left for activations: {device}."
         if written := written_a_day(case, plan):
             yield f"The plan {written}."
         if day := bytes_per_day(outcome.written_bytes, outcome.seconds):

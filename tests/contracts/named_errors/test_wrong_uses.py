@@ -59,15 +59,21 @@ WORDS = "fit, keep, offload, recompute, .*, offload-N%"
 POLICIES: dict[str, tuple[Any, str]] = {
     "a misspelt word": (
         "offlaod",
-        rf"policy 'offlaod' is neither .* Did you mean 'offload'\? Words: {WORDS}",
+        rf"policy 'offlaod' is neither .* Did you mean 'offload'\? Known words: {WORDS}",
     ),
     "a misspelt file": ("polcy.yaml", r"'polcy\.yaml' is neither .* Did you mean 'policy\.yaml'\?"),
-    "a file that is not there": ("none.yml", r"'none\.yml' is neither .* YAML files: policy\.yaml\."),
-    "a number": (3, "the policy is 3: pass a word such as 'fit', the path of a YAML file, a dict, or"),
+    "a file that is not there": (
+        "none.yml",
+        r"'none\.yml' is neither .* YAML files in the directory: policy\.yaml\.",
+    ),
+    "a number": (
+        3,
+        "the policy 3 has a wrong type. Pass a word such as 'fit', the path of a YAML file, a dict, or",
+    ),
     "a misspelt key": ({"defautl": "keep"}, r"defautl: unknown key; did you mean 'default'\?"),
     "a misspelt placement": ({"default": "recompte"}, "default: must be .*; did you mean 'recompute'"),
     "a share of all": ({"default": "offload-100%"}, "default: must be .*; N is a whole number from 1 to 99"),
-    "fit in a policy": ({"default": "fit"}, "default: must be .*, not 'fit'; write auto, without a budget"),
+    "fit in a policy": ({"default": "fit"}, "default: must be .*, not 'fit'; in a policy file, write auto"),
     "YAML without a unit": (
         "store: {}\nbudget: {device_bytes: 12}",
         r"line 2: budget\.device_.* no unit; write",
@@ -82,7 +88,7 @@ POLICIES: dict[str, tuple[Any, str]] = {
     ),
     "a range backwards": (rules("3-1"), r"layers\[0\]\.match: malformed match '3-1': .* write '1-3'"),
     "a layer too many": (rules("9"), r"the rule '9' matches no layer; the layers are 0-2 \(layers\.0"),
-    "a rule behind another": (rules("0-2", "1"), "the rule '1' never takes effect: .* '0-2'. Move this"),
+    "a rule without effect": (rules("0-2", "1"), "the rule '1' has no effect, because .* '0-2'. Move this"),
     "an unknown store": (
         policy(store={"kind": "nvme"}),
         "store.kind: must be 'auto', 'gds', 'file' or 'host'",
@@ -132,7 +138,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a variable that is not set": (
         {"directories": "$TBA_NOT_SET/tba"},
         tba.ConfigError,
-        "'TBA_NOT_SET', which is not set or empty; set it, or write the path",
+        "'TBA_NOT_SET', which is empty or not set. Set the variable, or write the path",
     ),
     "step 0": ({"trace_steps": [0]}, tba.ConfigError, r"trace_steps has 0\. Pass numbers of steps, from 1"),
     "a sink that is a path": (
@@ -158,7 +164,7 @@ def test_wrong_arguments(given: dict[str, Any], kind: type[Exception], answer: s
 
 def test_a_callback_with_an_unknown_argument() -> None:
     with pytest.raises(
-        TypeError, match=r"OffloadCallback has no argument 'layer'\. It takes those of attach.*, layers, "
+        TypeError, match=r"OffloadCallback has no argument 'layer'\. The arguments of attach.*, layers, "
     ):
         transformers_callback.OffloadCallback("fit", layer=[])
 

@@ -262,7 +262,7 @@ CHECKPOINTED = ("llama", "qwen3", "gemma3", "gpt2", "t5", "mixtral")
 
 @functools.cache
 def checkpointed(family: str, *, use_reentrant: bool) -> History:
-    """What the framework's own checkpointing gives.
+    """Return the result of training with the checkpointing of the framework.
 
     T5's layers share the bias of positions, whose gradients a reentrant checkpoint sums in another order.
     """

@@ -192,8 +192,8 @@ def test_other_blocks_that_hold_much_are_named(caplog: pytest.LogCaptureFixture)
     )
     with caplog.at_level("INFO", logger="tba_offload.session"):
         taken(model)
-        (said,) = [each for each in caplog.messages if "not among the layers" in each]
-        assert said.startswith("vision.layers (4 of OtherBlock): these blocks are not among the layers")
+        (said,) = [each for each in caplog.messages if "did not recognize" in each]
+        assert said.startswith("vision.layers (4 of OtherBlock): attach() did not recognize these")
         caplog.clear()
         taken(model, [*model.vision.layers, *model.text, *model.small])
     assert "not among the layers" not in caplog.text

@@ -98,7 +98,7 @@ def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
     assert found["carried_from"] == 128
     needed = found["placements"][-1]["drives_need"]
     slow = "--flops", "20G", "--write", f"{needed * 1.01:.0f}B/s"
-    answer = "These drives carry recompute-offload without waiting from 2,048 tokens on."
+    answer = "writes to these drives do not delay training for sequences of 2,048 tokens or more."
     assert answer in call("estimate", *sizes, *slow).stdout
     _, spared, *_ = estimate(*sizes, "--host-capacity", "256KiB")["placements"]
     assert spared["written_bytes"] == pytest.approx(offload["written_bytes"] - 2**18, rel=0.02)
@@ -111,9 +111,12 @@ def test_without_a_file_it_takes_the_sizes_of_a_llama() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--flops", "20G", "--write", "1GB/s"), "give the model: --config, or --layers"),
-        (("--flops", "20G", "--layers", 2), "give the rates of the drives: --write and --read, or --dir"),
-        (("--flops", "fast", "--write", "1GB/s"), "'fast' is not a number of FLOPs a second"),
+        (("--flops", "20G", "--write", "1GB/s"), "pass the model as --config, or as --layers"),
+        (
+            ("--flops", "20G", "--layers", 2),
+            "the rates of the drives are missing. Pass --write and --read, or --dir",
+        ),
+        (("--flops", "fast", "--write", "1GB/s"), "'fast' is not a rate of FLOPs per second"),
         (("--write", "1GB/s"), "Missing option '--flops'"),
     ],
 )

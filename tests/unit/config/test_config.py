@@ -160,7 +160,7 @@ layers: {match: 1} => 1: layers: must be a list, not {'match': '1'}
 default: keep\n\nlayers: => 3: layers: has no value; write a value, or remove the line to use the default
 layers:\n- match: 3 => 2: layers[0].placement: is missing; this section needs the keys match, placement
 layers: [{placement: keep, match: 3-1}] => 1: layers[0].match: malformed match '3-1': '3-1' runs backwards
-default: keep\n\ndefault: keep => 3: default: is given twice, first in line 1; remove one of them
+default: keep\n\ndefault: keep => 3: default: is given twice, first in line 1; remove one of the two lines
 defautl: keep => 1: defautl: unknown key; did you mean 'default'? (the keys of this section are {TOP_KEYS})
 budget:\n  actvation_bytes: 1GiB => 2: budget.actvation_bytes: unknown key; did you mean 'activation_bytes'?
 layers: [{match: 3, placement: keep, line: 3}] => 1: layers[0].line: unknown key
@@ -203,9 +203,7 @@ def test_rules_are_judged_by_the_layers_of_a_model() -> None:
         "- {match: 1, placement: auto}\n- {match: 9, placement: keep}"
     )
     first, second = complaint(rules, layers=LAYERS).splitlines()
-    assert first.startswith(
-        "policy.yaml:3: the rule '1' (line 3) never takes effect: the first matching rule"
-    )
+    assert first.startswith("policy.yaml:3: the rule '1' (line 3) has no effect, because earlier rules match")
     assert second.startswith(
         "policy.yaml:4: the rule '9' (line 4) matches no layer; the layers are 0-3 (layers."
     )
@@ -215,10 +213,10 @@ def test_rules_are_judged_by_the_layers_of_a_model() -> None:
 
 NO_EFFECT = r"""
 budget: {activation_bytes: 1GiB} => budget.activation_bytes
-default: keep\nbudget: {activation_bytes: 2TiB} => budget.activation_bytes: has no effect: no layer has the
-default: keep\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer has the
+default: keep\nbudget: {activation_bytes: 2TiB} => budget.activation_bytes: has no effect: no layer is
+default: keep\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer is
 default: recompute\nbudget: {activation_bytes: 2TiB} => budget.activation_bytes: has no effect: no layer
-default: recompute\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer has the
+default: recompute\nbudget: {device_bytes: 2TiB} => budget.device_bytes: has no effect: no layer is
 budget: {objective: memory} => budget.objective
 store: {write_bytes_per_day: 1TB} => store.write_bytes_per_day
 budget: {activation_bytes: 1MiB} =>

@@ -85,14 +85,14 @@ def test_all_rules_that_take_no_effect_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         rules.resolve(decoder(4))
     assert [problem.line for problem in caught.value.problems] == [4, 5, 6]
-    assert "Earlier rules match all its layers: '0-3' (line 3)" in str(caught.value.problems[2])
+    assert "earlier rules match all its layers: '0-3' (line 3)" in str(caught.value.problems[2])
 
 
 def test_bare_numbers_where_several_stacks_count_their_own() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"policy.yaml:4: .* which stack it counts in: 'encoder:0' or 'decoder:0'; the layers "
-        r"are encoder:0-1 \(encoder.layers.0 ... encoder.layers.1\), decoder:0-1 ",
+        match=r"policy.yaml:4: .* name the stack of its layer numbers: 'encoder:0' or 'decoder:0'; the "
+        r"layers are encoder:0-1 \(encoder.layers.0 ... encoder.layers.1\), decoder:0-1 ",
     ):
         policy(Rule("0", KEEP, 4)).resolve(two_stacks(2))
     placements = policy(Rule("decoder:0", KEEP), Rule("encoder.*", RECOMPUTE)).resolve(two_stacks(2))

@@ -46,7 +46,7 @@ def test_a_share_is_a_placement() -> None:
     "word", ["offload-0%", "offload-100%", "offload-05%", "offload-5.5%", "offload-50", "offload-N%", "Keep"]
 )
 def test_other_words_are_errors_that_list_the_names(word: str) -> None:
-    with pytest.raises(ValueError, match=r"is not one of keep, .*auto, offload-N%"):
+    with pytest.raises(ValueError, match=r"is not a placement. The placements are keep, .*auto, offload-N%"):
         Placement(word)
     with pytest.raises(tba.ConfigError, match=r"offload-N%"):
         tba.OffloadConfig.from_yaml(f"default: {word}")

@@ -101,11 +101,11 @@ def test_a_plan_for_a_device_has_what_the_run_left_on_it(tmp_path: Path, run_log
     options = ("--device-bytes", f"{device_bytes}B")
     said = run_plan(path, *options, "-o", policy).output
     assert re.search(
-        r"^3\.9\d MiB are left for activations of .*, minus .* in use before a step and", said, re.MULTILINE
+        r"^3\.9\d MiB are left for activations: .*, minus .* in use before a step and", said, re.MULTILINE
     )
     assert load_config(policy).budget.device_bytes is None  # each layer is placed, and waits for its drive
     for arguments, what in (
-        ((path, "--device-bytes", "1MiB"), "no memory is left for activations of 1.00 MiB, minus"),
+        ((path, "--device-bytes", "1MiB"), "no memory is left for activations: 1.00 MiB, minus"),
         ((path, *options, "--layers", "9"), "does not have the bytes on the device beside activations"),
         ((run_log, *options), "does not have the bytes on the device beside activations"),
         ((path, *options, "--budget", "3MiB"), "--budget and --device-bytes both limit activations"),
@@ -138,14 +138,14 @@ def test_an_existing_file_is_replaced_only_on_request(run_log: Path, tmp_path: P
     policy.write_text("default: keep  # by hand\n")
     result = invoke_plan(run_log, "-o", policy)
     assert result.exit_code == 1
-    assert "policy.yaml: the file exists, so it was not replaced" in result.output
+    assert "policy.yaml: the file exists and was not replaced" in result.output
     assert policy.read_text() == "default: keep  # by hand\n"
     run_plan(run_log, "-o", policy, "--force")
     assert "by hand" not in policy.read_text()
     before = run_log.read_bytes()
     result = invoke_plan(run_log, "-o", run_log, "--force")
     assert result.exit_code == 1
-    assert "the file is a run log, so it was not replaced" in result.output
+    assert "the file is a run log and was not replaced" in result.output
     assert run_log.read_bytes() == before
 
 
